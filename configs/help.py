@@ -1,0 +1,62 @@
+"""`--help` of every command: each option with its value after composition and its meaning.
+
+Hydra fills a help template from the composed yaml, which holds values but no meanings. The meanings
+stand in the schema, so a resolver joins the two: a yaml with
+
+    hydra:
+      help:
+        template: |
+          ...
+          ${option_help:}
+
+prints them for the schema last given to `register_option_help`.
+"""
+
+import textwrap
+from typing import Any
+
+from omegaconf import Container, OmegaConf
+
+from configs.schema import describe
+
+WIDTH = 100
+MEANING_COLUMN = 40
+
+
+def register_option_help(schema: type) -> None:
+    """Let `${option_help:}` print the options of `schema`; call it before Hydra composes."""
+    OmegaConf.register_new_resolver(
+        "option_help", lambda *, _root_: option_help(schema, _root_), replace=True
+    )
+
+
+def option_help(schema: type, config: Container) -> str:
+    """Return a line `key=value  meaning` for every option of `schema`, values from `config`."""
+    lines = []
+    for key, meaning in describe(schema):
+        head = f"  {key}={_as_override(OmegaConf.select(config, key, throw_on_missing=False))}"
+        # Hydra substitutes $NAME in the finished text, so a dollar sign of ours has to be doubled.
+        wrapped = textwrap.wrap(
+            f"{head.ljust(MEANING_COLUMN - 2)}  {meaning}".replace("$", "$$"),
+            width=WIDTH,
+            subsequent_indent=" " * MEANING_COLUMN,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.extend(wrapped)
+    return "\n".join(lines)
+
+
+def _as_override(value: Any) -> str:
+    """Write a value as it would be typed behind `key=`."""
+    if value is None:
+        return "null"
+    if isinstance(value, Container):
+        value = OmegaConf.to_container(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(_as_override(each) for each in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_as_override(each)}" for key, each in value.items()) + "}"
+    return getattr(value, "name", str(value))

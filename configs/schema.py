@@ -1,0 +1,431 @@
+"""Every option of the recipe: type, default, meaning and check. Imports neither torch nor hydra.
+
+Values live in `configs/**/*.yaml`; this file says what may be set and what it means. `python dlrm.py --help` prints the
+text given to `option` beside each key. `main.launch` turns the composed yaml into these classes, so every check here
+runs before a file is opened or a process group exists.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+def option(default: Any, meaning: str) -> Any:
+    """Declare one option: its default value and the sentence that `--help` prints."""
+    metadata = {"help": meaning}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Mode(Enum):
+    """What `main` does after the checks."""
+
+    train = "train"
+    eval = "eval"
+    inference = "inference"
+    plan = "plan"
+
+
+class ModelName(Enum):
+    """Dense halves that `nn.model` can build."""
+
+    dlrm = "dlrm"
+    dcnv2 = "dcnv2"
+
+
+class CrossStructure(Enum):
+    """How DCNv2 joins its cross and its deep network (DCNv2 paper, figure 1)."""
+
+    stacked = "stacked"
+    parallel = "parallel"
+
+
+class Amp(Enum):
+    """Precision of the dense half."""
+
+    off = "off"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class OptimizerName(Enum):
+    """Update rules that exist both for tables and for the dense half."""
+
+    sgd = "sgd"
+    adagrad = "adagrad"
+    rowwise_adagrad = "rowwise_adagrad"
+    adam = "adam"
+
+
+class ShardingType(Enum):
+    """How one table is laid over the ranks (TorchRec's names)."""
+
+    table_wise = "table_wise"
+    column_wise = "column_wise"
+    row_wise = "row_wise"
+    data_parallel = "data_parallel"
+
+
+class Device(Enum):
+    """Where training runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless `condition` holds: the user wrote something that cannot be."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(kw_only=True, slots=True)
+class SyntheticConfig:
+    """The built-in click stream, used when `data.path` is null."""
+
+    train_rows: int = option(262_144, "rows in the training split")
+    test_rows: int = option(32_768, "rows in the test split")
+    num_numerical: int = option(13, "numerical features")
+    cardinalities: list[int] = option([], "rows of each table, one entry a categorical feature")
+    hotness: list[int] = option([], "ids a row looks up in each table; empty means one each")
+    exponent: float = option(1.05, "power-law exponent of the ids; 0 draws them uniformly")
+
+    def __post_init__(self) -> None:
+        for name in ("train_rows", "test_rows"):
+            value = getattr(self, name)
+            require(value > 0, f"data.synthetic.{name} must be positive, got {value}")
+        require(
+            self.num_numerical >= 0,
+            f"data.synthetic.num_numerical must not be negative, got {self.num_numerical}",
+        )
+        require(
+            all(c > 0 for c in self.cardinalities),
+            f"data.synthetic.cardinalities must all be positive, got {self.cardinalities}",
+        )
+        require(
+            not self.hotness or len(self.hotness) == len(self.cardinalities),
+            f"data.synthetic.hotness has {len(self.hotness)} entries for "
+            f"{len(self.cardinalities)} data.synthetic.cardinalities; give one a table, or none",
+        )
+        require(
+            all(h > 0 for h in self.hotness),
+            f"data.synthetic.hotness must all be positive, got {self.hotness}",
+        )
+        require(
+            self.exponent >= 0,
+            f"data.synthetic.exponent must not be negative, got {self.exponent}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Where the rows come from and how they are read."""
+
+    path: str | None = option(None, "dataset directory; null trains on the synthetic click stream")
+    feature_spec: str = option("feature_spec.yaml", "name of the spec file inside data.path")
+    shuffle_block: int = option(
+        1024,
+        "consecutive rows that stay together when an epoch is shuffled; 1 shuffles single rows, "
+        "0 keeps the order on disk",
+    )
+    prefetch: int = option(4, "batches read ahead of the step")
+    threads: int = option(4, "reader threads a rank")
+    synthetic: SyntheticConfig = MISSING
+
+    def __post_init__(self) -> None:
+        require(
+            self.shuffle_block >= 0,
+            f"data.shuffle_block must not be negative, got {self.shuffle_block}",
+        )
+        require(self.prefetch > 0, f"data.prefetch must be positive, got {self.prefetch}")
+        require(self.threads > 0, f"data.threads must be positive, got {self.threads}")
+        require(
+            self.path is not None or bool(self.synthetic.cardinalities),
+            "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class CrossConfig:
+    """The cross network of DCNv2."""
+
+    num_layers: int = option(3, "cross layers")
+    projection_dim: int | None = option(512, "rank of each cross layer's weight; null is full rank")
+    structure: CrossStructure = option(
+        CrossStructure.stacked,
+        "stacked: cross, then top MLP; parallel: side by side, then one layer",
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_layers > 0,
+            f"model.cross.num_layers must be positive, got {self.num_layers}",
+        )
+        require(
+            self.projection_dim is None or self.projection_dim > 0,
+            f"model.cross.projection_dim must be positive or null, got {self.projection_dim}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The network; its features come from the dataset's spec."""
+
+    name: ModelName = option(ModelName.dlrm, "dlrm (dot interaction) or dcnv2 (cross network)")
+    embedding_dim: int = option(128, "columns of every table; a multiple of 4")
+    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
+    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
+    cross: CrossConfig = MISSING
+
+    def __post_init__(self) -> None:
+        require(
+            self.embedding_dim > 0 and self.embedding_dim % 4 == 0,
+            f"model.embedding_dim must be a positive multiple of 4, got {self.embedding_dim}",
+        )
+        for name in ("bottom_mlp", "top_mlp"):
+            widths = getattr(self, name)
+            require(
+                bool(widths) and all(w > 0 for w in widths),
+                f"model.{name} must name at least one positive width, got {widths}",
+            )
+        require(
+            self.top_mlp[-1] == 1,
+            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
+        )
+        require(
+            self.name is not ModelName.dlrm or self.bottom_mlp[-1] == self.embedding_dim,
+            f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
+            f"dot interaction needs equal widths), got {self.bottom_mlp}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """Update rules; the tables' rule is fused into their backward pass."""
+
+    name: OptimizerName = option(OptimizerName.sgd, "sgd, adagrad, rowwise_adagrad or adam")
+    lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps")
+    embedding_name: OptimizerName | None = option(None, "rule of the tables; null: optimizer.name")
+    embedding_lr: float | None = option(
+        None, "peak learning rate of the tables; null: optimizer.lr"
+    )
+    eps: float = option(1e-8, "added to the denominator by adagrad, rowwise_adagrad and adam")
+    beta1: float = option(0.9, "adam's decay of the mean")
+    beta2: float = option(0.999, "adam's decay of the variance")
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
+        require(
+            self.embedding_lr is None or self.embedding_lr > 0,
+            f"optimizer.embedding_lr must be positive or null, got {self.embedding_lr}",
+        )
+        require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
+
+    @property
+    def table_name(self) -> OptimizerName:
+        """Rule of the tables."""
+        return self.name if self.embedding_name is None else self.embedding_name
+
+    @property
+    def table_lr(self) -> float:
+        """Peak learning rate of the tables."""
+        return self.lr if self.embedding_lr is None else self.embedding_lr
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerConfig:
+    """Linear warm-up, hold, polynomial decay to zero; after the decay the rate stays at zero."""
+
+    warmup_steps: int = option(0, "steps of linear warm-up; 0 starts at the peak")
+    decay_start_step: int | None = option(None, "first step of the decay; null never decays")
+    decay_steps: int = option(0, "length of the decay")
+    decay_power: float = option(2.0, "exponent of the decay")
+
+    def __post_init__(self) -> None:
+        require(
+            self.warmup_steps >= 0,
+            f"scheduler.warmup_steps must not be negative, got {self.warmup_steps}",
+        )
+        if self.decay_start_step is None:
+            return
+        require(
+            self.decay_start_step >= self.warmup_steps,
+            f"scheduler.decay_start_step={self.decay_start_step} lies before the end of "
+            f"scheduler.warmup_steps={self.warmup_steps}",
+        )
+        require(
+            self.decay_steps > 0,
+            f"scheduler.decay_steps must be positive with a decay_start_step, got {self.decay_steps}",
+        )
+        require(
+            self.decay_power > 0,
+            f"scheduler.decay_power must be positive, got {self.decay_power}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """The training loop."""
+
+    batch_size: int = option(65_536, "global batch size, over all ranks")
+    epochs: int = option(1, "passes over the training split")
+    max_steps: int | None = option(None, "stop after so many steps; null trains all epochs")
+    amp: Amp = option(Amp.off, "precision of the dense half: off (fp32), bf16 or fp16")
+    loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only")
+    tf32: bool = option(True, "let fp32 matrix products use TF32 on GPUs that have it")
+    compile: bool = option(False, "torch.compile the dense half")
+
+    def __post_init__(self) -> None:
+        require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
+        require(self.epochs > 0, f"train.epochs must be positive, got {self.epochs}")
+        require(
+            self.max_steps is None or self.max_steps > 0,
+            f"train.max_steps must be positive or null, got {self.max_steps}",
+        )
+        require(self.loss_scale > 0, f"train.loss_scale must be positive, got {self.loss_scale}")
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Evaluation on the test split."""
+
+    batch_size: int = option(65_536, "global batch size of evaluation")
+    per_epoch: int = option(1, "evaluations an epoch, evenly spaced, the last at its end")
+    at_start: bool = option(False, "evaluate the untrained model too")
+    auc_threshold: float | None = option(None, "stop on all ranks once test AUC reaches this")
+    max_steps: int | None = option(None, "evaluate only so many batches; null evaluates every row")
+    split: str = option("test", "split of the dataset to evaluate on")
+
+    def __post_init__(self) -> None:
+        require(self.batch_size > 0, f"eval.batch_size must be positive, got {self.batch_size}")
+        require(self.per_epoch > 0, f"eval.per_epoch must be positive, got {self.per_epoch}")
+        require(
+            self.auc_threshold is None or 0 < self.auc_threshold < 1,
+            f"eval.auc_threshold must lie between 0 and 1, got {self.auc_threshold}",
+        )
+        require(
+            self.max_steps is None or self.max_steps > 0,
+            f"eval.max_steps must be positive or null, got {self.max_steps}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class InferenceConfig:
+    """`mode=inference`: forward latency and throughput."""
+
+    batch_sizes: list[int] = option([1, 64, 512, 2048, 8192, 32768], "global batch sizes to time")
+    steps: int = option(200, "timed forward passes a batch size")
+    warmup_steps: int = option(20, "untimed forward passes before them")
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.batch_sizes) and all(b > 0 for b in self.batch_sizes),
+            f"inference.batch_sizes must name positive sizes, got {self.batch_sizes}",
+        )
+        require(self.steps > 0, f"inference.steps must be positive, got {self.steps}")
+        require(
+            self.warmup_steps >= 0,
+            f"inference.warmup_steps must not be negative, got {self.warmup_steps}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ShardingConfig:
+    """How tables are laid over ranks; the planner decides within these limits."""
+
+    types: list[ShardingType] = option(
+        [ShardingType.table_wise, ShardingType.column_wise, ShardingType.data_parallel],
+        "sharding types that the planner may choose from",
+    )
+    # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
+    tables: Any = option(None, "sharding type of single tables: {cat_0: row_wise}")
+    world_size: int | None = option(None, "ranks to plan for with mode=plan; null: those started")
+    local_world_size: int | None = option(
+        None, "ranks a node to plan for with mode=plan; null: those started, or world_size up to 8"
+    )
+    hbm_gib: float | None = option(None, "GPU memory a rank to plan with; null asks the device")
+    host_gib: float | None = option(None, "host memory a node to plan with; null asks the machine")
+    reserve: float = option(0.1, "part of the GPU memory kept free of tables, for activations")
+
+    def __post_init__(self) -> None:
+        self.tables = _table_overrides(self.tables)
+        require(bool(self.types), "sharding.types must name at least one sharding type")
+        for name in ("world_size", "local_world_size", "hbm_gib", "host_gib"):
+            value = getattr(self, name)
+            require(
+                value is None or value > 0, f"sharding.{name} must be positive or null, got {value}"
+            )
+        require(0 <= self.reserve < 1, f"sharding.reserve must lie in [0, 1), got {self.reserve}")
+
+
+def _table_overrides(given: Any) -> dict[str, ShardingType]:
+    names = ", ".join(each.name for each in ShardingType)
+    require(
+        given is None or isinstance(given, dict),
+        f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {given}",
+    )
+    overrides = {}
+    for table, kind in (given or {}).items():
+        require(
+            isinstance(kind, str) and kind in ShardingType.__members__,
+            f"sharding.tables sets {table} to {kind}, which is none of {names}",
+        )
+        overrides[table] = ShardingType[kind]
+    return overrides
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """State on disk, through torch.distributed.checkpoint."""
+
+    save: bool = option(True, "save model and optimizers at the end of training")
+    restore: str | None = option(None, "checkpoint directory (step_N) to load before anything runs")
+
+
+@dataclass(kw_only=True, slots=True)
+class LogConfig:
+    """What a run tells while it goes on."""
+
+    every: int = option(100, "steps between two records of loss, AUC and speed")
+    tensorboard: bool = option(True, "write TensorBoard events into run_dir/tensorboard")
+
+    def __post_init__(self) -> None:
+        require(self.every > 0, f"log.every must be positive, got {self.every}")
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """The whole run."""
+
+    recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
+    mode: Mode = option(Mode.train, "train, eval, inference or plan")
+    device: Device = option(Device.auto, "auto takes GPUs where there are any, else the CPU")
+    seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic stream")
+    run_dir: str | None = option(None, "where results go; null: runs/<recipe>/<time>")
+    data: DataConfig = MISSING
+    model: ModelConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    scheduler: SchedulerConfig = MISSING
+    train: TrainConfig = MISSING
+    eval: EvalConfig = MISSING
+    inference: InferenceConfig = MISSING
+    sharding: ShardingConfig = MISSING
+    checkpoint: CheckpointConfig = MISSING
+    log: LogConfig = MISSING
+
+
+def describe(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, meaning) of every option below `config`, in the order of declaration."""
+    for each in fields(config):
+        if is_dataclass(each.type):
+            yield from describe(each.type, f"{prefix}{each.name}.")
+        else:
+            yield f"{prefix}{each.name}", each.metadata["help"]
