@@ -1,0 +1,136 @@
+"""One batch of one rank, on the host or on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+def jagged(
+    keys: Sequence[str],
+    values: Tensor,
+    lengths: Tensor,
+    offsets: Tensor | None,
+    length_per_key: Sequence[int],
+) -> KeyedJaggedTensor:
+    """Return a `KeyedJaggedTensor` that holds every count TorchRec would otherwise read back from the device.
+
+    Args:
+        keys: feature names in the spec's order.
+        values: all ids, feature after feature.
+        lengths: ids of each row, feature after feature, [F * B].
+        offsets: [F * B + 1]; None: computed from `lengths` where somebody asks, on their device.
+        length_per_key: ids of each feature.
+    """
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=values,
+        lengths=lengths,
+        offsets=offsets,
+        stride=len(lengths) // len(keys),
+        length_per_key=list(length_per_key),
+        offset_per_key=list(accumulate(length_per_key, initial=0)),
+    )
+
+
+class FixedLayout:
+    """Lengths and offsets of batches whose every valid row has the same ids a feature: made once, moved once.
+
+    Args:
+        keys: feature names in the spec's order.
+        hotness: ids a valid row has of each feature.
+        num_valid: rows with ids; the others have none.
+        padded_to: rows of the batch, B.
+        dtype: dtype of the ids; FBGEMM wants the same for offsets.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[str, ...],
+        hotness: tuple[int, ...],
+        num_valid: int,
+        padded_to: int,
+        dtype: torch.dtype,
+    ) -> None:
+        lengths = torch.zeros(len(keys), padded_to, dtype=dtype)
+        lengths[:, :num_valid] = torch.tensor(hotness, dtype=dtype)[:, None]
+        lengths = lengths.flatten()
+        offsets = torch.zeros(len(lengths) + 1, dtype=dtype)
+        torch.cumsum(lengths, 0, dtype=dtype, out=offsets[1:])
+        self.keys = keys
+        self.length_per_key = [num_valid * each for each in hotness]
+        self._copies = {torch.device("cpu"): (lengths, offsets)}
+
+    def jagged(self, values: Tensor) -> KeyedJaggedTensor:
+        """Return `values` (all ids, feature after feature) under this layout, on their device."""
+        if values.device not in self._copies:
+            lengths, offsets = self._copies[torch.device("cpu")]
+            self._copies[values.device] = (lengths.to(values.device), offsets.to(values.device))
+        return jagged(self.keys, values, *self._copies[values.device], self.length_per_key)
+
+
+fixed_layout = lru_cache(maxsize=8)(FixedLayout)
+"""`FixedLayout`, shared between all full batches."""
+
+
+@dataclass
+class Batch:
+    """Rows that one rank trains on at one step; rows [num_valid, B) are padding.
+
+    Attributes:
+        numerical: float32 [B, num_numerical].
+        labels: float32 [B].
+        ids: keys are the feature names in the spec's order; padding rows have length 0, so they touch no table.
+        num_valid: rows that count.
+        global_valid: rows that count over all ranks.
+    """
+
+    numerical: Tensor
+    labels: Tensor
+    ids: KeyedJaggedTensor
+    num_valid: int
+    global_valid: int
+    layout: FixedLayout | None = field(default=None, repr=False)
+    """Layout of `ids` if it is shared between batches: then only the ids themselves travel to the device."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Return a copy on `device`; a shared layout is copied there once in its life."""
+        device = torch.device(device)
+        if self.layout is None:
+            ids = self.ids.to(device, non_blocking=non_blocking)
+        else:
+            values = self.ids.values().to(device, non_blocking=non_blocking)
+            ids = self.layout.jagged(values)
+        return Batch(
+            self.numerical.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+            ids,
+            self.num_valid,
+            self.global_valid,
+            self.layout,
+        )
+
+    def pin_memory(self) -> "Batch":
+        """Return a copy in pinned memory; a shared layout stays where it is."""
+        if self.layout is None:
+            ids = self.ids.pin_memory()
+        else:
+            ids = self.layout.jagged(self.ids.values().pin_memory())
+        return Batch(
+            self.numerical.pin_memory(),
+            self.labels.pin_memory(),
+            ids,
+            self.num_valid,
+            self.global_valid,
+            self.layout,
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until `stream` is done with it, as TorchRec's pipelines ask."""
+        self.numerical.record_stream(stream)
+        self.labels.record_stream(stream)
+        self.ids.record_stream(stream)

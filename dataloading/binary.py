@@ -1,0 +1,367 @@
+"""The bytes of a split: writer and reader of NVIDIA's split binary.
+
+Every file is a plain little-endian array, row i of each file is sample i; no header, no padding, no index:
+
+    numerical   float16 or float32 [N, num_numerical], row-major
+    label       one byte a row, 0 or 1 (numpy's bool)
+    ids         int8 ... int64, [N] or row-major [N, hotness]; one file a feature
+    ragged      ids of all rows one after another, and a second file with int64 [N + 1] offsets into them
+"""
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataloading.columns import Allocate, Columns
+from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.gather import Selection
+from dataloading.split_files import OFFSET_DTYPE, SplitFiles
+
+LABEL_DTYPE = np.dtype(np.uint8)
+
+
+class _File:
+    """One growing file: its rows, bytes and CRC-32."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self.path = path
+        self.num_rows = 0
+        self.num_bytes = 0
+        self.crc32 = 0
+        self._stream = path.open("xb")
+
+    def append(self, values: np.ndarray, num_rows: int) -> None:
+        data = np.ascontiguousarray(values).data.cast("B") if values.size else b""
+        self._stream.write(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.num_bytes += len(data)
+        self.num_rows += num_rows
+
+    def close(self) -> None:
+        """Close it, its bytes on the disk."""
+        if not self._stream.closed:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+
+    def abandon(self) -> None:
+        """Close it without care for what is in it."""
+        self._stream.close()
+
+
+class SplitWriter:
+    """Appends chunks of columns to the files of one split.
+
+    Columns grow independently: rows of all columns chunk by chunk, or one whole column after another. Threads may
+    append to different columns at the same time.
+    """
+
+    def __init__(self, directory: Path, split: str, spec: FeatureSpec) -> None:
+        self.split = split
+        self.spec = spec
+        self._features = {feature.name: feature for feature in spec.categorical}
+        names = [file_name(name) for name in self._features]
+        names += [
+            f"{file_name(f.name)[:-4]}.offsets.bin" for f in spec.categorical if f.hotness is None
+        ]
+        names += ["label.bin", *["numerical.bin"] * bool(spec.numerical)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two features would share the file {twice[0]}; rename one of them")
+        folder = directory / split
+        self._label = _File(folder / "label.bin")
+        self._numerical = _File(folder / "numerical.bin") if spec.numerical else None
+        self._ids = {name: _File(folder / file_name(name)) for name in self._features}
+        self._offsets: dict[str, _File] = {}
+        for feature in spec.categorical:
+            if feature.hotness is None:
+                offsets = _File(folder / f"{file_name(feature.name)[:-4]}.offsets.bin")
+                offsets.append(np.zeros(1, OFFSET_DTYPE), 0)
+                self._offsets[feature.name] = offsets
+
+    def append(
+        self,
+        *,
+        numerical: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
+        ids: Mapping[str, np.ndarray] | None = None,
+        lengths: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Append rows to any of the columns.
+
+        Args:
+            numerical: numbers [n, num_numerical].
+            labels: bool, or 0 and 1, [n].
+            ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
+            lengths: ids a row, [n], for each ragged feature in `ids`.
+
+        Raises:
+            ValueError: a value that the file cannot hold, naming feature, value and row.
+        """
+        if numerical is not None:
+            self._append_numerical(np.asarray(numerical))
+        if labels is not None:
+            self._append_labels(np.asarray(labels))
+        for name, values in (ids or {}).items():
+            if name not in self._features:
+                raise ValueError(
+                    f"no categorical feature '{name}', only {', '.join(self._features)}"
+                )
+            self._append_ids(self._features[name], np.asarray(values), (lengths or {}).get(name))
+
+    def close(self) -> SplitFiles:
+        """Close all files and return them; ValueError unless every column holds the same rows."""
+        num_rows = self._label.num_rows
+        for file in self._files():
+            file.close()
+            if file.num_rows != num_rows:
+                raise ValueError(
+                    f"split '{self.split}': {file.path.name} holds {file.num_rows} rows and label.bin {num_rows}; "
+                    "append the same rows to every column"
+                )
+        if not num_rows:
+            raise ValueError(f"split '{self.split}' has no rows; append some before the end")
+        return SplitFiles(
+            num_rows,
+            self._numerical.path if self._numerical else None,
+            self._label.path,
+            {name: file.path for name, file in self._ids.items()},
+            {name: file.path for name, file in self._offsets.items()},
+        )
+
+    def abandon(self) -> None:
+        """Close all files without a check."""
+        for file in self._files():
+            file.abandon()
+
+    def checksums(self, root: Path) -> dict[str, dict[str, Any]]:
+        """Return bytes and CRC-32 of each file, by its path below `root`."""
+        return {
+            file.path.relative_to(root).as_posix(): {
+                "bytes": file.num_bytes,
+                "crc32": f"{file.crc32:08x}",
+            }
+            for file in self._files()
+        }
+
+    def _files(self) -> list[_File]:
+        numerical = [self._numerical] if self._numerical else []
+        return [self._label, *numerical, *self._ids.values(), *self._offsets.values()]
+
+    def _append_numerical(self, values: np.ndarray) -> None:
+        names = self.spec.numerical
+        if values.ndim != 2 or values.shape[1] != len(names) or self._numerical is None:
+            raise ValueError(f"numerical: got shape {values.shape}, want [rows, {len(names)}]")
+        dtype = self.spec.numerical_dtype
+        with np.errstate(over="ignore"):
+            stored = values.astype(dtype.newbyteorder("<"), casting="unsafe")
+        if not np.isfinite(stored).all():
+            row, column = np.argwhere(~np.isfinite(stored))[0]
+            raise ValueError(
+                f"numerical feature '{names[column]}': {values[row, column]} at row "
+                f"{self._numerical.num_rows + row} of split '{self.split}' is not finite as {dtype.name}; "
+                "fill or scale it, or write float32"
+            )
+        self._numerical.append(stored, len(stored))
+
+    def _append_labels(self, values: np.ndarray) -> None:
+        stored = values.astype(LABEL_DTYPE, casting="unsafe")
+        if values.ndim != 1:
+            raise ValueError(f"labels: got shape {values.shape}, want [rows]")
+        wrong = (stored != values) | (stored > 1)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise ValueError(
+                f"label: {values[row]} at row {self._label.num_rows + row} of split '{self.split}'; want 0 or 1"
+            )
+        self._label.append(stored, len(stored))
+
+    def _append_ids(
+        self, feature: CategoricalFeature, values: np.ndarray, lengths: np.ndarray | None
+    ) -> None:
+        name, file = feature.name, self._ids[feature.name]
+        if values.dtype.kind not in "iu":
+            raise ValueError(f"feature '{name}': got ids of dtype {values.dtype}, want integers")
+        if feature.hotness is None:
+            lengths = _checked_lengths(name, values, lengths)
+        elif values.shape != (values.size // feature.hotness, feature.hotness) and (
+            feature.hotness > 1 or values.ndim != 1
+        ):
+            raise ValueError(
+                f"feature '{name}': got ids of shape {values.shape}, want [rows, {feature.hotness}]"
+            )
+        outside = ((values < 0) | (values >= feature.cardinality)).reshape(-1)
+        if outside.any():
+            at = int(outside.argmax())
+            row = (
+                at // feature.hotness
+                if lengths is None
+                else int(np.cumsum(lengths).searchsorted(at, "right"))
+            )
+            raise ValueError(
+                f"feature '{name}': id {values.flat[at]} at row {file.num_rows + row} of split "
+                f"'{self.split}' lies outside its table of {feature.cardinality} rows"
+            )
+        num_before = file.num_bytes // feature.dtype.itemsize
+        num_rows = len(values) if lengths is None else len(lengths)
+        file.append(values.astype(feature.dtype.newbyteorder("<"), casting="unsafe"), num_rows)
+        if lengths is not None:
+            ends = num_before + np.cumsum(lengths, dtype=np.int64)
+            self._offsets[name].append(ends.astype(OFFSET_DTYPE), num_rows)
+
+
+def _checked_lengths(name: str, values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+    if lengths is None:
+        raise ValueError(f"feature '{name}' is ragged: want lengths beside its ids")
+    lengths = np.asarray(lengths)
+    if values.ndim != 1 or lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != len(values):
+        raise ValueError(
+            f"feature '{name}': got ids of shape {values.shape} for {lengths.size} lengths that sum to "
+            f"{lengths.sum()}; want flat ids and one length a row that add up to them"
+        )
+    return lengths
+
+
+def file_name(name: str) -> str:
+    """Return the file that our writer gives a feature; NVIDIA's names end in `.bin` already."""
+    if "/" in name or "\0" in name or name.startswith("."):
+        raise ValueError(f"feature name {name!r} cannot name a file: no slash, no leading dot")
+    return name if name.endswith(".bin") else f"{name}.bin"
+
+
+class BinarySource:
+    """Reads rows of a dataset directory, through memory maps: the page cache is the only copy.
+
+    Ids are checked where they are read, on every batch: one maximum over an unsigned view, so that negative ids are
+    too large as well.
+    """
+
+    def __init__(self, spec: FeatureSpec) -> None:
+        self.spec = spec
+        self._columns = {split: _SplitColumns(spec, files) for split, files in spec.splits.items()}
+
+    def num_rows(self, split: str) -> int:
+        """Return the rows of `split`; ValueError if there is no such split."""
+        return self.spec.rows_of(split)
+
+    def read(
+        self,
+        split: str,
+        runs: np.ndarray,
+        padded_to: int | None = None,
+        allocate: Allocate = np.empty,
+    ) -> Columns:
+        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
+
+        Raises:
+            ValueError: an id outside its table or a label that is neither 0 nor 1, with its row and file.
+        """
+        files, columns = self.spec.splits[split], self._columns[split]
+        rows = Selection(runs)
+        id_runs = {name: columns.id_runs(name, rows) for name in columns.offsets}
+        selections = {name: Selection(runs) for name, (runs, _) in id_runs.items()}
+        num_ids = [
+            selections[f.name].num_rows if f.hotness is None else rows.num_rows * f.hotness
+            for f in self.spec.categorical
+        ]
+        padded_to = rows.num_rows if padded_to is None else padded_to
+        out = Columns.empty(self.spec, rows.num_rows, padded_to, num_ids, allocate)
+        for place, piece in rows.pieces(columns.label):
+            if piece.max(initial=0) > 1:
+                at = int((piece > 1).argmax())
+                row = rows.row_at(place.start + at)
+                raise ValueError(f"label {piece[at]} at row {row} of {files.label}; want 0 or 1")
+            out.labels[place] = piece
+        if columns.numerical is not None:
+            for place, piece in rows.pieces(columns.numerical):
+                out.numerical[place] = piece
+        for index, feature in enumerate(self.spec.categorical):
+            name = feature.name
+            if feature.hotness is None:
+                out.lengths[index][: rows.num_rows] = id_runs[name][1]  # type: ignore[index]
+            selection = selections.get(name, rows)
+            ids = (
+                out.ids[index]
+                if feature.hotness in (1, None)
+                else out.ids[index].reshape(-1, feature.hotness)
+            )
+            for place, piece in selection.pieces(columns.ids[name]):
+                if self.out_of_range(piece, feature.cardinality):
+                    raise self._id_error(split, feature, selection, place.start, piece)
+                ids[place] = piece
+        return out
+
+    @staticmethod
+    def out_of_range(ids: np.ndarray, cardinality: int) -> bool:
+        """Return whether any of `ids` lies outside [0, cardinality)."""
+        unsigned = ids.view(f"<u{ids.itemsize}")
+        return int(unsigned.max(initial=0)) >= cardinality
+
+    def _id_error(
+        self,
+        split: str,
+        feature: CategoricalFeature,
+        selection: Selection,
+        start: int,
+        piece: np.ndarray,
+    ) -> ValueError:
+        flat = piece.reshape(-1)
+        at = int(((flat < 0) | (flat >= feature.cardinality)).argmax())
+        row = selection.row_at(start + at // (feature.hotness or 1))
+        if feature.hotness is None:  # that was the id's place in the file, not its row
+            row = int(self._columns[split].offsets[feature.name].searchsorted(row, "right")) - 1
+        return ValueError(
+            f"feature '{feature.name}': id {flat[at]} at row {row} of {self.spec.splits[split].ids[feature.name]} lies "
+            f"outside its table of {feature.cardinality} rows; correct the file, or the cardinality in {SPEC_NAME}"
+        )
+
+
+class _SplitColumns:
+    """Memory maps of one split's files."""
+
+    def __init__(self, spec: FeatureSpec, files: SplitFiles) -> None:
+        def column(path: Path, dtype: np.dtype, width: int | None = None) -> np.ndarray:
+            if path.stat().st_size == 0:  # a ragged feature without a single id
+                return np.empty(0, dtype)
+            mapped = np.memmap(path, dtype.newbyteorder("<"), mode="r").view(np.ndarray)
+            return mapped if width is None else mapped.reshape(-1, width)
+
+        assert files.label is not None
+        self.label = column(files.label, LABEL_DTYPE)
+        width = len(spec.numerical)
+        self.numerical = files.numerical and column(files.numerical, spec.numerical_dtype, width)
+        self.ids = {
+            f.name: column(
+                files.ids[f.name], f.dtype, None if f.hotness in (1, None) else f.hotness
+            )
+            for f in spec.categorical
+        }
+        self.offsets = {name: column(path, OFFSET_DTYPE) for name, path in files.offsets.items()}
+        self._files = files
+
+    def id_runs(self, name: str, rows: Selection) -> tuple[np.ndarray, np.ndarray]:
+        """Return the runs of ids (int64 [K, 2]) and the lengths (int64 [num_rows]) of `rows` in a ragged feature."""
+        offsets = self.offsets[name]
+        starts = np.empty(rows.num_rows, np.int64)
+        ends = np.empty(rows.num_rows, np.int64)
+        for place, piece in rows.pieces(offsets[:-1]):
+            starts[place] = piece
+        for place, piece in rows.pieces(offsets[1:]):
+            ends[place] = piece
+        lengths = ends - starts
+        wrong = (lengths < 0) | (starts < 0) | (ends > len(self.ids[name]))
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"feature '{name}': row {rows.row_at(at)} runs from {starts[at]} to {ends[at]} in "
+                f"{self._files.offsets[name]}; want offsets that do not decrease, up to {len(self.ids[name])}"
+            )
+        breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+        first = np.concatenate([starts[:1], starts[breaks]])
+        last = np.concatenate([ends[breaks - 1], ends[-1:]])
+        return np.stack([first, last], axis=1), lengths

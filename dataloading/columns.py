@@ -1,0 +1,90 @@
+"""Rows of a dataset in host memory, column by column, and what every source of them promises."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dataloading.feature_spec import FeatureSpec
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""(shape, dtype) -> array that need not be zeroed; the loader passes one that returns pinned memory."""
+
+
+@dataclass(slots=True)
+class Columns:
+    """Rows as arrays. B rows, of which the last may be padding: all zero, without ids.
+
+    Attributes:
+        numerical: float32 [B, num_numerical]; (B, 0) in a dataset without numericals.
+        labels: float32 [B].
+        values: all ids, feature after feature, int32 (int64 if any table has 2**31 rows or more).
+        ids: one view into `values` a feature, in the spec's order: flat [num_valid * hotness] or [sum of lengths].
+        lengths: int32 [B] for ragged features, None where the hotness is fixed.
+    """
+
+    numerical: np.ndarray
+    labels: np.ndarray
+    values: np.ndarray
+    ids: list[np.ndarray]
+    lengths: list[np.ndarray | None]
+
+    @classmethod
+    def empty(
+        cls,
+        spec: FeatureSpec,
+        num_valid: int,
+        padded_to: int,
+        num_ids: Sequence[int],
+        allocate: Allocate = np.empty,
+    ) -> "Columns":
+        """Return columns to be filled: valid rows and ids undefined, padding already zero.
+
+        Args:
+            spec: features.
+            num_valid: rows to be filled.
+            padded_to: B.
+            num_ids: ids of each feature over all valid rows.
+            allocate: where the memory comes from.
+        """
+        assert num_valid <= padded_to
+        numerical = allocate((padded_to, len(spec.numerical)), np.dtype(np.float32))
+        labels = allocate((padded_to,), np.dtype(np.float32))
+        values = allocate((sum(num_ids),), spec.ids_dtype)
+        lengths = [
+            np.zeros(padded_to, np.int32) if f.hotness is None else None for f in spec.categorical
+        ]
+        numerical[num_valid:] = 0
+        labels[num_valid:] = 0
+        ends = np.cumsum(num_ids)
+        ids = [values[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
+        return cls(numerical, labels, values, ids, lengths)
+
+
+class Source(Protocol):
+    """Where rows come from: a dataset directory or a synthetic stream."""
+
+    spec: FeatureSpec
+
+    def num_rows(self, split: str) -> int:
+        """Return the rows of `split`; ValueError if there is no such split."""
+
+    def read(
+        self,
+        split: str,
+        runs: np.ndarray,
+        padded_to: int | None = None,
+        allocate: Allocate = np.empty,
+    ) -> Columns:
+        """Return the rows of `runs`, in that order; safe to call from several threads.
+
+        Args:
+            split: name of the split.
+            runs: int64 [K, 2], half-open row ranges.
+            padded_to: rows of the result; the rest is padding. None: no padding.
+            allocate: where the memory comes from.
+
+        Raises:
+            ValueError: an id lies outside its table, naming feature, value, row and file.
+        """

@@ -1,0 +1,256 @@
+"""Writing a whole dataset directory so that it is either complete or absent.
+
+Everything goes to a temporary sibling, the spec last, which is then renamed to its place.
+"""
+
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from dataloading.binary import SplitWriter, file_name
+from dataloading.feature_spec import (
+    NUMERICAL_DTYPES,
+    RAGGED,
+    SPEC_NAME,
+    CategoricalFeature,
+    FeatureSpec,
+)
+from dataloading.split_files import SplitFiles, find_file
+
+
+class DatasetWriter:
+    """The splits of a dataset that is being written; `writer["train"]` is a `SplitWriter`.
+
+    Attributes:
+        directory: where the files lie until the end; what else is put there becomes part of the dataset.
+    """
+
+    def __init__(self, directory: Path, spec: FeatureSpec, splits: Sequence[str]) -> None:
+        self.directory = directory
+        self._spec = spec
+        self._splits = {split: SplitWriter(directory, split, spec) for split in splits}
+
+    def __getitem__(self, split: str) -> SplitWriter:
+        return self._splits[split]
+
+    def finish(self) -> None:
+        """Close and check all files, then write the spec."""
+        splits = {name: writer.close() for name, writer in self._splits.items()}
+        checksums = {}
+        for writer in self._splits.values():
+            checksums |= writer.checksums(self.directory)
+        metadata = self._spec.metadata | {
+            "rows": {name: files.num_rows for name, files in splits.items()},
+            "files": checksums,
+        }
+        categorical = tuple(
+            replace(f, mean_hotness=f.hotness or splits["train"].mean_hotness(f.name, f.dtype))
+            for f in self._spec.categorical
+        )
+        write_spec(
+            replace(self._spec, categorical=categorical, splits=splits, metadata=metadata),
+            self.directory,
+        )
+
+    def abandon(self) -> None:
+        """Close all files without a check."""
+        for writer in self._splits.values():
+            writer.abandon()
+
+
+@contextmanager
+def write_dataset(
+    root: Path | str,
+    *,
+    categorical: Sequence[CategoricalFeature],
+    numerical: Sequence[str] = (),
+    label: str = "label",
+    numerical_dtype: str = "float16",
+    splits: Sequence[str] = ("train", "test"),
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Iterator[DatasetWriter]:
+    """Write a dataset directory; leaving the block completes it, an exception leaves `root` as it was.
+
+    Args:
+        root: the directory to make; parents are made too.
+        categorical: features in the model's order.
+        numerical: names of the numericals, none to many.
+        label: name of the label.
+        numerical_dtype: float16 (what NVIDIA's recipe reads) or float32.
+        splits: `train`, `test` and any other.
+        metadata: plain yaml values; `rows` and `files` are added.
+        overwrite: replace a complete dataset, once the new one is complete.
+
+    Raises:
+        ValueError: at the start, if `root` cannot be written or the features contradict each other; at the end, if
+            the columns of a split hold different rows.
+    """
+    root = check_output(root, overwrite)
+    metadata = dict(metadata or {})
+    reserved = {"rows", "files"} & set(metadata)
+    if reserved:
+        raise ValueError(
+            f"metadata: got the keys {sorted(reserved)}, which the writer fills in; rename them"
+        )
+    if numerical_dtype not in NUMERICAL_DTYPES:
+        raise ValueError(
+            f"numerical_dtype: got {numerical_dtype!r}, want one of {', '.join(NUMERICAL_DTYPES)}"
+        )
+    names = [*(feature.name for feature in categorical), *numerical, label]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
+    if not {"train", "test"} <= set(splits):
+        raise ValueError(f"splits: got {list(splits)}, want train, test and any other")
+    for split in splits:
+        file_name(split)
+    try:
+        yaml.safe_dump(metadata)
+    except yaml.YAMLError as error:
+        raise ValueError(f"metadata: want plain yaml values: {error}") from None
+    spec = FeatureSpec(
+        root, tuple(numerical), np.dtype(numerical_dtype), label, tuple(categorical), {}, metadata
+    )
+    temporary = root.with_name(f".{root.name}.partial-{secrets.token_hex(4)}")
+    temporary.mkdir(parents=True)
+    try:
+        dataset = DatasetWriter(temporary, spec, splits)
+        try:
+            yield dataset
+            dataset.finish()
+        finally:
+            dataset.abandon()
+        _put_in_place(temporary, root)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_output(root: Path | str, overwrite: bool = False) -> Path:
+    """Return `root`, resolved; ValueError if a dataset must not or cannot be written there."""
+    root = Path(root).resolve()
+    if root.is_mount():
+        raise ValueError(
+            f"{root} is a mount point and cannot be renamed; name a directory inside it"
+        )
+    if not root.exists():
+        return root
+    if not root.is_dir():
+        raise ValueError(f"{root} is a file; name a directory that is new or empty")
+    if (root / SPEC_NAME).exists():
+        if not overwrite:
+            raise ValueError(
+                f"{root} holds a complete dataset; name another directory, or ask to overwrite it"
+            )
+    elif any(root.iterdir()):
+        raise ValueError(
+            f"{root} is not empty and holds no {SPEC_NAME}; name a directory that is new or empty"
+        )
+    return root
+
+
+def _put_in_place(temporary: Path, root: Path) -> None:
+    """Rename `temporary` to `root`; a dataset that stood there goes only after the new one stands."""
+    replaced = temporary.with_name(temporary.name.replace(".partial-", ".replaced-"))
+    if root.exists():
+        root.rename(replaced)
+    temporary.rename(root)
+    sync_directory(root.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_spec(spec: FeatureSpec, root: Path) -> None:
+    """Write `root`/feature_spec.yaml by rename, synced: it exists only whole.
+
+    Args:
+        spec: its paths must lie below `root`.
+        root: directory that holds all the files already, since a directory with a spec counts as complete.
+    """
+    features: dict[str, dict[str, Any]] = {}
+    for feature in spec.categorical:
+        entry: dict[str, Any] = {"cardinality": feature.cardinality, "dtype": feature.dtype.name}
+        if feature.hotness is None:
+            entry |= {"hotness": RAGGED, "mean_hotness": float(feature.mean_hotness)}
+        elif feature.hotness > 1:
+            entry["hotness"] = feature.hotness
+        features[feature.name] = entry
+    features |= {name: {"dtype": spec.numerical_dtype.name} for name in spec.numerical}
+    features[spec.label] = {"dtype": "bool"}
+    document = {
+        "channel_spec": {
+            "categorical": [feature.name for feature in spec.categorical],
+            "label": [spec.label],
+            "numerical": list(spec.numerical),
+        },
+        "feature_spec": features,
+        "metadata": spec.metadata,
+        "source_spec": {name: _chunks(spec, files, root) for name, files in spec.splits.items()},
+    }
+    temporary = root / f".{SPEC_NAME}.partial"
+    with temporary.open("w", encoding="utf-8") as stream:
+        yaml.safe_dump(document, stream, sort_keys=False)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(root / SPEC_NAME)
+    sync_directory(root)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, Any]]:
+    """Return one split's `source_spec`."""
+
+    def chunk(features: Sequence[str], *paths: Path) -> dict[str, Any]:
+        names = [path.relative_to(root).as_posix() for path in paths]
+        return {"type": "split_binary", "features": list(features), "files": names}
+
+    assert files.label is not None
+    chunks = [] if files.numerical is None else [chunk(spec.numerical, files.numerical)]
+    chunks.append(chunk([spec.label], files.label))
+    for feature in spec.categorical:
+        offsets = [files.offsets[feature.name]] if feature.hotness is None else []
+        chunks.append(chunk([feature.name], files.ids[feature.name], *offsets))
+    return chunks
+
+
+def verify_checksums(spec: FeatureSpec) -> int:
+    """Read every file that the spec's metadata lists and return how many there are.
+
+    Raises:
+        ValueError: the first file whose bytes are not those that were written; a spec that lists none.
+    """
+    assert spec.root is not None
+    listed = spec.metadata.get("files")
+    if not isinstance(listed, Mapping) or not listed:
+        raise ValueError(
+            f"{spec.root}: its {SPEC_NAME} lists no checksums (metadata.files); nothing to compare with"
+        )
+    for name, wanted in listed.items():
+        path = find_file(spec.root, name)
+        num_bytes = crc32 = 0
+        with path.open("rb") as stream:
+            while data := stream.read(1 << 22):
+                crc32 = zlib.crc32(data, crc32)
+                num_bytes += len(data)
+        got = {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
+        if got != wanted:
+            raise ValueError(
+                f"{path} has changed since it was written: got {got}, want {wanted}; copy it again"
+            )
+    return len(listed)

@@ -1,0 +1,275 @@
+"""What a dataset directory is: its `feature_spec.yaml`, read, checked and hashed.
+
+The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with three additions: `hotness`, ragged features and row
+counts under `metadata`. `docs/data_format.md` describes both it and the bytes, which `dataloading.binary` reads.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from dataloading.split_files import (
+    RowBytes,
+    SplitFiles,
+    count_rows,
+    expect,
+    names_of,
+    parse_chunks,
+    unnamed_validation,
+)
+
+SPEC_NAME = "feature_spec.yaml"
+RAGGED = "ragged"
+ID_DTYPES = ("int8", "int16", "int32", "int64")
+NUMERICAL_DTYPES = ("float16", "float32")
+CHANNELS = ("categorical", "label", "numerical")
+
+
+def id_dtype(cardinality: int) -> np.dtype:
+    """Dtype that NVIDIA's preprocessing gives the ids of `cardinality` rows; int64 where theirs gives up."""
+    for dtype in (np.int8, np.int16, np.int32):
+        if cardinality < np.iinfo(dtype).max:
+            return np.dtype(dtype)
+    return np.dtype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class CategoricalFeature:
+    """One categorical feature and the table that its ids point into.
+
+    Attributes:
+        name: any string that is not empty; NVIDIA's own are `cat_0.bin`, `cat_1.bin`, ...
+        cardinality: rows of the table; ids lie in [0, cardinality).
+        dtype: integer dtype of the ids on disk.
+        hotness: ids a row has; None if rows differ (ragged).
+        mean_hotness: mean ids a row; equal to `hotness` where that is fixed.
+    """
+
+    name: str
+    cardinality: int
+    dtype: np.dtype
+    hotness: int | None
+    mean_hotness: float
+
+    def __post_init__(self) -> None:
+        where, card, hotness = f"feature_spec.{self.name}", self.cardinality, self.hotness
+        dtypes = ", ".join(ID_DTYPES)
+        expect(self.dtype.name in ID_DTYPES, f"{where}.dtype", self.dtype.name, f"one of {dtypes}")
+        expect(_is_count(card), f"{where}.cardinality", card, "an integer of at least 1")
+        most = np.iinfo(self.dtype).max + 1
+        wider = f"at most {most} rows for ids of dtype {self.dtype.name}; use a wider dtype"
+        expect(card <= most, f"{where}.cardinality", card, wider)
+        count = f"an integer of at least 1, or '{RAGGED}'"
+        expect(hotness is None or _is_count(hotness), f"{where}.hotness", hotness, count)
+        mean = self.mean_hotness
+        good = isinstance(mean, int | float) and 0 <= mean < float("inf")
+        expect(good, f"{where}.mean_hotness", mean, "a number that is not negative")
+
+    @classmethod
+    def of(cls, name: str, cardinality: int, hotness: int | None = 1) -> "CategoricalFeature":
+        """Return a feature for the writer: dtype by NVIDIA's rule, the mean of a ragged one left to measure."""
+        return cls(name, int(cardinality), id_dtype(cardinality), hotness, hotness or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """Names, order, dtypes, table sizes and files of one dataset.
+
+    Attributes:
+        root: the dataset directory; None for synthetic streams.
+        numerical: names in channel order; may be empty.
+        numerical_dtype: float16 or float32.
+        label: name of the one label.
+        categorical: features in channel order, which is the model's order.
+        splits: `train`, `test` and any other split, by name.
+        metadata: free, but for `rows` and `files`, which our writer fills in.
+    """
+
+    root: Path | None
+    numerical: tuple[str, ...]
+    numerical_dtype: np.dtype
+    label: str
+    categorical: tuple[CategoricalFeature, ...]
+    splits: dict[str, SplitFiles]
+    metadata: dict[str, Any]
+
+    @property
+    def ids_dtype(self) -> np.dtype:
+        """Dtype of ids in memory: int32, or int64 once one table has 2**31 rows or more."""
+        wide = any(feature.cardinality >= 2**31 for feature in self.categorical)
+        return np.dtype(np.int64 if wide else np.int32)
+
+    def rows_of(self, split: str) -> int:
+        """Return the rows of `split`; ValueError if there is no such split."""
+        if split not in self.splits:
+            raise ValueError(
+                f"{self.root or 'the synthetic stream'}: no split '{split}', only {', '.join(self.splits)}"
+            )
+        return self.splits[split].num_rows
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 (hex) of what a model depends on: names, order, dtypes, cardinalities and hotness."""
+        categorical = [[f.name, f.cardinality, f.dtype.name, f.hotness] for f in self.categorical]
+        facts = [list(self.numerical), self.numerical_dtype.name, self.label, categorical]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    @classmethod
+    def load(cls, root: Path | str, filename: str = SPEC_NAME) -> "FeatureSpec":
+        """Read and check the spec in `root`, and the sizes of every file that it names.
+
+        Raises:
+            ValueError: anything that is missing, malformed or contradicts itself, with file, key, got and wanted.
+        """
+        root = Path(root)
+        path = root / filename
+        document = _read_yaml(path)
+        try:
+            return _parse(root, document)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _read_yaml(path: Path) -> object:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{path}: no such file; name a dataset directory (one without a spec is not complete: write it again)"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not plain yaml: {error}") from None
+
+
+def _section(document: object, key: str) -> Mapping[str, Any]:
+    """Return the mapping under `key`."""
+    mapping = isinstance(document, Mapping)
+    expect(mapping, "the file", type(document).__name__, "a mapping of four sections")
+    section = document.get(key)  # type: ignore[attr-defined]
+    expect(isinstance(section, Mapping), key, section, "a mapping")
+    return section
+
+
+def _parse(root: Path, document: object) -> FeatureSpec:
+    """Return the checked spec of `document`; errors start with the key."""
+    features, sources = _section(document, "feature_spec"), _section(document, "source_spec")
+    channels = _section(document, "channel_spec")
+    metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
+    expect(isinstance(metadata, dict), "metadata", metadata, "a mapping")
+    categorical, labels, numerical = _channels(channels, features)
+    for name in labels:
+        expect(
+            _dtype(features, name) == "bool",
+            f"feature_spec.{name}.dtype",
+            _dtype(features, name),
+            "bool",
+        )
+    widths = {name: _dtype(features, name) for name in numerical}
+    for name, dtype in widths.items():
+        expect(
+            dtype in NUMERICAL_DTYPES,
+            f"feature_spec.{name}.dtype",
+            dtype,
+            " or ".join(NUMERICAL_DTYPES),
+        )
+    used = sorted(set(widths.values()) or {NUMERICAL_DTYPES[0]})
+    expect(len(used) == 1, "channel_spec.numerical", used, "one dtype for all numericals")
+    for split in ("train", "test"):
+        expect(split in sources, "source_spec", list(sources), f"a split '{split}'")
+    tables = tuple(_categorical(features, name) for name in categorical)
+    ragged = {feature.name: feature.hotness is None for feature in tables}
+    splits = {
+        str(split): parse_chunks(
+            root,
+            f"source_spec.{split}",
+            chunks,
+            numericals=numerical,
+            label_name=labels[0],
+            ragged=ragged,
+        )
+        for split, chunks in sources.items()
+    }
+    if "validation" not in splits:
+        splits |= unnamed_validation(root, splits["test"])
+    return _measured(
+        FeatureSpec(root, numerical, np.dtype(used[0]), labels[0], tables, splits, metadata)
+    )
+
+
+def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the names in CHANNELS; every feature must stand in exactly one of them."""
+    unknown = [channel for channel in channels if channel not in CHANNELS]
+    expect(not unknown, "channel_spec", unknown, f"no channels but {', '.join(CHANNELS)}")
+    listed = [
+        names_of(channels.get(channel) or [], f"channel_spec.{channel}") for channel in CHANNELS
+    ]
+    expect(len(listed[0]) > 0, "channel_spec.categorical", [], "at least one feature")
+    expect(len(listed[1]) == 1, "channel_spec.label", list(listed[1]), "exactly one label")
+    names = [name for channel in listed for name in channel]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    expect(not twice, "channel_spec", twice, "every feature in one channel, once")
+    missing = [name for name in names if name not in features]
+    expect(not missing, "feature_spec", missing, "an entry for every feature; these have none")
+    homeless = [name for name in features if name not in names]
+    expect(not homeless, "channel_spec", homeless, "a channel for every feature; these have none")
+    return listed
+
+
+def _dtype(features: Mapping[str, Any], name: str) -> object:
+    entry = features[name]
+    expect(isinstance(entry, Mapping), f"feature_spec.{name}", entry, "a mapping with a dtype")
+    dtype = entry.get("dtype")
+    expect(isinstance(dtype, str), f"feature_spec.{name}.dtype", dtype, "the name of a dtype")
+    return dtype
+
+
+def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
+    """Return one entry of `feature_spec`; a ragged mean that is not written is 0 until measured."""
+    dtype, entry = _dtype(features, name), features[name]
+    expect(
+        dtype in ID_DTYPES, f"feature_spec.{name}.dtype", dtype, f"one of {', '.join(ID_DTYPES)}"
+    )
+    hotness = entry.get("hotness", 1)
+    if hotness == RAGGED:
+        hotness, mean = None, entry.get("mean_hotness", 0.0)
+    else:
+        count = f"an integer of at least 1, or '{RAGGED}'"
+        expect(_is_count(hotness), f"feature_spec.{name}.hotness", hotness, count)
+        mean = hotness
+    return CategoricalFeature(name, entry.get("cardinality"), np.dtype(dtype), hotness, mean)
+
+
+def _measured(spec: FeatureSpec) -> FeatureSpec:
+    """Return `spec` with the rows of every split, and the means that its yaml leaves out."""
+    widths = RowBytes(
+        numerical=len(spec.numerical) * spec.numerical_dtype.itemsize,
+        ids={f.name: f.dtype.itemsize * (f.hotness or 1) for f in spec.categorical},
+    )
+    splits = {
+        name: replace(files, num_rows=count_rows(files, widths))
+        for name, files in spec.splits.items()
+    }
+    rows = spec.metadata.get("rows") or {}
+    expect(isinstance(rows, Mapping), "metadata.rows", rows, "a mapping from split to rows")
+    for name, written in rows.items():
+        held = splits[name].num_rows if name in splits else 0
+        want = f"the {held} rows that its files hold; copy or write the dataset again"
+        expect(held == written, f"metadata.rows.{name}", written, want)
+    tables = tuple(
+        replace(f, mean_hotness=f.mean_hotness or splits["train"].mean_hotness(f.name, f.dtype))
+        for f in spec.categorical
+    )
+    return replace(spec, splits=splits, categorical=tables)

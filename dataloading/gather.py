@@ -1,0 +1,61 @@
+"""Picking runs of rows out of many columns without a Python step a row."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+FEW_RUNS = 2
+"""Up to so many runs are handed out as views, one by one; more are copied together in one numpy call."""
+
+
+class Selection:
+    """Half-open row ranges, ready to be picked out of one column after another.
+
+    A shuffled batch is tens of blocks or thousands of single rows: then the columns are seen as rows of `unit` rows (the
+    largest that divides every bound) and one `take` a column collects them all.
+
+    Args:
+        runs: int64 [K, 2].
+    """
+
+    def __init__(self, runs: np.ndarray) -> None:
+        self.runs = runs = runs[runs[:, 1] > runs[:, 0]]
+        self.lengths = runs[:, 1] - runs[:, 0]
+        self.num_rows = int(self.lengths.sum())
+        self._units: np.ndarray | None = None
+        if len(runs) > FEW_RUNS:
+            self._unit = int(np.gcd.reduce(runs, axis=None))
+            self._units = expand(runs // self._unit)
+
+    def pieces(self, column: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield (place in the selection, rows of `column`) until every selected row was given.
+
+        Args:
+            column: [N] or [N, k], C-contiguous.
+        """
+        if self._units is not None:
+            whole = column[: len(column) // self._unit * self._unit]
+            wide = whole.reshape(-1, self._unit, *column.shape[1:])
+            yield (
+                slice(0, self.num_rows),
+                wide.take(self._units, axis=0).reshape(-1, *column.shape[1:]),
+            )
+            return
+        start = 0
+        for first, last in self.runs.tolist():
+            yield slice(start, start + last - first), column[first:last]
+            start += last - first
+
+    def row_at(self, position: int) -> int:
+        """Return the row that stands at `position` of the selection."""
+        ends = np.cumsum(self.lengths)
+        run = int(np.searchsorted(ends, position, side="right"))
+        return int(self.runs[run, 1] - (ends[run] - position))
+
+
+def expand(runs: np.ndarray) -> np.ndarray:
+    """Return the int64 numbers in `runs`, int64 [K, 2] half-open ranges, one after another."""
+    lengths = runs[:, 1] - runs[:, 0]
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(runs[:, 1] - ends, lengths) + np.arange(total)

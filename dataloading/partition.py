@@ -1,0 +1,143 @@
+"""Which rows a rank reads at a step: a pure function, so that resuming needs the step and nothing else.
+
+With `batch_size=8`, `world_size=2` and 19 rows, one epoch is three steps. Steps 0 and 1 give 4 rows to each rank; step 2
+has 3 rows left, so rank 0 gets 2 of them, rank 1 gets 1, and rank 1 pads its batch to 2 rows.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+
+import numpy as np
+
+MAX_BLOCKS = 2**27
+"""Blocks of one permutation: 1 GiB of row numbers a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """The order of one epoch: blocks of consecutive rows are permuted, rows inside a block are not.
+
+    Attributes:
+        seed: not negative.
+        epoch: counts from 0; each has its own order.
+        block: rows that stay together. A partial last block stays at the end.
+    """
+
+    seed: int
+    epoch: int
+    block: int
+
+    def __post_init__(self) -> None:
+        if self.seed < 0 or self.epoch < 0 or self.block < 1:
+            raise ValueError(
+                f"got {self}; want seed and epoch of at least 0 and block of at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """One rank's part of one step.
+
+    Attributes:
+        runs: int64 [K, 2], half-open row ranges in the order of the batch.
+        num_valid: rows in `runs`.
+        padded_to: rows of the batch, the same on all ranks.
+        global_valid: rows over all ranks.
+    """
+
+    runs: np.ndarray
+    num_valid: int
+    padded_to: int
+    global_valid: int
+
+
+def num_steps(num_rows: int, batch_size: int) -> int:
+    """Return the steps of an epoch, a partial last batch counted."""
+    return -(-num_rows // batch_size)
+
+
+def check_batch(batch_size: int, world_size: int) -> None:
+    """Raise `ValueError` unless every rank gets the same part of a full batch."""
+    if batch_size < 1 or batch_size % world_size:
+        fitting = max(batch_size // world_size, 1) * world_size
+        raise ValueError(
+            f"batch size {batch_size} does not divide evenly over {world_size} ranks; want a positive multiple of "
+            f"{world_size}, such as {fitting}"
+        )
+
+
+def rows_at(
+    step: int,
+    *,
+    num_rows: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    shuffle: Shuffle | None,
+) -> RankRows:
+    """Return the rows that `rank` reads at `step` of an epoch; over ranks and steps each row comes exactly once.
+
+    Args:
+        step: step of the epoch, below `num_steps(num_rows, batch_size)`.
+        num_rows: rows of the split.
+        batch_size: rows of a batch over all ranks.
+        rank: of `world_size` ranks.
+        world_size: divides `batch_size`.
+        shuffle: None keeps the order on disk.
+
+    Raises:
+        ValueError: `world_size` does not divide `batch_size`, or the shuffle has too many blocks.
+    """
+    check_batch(batch_size, world_size)
+    assert 0 <= rank < world_size
+    assert 0 <= step < num_steps(num_rows, batch_size)
+    start = step * batch_size
+    global_valid = min(batch_size, num_rows - start)
+    slots = -(-global_valid // world_size)
+    first = start + min(rank * slots, global_valid)
+    last = start + min((rank + 1) * slots, global_valid)
+    runs = np.array([[first, last]], np.int64)
+    if first == last:
+        runs = runs[:0]
+    elif shuffle is not None:
+        runs = _shuffled(first, last, num_rows, shuffle)
+    return RankRows(runs, last - first, slots, global_valid)
+
+
+def _shuffled(first: int, last: int, num_rows: int, shuffle: Shuffle) -> np.ndarray:
+    """Return the runs of rows at the positions [first, last) of the shuffled epoch."""
+    block = shuffle.block
+    order = block_order(num_rows // block, shuffle.seed, shuffle.epoch)
+    numbers = np.arange(first // block, (last - 1) // block + 1)
+    moved = numbers < len(order)  # all but a partial last block
+    starts = numbers * block
+    starts[moved] = order[numbers[moved]] * block
+    ends = starts + block
+    ends[-1] = starts[-1] + (last - 1) % block + 1
+    starts[0] += first % block
+    breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1  # neighbours that are one run on disk
+    return np.stack([starts[np.r_[0, breaks]], ends[np.r_[breaks - 1, len(ends) - 1]]], axis=1)
+
+
+def block_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the seeded permutation of `num_blocks` blocks, read-only; the last two epochs stay cached."""
+    if num_blocks > MAX_BLOCKS:
+        raise ValueError(
+            f"shuffling {num_blocks} blocks needs {num_blocks * 8 / 2**30:.1f} GiB a rank, at most {MAX_BLOCKS} "
+            f"blocks are allowed; make the shuffle block {-(-num_blocks // MAX_BLOCKS)} times as long or longer"
+        )
+    with (
+        _ORDER_LOCK
+    ):  # several reader threads ask at the start of an epoch; one of them should compute
+        return _block_order(num_blocks, seed, epoch)
+
+
+_ORDER_LOCK = Lock()
+
+
+@lru_cache(maxsize=2)
+def _block_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
+    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_blocks)
+    order.flags.writeable = False
+    return order

@@ -1,0 +1,205 @@
+"""The files of one split: found inside the dataset directory, and their sizes checked against each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+OFFSET_DTYPE = np.dtype("<i8")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFiles:
+    """Files of one split; a synthetic stream has rows only.
+
+    Attributes:
+        num_rows: rows of every file.
+        numerical: None in a dataset without numericals.
+        label: None in a synthetic stream.
+        ids: file of each categorical feature, by name.
+        offsets: file of each ragged feature, by name.
+    """
+
+    num_rows: int
+    numerical: Path | None = None
+    label: Path | None = None
+    ids: dict[str, Path] = field(default_factory=dict)
+    offsets: dict[str, Path] = field(default_factory=dict)
+
+    def mean_hotness(self, name: str, dtype: np.dtype) -> float:
+        """Return the mean ids a row of a ragged feature."""
+        return self.ids[name].stat().st_size / dtype.itemsize / self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Width of one row in each file.
+
+    Attributes:
+        numerical: bytes of all numericals of a row.
+        ids: bytes of a row's ids, by feature; for a ragged feature the bytes of one id.
+    """
+
+    numerical: int
+    ids: Mapping[str, int]
+
+
+def expect(condition: bool, where: str, got: object, want: str) -> None:
+    """Raise `ValueError` naming the key, what it holds and what it should hold, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{where}: got {got!r}, want {want}")
+
+
+def names_of(value: object, where: str) -> tuple[str, ...]:
+    """Return a yaml list of feature names as a tuple."""
+    good = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+    expect(good, where, value, "a list of feature names")
+    return tuple(value)  # type: ignore[arg-type]
+
+
+def parse_chunks(
+    root: Path,
+    where: str,
+    chunks: object,
+    *,
+    numericals: tuple[str, ...],
+    label_name: str,
+    ragged: Mapping[str, bool],
+) -> SplitFiles:
+    """Return the files that one split's `source_spec` names, not counted yet.
+
+    Args:
+        root: dataset directory.
+        where: key of `chunks`, which starts every error.
+        chunks: what the yaml holds there.
+        numericals: names of the numericals in channel order.
+        label_name: name of the label.
+        ragged: whether each categorical feature is ragged.
+    """
+    expect(isinstance(chunks, list), where, chunks, "a list of chunks")
+    assert isinstance(chunks, list)
+    numerical: Path | None = None
+    label: Path | None = None
+    ids: dict[str, Path] = {}
+    offsets: dict[str, Path] = {}
+    for number, chunk in enumerate(chunks):
+        here = f"{where}[{number}]"
+        expect(isinstance(chunk, Mapping), here, chunk, "a mapping with type, features and files")
+        expect(
+            chunk.get("type") == "split_binary", f"{here}.type", chunk.get("type"), "split_binary"
+        )
+        names = names_of(chunk.get("features"), f"{here}.features")
+        files = chunk.get("files")
+        expect(isinstance(files, list), f"{here}.files", files, "a list of files")
+        num_files = 2 if ragged.get(names[0] if names else "") else 1
+        want = "two files (ids, offsets) for a ragged feature" if num_files == 2 else "one file"
+        expect(len(files) == num_files, f"{here}.files", files, want)
+        try:
+            paths = [find_file(root, name) for name in files]
+        except ValueError as error:
+            raise ValueError(f"{here}.files: {error}") from None
+        if names == (label_name,):
+            expect(label is None, here, names, "the label once in a split")
+            label = paths[0]
+        elif names == numericals and names:
+            expect(numerical is None, here, names, "the numericals once in a split")
+            numerical = paths[0]
+        else:
+            single = len(names) == 1 and names[0] in ragged
+            want = "all numericals in channel order, or the label alone, or one categorical feature alone"
+            expect(single, f"{here}.features", list(names), want)
+            expect(names[0] not in ids, here, names[0], "every feature once in a split")
+            ids[names[0]] = paths[0]
+            if num_files == 2:
+                offsets[names[0]] = paths[1]
+    missing = [name for name in ragged if name not in ids]
+    missing += [label_name] * (label is None) + [*numericals] * (numerical is None)
+    expect(not missing, where, missing, "a chunk for every feature; these have none")
+    return SplitFiles(0, numerical, label, ids, offsets)
+
+
+def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
+    """Return the split `validation` if its files lie beside those of `test`.
+
+    NVIDIA's preprocessing writes it and leaves it out of the spec.
+    """
+
+    def beside(path: Path) -> str | None:
+        folder, *rest = path.relative_to(root).parts
+        return "/".join(["validation", *rest]) if folder == "test" and rest else None
+
+    def found(paths: Mapping[str, Path]) -> dict[str, Path]:
+        """Return the counterparts that exist; one that leaves the directory is an error."""
+        names = {key: beside(path) for key, path in paths.items()}
+        return {
+            k: find_file(root, name)
+            for k, name in names.items()
+            if name and (root / name).is_file()
+        }
+
+    assert test.label is not None
+    single = {"label": test.label} | (
+        {} if test.numerical is None else {"numerical": test.numerical}
+    )
+    files, ids, offsets = found(single), found(test.ids), found(test.offsets)
+    if len(files) + len(ids) + len(offsets) < len(single) + len(test.ids) + len(test.offsets):
+        return {}
+    return {"validation": SplitFiles(0, files.get("numerical"), files["label"], ids, offsets)}
+
+
+def find_file(root: Path, name: object) -> Path:
+    """Return `root`/`name`; ValueError unless that is a file inside `root`, symbolic links followed."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"file name {name!r}: want a path relative to the dataset directory")
+    path = root / name
+    if Path(name).is_absolute() or not path.resolve().is_relative_to(root.resolve()):
+        raise ValueError(
+            f"file {name!r} lies outside the dataset directory {root}: want a relative path that stays inside, "
+            "symbolic links included"
+        )
+    if not path.is_file():
+        raise ValueError(f"file {name!r} is missing from {root}, or is no plain file")
+    return path
+
+
+def count_rows(files: SplitFiles, widths: RowBytes) -> int:
+    """Return the rows of a split, from the size of its label file.
+
+    Args:
+        files: `num_rows` is not looked at.
+        widths: bytes of a row in each file.
+
+    Raises:
+        ValueError: the split is empty, or a file is not as long as the labels ask for.
+    """
+    assert files.label is not None
+    num_rows = files.label.stat().st_size
+    if num_rows == 0:
+        raise ValueError(f"{files.label} is empty: want one byte a row; write the dataset again")
+    fixed = {} if files.numerical is None else {files.numerical: widths.numerical}
+    fixed |= {
+        path: widths.ids[name] for name, path in files.ids.items() if name not in files.offsets
+    }
+    for path, row_bytes in fixed.items():
+        _check_size(path, row_bytes, num_rows, num_rows, files.label)
+    for name, path in files.offsets.items():
+        _check_size(path, OFFSET_DTYPE.itemsize, num_rows + 1, num_rows, files.label)
+        offsets = np.memmap(path, OFFSET_DTYPE, mode="r")
+        num_ids, rest = divmod(files.ids[name].stat().st_size, widths.ids[name])
+        if offsets[0] != 0 or offsets[-1] != num_ids or rest:
+            raise ValueError(
+                f"{path} runs from {offsets[0]} to {offsets[-1]}: want 0 to the {num_ids} ids of {files.ids[name]}"
+                f" ({files.ids[name].stat().st_size} bytes); one of the two is truncated or belongs elsewhere"
+            )
+    return num_rows
+
+
+def _check_size(path: Path, item_bytes: int, num_items: int, num_rows: int, label: Path) -> None:
+    got, want = path.stat().st_size, item_bytes * num_items
+    if got != want:
+        state = "empty" if got == 0 else "truncated" if got < want else "too long"
+        raise ValueError(
+            f"{path} is {state}: got {got} bytes, want {want} = {num_items} x {item_bytes} bytes for the "
+            f"{num_rows} rows of {label}; copy or write the dataset again"
+        )

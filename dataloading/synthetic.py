@@ -1,0 +1,132 @@
+"""A click stream without a download: power-law ids, and labels drawn from a hidden teacher.
+
+Every value is a function of (seed, split, column, row), so any rank can make any row, in any order, and nothing is
+stored.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataloading.columns import Allocate, Columns
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.gather import expand
+from dataloading.randomness import power_law, stream_key, uniform
+from dataloading.split_files import SplitFiles
+from dataloading.teacher import Teacher
+
+CHUNK_ROWS = 8192
+"""Rows made at a time: the scratch arrays of one column then stay in the cache."""
+CALIBRATION_ROWS = 16384
+
+
+class SyntheticSource:
+    """Clicks made on demand, behind the interface of a dataset directory.
+
+    Args:
+        train_rows: rows of split `train`.
+        test_rows: rows of split `test`.
+        num_numerical: numerical features, each uniform with mean 0 and variance 1.
+        cardinalities: rows of each table.
+        hotness: ids a row of each feature; empty means one each.
+        exponent: of the ids' power law; 0 is uniform.
+        seed: of the rows and of the teacher.
+    """
+
+    def __init__(
+        self,
+        train_rows: int,
+        test_rows: int,
+        num_numerical: int,
+        cardinalities: Sequence[int],
+        hotness: Sequence[int] = (),
+        exponent: float = 1.05,
+        seed: int = 0,
+    ) -> None:
+        hotness = list(hotness) or [1] * len(cardinalities)
+        self.spec = FeatureSpec(
+            root=None,
+            numerical=tuple(f"num_{i}" for i in range(num_numerical)),
+            numerical_dtype=np.dtype(np.float32),
+            label="label",
+            categorical=tuple(
+                CategoricalFeature.of(f"cat_{i}", rows, each)
+                for i, (rows, each) in enumerate(zip(cardinalities, hotness, strict=True))
+            ),
+            splits={"train": SplitFiles(train_rows), "test": SplitFiles(test_rows)},
+            metadata={},
+        )
+        self._exponent = exponent
+        self._seed = seed
+        self._hotness = hotness
+        self._teacher = Teacher(self.spec, seed)
+        sample, _ = self._make("calibration", np.arange(CALIBRATION_ROWS, dtype=np.uint64))
+        self._teacher.calibrate(sample.numerical, self._bags(sample))
+
+    def num_rows(self, split: str) -> int:
+        """Return the rows of `split`; ValueError if there is no such split."""
+        return self.spec.rows_of(split)
+
+    def read(
+        self,
+        split: str,
+        runs: np.ndarray,
+        padded_to: int | None = None,
+        allocate: Allocate = np.empty,
+    ) -> Columns:
+        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`."""
+        return self._make(split, expand(runs).astype(np.uint64), padded_to, allocate)[0]
+
+    def teacher_auc(self, split: str = "test") -> float:
+        """Return the AUC of the teacher's own logits on `split`: no model can be expected to do better."""
+        columns, logits = self._make(split, np.arange(self.num_rows(split), dtype=np.uint64))
+        positive, negative = (
+            np.sort(logits[columns.labels == 1]),
+            np.sort(logits[columns.labels == 0]),
+        )
+        below = negative.searchsorted(positive, "left") + negative.searchsorted(positive, "right")
+        return float(below.sum() / 2 / len(positive) / len(negative))
+
+    def _make(
+        self,
+        split: str,
+        rows: np.ndarray,
+        padded_to: int | None = None,
+        allocate: Allocate = np.empty,
+    ) -> tuple[Columns, np.ndarray]:
+        """Return the rows (uint64 [n]) of `split`, and the teacher's logits of them, float32 [n]."""
+        num_rows = len(rows)
+        num_ids = [num_rows * each for each in self._hotness]
+        columns = Columns.empty(
+            self.spec, num_rows, num_rows if padded_to is None else padded_to, num_ids, allocate
+        )
+        bags = self._bags(columns)
+        logits = np.empty(num_rows, np.float32)
+        for start in range(0, num_rows, CHUNK_ROWS):
+            chunk = slice(start, min(start + CHUNK_ROWS, num_rows))
+            numerical, ids = columns.numerical[chunk], [bag[chunk] for bag in bags]
+            self._fill(split, rows[chunk], numerical, ids)
+            logits[chunk] = self._teacher.logits(numerical, ids)
+            drawn = uniform(self._key(split, "label"), rows[chunk])
+            columns.labels[chunk] = drawn < 1 / (1 + np.exp(-logits[chunk]))
+        return columns, logits
+
+    def _fill(
+        self, split: str, rows: np.ndarray, numerical: np.ndarray, ids: list[np.ndarray]
+    ) -> None:
+        """Draw the features of `rows` into `numerical` [n, num_numerical] and `ids`, [n, hotness] each."""
+        for column in range(numerical.shape[1]):
+            numbers = uniform(self._key(split, "numerical", column), rows)
+            numbers -= 0.5
+            numbers *= np.sqrt(12)
+            numerical[:, column] = numbers
+        for index, (feature, bag) in enumerate(zip(self.spec.categorical, ids, strict=True)):
+            for column in range(bag.shape[1]):
+                numbers = uniform(self._key(split, "ids", index, column), rows)
+                bag[:, column] = power_law(numbers, feature.cardinality, self._exponent)
+
+    def _bags(self, columns: Columns) -> list[np.ndarray]:
+        return [ids.reshape(-1, each) for ids, each in zip(columns.ids, self._hotness, strict=True)]
+
+    def _key(self, *names: object) -> int:
+        return stream_key(self._seed, *names)

@@ -1,0 +1,105 @@
+"""The hidden model behind the labels of the synthetic click stream.
+
+    logit = bias + numericals . w + sum_f a_f[id_f] + sum over some pairs (f, g) of <v_f[id_f], v_g[id_g]>
+
+`a` and `v` fade with the rank of the id, so that most of the signal lies in ids that occur often enough to be learned;
+the pairs are what a model with interactions gains over logistic regression. Features of several ids use their mean.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataloading.feature_spec import FeatureSpec
+from dataloading.randomness import stream_key, uniform
+
+KNOWN_IDS = 4096
+"""Ids from here on have no effect of their own: too rare to be learned from a small stream."""
+FADE_RANK = 32
+"""The effect of an id falls with the square root of (1 + id / FADE_RANK)."""
+NUM_PAIRS = 8
+PAIR_DIM = 4
+DEVIATIONS = {"numerical": 0.8, "ids": 1.1, "pairs": 0.9}
+"""Standard deviation of each part of the logit."""
+POSITIVE_RATE = 0.27
+
+
+class Teacher:
+    """Logits of rows.
+
+    Args:
+        spec: features, each of fixed hotness.
+        seed: of the hidden weights.
+    """
+
+    def __init__(self, spec: FeatureSpec, seed: int) -> None:
+        num_features = len(spec.categorical)
+
+        def weights(count: int, *names: object) -> np.ndarray:
+            """Return float32 [count] of mean 0 and variance 1."""
+            numbers = uniform(
+                stream_key(seed, "teacher", *names), np.arange(count, dtype=np.uint64)
+            )
+            return ((numbers - 0.5) * np.sqrt(12)).astype(np.float32)
+
+        def effects(feature: int, *names: object) -> np.ndarray:
+            """Return one hidden number an id, the last standing for all rare ids."""
+            rows = min(spec.categorical[feature].cardinality, KNOWN_IDS)
+            fade = 1 / np.sqrt(1 + np.arange(rows, dtype=np.float32) / FADE_RANK)
+            return np.append(weights(rows, feature, *names) * fade, np.float32(0))
+
+        self._numerical = weights(len(spec.numerical), "numerical")
+        self._ids = [effects(feature, "ids") for feature in range(num_features)]
+        order = np.argsort(weights(num_features, "pairs"), kind="stable").tolist()
+        self._pairs = [
+            [(effects(f, g, d), effects(g, f, d), f, g) for d in range(PAIR_DIM)]
+            for f, g in list(zip(order[::2], order[1::2], strict=False))[:NUM_PAIRS]
+        ]
+        self._scales = dict.fromkeys(DEVIATIONS, np.float32(1))
+        self._bias = np.float32(0)
+
+    def calibrate(self, numerical: np.ndarray, ids: Sequence[np.ndarray]) -> None:
+        """Set scales and bias so that these rows have the deviations and the positive rate named above."""
+        for name, values in self._parts(numerical, ids).items():
+            deviation = float(values.std(dtype=np.float64))
+            self._scales[name] = np.float32(DEVIATIONS[name] / deviation if deviation > 1e-6 else 0)
+        self._bias = np.float32(0)
+        logits = self.logits(numerical, ids).astype(np.float64)
+        low, high = -20.0, 20.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            above = (1 / (1 + np.exp(-(logits + middle)))).mean() > POSITIVE_RATE
+            low, high = (low, middle) if above else (middle, high)
+        self._bias = np.float32(low)
+
+    def logits(self, numerical: np.ndarray, ids: Sequence[np.ndarray]) -> np.ndarray:
+        """Return float32 [n].
+
+        Args:
+            numerical: float32 [n, num_numerical].
+            ids: integers [n, hotness], one array a feature.
+        """
+        total = np.full(len(numerical), self._bias)
+        for name, values in self._parts(numerical, ids).items():
+            total += self._scales[name] * values
+        return total
+
+    def _parts(self, numerical: np.ndarray, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the three parts; only elementwise sums, so that a row does not depend on its neighbours."""
+        parts = {name: np.zeros(len(numerical), np.float32) for name in DEVIATIONS}
+        for column, weight in enumerate(self._numerical):
+            parts["numerical"] += numerical[:, column] * weight
+        for effects, bag in zip(self._ids, ids, strict=True):
+            parts["ids"] += _pooled(effects, bag)
+        for pair in self._pairs:
+            for left, right, f, g in pair:
+                parts["pairs"] += _pooled(left, ids[f]) * _pooled(right, ids[g])
+        return parts
+
+
+def _pooled(effects: np.ndarray, bag: np.ndarray) -> np.ndarray:
+    """Return the mean effect of each row's ids, float32 [n]."""
+    total = effects.take(bag[:, 0], mode="clip")
+    for column in range(1, bag.shape[1]):
+        total += effects.take(bag[:, column], mode="clip")
+    return total / np.float32(bag.shape[1]) if bag.shape[1] > 1 else total
