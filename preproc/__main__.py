@@ -1,0 +1,62 @@
+"""`python -m preproc`: compose the options, check them, write one dataset directory."""
+
+from errno import ENOSPC
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from configs.help import register_option_help
+from configs.preproc_schema import Layout, PreprocConfig
+from configs.schema import require
+from dataloading.dataset_directory import check_output
+from dataloading.feature_spec import SPEC_NAME
+from preproc.report import Progress
+
+
+def build(config: PreprocConfig) -> None:
+    """Write the dataset of `config`; an error of the user's is a ValueError or an OSError."""
+    assert config.output is not None
+    output = Path(config.output)
+    require(
+        config.overwrite or not (output / SPEC_NAME).exists(),
+        f"{output} holds a dataset already; set overwrite=true to replace it, or another output",
+    )
+    check_output(output, config.overwrite)
+    progress = Progress(Console())
+    # Each path imports what it needs: the synthetic one runs where DuckDB is not installed, too.
+    if config.layout is Layout.synthetic:
+        from preproc.synthetic import build_synthetic
+
+        build_synthetic(config, progress)
+    else:
+        from preproc.criteo import build_criteo
+
+        build_criteo(config, progress)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://configs", config_name="preproc")
+def run(composed: DictConfig) -> None:
+    """Turn the composed yaml into checked options and build; say what is wrong in one line."""
+    try:
+        build(OmegaConf.to_object(composed))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    except OSError as error:
+        remedy = "; free some, or move output or temp_directory" if error.errno == ENOSPC else ""
+        raise SystemExit(f"error: {error}, writing {composed.output}{remedy}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: nothing was left at output") from None
+
+
+def register() -> None:
+    """Make the schema and its help known to Hydra."""
+    ConfigStore.instance().store(name="preproc_schema", node=PreprocConfig)
+    register_option_help(PreprocConfig)
+
+
+if __name__ == "__main__":
+    register()
+    run()

@@ -1,0 +1,128 @@
+"""Which raw files a run reads, in which order, and whether each is whole."""
+
+import glob
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+FOREIGN = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
+
+
+@dataclass(frozen=True, slots=True)
+class RawFile:
+    """One raw file; its first bytes, not its name, tell `compression`: none, gzip or zstd."""
+
+    path: Path
+    compression: str
+
+
+def find_files(source: str | Sequence[str], option: str) -> list[RawFile]:
+    """Return the files of `source`, each checked as far as that goes without reading it.
+
+    Args:
+        source: a path, a glob, or several of them. Matches of one glob are in natural order (day_2
+            before day_10); several patterns keep the order in which they were given.
+        option: name of the option that `source` came from, for messages.
+
+    Raises:
+        ValueError: a path or glob that matches nothing, a directory, a file named twice, an empty
+            file, a kind of file that cannot be read, a .zst file that was cut short.
+    """
+    paths: list[Path] = []
+    for pattern in [source] if isinstance(source, str) else source:
+        # A name that exists is meant as it is written, even if it holds a bracket or a star.
+        matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+        if not matches:
+            kind = "no file matches" if set(pattern) & set("*?[") else "no such file"
+            raise ValueError(f"{pattern}: {kind}; set {option} to the raw logs")
+        paths.extend(sorted(map(Path, matches), key=_natural))
+    twice = [str(path) for path, times in Counter(paths).items() if times > 1]
+    if twice:
+        raise ValueError(f"{option} names {twice[0]} twice; its rows would count twice")
+    return [_open(path, option) for path in paths]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sort key that reads runs of digits as numbers."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
+
+
+def _open(path: Path, option: str) -> RawFile:
+    if path.is_dir():
+        raise ValueError(
+            f"{path}: a directory; set {option} to the files in it, such as '{path}/*.gz'"
+        )
+    with path.open("rb") as stream:
+        head = stream.read(6)
+    if not head:
+        raise ValueError(f"{path}: the file is empty; drop it from {option}, or fetch it again")
+    for magic, kind in FOREIGN.items():
+        if head.startswith(magic):
+            raise ValueError(
+                f"{path}: a {kind} file; only plain text, .gz and .zst can be read, so unpack it "
+                "first"
+            )
+    compression = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "none")
+    if compression == "zstd" and not zstd_is_whole(path):
+        raise ValueError(cut_short(path))
+    return RawFile(path, compression)
+
+
+def cut_short(path: Path) -> str:
+    """Return the message for a compressed file that ends too early."""
+    return (
+        f"{path}: the compressed data ends before its end marker, so the file was cut short; "
+        "fetch it again"
+    )
+
+
+def zstd_is_whole(path: Path) -> bool:
+    """Return whether `path` ends where its last Zstandard frame does (RFC 8878, section 3.1).
+
+    DuckDB takes the end of the file for the end of the data. Walking over the block headers costs
+    one seek for every 128 KiB of text, and no decompression.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        try:
+            while stream.tell() < size:
+                _skip_frame(stream)
+        except EOFError:
+            return False
+        return stream.tell() == size
+
+
+def _skip_frame(stream: BinaryIO) -> None:
+    """Move behind one frame; EOFError if a field of it is missing, or if this is no frame."""
+
+    def number(width: int) -> int:
+        data = stream.read(width)
+        if len(data) < width:
+            raise EOFError
+        return int.from_bytes(data, "little")
+
+    magic = number(4)
+    if 0x184D2A50 <= magic <= 0x184D2A5F:  # a skippable frame: its size, then as many bytes
+        length = number(4)
+        stream.seek(length, 1)
+        return
+    if magic != 0xFD2FB528:
+        raise EOFError
+    descriptor = number(1)
+    single_segment = descriptor >> 5 & 1
+    window = 1 - single_segment
+    dictionary = (0, 1, 2, 4)[descriptor & 3]
+    content_size = (single_segment, 2, 4, 8)[descriptor >> 6]
+    stream.seek(window + dictionary + content_size, 1)
+    last = False
+    while not last:
+        block = number(3)
+        last = bool(block & 1)
+        repeated = (block >> 1 & 3) == 1  # one byte stands for the whole block
+        stream.seek(1 if repeated else block >> 3, 1)
+    stream.seek(4 * (descriptor >> 2 & 1), 1)  # the checksum, if there is one

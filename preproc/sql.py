@@ -1,0 +1,57 @@
+"""The transformations of Criteo logs, as SQL that any engine with window functions runs.
+
+Semantics: NVIDIA's Spark preprocessing (DeepLearningExamples, `preproc/spark_data_utils.py`), with
+ties broken.
+
+* A categorical value is kept if it is counted at least `frequency_limit` times. Kept values get ids
+  1, 2, ... by descending count, equal counts in ascending byte order of the value (NVIDIA leaves
+  that order open, so two runs of theirs differ). Missing, rare and unseen values get id 0.
+* A numerical x becomes ln(x + 3); missing and x <= -3 become 0.
+
+Reading and checking raw lines is an engine's own business and stands in `preproc/raw.py`.
+"""
+
+NUM_NUMERICAL = 13
+NUM_CATEGORICAL = 26
+LABEL = "label"
+NUMERICAL = tuple(f"num_{i}" for i in range(NUM_NUMERICAL))
+CATEGORICAL = tuple(f"cat_{i}" for i in range(NUM_CATEGORICAL))
+COLUMNS = (LABEL, *NUMERICAL, *CATEGORICAL)
+
+
+def numerical(column: str) -> str:
+    """Return the expression of a transformed numerical column.
+
+    The logarithm is taken in double precision and rounded to single, as Spark does before the
+    values are stored.
+    """
+    return (
+        f"CAST(CASE WHEN {column} > -3 THEN ln(CAST({column} AS DOUBLE) + 3) ELSE 0 END AS FLOAT)"
+    )
+
+
+def count_values(column: str, rows: str) -> str:
+    """Return a query (value, count) over what is not missing of `column` in the relation `rows`."""
+    return (
+        f"SELECT {column} AS value, count(*) AS count FROM {rows} "
+        f"WHERE {column} IS NOT NULL GROUP BY {column}"
+    )
+
+
+def vocabulary(counts: str, frequency_limit: int) -> str:
+    """Return a query (value, id, count) over the kept values of the relation `counts`."""
+    return (
+        f"SELECT value, row_number() OVER (ORDER BY count DESC, value) AS id, count FROM {counts} "
+        f"WHERE count >= {frequency_limit}"
+    )
+
+
+def encode(column: str, rows: str, row: str, vocabulary: str) -> str:
+    """Return a query (id): `column` of the relation `rows` as ids of the relation `vocabulary`.
+
+    The result is in ascending order of `row`: a join keeps no order of its own.
+    """
+    return (
+        f"SELECT CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {rows} AS r "
+        f"LEFT JOIN {vocabulary} AS v ON r.{column} = v.value ORDER BY r.{row}"
+    )

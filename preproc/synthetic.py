@@ -1,0 +1,89 @@
+"""The built-in click stream, written out as a dataset directory. Needs numpy only."""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from configs.preproc_schema import PreprocConfig
+from dataloading.columns import Columns
+from dataloading.dataset_directory import write_dataset
+from dataloading.synthetic import SyntheticSource
+from preproc.report import Progress, SplitSummary, print_result, print_splits
+
+# Rows that one thread makes at once: about 10 MB for 26 tables.
+CHUNK_ROWS = 1 << 16
+
+
+def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
+    """Write the stream that `config.data.synthetic` describes and print its summary.
+
+    Training on `data.path` then sees the rows that it would see without it, numericals rounded to
+    `numerical_dtype`.
+    """
+    assert config.output is not None
+    output, stream = Path(config.output), config.data.synthetic
+    source = SyntheticSource(
+        stream.train_rows,
+        stream.test_rows,
+        stream.num_numerical,
+        stream.cardinalities,
+        stream.hotness,
+        stream.exponent,
+        config.seed,
+    )
+    threads = config.threads or os.cpu_count() or 1
+    summaries = {}
+    with (
+        write_dataset(
+            output,
+            categorical=source.spec.categorical,
+            numerical=source.spec.numerical,
+            label=source.spec.label,
+            numerical_dtype=config.numerical_dtype.name,
+            metadata={"synthetic": {"exponent": stream.exponent, "seed": config.seed}},
+            overwrite=config.overwrite,
+        ) as dataset,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        for split in source.spec.splits:
+            summary = summaries[split] = SplitSummary(source.num_rows(split))
+            with progress.stage(f"make and write {split}: {summary.rows:,} rows"):
+                for columns in _chunks(source, split, pool, ahead=2 * threads):
+                    dataset[split].append(
+                        numerical=columns.numerical if source.spec.numerical else None,
+                        labels=columns.labels,
+                        ids={
+                            feature.name: ids.reshape(-1, feature.hotness)
+                            for feature, ids in zip(
+                                source.spec.categorical, columns.ids, strict=True
+                            )
+                        },
+                    )
+                    summary.clicks += int(np.count_nonzero(columns.labels))
+    print_splits(progress.console, summaries)
+    print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
+
+
+def _chunks(
+    source: SyntheticSource, split: str, pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[Columns]:
+    """Yield the rows of `split` in order, at most `ahead` chunks being made at a time."""
+    num_rows = source.num_rows(split)
+    starts = iter(range(0, num_rows, CHUNK_ROWS))
+    making: deque[Future[Columns]] = deque()
+
+    def make(start: int) -> Future[Columns]:
+        return pool.submit(
+            source.read, split, np.array([[start, min(start + CHUNK_ROWS, num_rows)]])
+        )
+
+    making.extend(make(start) for start in islice(starts, ahead))
+    while making:
+        columns = making.popleft().result()
+        making.extend(make(start) for start in islice(starts, 1))
+        yield columns

@@ -1,0 +1,39 @@
+"""Runs `python -m preproc` in this process, on rows written by hand."""
+
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+
+from preproc.__main__ import register, run
+
+NUM_COLUMNS = 40
+
+
+def preproc(*overrides: str) -> None:
+    """Run the command with these overrides; a user's mistake raises SystemExit with its message."""
+    register()
+    with initialize_config_module("configs", version_base="1.3"):
+        composed = compose("preproc", overrides=list(overrides))
+    run(composed)
+
+
+def raw_line(label: object = 0, **fields: object) -> str:
+    """Return a raw line: `i2=5` is its second integer, `c1="ab"` its first category."""
+    columns = [str(label)] + [""] * (NUM_COLUMNS - 1)
+    for name, value in fields.items():
+        columns[int(name[1:]) + (13 if name[0] == "c" else 0)] = str(value)
+    return "\t".join(columns)
+
+
+def write_lines(path: Path, lines: Sequence[str], compress: bool = False) -> Path:
+    """Write lines to `path`, gzip-compressed if asked for."""
+    text = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text) if compress else text)
+    return path
+
+
+def data_files(output: Path) -> dict[str, bytes]:
+    """Return the bytes of every .bin file below `output`, by its relative path."""
+    return {str(path.relative_to(output)): path.read_bytes() for path in output.rglob("*.bin")}
