@@ -1,0 +1,58 @@
+"""From the command line to a run: compose the configuration, check it, hand it over, say plainly what went wrong."""
+
+import os
+import sys
+from typing import NoReturn
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from configs.help import register_option_help
+from configs.schema import Config
+
+USER_ERROR_EXIT_CODE = 2
+DIVERGED_EXIT_CODE = 3
+
+
+def launch(config_name: str) -> None:
+    """Run the recipe `configs/<config_name>.yaml` with the overrides of the command line."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    register_option_help(Config)
+    hydra.main(version_base="1.3", config_path="configs", config_name=config_name)(_run)()
+
+
+def _run(composed: DictConfig) -> None:
+    # Only now: torch and TorchRec take seconds to import, and `--help` and typing errors need neither.
+    from nn.errors import DivergedError, RankError
+    from nn.quiet import quiet_libraries
+    from nn.stack import require_stack
+
+    try:
+        config = OmegaConf.to_object(composed)
+        require_stack()
+        quiet_libraries()
+        from nn.run import run
+
+        run(config, OmegaConf.to_yaml(composed, resolve=True))
+    except RankError as error:
+        _end(str(error), USER_ERROR_EXIT_CODE)
+    except ValueError as error:
+        # Every rank has met the same error; one of them says it.
+        _end(str(error) if _is_first_rank() else None, USER_ERROR_EXIT_CODE)
+    except DivergedError as error:
+        _end(str(error) if _is_first_rank() else None, DIVERGED_EXIT_CODE)
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def _end(message: str | None, exit_code: int) -> NoReturn:
+    if message is not None:
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    launch("dlrm")

@@ -1,0 +1,170 @@
+"""From the configuration to the objects of a run: source, plan, both halves, loaders."""
+
+import os
+from pathlib import Path
+
+import torch
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.types import ShardingPlan
+
+from configs.schema import Amp, Config, Device
+from dataloading.binary import BinarySource
+from dataloading.columns import Source
+from dataloading.feature_spec import FeatureSpec
+from dataloading.loader import Loader
+from dataloading.synthetic import SyntheticSource
+from nn.distributed import Ranks, launched_world
+from nn.initialization import initialise_dense
+from nn.model import build_dense, build_embeddings
+from nn.plan import TablePlan
+from nn.planner import Hardware, plan_tables
+from nn.sharding import ShardedTables, register_rule
+from nn.step import Step
+
+GIB = 2**30
+TRAIN_SPLIT = "train"
+
+
+def open_source(config: Config) -> Source:
+    """Open the dataset directory, or the synthetic stream where none is named."""
+    data = config.data
+    if data.path is not None:
+        return BinarySource(FeatureSpec.load(Path(data.path), data.feature_spec))
+    return SyntheticSource(
+        train_rows=data.synthetic.train_rows,
+        test_rows=data.synthetic.test_rows,
+        num_numerical=data.synthetic.num_numerical,
+        cardinalities=data.synthetic.cardinalities,
+        hotness=data.synthetic.hotness,
+        exponent=data.synthetic.exponent,
+        seed=config.seed,
+    )
+
+
+def device_type(config: Config) -> str:
+    """Return `cpu` or `cuda`.
+
+    Raises:
+        ValueError: device=cuda on a machine without a GPU, or a precision that the device lacks.
+    """
+    has_gpu = torch.cuda.is_available()
+    if config.device is Device.cuda and not has_gpu:
+        raise ValueError(
+            "device=cuda, but torch sees no GPU here; train on the CPU with device=cpu, or install "
+            "the CUDA build (`uv sync --extra cuda`) on a machine with an NVIDIA driver"
+        )
+    chosen = "cpu" if config.device is Device.cpu or not has_gpu else "cuda"
+    if chosen == "cpu" and config.train.amp is Amp.fp16:
+        raise ValueError("train.amp=fp16 needs a GPU; on the CPU set train.amp=bf16 or off")
+    return chosen
+
+
+def hardware_of(config: Config, world_size: int, local_world_size: int) -> Hardware:
+    """Describe what the tables are planned for: the machine, except where the configuration says otherwise.
+
+    Raises:
+        ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
+    """
+    sharding = config.sharding
+    on_gpu = config.device is Device.cuda or (
+        config.device is Device.auto and torch.cuda.is_available()
+    )
+    hbm_bytes = 0
+    if on_gpu:
+        if sharding.hbm_gib is not None:
+            hbm_bytes = int(sharding.hbm_gib * GIB)
+        elif torch.cuda.is_available():
+            hbm_bytes = torch.cuda.get_device_properties(0).total_memory
+        else:
+            raise ValueError(
+                "no GPU here to ask for its memory; say what to plan for, such as "
+                "sharding.hbm_gib=139 for an H200"
+            )
+    if sharding.host_gib is not None:
+        host_bytes = int(sharding.host_gib * GIB)
+    else:
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Hardware(
+        "cuda" if on_gpu else "cpu", world_size, local_world_size, hbm_bytes, host_bytes
+    )
+
+
+def planned_hardware(config: Config) -> Hardware:
+    """As `hardware_of`, for ranks that need not exist: `sharding.world_size`, else those started.
+
+    Raises:
+        ValueError: nodes of unequal size.
+    """
+    started, started_local = launched_world()
+    world_size = config.sharding.world_size or started
+    local = config.sharding.local_world_size or (
+        started_local if world_size == started else min(world_size, 8)
+    )
+    if world_size % local:
+        raise ValueError(
+            f"sharding.world_size={world_size} is no multiple of sharding.local_world_size={local}; "
+            "every node must run equally many ranks"
+        )
+    return hardware_of(config, world_size, local)
+
+
+def build_plan(
+    config: Config, source: Source, hardware: Hardware
+) -> tuple[ShardingPlan, list[TablePlan]]:
+    """Lay the tables over the ranks.
+
+    Raises:
+        ValueError: the tables do not fit, an override cannot be, or the batch does not divide over the ranks.
+    """
+    if config.train.batch_size % hardware.world_size:
+        raise ValueError(
+            f"train.batch_size={config.train.batch_size} must be divisible by "
+            f"{hardware.world_size} ranks"
+        )
+    return plan_tables(
+        _meta_tables(config, source),
+        source.spec,
+        config.sharding,
+        config.optimizer.table_name,
+        hardware,
+        config.train.batch_size // hardware.world_size,
+    )
+
+
+def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> Step:
+    """Build both halves with the seed's weights."""
+    tables = ShardedTables(
+        _meta_tables(config, source), plan, ranks, config.optimizer, config.train.amp, config.seed
+    )
+    dense = build_dense(config.model, source.spec)
+    initialise_dense(dense, config.seed)
+    return Step(tables, dense.to(ranks.device), config, ranks)
+
+
+def build_loaders(config: Config, source: Source, ranks: Ranks) -> tuple[Loader, Loader]:
+    """The training loader and the evaluation loader of this rank."""
+    train, test = (
+        Loader(
+            source,
+            split,
+            batch_size=batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            device=ranks.device,
+            seed=config.seed,
+            shuffle_block=shuffle_block,
+            prefetch=config.data.prefetch,
+            threads=config.data.threads,
+        )
+        for split, batch_size, shuffle_block in (
+            (TRAIN_SPLIT, config.train.batch_size, config.data.shuffle_block),
+            (config.eval.split, config.eval.batch_size, 0),
+        )
+    )
+    return train, test
+
+
+def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
+    embeddings = build_embeddings(config.model, source.spec, torch.device("meta"))
+    register_rule(embeddings, config.optimizer.table_name)
+    return embeddings

@@ -1,0 +1,156 @@
+"""Who this process is among the ranks, and the collectives that have nothing to do with tables.
+
+Only this file, `sharding.py` and `checkpoint.py` import `torch.distributed`; only this file reads the launcher's
+environment variables. Everything else takes a `Ranks`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all: its numbers, its device and a few collectives.
+
+    Attributes:
+        rank: 0 .. world_size - 1, over all nodes.
+        local_rank: 0 .. local_world_size - 1, on this node.
+        world_size: processes in all.
+        local_world_size: processes on this node.
+        device: the device of this rank.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to the terminal."""
+        return self.rank == 0
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """Collect same-shaped tensors on rank 0; None elsewhere."""
+        if self.world_size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_main else None
+        dist.gather(tensor.contiguous(), parts, dst=0)
+        return parts
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value on every rank; the value must pickle."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def call_on_main(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on rank 0 and return its result on every rank.
+
+        Raises:
+            ValueError: on all ranks, with rank 0's text, when `function` raised one. Without this the other ranks
+                would wait in the next collective until it times out.
+        """
+        outcome = None
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except ValueError as error:
+                outcome = (None, str(error))
+        value, problem = self.broadcast_object(outcome)
+        if problem is not None:
+            raise ValueError(problem)
+        return value
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            self.all_reduce_sum(torch.zeros(1, device=self.device)).item()
+
+
+def process_rank() -> int:
+    """This process's rank as the launcher gave it, before any group exists."""
+    return int(os.environ.get("RANK", 0))
+
+
+def launched_world() -> tuple[int, int]:
+    """Ranks in all and ranks on this node, as the launcher gave them; (1, 1) without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def ranks_from_environment(device_type: str) -> Ranks:
+    """Read what torchrun (or nothing: one process) says about this process.
+
+    Args:
+        device_type: `cpu` or `cuda`.
+
+    Raises:
+        ValueError: when more ranks run on this node than it has GPUs.
+    """
+    rank = process_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size, local_world_size = launched_world()
+    if device_type == "cuda":
+        count = torch.cuda.device_count()
+        if local_world_size > count:
+            raise ValueError(
+                f"{local_world_size} ranks were started on a node with {count} GPUs; start at most "
+                f"{count} with --nproc-per-node, or train on the CPU with device=cpu"
+            )
+        device = torch.device("cuda", local_rank)
+    else:
+        device = torch.device("cpu")
+    return Ranks(rank, local_rank, world_size, local_world_size, device)
+
+
+@contextmanager
+def process_group(ranks: Ranks) -> Iterator[None]:
+    """Open the default process group (NCCL on GPUs, gloo on CPUs) and close it whatever happens."""
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+        options = {"backend": "nccl", "device_id": ranks.device}
+    else:
+        options = {"backend": "gloo"}
+    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        # A plain `python dlrm.py`: TorchRec asks for a group even when it is alone.
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def replicate(dense: nn.Module, ranks: Ranks) -> nn.Module:
+    """Wrap the dense half so that its gradients are averaged over ranks; alone, it stays what it is."""
+    if ranks.world_size == 1:
+        return dense
+    return DistributedDataParallel(
+        dense,
+        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
+        # The same weights were drawn from the seed on every rank, and no buffer changes.
+        init_sync=False,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+    )

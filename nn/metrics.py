@@ -1,0 +1,173 @@
+"""Exact ROC AUC and log loss over the rows of all ranks. Both are taken from logits: neither needs the sigmoid."""
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+# Log loss is summed in float64, a piece at a time: this bounds what that adds to the device's memory (some 32 MiB).
+PIECE_ROWS = 1 << 22
+
+
+class Collectives(Protocol):
+    """What `RankingMetrics` needs of the process group."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, tensor: Tensor) -> list[Tensor] | None:
+        """Return every rank's tensor, all of one shape, in rank order on rank 0; None elsewhere."""
+        ...
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks, on every rank."""
+        ...
+
+    def broadcast_object(self, obj: Any) -> Any:
+        """Return rank 0's object on every rank."""
+        ...
+
+
+def roc_auc(scores: Tensor, labels: Tensor) -> float:
+    """Exact area under the ROC curve: the trapezoid rule over distinct scores, so a tie counts half.
+
+    Args:
+        scores: [B] floats on any device; only their order matters, so logits will do.
+        labels: [B], positive where greater than 0.5.
+
+    Returns:
+        The area, or nan where it is not defined: all labels are of one class, or a score is nan.
+        An evaluation on a slice without clicks is no reason to end a run.
+    """
+    assert scores.shape == labels.shape, (scores.shape, labels.shape)
+    is_positive = labels > 0.5
+    return _auc_of_classes(scores[is_positive], scores[~is_positive])
+
+
+def _auc_of_classes(positives: Tensor, negatives: Tensor) -> float:
+    """Share of (positive, negative) pairs in the right order: Mann-Whitney's U, equal to the area.
+
+    Pairs are counted in integers (up to 2**63, three billion rows of each class), so the result is
+    exact up to its last rounding, whatever the order of the rows and the number of ranks.
+    """
+    num_pairs = positives.numel() * negatives.numel()
+    if num_pairs == 0 or bool(positives.isnan().any() | negatives.isnan().any()):
+        return math.nan
+    negatives = _searchable(negatives).sort().values
+    positives = _searchable(positives)
+    below = torch.searchsorted(negatives, positives).sum()
+    below_or_equal = torch.searchsorted(negatives, positives, right=True).sum()
+    return (int(below) + int(below_or_equal)) / (2 * num_pairs)
+
+
+def _searchable(scores: Tensor) -> Tensor:
+    """Widen half-precision scores, which `searchsorted` may not take; the order stays the same."""
+    return scores if scores.dtype == torch.float64 else scores.float()
+
+
+def _log_loss_sum(positives: Tensor, negatives: Tensor) -> Tensor:
+    """Sum of binary cross entropy over rows, float64 scalar, from the logits of either class."""
+    total = torch.zeros((), dtype=torch.float64, device=positives.device)
+    for piece in positives.split(PIECE_ROWS):
+        total -= logsigmoid(piece.double()).sum()
+    for piece in negatives.split(PIECE_ROWS):
+        total -= logsigmoid(-piece.double()).sum()
+    return total
+
+
+class RankingMetrics:
+    """AUC and log loss of the rows that were given to `update` on any rank since the last `reset`.
+
+    Args:
+        device: where the rows are kept, 5 bytes each, and where rank 0 sorts those of all ranks.
+        collectives: the process group, or None for a single process.
+    """
+
+    def __init__(self, device: torch.device, collectives: Collectives | None = None) -> None:
+        self.device = device
+        self.collectives = collectives
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._logits: list[Tensor] = []
+        self._is_positive: list[Tensor] = []
+
+    def update(self, logits: Tensor, labels: Tensor, num_valid: int) -> None:
+        """Keep one batch. The host does not wait for the device.
+
+        Args:
+            logits: [B]; copied, so a captured step may overwrite it.
+            labels: [B], 0 or 1.
+            num_valid: rows from here on are padding and are not counted.
+        """
+        assert logits.shape == labels.shape, (logits.shape, labels.shape)
+        kept = logits.detach()[:num_valid]
+        self._logits.append(kept.to(self.device, torch.float32, copy=True))
+        self._is_positive.append((labels[:num_valid] > 0.5).to(self.device))
+
+    def compute(self) -> dict[str, float | int]:
+        """Return the metrics over all ranks, the same numbers on each of them; all must call it.
+
+        Returns:
+            `auc` (nan as in `roc_auc`), `log_loss` (mean over rows), `rows` and `label_mean`. With
+            no rows the three numbers are nan; with labels of one class only `auc` is.
+        """
+        logits = torch.cat([torch.empty(0, device=self.device), *self._logits])
+        is_positive = torch.cat(
+            [torch.empty(0, dtype=torch.bool, device=self.device), *self._is_positive]
+        )
+        positives, negatives = logits[is_positive], logits[~is_positive]
+        sums = self._sums_of_ranks(positives, negatives)
+        log_loss_sum = math.fsum(each[0] for each in sums)
+        num_positives = [int(each[1]) for each in sums]
+        num_negatives = [int(each[2]) for each in sums]
+        rows = sum(num_positives) + sum(num_negatives)
+        return {
+            "auc": self._auc(positives, negatives, num_positives, num_negatives),
+            "log_loss": log_loss_sum / rows if rows else math.nan,
+            "rows": rows,
+            "label_mean": sum(num_positives) / rows if rows else math.nan,
+        }
+
+    def _sums_of_ranks(self, positives: Tensor, negatives: Tensor) -> list[list[float]]:
+        """[world_size][3]: log loss sum, positives and negatives of each rank; one all-reduce.
+
+        Each rank fills its own row, so the sum over ranks is the same to the last bit everywhere.
+        """
+        group = self.collectives
+        rank, world_size = (group.rank, group.world_size) if group else (0, 1)
+        sums = torch.zeros(world_size, 3, dtype=torch.float64, device=self.device)
+        sums[rank, 0] = _log_loss_sum(positives, negatives)
+        sums[rank, 1] = positives.numel()
+        sums[rank, 2] = negatives.numel()
+        return (group.all_reduce_sum(sums) if group else sums).tolist()
+
+    def _auc(
+        self,
+        positives: Tensor,
+        negatives: Tensor,
+        num_positives: list[int],
+        num_negatives: list[int],
+    ) -> float:
+        """Bring the scores to rank 0, take the area there and tell every rank."""
+        if self.collectives is None:
+            return _auc_of_classes(positives, negatives)
+        auc = math.nan
+        if sum(num_positives) == 0 or sum(num_negatives) == 0:
+            return auc
+        all_positives = self._gather(positives, num_positives)
+        all_negatives = self._gather(negatives, num_negatives)
+        if all_positives is not None and all_negatives is not None:
+            auc = _auc_of_classes(all_positives, all_negatives)
+        return self.collectives.broadcast_object(auc)
+
+    def _gather(self, scores: Tensor, num_scores: list[int]) -> Tensor | None:
+        """Join the ranks' scores, `num_scores[r]` of rank r, on rank 0; None elsewhere."""
+        padded = pad(scores, (0, max(num_scores) - scores.numel()))
+        parts = self.collectives.gather(padded)
+        if parts is None:
+            return None
+        return torch.cat([part[:num] for part, num in zip(parts, num_scores, strict=True)])

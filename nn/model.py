@@ -1,0 +1,246 @@
+"""The two models as plain single-device modules: dense halves, tables, and both together.
+
+A dense half takes the numerical features and the looked-up embeddings and gives a logit; it knows neither ids nor ranks.
+The tables are a TorchRec EmbeddingBagCollection. `RankingModel` joins them on one device; on many, the sharded step does.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from configs.schema import CrossStructure, ModelConfig, ModelName
+from dataloading.batch import Batch
+from dataloading.feature_spec import FeatureSpec
+from nn.cross import CrossNet
+from nn.initialization import fill_uniform_
+from nn.interaction import DotInteraction
+from nn.mlp import MLP
+
+# B: samples, N: numerical features, F: categorical features, D: columns of a table
+
+
+class DLRM(nn.Module):
+    """Dense half of DLRM: bottom MLP, dot interaction, top MLP (arXiv:1906.00091).
+
+    Args:
+        num_numerical: N; with 0 there is no bottom MLP and only the embeddings interact.
+        num_categorical: F.
+        embedding_dim: D; the bottom MLP must end in it.
+        bottom_mlp: widths of the bottom MLP, ReLU after each.
+        top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_numerical: int,
+        num_categorical: int,
+        embedding_dim: int,
+        bottom_mlp: Sequence[int],
+        top_mlp: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.num_categorical = num_categorical
+        self.bottom = (
+            MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
+        )
+        self.interaction = DotInteraction(
+            num_categorical, embedding_dim, has_bottom=self.bottom is not None
+        )
+        self.top = MLP(self.interaction.num_outputs, top_mlp, final_activation=False)
+
+    def forward(self, numerical: Tensor, embeddings: Tensor) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D], features in the spec's order, to logits [B] in float32."""
+        bottom = None if self.bottom is None else self.bottom(numerical)
+        vectors = embeddings.unflatten(1, (self.num_categorical, -1))
+        return self.top(self.interaction(bottom, vectors)).squeeze(1).float()
+
+
+class DCNv2(nn.Module):
+    """Dense half of DCNv2: bottom MLP, cross network and deep network (arXiv:2008.13535, figure 1).
+
+    Stacked: the cross network's output goes through the top MLP. Parallel: the cross network and the hidden layers of
+    the top MLP both see the input, and one linear layer joins them.
+
+    Args:
+        num_numerical: N; with 0 there is no bottom MLP and the input is the embeddings alone.
+        num_categorical: F.
+        embedding_dim: D.
+        bottom_mlp: widths of the bottom MLP, ReLU after each.
+        top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
+        num_cross_layers: cross layers.
+        projection_dim: rank of a cross layer's weight; None for full rank.
+        structure: stacked or parallel.
+
+    Raises:
+        ValueError: parallel with a top MLP that has no hidden layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_numerical: int,
+        num_categorical: int,
+        embedding_dim: int,
+        bottom_mlp: Sequence[int],
+        top_mlp: Sequence[int],
+        num_cross_layers: int,
+        projection_dim: int | None,
+        structure: CrossStructure = CrossStructure.stacked,
+    ) -> None:
+        super().__init__()
+        self.bottom = (
+            MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
+        )
+        width = num_categorical * embedding_dim + (bottom_mlp[-1] if num_numerical else 0)
+        self.cross = CrossNet(width, num_cross_layers, projection_dim)
+        self.deep = None
+        if structure is CrossStructure.parallel:
+            *hidden, last = top_mlp
+            if not hidden:
+                raise ValueError(
+                    f"model.cross.structure=parallel needs a deep network beside the cross network, got "
+                    f"model.top_mlp={list(top_mlp)}; give it a width before the last, or use stacked"
+                )
+            self.deep = MLP(width, hidden, final_activation=True)
+            self.top = MLP(width + hidden[-1], [last], final_activation=False)
+        else:
+            self.top = MLP(width, top_mlp, final_activation=False)
+
+    def forward(self, numerical: Tensor, embeddings: Tensor) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D], features in the spec's order, to logits [B] in float32."""
+        x0 = embeddings
+        if self.bottom is not None:
+            bottom = self.bottom(numerical)
+            x0 = torch.cat([bottom, embeddings.to(bottom.dtype)], dim=1)
+        crossed = self.cross(x0)
+        if self.deep is not None:
+            crossed = torch.cat([crossed, self.deep(x0)], dim=1)
+        return self.top(crossed).squeeze(1).float()
+
+
+def _build_dlrm(config: ModelConfig, spec: FeatureSpec) -> DLRM:
+    return DLRM(
+        num_numerical=len(spec.numerical),
+        num_categorical=len(spec.categorical),
+        embedding_dim=config.embedding_dim,
+        bottom_mlp=config.bottom_mlp,
+        top_mlp=config.top_mlp,
+    )
+
+
+def _build_dcnv2(config: ModelConfig, spec: FeatureSpec) -> DCNv2:
+    return DCNv2(
+        num_numerical=len(spec.numerical),
+        num_categorical=len(spec.categorical),
+        embedding_dim=config.embedding_dim,
+        bottom_mlp=config.bottom_mlp,
+        top_mlp=config.top_mlp,
+        num_cross_layers=config.cross.num_layers,
+        projection_dim=config.cross.projection_dim,
+        structure=config.cross.structure,
+    )
+
+
+BUILDERS: dict[ModelName, Callable[[ModelConfig, FeatureSpec], nn.Module]] = {
+    ModelName.dlrm: _build_dlrm,
+    ModelName.dcnv2: _build_dcnv2,
+}
+
+
+def build_dense(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
+    """Build the dense half: forward(numerical [B, N], embeddings [B, F*D]) -> logits [B]."""
+    return BUILDERS[config.name](config, spec)
+
+
+def build_embeddings(
+    config: ModelConfig, spec: FeatureSpec, device: torch.device
+) -> EmbeddingBagCollection:
+    """Build one FP32 table a categorical feature, named after it, summing the ids of a bag.
+
+    On a real device the weights are TorchRec's default draw; `initialise_tables` gives them their final values.
+
+    Args:
+        config: gives the tables' columns.
+        spec: gives names and rows, in model order.
+        device: may be meta, where tables of any size cost nothing.
+
+    Raises:
+        ValueError: two features whose tables would bear the same name.
+    """
+    features: dict[str, str] = {}
+    for feature in spec.categorical:
+        other = features.setdefault(table_name(feature.name), feature.name)
+        if other != feature.name:
+            raise ValueError(
+                f"features {other!r} and {feature.name!r} would share the table name "
+                f"{table_name(feature.name)!r}; rename one of them in the feature spec"
+            )
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=table_name(feature.name),
+                embedding_dim=config.embedding_dim,
+                num_embeddings=feature.cardinality,
+                feature_names=[feature.name],
+                pooling=PoolingType.SUM,
+                data_type=DataType.FP32,
+            )
+            for feature in spec.categorical
+        ],
+        device=device,
+    )
+
+
+def table_name(feature: str) -> str:
+    """Name a feature's table: as the feature, unless no module may be called so (`cat_0.bin`, `type`)."""
+    name = feature.replace(".", "_")
+    return f"{name}_" if hasattr(nn.ModuleDict(), name) else name
+
+
+def initialise_tables(embeddings: EmbeddingBagCollection, seed: int) -> None:
+    """Give unsharded tables the initial weights that `fill_uniform_` gives their shards: uniform in +-1/sqrt(rows)."""
+    for table in embeddings.embedding_bag_configs():
+        fill_uniform_(
+            embeddings.embedding_bags[table.name].weight,
+            seed=seed,
+            table=table.name,
+            bound=1 / math.sqrt(table.num_embeddings),
+        )
+
+
+def pick(pooled: KeyedTensor, names: Sequence[str]) -> Tensor:
+    """Bring the embeddings of the named features into one matrix, in the order of `names`.
+
+    TorchRec's sharded modules order their output by sharding, which the dense half must not see.
+
+    Returns:
+        [B, F*D]; the very values of `pooled` where they already have that order.
+    """
+    if pooled.keys() == list(names):
+        return pooled.values()
+    return KeyedTensor.regroup([pooled], [list(names)])[0]
+
+
+class RankingModel(nn.Module):
+    """Tables and dense half on one device.
+
+    Args:
+        embeddings: tables in the dense half's feature order, one feature each.
+        dense: `DLRM`, `DCNv2` or any module with their forward.
+    """
+
+    def __init__(self, embeddings: EmbeddingBagCollection, dense: nn.Module) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.dense = dense
+        self.names = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the logits [B] of a batch that lies on the model's device."""
+        return self.dense(batch.numerical, pick(self.embeddings(batch.ids), self.names))

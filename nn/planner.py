@@ -1,0 +1,318 @@
+"""Which rank holds what: TorchRec's planner, told the truth about tables and hardware.
+
+Left to its defaults the planner assumes 32 GiB GPUs and one lookup a sample, and then puts tables into unified memory
+that would fit, or a hundred-hot table where it slows one rank down. Here it gets the memory that is really there, the
+links' real speed, each table's hotness and optimizer state, and only the kernels that this recipe trains.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    PlannerError,
+    Topology,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.distributed.types import ShardingPlan
+
+from configs.schema import OptimizerName, ShardingConfig, ShardingType
+from dataloading.feature_spec import FeatureSpec
+from nn.model import table_name
+from nn.plan import TablePlan
+
+GIB = 2**30
+
+# Bytes a millisecond of an H200 server, for the planner's cost model: HBM copy and NVLink all-to-all as measured, PCIe
+# and one 400 Gb/s network card a GPU as specified. Only ratios matter to the choice.
+HBM_BYTES_PER_MS = 4.3e12 / 1e3
+INTRA_HOST_BYTES_PER_MS = 394e9 / 1e3
+INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
+HOST_BYTES_PER_MS = 200e9 / 1e3
+HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
+
+# FBGEMM's optimizer state: bytes a table element, and bytes a table row.
+STATE_BYTES = {
+    OptimizerName.sgd: (0, 0),
+    OptimizerName.adagrad: (4, 0),
+    OptimizerName.rowwise_adagrad: (0, 4),
+    OptimizerName.adam: (8, 0),
+}
+WEIGHT_BYTES = 4
+
+# A table larger than this part of a rank's usable memory may be cut by columns without being told to.
+CUT_ABOVE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the plan is made for.
+
+    Attributes:
+        device_type: `cpu` or `cuda`.
+        world_size: ranks in all.
+        local_world_size: ranks a node.
+        hbm_bytes: memory of one GPU; 0 on CPUs.
+        host_bytes: memory of one node.
+    """
+
+    device_type: str
+    world_size: int
+    local_world_size: int
+    hbm_bytes: int
+    host_bytes: int
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Memory that tables of one rank live in."""
+        if self.device_type == "cuda":
+            return self.hbm_bytes
+        return self.host_bytes // self.local_world_size
+
+
+class TableSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder, limited to the layouts and kernels that this recipe trains and tests.
+
+    TorchRec offers row-wise tables on GPUs only, although they train on CPUs too; and it would put tables into unified
+    memory, which nobody asked for.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The layouts of `ShardingType`, on every device."""
+        return [each.value for each in ShardingType]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """One kernel a layout: the choice is never left to the cost model."""
+        if sharding_type == ShardingType.data_parallel.value:
+            return [EmbeddingComputeKernel.DENSE.value]
+        return [EmbeddingComputeKernel.FUSED.value]
+
+
+def needs_dense_kernel(rule: OptimizerName, device_type: str) -> bool:
+    """Whether FBGEMM lacks the fused form of the tables' rule on this device (Adam on CPUs)."""
+    return rule is OptimizerName.adam and device_type == "cpu"
+
+
+def plan_tables(
+    embeddings: EmbeddingBagCollection,
+    spec: FeatureSpec,
+    config: ShardingConfig,
+    rule: OptimizerName,
+    hardware: Hardware,
+    batch_size: int,
+) -> tuple[ShardingPlan, list[TablePlan]]:
+    """Lay all tables over the ranks.
+
+    Args:
+        embeddings: the unsharded tables, on the meta device, with their optimizer registered.
+        spec: the dataset; gives each table's hotness.
+        config: what the user allows and overrides.
+        rule: update rule of the tables.
+        hardware: what to plan for.
+        batch_size: rows a rank.
+
+    Returns:
+        TorchRec's plan, and the same as plain rows.
+
+    Raises:
+        ValueError: when the tables do not fit, or an override cannot be.
+    """
+    constraints = _constraints(embeddings, spec, config, rule, hardware)
+    planner = EmbeddingShardingPlanner(
+        topology=_topology(hardware),
+        batch_size=batch_size,
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(percentage=config.reserve),
+        debug=False,
+        stats=[],
+    )
+    # The planner wants the tables inside a module, and names them by their path.
+    holder = torch.nn.Module()
+    holder.embeddings = embeddings
+    # It also warns of every replicated table that it found no shards.
+    logging.disable(logging.WARNING)
+    try:
+        plan = planner.plan(holder, [TableSharder()])
+    except PlannerError as error:
+        raise ValueError(_does_not_fit(embeddings, config, rule, hardware, error)) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    if needs_dense_kernel(rule, hardware.device_type):
+        # Only now: the planner refuses the dense kernel for tables that are not replicated, the trainer does not.
+        for sharding in plan.plan["embeddings"].values():
+            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+    return plan, _rows(plan, embeddings, spec, rule)
+
+
+def _topology(hardware: Hardware) -> Topology:
+    cuda = hardware.device_type == "cuda"
+    links = HardwareConfig(
+        hbm_mem_bw=HBM_BYTES_PER_MS,
+        ddr_mem_bw=HOST_BYTES_PER_MS,
+        hbm_to_ddr_mem_bw=HOST_LINK_BYTES_PER_MS,
+        intra_host_bw=INTRA_HOST_BYTES_PER_MS,
+        inter_host_bw=INTER_HOST_BYTES_PER_MS,
+    )
+    return TopologyFactory.create_topology(
+        TrainerConfig(
+            world_size=hardware.world_size,
+            local_world_size=hardware.local_world_size,
+            hbm_cap_bytes=hardware.hbm_bytes if cuda else 0,
+            ddr_cap_bytes=hardware.host_bytes // hardware.local_world_size,
+        ),
+        links if cuda else HardwareConfig(),
+        KernelConfig(compute_device=hardware.device_type, use_hardware_based_bandwidth=cuda),
+    )
+
+
+def _constraints(
+    embeddings: EmbeddingBagCollection,
+    spec: FeatureSpec,
+    config: ShardingConfig,
+    rule: OptimizerName,
+    hardware: Hardware,
+) -> dict[str, ParameterConstraints]:
+    hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
+    overrides = {table_name(each): kind for each, kind in config.tables.items()}
+    unknown = sorted(set(overrides) - set(hotness))
+    if unknown:
+        raise ValueError(
+            f"sharding.tables names {', '.join(unknown)}, but the tables are "
+            f"{', '.join(hotness)}; correct the names"
+        )
+    sizes = {
+        each.name: table_bytes(each.num_embeddings, each.embedding_dim, rule)
+        for each in embeddings.embedding_bag_configs()
+    }
+    usable = hardware.bytes_per_rank * (1 - config.reserve)
+    constraints = {}
+    for table in embeddings.embedding_bag_configs():
+        chosen = overrides.get(table.name)
+        if chosen is not None:
+            types = [chosen]
+        elif hardware.world_size == 1:
+            types = [ShardingType.table_wise]
+        else:
+            types = list(config.types)
+        if rule is OptimizerName.rowwise_adagrad and ShardingType.column_wise in types:
+            if chosen is not None:
+                raise ValueError(
+                    f"sharding.tables sets {table.name} to column_wise, but rowwise_adagrad keeps "
+                    "one state a row, and a row cut in pieces would train differently; choose "
+                    "table_wise, row_wise or data_parallel, or optimizer.embedding_name=adagrad"
+                )
+            types = [each for each in types if each is not ShardingType.column_wise]
+        # Cut columns are looked up once a slice, so only tables that are hard to place whole are cut unasked.
+        cut = ShardingType.column_wise in types and (
+            chosen is not None or sizes[table.name] > usable * CUT_ABOVE
+        )
+        if not cut:
+            types = [each for each in types if each is not ShardingType.column_wise]
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=[each.value for each in types],
+            min_partition=_column_width(table.embedding_dim, hardware.world_size) if cut else None,
+            pooling_factors=[hotness[table.name]],
+        )
+    return constraints
+
+
+def _column_width(embedding_dim: int, world_size: int) -> int:
+    """Columns of one slice: a divisor of `embedding_dim` and a multiple of 4, at most one slice a rank."""
+    slices = max(
+        count
+        for count in range(1, world_size + 1)
+        if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
+    )
+    return embedding_dim // slices
+
+
+def table_bytes(num_embeddings: int, embedding_dim: int, rule: OptimizerName) -> int:
+    """Weight and optimizer bytes of a table, or of one shard of it."""
+    a_value, a_row = STATE_BYTES[rule]
+    return num_embeddings * (embedding_dim * (WEIGHT_BYTES + a_value) + a_row)
+
+
+def _rows(
+    plan: ShardingPlan, embeddings: EmbeddingBagCollection, spec: FeatureSpec, rule: OptimizerName
+) -> list[TablePlan]:
+    hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
+    rows = []
+    for table in embeddings.embedding_bag_configs():
+        sharding = plan.plan["embeddings"][table.name]
+        used: dict[int, int] = {}
+        if sharding.sharding_spec is None:
+            size = table_bytes(table.num_embeddings, table.embedding_dim, rule)
+            used = dict.fromkeys(sharding.ranks, size)
+        else:
+            for shard in sharding.sharding_spec.shards:
+                rank = shard.placement.rank()
+                used[rank] = used.get(rank, 0) + table_bytes(*shard.shard_sizes, rule)
+        rows.append(
+            TablePlan(
+                table=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                hotness=hotness[table.name],
+                sharding=sharding.sharding_type,
+                kernel=sharding.compute_kernel,
+                ranks=tuple(used),
+                bytes_per_rank=tuple(used.values()),
+            )
+        )
+    return rows
+
+
+def _does_not_fit(
+    embeddings: EmbeddingBagCollection,
+    config: ShardingConfig,
+    rule: OptimizerName,
+    hardware: Hardware,
+    error: PlannerError,
+) -> str:
+    sizes = {
+        each.name: table_bytes(each.num_embeddings, each.embedding_dim, rule)
+        for each in embeddings.embedding_bag_configs()
+    }
+    usable = hardware.bytes_per_rank * (1 - config.reserve)
+    total = sum(sizes.values())
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
+    return (
+        f"the tables do not fit: with {rule.value} state they take {total / GIB:.1f} GiB, and "
+        f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
+        f"({hardware.bytes_per_rank / GIB:.1f} GiB a rank less sharding.reserve={config.reserve:g}); "
+        f"the largest are {listed}. Start at least {max(math.ceil(total / usable), 1)} ranks, allow "
+        "row_wise or column_wise in sharding.types, choose an optimizer with less state "
+        "(optimizer.embedding_name=rowwise_adagrad or sgd), lower model.embedding_dim or raise the "
+        f"frequency limit of the dataset. The planner said: {_first_line(error)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+def imbalance(rows: Sequence[TablePlan], world_size: int) -> float:
+    """Bytes of the fullest rank over the mean of all ranks."""
+    used = bytes_by_rank(rows, world_size)
+    mean = sum(used) / world_size
+    return max(used) / mean if mean else 1.0
+
+
+def bytes_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[int]:
+    """Table and optimizer bytes of each rank."""
+    used = [0] * world_size
+    for row in rows:
+        for rank, size in zip(row.ranks, row.bytes_per_rank, strict=True):
+            used[rank] += size
+    return used

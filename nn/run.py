@@ -1,0 +1,240 @@
+"""One run from its typed configuration: check, plan, build, then train, evaluate or time."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from configs.schema import Config, Mode
+from dataloading.columns import Source
+from dataloading.loader import Loader
+from dataloading.synthetic import SyntheticSource
+from nn import checkpoint
+from nn.build import (
+    TRAIN_SPLIT,
+    build_loaders,
+    build_plan,
+    build_step,
+    device_type,
+    hardware_of,
+    open_source,
+    planned_hardware,
+)
+from nn.console import (
+    Progress,
+    make_console,
+    print_head,
+    print_inference,
+    print_plan,
+    print_summary,
+)
+from nn.distributed import Ranks, process_group, process_rank, ranks_from_environment
+from nn.errors import RankError
+from nn.inference import measure
+from nn.planner import needs_dense_kernel
+from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
+from nn.step import Step
+from nn.trainer import Trainer, total_steps
+
+
+def run(config: Config, config_yaml: str) -> None:
+    """Do what `config.mode` says.
+
+    Args:
+        config: the checked configuration.
+        config_yaml: the same as text, for the run directory.
+
+    Raises:
+        ValueError: something the user wrote or gave cannot be; raised alike on all ranks.
+        RankError: the same, found by one rank only, such as a bad row.
+        DivergedError: the loss stopped being a number; raised alike on all ranks.
+    """
+    source = open_source(config)
+    console = make_console(process_rank())
+    if config.mode is Mode.plan:
+        hardware = planned_hardware(config)
+        _, rows = build_plan(config, source, hardware)
+        print_plan(console, rows, hardware.world_size)
+        return
+    ranks = ranks_from_environment(device_type(config))
+    _check(config, source, ranks)
+    start_step = _restored_steps(config, source)
+    torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
+    with ExitStack() as stack:
+        stack.enter_context(process_group(ranks))
+        hardware = hardware_of(config, ranks.world_size, ranks.local_world_size)
+        plan, rows = ranks.call_on_main(lambda: build_plan(config, source, hardware))
+        facts = environment(
+            config.recipe,
+            ranks.device,
+            world_size=ranks.world_size,
+            num_hosts=ranks.world_size // ranks.local_world_size,
+        )
+        facts["teacher_auc"] = _teacher_auc(config, source)
+        recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks))
+        recorder.write_plan(rows)
+        print_head(console, facts, _head(config, source, recorder.run_dir, start_step))
+        print_plan(console, rows, ranks.world_size)
+
+        step = build_step(config, source, plan, ranks)
+        if config.checkpoint.restore is not None:
+            path = Path(config.checkpoint.restore)
+            checkpoint.restore(path, step, with_optimizer=config.mode is Mode.train)
+        session = Session(config, source, ranks, step, recorder, console, start_step)
+        try:
+            summary = WORK[config.mode](session)
+        except ValueError as error:
+            raise RankError(f"rank {ranks.rank}: {error}") from error
+        summary["teacher_auc"] = facts["teacher_auc"]
+        recorder.finish(summary)
+        print_summary(console, summary, recorder.run_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What every mode works with, once all is built."""
+
+    config: Config
+    source: Source
+    ranks: Ranks
+    step: Step
+    recorder: Recorder
+    console: Console
+    start_step: int
+
+    def trainer(self, progress: Progress) -> Trainer:
+        """The loop over this run's loaders."""
+        train_loader, test_loader = build_loaders(self.config, self.source, self.ranks)
+        return Trainer(
+            self.step, train_loader, test_loader, self.recorder, progress, self.config, self.ranks
+        )
+
+
+def _train(session: Session) -> dict[str, Any]:
+    config = session.config
+    train_loader, _ = build_loaders(config, session.source, session.ranks)
+    last_step = total_steps(config, train_loader.steps_per_epoch)
+    with Progress(session.console, last_step, start_step=session.start_step) as progress:
+        summary = session.trainer(progress).train(session.start_step)
+    if config.checkpoint.save:
+        directory = session.recorder.run_dir / "checkpoints"
+        checkpoint.save(
+            directory, session.step, summary["steps"], session.source.spec, session.ranks
+        )
+    return summary
+
+
+def _evaluate(session: Session) -> dict[str, Any]:
+    with Progress(session.console, session.start_step) as progress:
+        trainer = session.trainer(progress)
+        trainer.num_steps = session.start_step
+        result = trainer.evaluate()
+    return dict.fromkeys(SUMMARY_KEYS) | {"steps": session.start_step} | result
+
+
+def _inference(session: Session) -> dict[str, Any]:
+    config, ranks = session.config, session.ranks
+    session.step.set_training(False)
+    results = []
+    for batch_size in config.inference.batch_sizes:
+        if batch_size % ranks.world_size:
+            session.console.print(
+                f"batch size {batch_size:,} left out: it does not divide over {ranks.world_size} ranks"
+            )
+            continue
+        loader = Loader(
+            session.source,
+            config.eval.split,
+            batch_size=batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            device=ranks.device,
+        )
+        batch = loader.batch(0).to(ranks.device)
+        if batch.global_valid < batch_size:
+            session.console.print(
+                f"batch size {batch_size:,} left out: split '{config.eval.split}' has "
+                f"{batch.global_valid:,} rows"
+            )
+            continue
+        results.append(measure(session.step, batch, config.inference, ranks))
+    print_inference(session.console, results)
+    nothing = dict.fromkeys(SUMMARY_KEYS)
+    return nothing | {"steps": session.start_step, "inference": results}
+
+
+WORK = {Mode.train: _train, Mode.eval: _evaluate, Mode.inference: _inference}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _check(config: Config, source: Source, ranks: Ranks) -> None:
+    """Refuse what the loaders would refuse, before any process group exists."""
+    if config.mode is not Mode.inference:
+        for loader in build_loaders(config, source, ranks):
+            assert loader.steps_per_epoch
+
+
+def _restored_steps(config: Config, source: Source) -> int:
+    if config.checkpoint.restore is None:
+        return 0
+    return checkpoint.check(Path(config.checkpoint.restore), source.spec)
+
+
+def _teacher_auc(config: Config, source: Source) -> float | None:
+    """The best AUC that any model can reach, known for the synthetic stream only."""
+    return source.teacher_auc(config.eval.split) if isinstance(source, SyntheticSource) else None
+
+
+def _recorder(config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ranks) -> Recorder:
+    """Make the run directory on rank 0; a directory that cannot be is an error on all ranks."""
+
+    def make(rank: int, run_dir: Path) -> Recorder:
+        return Recorder(
+            run_dir,
+            rank=rank,
+            config_yaml=config_yaml,
+            environment=facts,
+            tensorboard=config.log.tensorboard,
+        )
+
+    made: list[Recorder] = []
+
+    def make_on_main() -> Path:
+        run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe)
+        made.append(make(0, run_dir))
+        return run_dir
+
+    run_dir = ranks.call_on_main(make_on_main)
+    return made[0] if made else make(ranks.rank, run_dir)
+
+
+def _head(config: Config, source: Source, run_dir: Path, start_step: int) -> dict[str, str]:
+    """Facts of the run for its first lines."""
+    spec, data, optimizer = source.spec, config.data, config.optimizer
+    facts = {
+        "model": f"{config.model.name.value}, {len(spec.numerical)} numerical and "
+        f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
+        "data": f"{data.path or 'built-in synthetic clicks'}, "
+        f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
+        f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
+        "batch": f"{config.train.batch_size:,} rows over all ranks, "
+        + _count(config.train.epochs, "epoch"),
+        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, tables "
+        f"{optimizer.table_name.value} {optimizer.table_lr:g}, amp {config.train.amp.value}",
+        "seed": str(config.seed),
+        "run_dir": str(run_dir),
+    }
+    if needs_dense_kernel(optimizer.table_name, device_type(config)):
+        facts["note"] = (
+            "FBGEMM has no fused adam for tables on a CPU; the tables take the dense kernel and the "
+            "same rule after the backward pass, which needs memory for a gradient as large as they are"
+        )
+    if start_step:
+        facts["restored"] = f"{config.checkpoint.restore}, {start_step:,} steps"
+    return facts

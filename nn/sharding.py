@@ -1,0 +1,271 @@
+"""The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
+
+A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`), are looked up there, and
+the embeddings travel back (`lookup`). The backward pass returns gradients the same way and updates the tables on the
+spot; replicated tables, and all tables where FBGEMM has no fused form of the rule, are stepped by `step` with the same
+rule. World size 1 takes the same path.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim import RowWiseAdagrad
+
+from configs.schema import Amp, OptimizerConfig, OptimizerName
+from nn.distributed import Ranks
+from nn.initialization import fill_uniform_
+from nn.model import pick
+from nn.planner import TableSharder
+from nn.table_optimizer import TableOptimizer
+
+# FBGEMM's kernel of each rule, and the class by which TorchRec's planner knows how much state the rule keeps.
+FUSED_RULES = {
+    OptimizerName.sgd: (EmbOptimType.EXACT_SGD, torch.optim.SGD),
+    OptimizerName.adagrad: (EmbOptimType.EXACT_ADAGRAD, torch.optim.Adagrad),
+    OptimizerName.rowwise_adagrad: (EmbOptimType.EXACT_ROWWISE_ADAGRAD, RowWiseAdagrad),
+    OptimizerName.adam: (EmbOptimType.ADAM, torch.optim.Adam),
+}
+
+# Optimizer state as TorchRec calls it -> as checkpoints call it.
+STATE_NAMES = {"momentum1": "momentum1", "exp_avg_sq": "momentum2"}
+STATE_OF_RULE = {
+    OptimizerName.sgd: (),
+    OptimizerName.adagrad: ("momentum1",),
+    OptimizerName.rowwise_adagrad: ("momentum1",),
+    OptimizerName.adam: ("momentum1", "momentum2"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TableShard:
+    """A piece of a table on this rank; `weight` [rows, columns] is the memory that is trained."""
+
+    table: str
+    weight: Tensor
+    row_offset: int
+    column_offset: int
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Ids on their way from the ranks that read them to the ranks that own their tables."""
+
+    context: Any
+    pending: Any
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the arrived ids from being reused before `stream` is done with it."""
+        self.context.record_stream(stream)
+        self.pending.record_stream(stream)
+
+
+def register_rule(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> None:
+    """Tell the unsharded tables their update rule, so that the planner can price its state.
+
+    TorchRec's own helper would also make an optimizer of each table, and passes arguments on by torch's names, of which
+    FBGEMM does not know all (`betas`).
+    """
+    _, optimizer_class = FUSED_RULES[rule]
+    for table in embeddings.parameters():
+        table._optimizer_classes = [optimizer_class]
+
+
+class ShardedTables:
+    """All tables, sharded as planned, with the seed's weights.
+
+    Args:
+        embeddings: the unsharded tables on the meta device, rule registered.
+        plan: TorchRec's plan for them.
+        ranks: this process.
+        config: the update rule.
+        amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
+        seed: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        plan: ShardingPlan,
+        ranks: Ranks,
+        config: OptimizerConfig,
+        amp: Amp,
+        seed: int,
+    ) -> None:
+        on_gpu = ranks.device.type == "cuda"
+        # fp16 could not carry unscaled gradients back, so only bf16 is worth its halved all-to-all.
+        half = on_gpu and amp is Amp.bf16
+        sharder = TableSharder(
+            fused_params={
+                "optimizer": FUSED_RULES[config.table_name][0],
+                "learning_rate": config.table_lr,
+                "eps": config.eps,
+                "beta1": config.beta1,
+                "beta2": config.beta2,
+                "output_dtype": SparseType.BF16 if half else SparseType.FP32,
+                # The loader has checked every id; the kernel's own check would cost a tenth of a step.
+                "bounds_check_mode": BoundsCheckMode.NONE,
+            }
+        )
+        self._rule = config.table_name
+        table_plan = plan.plan["embeddings"]
+        self.features = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
+        self._rows = {
+            table.name: table.num_embeddings for table in embeddings.embedding_bag_configs()
+        }
+        self.module = sharder.shard(
+            embeddings,
+            table_plan,
+            ShardingEnv.from_process_group(dist.group.WORLD),
+            ranks.device,
+        )
+        self._kernels = [
+            kernel
+            for lookup in self.module._lookups
+            for kernel in lookup.modules()
+            if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
+        ]
+        dense = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if table_plan[name.split(".")[-2]].compute_kernel == "dense" and parameter.numel()
+        }
+        self.dense_optimizer = (
+            TableOptimizer(
+                dense.values(),
+                name=config.table_name,
+                lr=config.table_lr,
+                eps=config.eps,
+                beta1=config.beta1,
+                beta2=config.beta2,
+            )
+            if dense
+            else None
+        )
+        self._dense_names = list(dense)
+        self._dense_tables = [
+            table for table, sharding in table_plan.items() if sharding.compute_kernel == "dense"
+        ]
+        for shard in self.shards():
+            fill_uniform_(
+                shard.weight,
+                seed=seed,
+                table=shard.table,
+                row_offset=shard.row_offset,
+                col_offset=shard.column_offset,
+                bound=self._rows[shard.table] ** -0.5,
+            )
+
+    def shards(self) -> Iterator[TableShard]:
+        """Yield the pieces of tables that this rank holds."""
+        for name, value in self.module.state_dict().items():
+            table = name.split(".")[-2]
+            if isinstance(value, ShardedTensor):
+                for shard in value.local_shards():
+                    row, column = shard.metadata.shard_offsets
+                    yield TableShard(table, shard.tensor, row, column)
+            else:
+                yield TableShard(table, value, 0, 0)
+
+    def start_exchange(self, ids: KeyedJaggedTensor) -> Exchange:
+        """Send the number of ids each rank will get from this one; returns before it has arrived."""
+        context = self.module.create_context()
+        return Exchange(context, self.module.input_dist(context, ids))
+
+    def finish_exchange(self, exchange: Exchange) -> Exchange:
+        """Send the ids themselves; the host waits until it knows their number."""
+        exchange.pending = exchange.pending.wait().wait()
+        return exchange
+
+    def lookup(self, exchange: Exchange) -> Tensor:
+        """Look the ids up and bring the embeddings home: [B, F*D], features in the spec's order."""
+        pooled = self.module.compute_and_output_dist(exchange.context, exchange.pending).wait()
+        return pick(pooled, self.features)
+
+    def prepare_update(self, step: int, lr: float) -> None:
+        """Set what the fused update of this step needs; call before its forward pass.
+
+        FBGEMM counts forward passes, evaluation included, and corrects Adam's bias by that count: it is set right.
+        """
+        for kernel in self._kernels:
+            kernel.set_learning_rate(lr)
+            if self._rule is OptimizerName.adam:
+                kernel.iter_cpu.fill_(step)
+                kernel.iter.fill_(step)
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.zero_grad(set_to_none=True)
+            for group in self.dense_optimizer.param_groups:
+                group["lr"] = lr
+            if self._rule is OptimizerName.adam:
+                for state in self.dense_optimizer.state.values():
+                    state["iter"].fill_(step)
+
+    def step(self) -> None:
+        """Update the tables whose rule is not fused into the backward pass."""
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.step()
+
+    def train(self, mode: bool = True) -> None:
+        """Switch between training and evaluation."""
+        self.module.train(mode)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return `<table>.weight` of every table: sharded tensors, or plain ones for replicated tables."""
+        return {
+            f"{name.split('.')[-2]}.weight": value
+            for name, value in self.module.state_dict().items()
+        }
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return `<table>.momentum1` (and 2) of every table whose rule keeps state, laid out as its weight."""
+        state = {}
+        for parameter, values in self.module.fused_optimizer.state_dict()["state"].items():
+            table = parameter.split(".")[-2]
+            for name, value in values.items():
+                state[f"{table}.{STATE_NAMES[name.split('.')[-1]]}"] = value
+        return state | self._dense_state()
+
+    def _dense_state(self) -> dict[str, Tensor]:
+        """State of the tables that are not fused, whose parameter is this rank's part of the table."""
+        if self.dense_optimizer is None:
+            return {}
+        weights = self.weights()
+        parameters = self.dense_optimizer.param_groups[0]["params"]
+        by_table = {
+            name.split(".")[-2]: self.dense_optimizer.state[parameter]
+            for name, parameter in zip(self._dense_names, parameters, strict=True)
+        }
+        state = {}
+        for table in self._dense_tables:
+            weight = weights[f"{table}.weight"]
+            for name in STATE_OF_RULE[self._rule]:
+                local = by_table[table][name] if table in by_table else None
+                if isinstance(weight, ShardedTensor):
+                    state[f"{table}.{name}"] = _like_weight(weight, local)
+                else:
+                    state[f"{table}.{name}"] = local
+        return state
+
+
+def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:
+    """Lay a rank's state [its rows, its columns] out as the shards of its table's weight."""
+    shards = weight.local_shards()
+    parts = [] if local is None else local.view(-1).split([s.tensor.numel() for s in shards])
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [
+            Shard(part.view_as(shard.tensor), shard.metadata)
+            for part, shard in zip(parts, shards, strict=True)
+        ],
+        weight.metadata(),
+    )

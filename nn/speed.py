@@ -1,0 +1,49 @@
+"""Samples a second: of the steps since the last record, and of the run without its start."""
+
+import time
+
+
+class Speedometer:
+    """Counts rows and time while training; evaluation pauses it.
+
+    The first window holds what happens once (compilation, allocation, cold caches); the run's own speed leaves it out
+    unless there is no other.
+    """
+
+    def __init__(self) -> None:
+        self._windows: list[tuple[int, int, float]] = []
+        self._rows = 0
+        self._steps = 0
+        self._seconds = 0.0
+        self._since = time.perf_counter()
+
+    def count(self, rows: int) -> None:
+        """Count one step of `rows` rows over all ranks."""
+        self._rows += rows
+        self._steps += 1
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._seconds += time.perf_counter() - self._since
+
+    def resume(self) -> None:
+        """Let the clock go on."""
+        self._since = time.perf_counter()
+
+    def window(self) -> dict[str, float]:
+        """Return the speed of the steps since the last call, and begin anew."""
+        self.pause()
+        window = (self._rows, self._steps, self._seconds)
+        self._windows.append(window)
+        self._rows, self._steps, self._seconds = 0, 0, 0.0
+        self.resume()
+        return _speed([window])
+
+    def run(self) -> dict[str, float]:
+        """Return the speed over all windows but the first."""
+        return _speed(self._windows[1:] or self._windows)
+
+
+def _speed(windows: list[tuple[int, int, float]]) -> dict[str, float]:
+    rows, steps, seconds = (sum(column) for column in zip(*windows, strict=True))
+    return {"samples_per_s": rows / seconds, "step_ms": seconds * 1e3 / steps}

@@ -1,0 +1,111 @@
+"""Update rules for tables whose gradient arrives as a dense tensor: the same as FBGEMM fuses into its backward pass.
+
+A replicated table (`data_parallel`), and with Adam every table on a CPU, has no fused optimizer. If such a table were
+stepped by another rule, or by the same rule with eps elsewhere, the plan would change what a run computes.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import OptimizerName
+
+
+class TableOptimizer(torch.optim.Optimizer):
+    """SGD, Adagrad, row-wise Adagrad or Adam on tables [rows, dim] with dense gradients.
+
+    A row whose gradient is zero in all columns is left as it is, its state included: FBGEMM touches only the rows that
+    a batch looks up. Under Adam two things differ: FBGEMM would decay the moments of a looked-up row whose gradient
+    is exactly zero, and its `iter` counts every forward pass, evaluation included, where ours counts updates. No operation waits for the device or changes a shape, so `step` can be captured in a CUDA
+    graph if the group's `lr` is a tensor.
+
+    State of a table, made at once so that a checkpoint can be loaded before the first step, under FBGEMM's names:
+    `momentum1` [rows, dim] (Adagrad's sum, Adam's mean) or [rows] (row-wise Adagrad's sum), `momentum2` [rows, dim]
+    (Adam's variance) and `iter` [] (Adam's count of steps).
+
+    Args:
+        params: the tables, or parameter groups of them.
+        name: the rule.
+        lr: learning rate, a number or a tensor without dimensions.
+        eps: added to the square root in the denominator; all rules but SGD.
+        beta1: decay of Adam's mean.
+        beta2: decay of Adam's variance.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        name: OptimizerName,
+        lr: float | Tensor,
+        eps: float = 1e-8,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "beta1": beta1, "beta2": beta2})
+        self._update = UPDATES[name]
+        for group in self.param_groups:
+            for table in group["params"]:
+                self.state[table].update(_new_state(name, table))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Apply one update to every table that has a gradient."""
+        assert closure is None, "a closure would evaluate the model again, which no rule here needs"
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is not None:
+                    self._update(table, table.grad, self.state[table], group)
+
+
+def _new_state(name: OptimizerName, table: Tensor) -> dict[str, Tensor]:
+    if name is OptimizerName.sgd:
+        return {}
+    if name is OptimizerName.rowwise_adagrad:
+        return {"momentum1": table.new_zeros(len(table))}
+    if name is OptimizerName.adagrad:
+        return {"momentum1": torch.zeros_like(table)}
+    return {
+        "momentum1": torch.zeros_like(table),
+        "momentum2": torch.zeros_like(table),
+        # of the table's dtype, because torch.optim casts loaded state to it
+        "iter": table.new_zeros(()),
+    }
+
+
+def _sgd(table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    table.sub_(grad * group["lr"])
+
+
+def _adagrad(table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    total = state["momentum1"].addcmul_(grad, grad)
+    table.sub_(grad * group["lr"] / (total.sqrt() + group["eps"]))
+
+
+def _rowwise_adagrad(
+    table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+) -> None:
+    total = state["momentum1"].add_(grad.square().mean(dim=1))
+    rate = group["lr"] / (total.sqrt() + group["eps"])
+    table.sub_(grad * rate.unsqueeze(1))
+
+
+def _adam(table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    touched = grad.ne(0).any(dim=1, keepdim=True).to(grad.dtype)  # [rows, 1], 1 or 0
+    mean = state["momentum1"].lerp_(grad, touched * (1 - group["beta1"]))
+    variance = state["momentum2"].lerp_(grad.square(), touched * (1 - group["beta2"]))
+    # in double: 1 - 0.999 keeps four digits only in single precision
+    count = state["iter"].add_(1).double()
+    mean = mean / (1 - group["beta1"] ** count)
+    variance = variance / (1 - group["beta2"] ** count)
+    table.sub_(mean / (variance.sqrt() + group["eps"]) * (touched * group["lr"]))
+
+
+UPDATES = {
+    OptimizerName.sgd: _sgd,
+    OptimizerName.adagrad: _adagrad,
+    OptimizerName.rowwise_adagrad: _rowwise_adagrad,
+    OptimizerName.adam: _adam,
+}

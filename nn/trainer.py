@@ -1,0 +1,192 @@
+"""The training loop: a list of events. What a step does is in `nn.step`."""
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from configs.schema import Config
+from dataloading.loader import Loader
+from nn.console import Progress
+from nn.distributed import Ranks
+from nn.feed import Feed
+from nn.metrics import RankingMetrics
+from nn.recorder import Recorder
+from nn.speed import Speedometer
+from nn.step import Step, Trained
+
+# The AUC shown while training is that of the last rows before a record; sorting more would cost time and tell no more.
+TRAIN_AUC_ROWS = 2**20
+
+
+class Trainer:
+    """Runs steps, records them, evaluates, and decides when to end.
+
+    Args:
+        step: both halves and their optimizers.
+        train_loader: the training split.
+        test_loader: the split to evaluate on.
+        recorder: the run directory.
+        progress: the terminal.
+        config: the whole run.
+        ranks: this process.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        train_loader: Loader,
+        test_loader: Loader,
+        recorder: Recorder,
+        progress: Progress,
+        config: Config,
+        ranks: Ranks,
+    ) -> None:
+        self._step = step
+        self._train_loader = train_loader
+        self._test_loader = test_loader
+        self._recorder = recorder
+        self._progress = progress
+        self._config = config
+        self._ranks = ranks
+        self._train_metrics = RankingMetrics(ranks.device, ranks)
+        self._loss_sum = 0.0
+        self._loss_steps = 0
+        self.num_steps = 0
+        self.best_auc = math.nan
+
+    def train(self, start_step: int = 0) -> dict[str, Any]:
+        """Train from `start_step` to the end and return the run's summary."""
+        last_step = total_steps(self._config, self._train_loader.steps_per_epoch)
+        eval_at = eval_steps(
+            last_step, self._train_loader.steps_per_epoch, self._config.eval.per_epoch
+        )
+        self.num_steps = start_step
+        stopped, test = "all steps done", {}
+        untrained = self.evaluate() if self._config.eval.at_start else {}
+        batches = self._train_loader.batches(start_step, last_step - start_step)
+        feed = Feed(batches, self._step.tables, self._ranks.device)
+        self._step.set_training(True)
+        speed = Speedometer()
+        while self.num_steps < last_step:
+            trained = self._step.train(self.num_steps, feed)
+            self.num_steps += 1
+            speed.count(trained.batch.global_valid)
+            self._progress.advance(self.num_steps)
+            self._count(trained)
+            if self._due(self._config.log.every) or self.num_steps == last_step:
+                self._record(speed, feed)
+            if self.num_steps in eval_at:
+                speed.pause()
+                test = self.evaluate()
+                speed.resume()
+            if self._is_good_enough(test):
+                stopped = "eval.auc_threshold reached"
+                break
+        batches.close()
+        return {
+            "recipe": self._config.recipe,
+            "steps": self.num_steps,
+            "epochs": self._epoch(),
+            "stopped": stopped,
+            "test_auc": test.get("test_auc"),
+            "test_log_loss": test.get("test_log_loss"),
+            "test_rows": test.get("test_rows"),
+            "best_test_auc": self.best_auc,
+            "untrained_test_auc": untrained.get("test_auc"),
+            **speed.run(),
+            "peak_hbm_bytes": self._peak_hbm_bytes(),
+        }
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate on the test split; record and return the result, the same on all ranks."""
+        started = time.perf_counter()
+        metrics = RankingMetrics(self._ranks.device, self._ranks)
+        self._step.set_training(False)
+        batches = self._test_loader.batches(0, self._eval_batches())
+        feed = Feed(batches, self._step.tables, self._ranks.device)
+        for batch, ids in feed:
+            logits = self._step.predict(batch, ids)
+            feed.start_next()
+            metrics.update(logits, batch.labels, batch.num_valid)
+        self._step.set_training(True)
+        measured = metrics.compute()
+        record = {
+            "step": self.num_steps,
+            "epoch": self._epoch(),
+            "test_auc": measured["auc"],
+            "test_log_loss": measured["log_loss"],
+            "test_rows": measured["rows"],
+            "eval_s": time.perf_counter() - started,
+        }
+        # fmax takes the number where the other is nan.
+        self.best_auc = float(
+            torch.fmax(torch.tensor(self.best_auc), torch.tensor(measured["auc"]))
+        )
+        self._recorder.write_test(record)
+        self._progress.show_test(record)
+        return record
+
+    def _count(self, trained: Trained) -> None:
+        self._loss_sum += trained.loss
+        self._loss_steps += 1
+        steps_to_record = -self.num_steps % self._config.log.every
+        if steps_to_record * self._config.train.batch_size < TRAIN_AUC_ROWS:
+            batch = trained.batch
+            self._train_metrics.update(trained.logits, batch.labels, batch.num_valid)
+
+    def _record(self, speed: Speedometer, feed: Feed) -> None:
+        measured = self._train_metrics.compute()
+        self._train_metrics.reset()
+        record = {
+            "step": self.num_steps,
+            "epoch": self._epoch(),
+            "loss": self._loss_sum / self._loss_steps,
+            "train_auc": measured["auc"],
+            "lr": self._step.learning_rate,
+            **speed.window(),
+            "data_wait_ms": feed.data_wait_ms / self._loss_steps,
+            "hbm_bytes": self._peak_hbm_bytes(),
+        }
+        self._loss_sum, self._loss_steps, feed.data_wait_ms = 0.0, 0, 0.0
+        self._recorder.write_train(record)
+        self._progress.show_train(record)
+
+    def _due(self, every: int) -> bool:
+        return self.num_steps % every == 0
+
+    def _epoch(self) -> float:
+        return self.num_steps / self._train_loader.steps_per_epoch
+
+    def _is_good_enough(self, test: dict[str, Any]) -> bool:
+        threshold = self._config.eval.auc_threshold
+        return threshold is not None and bool(test) and test["test_auc"] >= threshold
+
+    def _eval_batches(self) -> int:
+        available = self._test_loader.steps_per_epoch
+        wanted = self._config.eval.max_steps
+        return available if wanted is None else min(wanted, available)
+
+    def _peak_hbm_bytes(self) -> int | None:
+        """The most memory that tensors took on this rank's GPU so far."""
+        if self._ranks.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._ranks.device)
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Steps of the whole run."""
+    steps = config.train.epochs * steps_per_epoch
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def eval_steps(last_step: int, steps_per_epoch: int, per_epoch: int) -> set[int]:
+    """Steps after which to evaluate: `per_epoch` evenly spaced ones an epoch, and the last step of the run."""
+    epochs = math.ceil(last_step / steps_per_epoch)
+    points = {
+        epoch * steps_per_epoch + round(steps_per_epoch * part / per_epoch)
+        for epoch in range(epochs)
+        for part in range(1, per_epoch + 1)
+    }
+    return {point for point in points if 0 < point < last_step} | {last_step}

@@ -1,0 +1,199 @@
+"""Plain single-process PyTorch versions of DLRM and DCNv2, to compare the recipe with.
+
+Nothing of the recipe is imported: the formulas are written from the papers a second time, in another way (pairs by
+`itertools`, no padding, `nn.Embedding`, `torch.optim`), and the dataset directory is read with numpy alone. Tests copy
+weights and compare logits; the command trains on a dataset directory and prints the test AUC:
+
+    python -m tests.reference --data DIR --model dlrm --seed 1
+"""
+
+import argparse
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class ReferenceMLP(nn.Sequential):
+    """Linear layers with ReLU after each, or after all but the last."""
+
+    def __init__(self, widths: list[int], *, final_relu: bool) -> None:
+        parts: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(widths):
+            layer = nn.Linear(inputs, outputs)
+            # Keras: GlorotNormal cuts a normal of this deviation at twice it, leaving sqrt(2 / (in + out))
+            std = math.sqrt(2 / (inputs + outputs)) / 0.8796256610342398
+            nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+            nn.init.normal_(layer.bias, std=outputs**-0.5)
+            parts += [layer, nn.ReLU()]
+        super().__init__(*(parts if final_relu else parts[:-1]))
+
+
+class Reference(nn.Module):
+    """Both models: `cross_layers` None makes it DLRM, a number makes it (stacked or parallel) DCNv2."""
+
+    def __init__(
+        self,
+        cardinalities: list[int],
+        num_numerical: int,
+        dim: int,
+        bottom: list[int],
+        top: list[int],
+        cross_layers: int | None = None,
+        rank: int | None = None,
+        parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, dim, sparse=True) for rows in cardinalities)
+        for table in self.tables:
+            bound = table.num_embeddings**-0.5
+            nn.init.uniform_(table.weight, -bound, bound)
+        self.bottom = ReferenceMLP([num_numerical, *bottom], final_relu=True)
+        self.cross_layers, self.parallel = cross_layers, parallel
+        if cross_layers is None:
+            vectors = len(cardinalities) + 1
+            self.top = ReferenceMLP([dim + math.comb(vectors, 2), *top], final_relu=False)
+            return
+        width = bottom[-1] + dim * len(cardinalities)
+        low = [(width, rank), (rank, width)] if rank else [(width, width)]
+        self.cross = nn.ModuleList(
+            nn.ParameterList(nn.Parameter(torch.empty(after, before)) for before, after in low)
+            for _ in range(cross_layers)
+        )
+        for weight in self.cross.parameters():
+            nn.init.trunc_normal_(weight, std=0.05, a=-0.1, b=0.1)
+        self.cross_bias = nn.Parameter(torch.zeros(cross_layers, width))
+        if parallel:
+            self.deep = ReferenceMLP([width, *top[:-1]], final_relu=True)
+            self.top = ReferenceMLP([width + top[-2], 1], final_relu=False)
+        else:
+            self.top = ReferenceMLP([width, *top], final_relu=False)
+
+    def forward(self, numerical: Tensor, ids: Tensor) -> Tensor:
+        """Map numerical [B, N] and single-hot ids [B, F] to logits [B]."""
+        vectors = [table(column) for table, column in zip(self.tables, ids.T, strict=True)]
+        return self.head(numerical, vectors)
+
+    def head(self, numerical: Tensor, vectors: list[Tensor]) -> Tensor:
+        """Map numerical [B, N] and F embeddings [B, D] to logits [B]."""
+        vectors = [self.bottom(numerical), *vectors]
+        if self.cross_layers is None:
+            # combinations of the reversed order of rows would be (0,1), (0,2), ...; sort by the larger index
+            pairs = sorted(itertools.combinations(range(len(vectors)), 2), key=lambda p: p[::-1])
+            first, second = map(list, zip(*pairs, strict=True))
+            stack = torch.stack(vectors, dim=1)
+            products = (stack[:, first] * stack[:, second]).sum(dim=2)
+            return self.top(torch.cat([vectors[0], products], dim=1)).flatten()
+        start = x = torch.cat(vectors, dim=1)
+        for weights, bias in zip(self.cross, self.cross_bias, strict=True):
+            y = x
+            for weight in weights:
+                y = y @ weight.T
+            x = start * (y + bias) + x
+        if self.parallel:
+            x = torch.cat([x, self.deep(start)], dim=1)
+        return self.top(x).flatten()
+
+
+def read_split(root: Path, split: str) -> tuple[list[int], Tensor, Tensor, Tensor]:
+    """Read a single-hot split binary directory: cardinalities, numerical [N, n], ids [N, F], labels [N]."""
+    spec = yaml.safe_load((root / "feature_spec.yaml").read_text())
+    features, channels = spec["feature_spec"], spec["channel_spec"]
+    files = {tuple(c["features"]): root / c["files"][0] for c in spec["source_spec"][split]}
+
+    def column(*names: str) -> np.ndarray:
+        return np.fromfile(files[names], dtype=features[names[0]]["dtype"])
+
+    numerical = column(*channels["numerical"]).reshape(-1, len(channels["numerical"]))
+    ids = np.stack([column(name).astype(np.int64) for name in channels["categorical"]], axis=1)
+    return (
+        [features[name]["cardinality"] for name in channels["categorical"]],
+        torch.from_numpy(numerical.astype(np.float32)),
+        torch.from_numpy(ids),
+        torch.from_numpy(column(*channels["label"]).astype(np.float32)),
+    )
+
+
+def roc_auc(labels: Tensor, scores: Tensor) -> float:
+    """Return the probability that a click outranks a non-click, ties counting half."""
+    _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse].double()
+    positives = labels.sum().double()
+    negatives = len(labels) - positives
+    won = ranks[labels > 0].sum() - positives * (positives + 1) / 2
+    return (won / (positives * negatives)).item()
+
+
+def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Train one model and return its AUC and log loss on the test split."""
+    torch.manual_seed(seed)
+    cardinalities, numerical, ids, labels = read_split(args.data, "train")
+    model = Reference(
+        cardinalities,
+        numerical.shape[1],
+        args.dim,
+        args.bottom,
+        args.top,
+        args.cross_layers if args.model == "dcnv2" else None,
+        args.rank,
+        args.parallel,
+    )
+    tables = list(model.tables.parameters())
+    dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
+    # SparseAdam moves the rows of the batch only, as the fused optimizers do
+    optimizers = [
+        torch.optim.SparseAdam(tables, lr=args.lr, eps=args.eps),
+        torch.optim.Adam(dense, lr=args.lr, eps=args.eps),
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(args.epochs):
+        for rows in torch.randperm(len(labels), generator=generator).split(args.batch_size):
+            logits = model(numerical[rows], ids[rows])
+            loss = functional.binary_cross_entropy_with_logits(logits, labels[rows])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    _, numerical, ids, labels = read_split(args.data, "test")
+    with torch.no_grad():
+        parts = zip(numerical.split(4096), ids.split(4096), strict=True)
+        logits = torch.cat([model(*part) for part in parts])
+    loss = functional.binary_cross_entropy_with_logits(logits, labels).item()
+    return {"test_auc": roc_auc(labels, logits), "test_log_loss": loss}
+
+
+def main() -> None:
+    """Parse the command line, train once for each seed, print one line each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="dataset directory")
+    parser.add_argument("--model", choices=["dlrm", "dcnv2"], default="dlrm")
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--bottom", type=int, nargs="+", default=[64, 32, 16])
+    parser.add_argument("--top", type=int, nargs="+", default=[128, 64, 1])
+    parser.add_argument("--cross-layers", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=64, help="0 for full rank")
+    parser.add_argument("--parallel", action="store_true", help="cross and deep side by side")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--eps", type=float, default=1e-8)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    aucs = []
+    for seed in args.seed:
+        result = train(args, seed)
+        aucs.append(result["test_auc"])
+        print(f"seed {seed}: " + " ".join(f"{k}={v:.5f}" for k, v in result.items()))
+    print(f"mean test_auc over {len(aucs)} seeds: {np.mean(aucs):.5f}")
+
+
+if __name__ == "__main__":
+    main()

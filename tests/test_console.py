@@ -1,0 +1,242 @@
+"""What is printed: lines in a pipe, a bar on a terminal, a plan that fits 80 columns."""
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from nn.console import (
+    Progress,
+    format_test,
+    format_train,
+    make_console,
+    print_head,
+    print_inference,
+    print_plan,
+    print_summary,
+)
+from nn.plan import TablePlan
+
+MIB = 1 << 20
+TRAIN = {
+    "step": 200,
+    "loss": 0.49312,
+    "train_auc": 0.73118,
+    "samples_per_s": 812345.4,
+    "step_ms": 230.8,
+}
+TEST = {
+    "step": 512,
+    "test_auc": 0.77123,
+    "test_log_loss": 0.45214,
+    "test_rows": 13714,
+    "eval_s": 1.23,
+}
+ENVIRONMENT = {
+    "recipe": "dlrm",
+    "started": "2026-01-02T03:04:05+00:00",
+    "git_commit": "0123456789abcdef-dirty",
+    "python": "3.12.1",
+    "torch": "2.13.0",
+    "torchrec": "1.8.0",
+    "fbgemm": None,
+    "cuda": None,
+    "gpu": None,
+    "gpu_driver": None,
+    "num_cpus": 2,
+    "world_size": 1,
+    "num_hosts": 1,
+}
+SUMMARY = {
+    "steps": 512,
+    "test_auc": 0.77123,
+    "test_log_loss": 0.45214,
+    "samples_per_s": 812345.4,
+    "step_ms": 80.3,
+    "peak_hbm_bytes": None,
+}
+
+
+def console_of(width: int = 80, terminal: bool = False) -> Console:
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=terminal,
+        color_system=None,
+        markup=False,
+        highlight=False,
+        _environ={"TERM": "xterm"},
+    )
+
+
+def printed(console: Console) -> str:
+    return console.file.getvalue()
+
+
+def row(table: str, ranks: tuple[int, ...], mib: float) -> TablePlan:
+    each = int(mib * MIB / len(ranks))
+    return TablePlan(
+        table, 10_000_000, 128, 1.0, "data_parallel", "dense", ranks, (each,) * len(ranks)
+    )
+
+
+def test_a_record_of_training_is_one_line():
+    assert format_train(TRAIN, 512) == (
+        "step 200/512  loss 0.4931  auc 0.7312  812,345 samples/s  230.8 ms/step  left 0:01:12"
+    )
+
+
+def test_a_record_of_an_evaluation_is_one_line():
+    assert format_test(TEST) == (
+        "eval step 512: test AUC 0.7712  log loss 0.4521  (13,714 rows, 1.2 s)"
+    )
+
+
+def test_an_evaluation_without_clicks_says_why_it_has_no_auc():
+    line = format_test(TEST | {"test_auc": math.nan})
+    assert "test AUC undefined (all labels are the same)  log loss 0.4521" in line
+    line = format_test(TEST | {"test_auc": math.nan, "test_log_loss": math.nan})
+    assert "test AUC n/a  log loss n/a" in line
+
+
+@pytest.mark.parametrize("missing", [None, math.nan])
+def test_what_was_not_measured_is_said_so(missing):
+    line = format_train(TRAIN | {"train_auc": missing, "step_ms": missing}, 512)
+    assert "auc n/a  812,345 samples/s  n/a ms/step  left n/a" in line
+
+
+def test_a_pipe_gets_one_plain_line_a_record():
+    console = console_of(width=40)
+    with Progress(console, 512) as progress:
+        progress.advance(1)
+        progress.show_train(TRAIN)
+        progress.show_test(TEST)
+    assert printed(console) == f"{format_train(TRAIN, 512)}\n{format_test(TEST)}\n"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_one_bar_with_evaluations_above_it(width):
+    console = console_of(width, terminal=True)
+    with Progress(console, 512) as progress:
+        progress.show_train(TRAIN)
+        progress.advance(212)
+        progress.show_test(TEST)
+    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", printed(console))
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    assert format_train(TRAIN, 512) not in text
+    assert lines.count(format_test(TEST)) == 1
+    assert lines[-1].startswith("212/512 ")
+    # 300 steps of 230.8 ms are left: the time is counted on from the record.
+    assert lines[-1].endswith("loss 0.4931  auc 0.7312  812,345 samples/s  left 0:01:09")
+    assert max(len(line) for line in lines) <= width
+
+
+def test_a_bar_starts_where_a_restored_run_does():
+    console = console_of(terminal=True)
+    with Progress(console, 512, start_step=100):
+        pass
+    assert "100/512" in printed(console)
+
+
+def test_other_ranks_print_nothing(capsys, tmp_path):
+    console = make_console(rank=1)
+    print_head(console, ENVIRONMENT, {})
+    print_plan(console, [row("a", (0,), 1)], world_size=2)
+    with Progress(console, 512) as progress:
+        progress.show_train(TRAIN)
+        progress.show_test(TEST)
+    print_summary(console, SUMMARY, tmp_path / "made by rank 0 only")
+    assert capsys.readouterr().out == ""
+
+
+def test_rank_0_prints_names_with_brackets_as_they_are(capsys):
+    print_head(make_console(rank=0), ENVIRONMENT, {"model": "top [512, 1] [bold]:smile:"})
+    assert "model     top [512, 1] [bold]:smile:" in capsys.readouterr().out
+
+
+def test_the_head_tells_versions_that_exist_and_the_devices():
+    console = console_of(120)
+    print_head(console, ENVIRONMENT, {"seed": "1"})
+    lines = [line.rstrip() for line in printed(console).splitlines()]
+    assert lines == [
+        "dlrm",
+        "started   2026-01-02 03:04:05+00:00, commit 0123456789 with uncommitted changes",
+        "versions  python 3.12.1, torch 2.13.0, torchrec 1.8.0",
+        "devices   1 process on 1 host, 2 CPU cores, no GPU",
+        "seed      1",
+    ]
+
+
+def test_the_head_tells_the_gpus():
+    console = console_of(120)
+    gpus = {"gpu": "NVIDIA H200", "gpu_driver": "580.65", "world_size": 16, "num_hosts": 2}
+    print_head(console, ENVIRONMENT | gpus, {})
+    assert "16 x NVIDIA H200 on 2 hosts, driver 580.65, 2 CPU cores" in printed(console)
+
+
+def test_the_plan_fits_80_columns_with_every_cell_whole():
+    console = console_of(80)
+    wide = row("cat_10.bin", (0, 1, 2, 3, 6), 145_000)
+    print_plan(console, [wide], world_size=8)
+    (line,) = [line for line in printed(console).splitlines() if "cat_10" in line]
+    assert line.split() == [
+        *("cat_10.bin", "10,000,000", "128", "1", "data_parallel", "dense"),
+        *("0-3,", "6", "145,000.0"),
+    ]
+
+
+def test_the_plan_sums_up_what_the_ranks_hold():
+    console = console_of(100)
+    rows = [row("a", (0, 1), 4), row("b", (1,), 6), row("tiny", (2,), 0.001)]
+    print_plan(console, rows, world_size=4)
+    text = printed(console)
+    assert "<0.1" in text
+    assert "in all  10.0 MiB, weights and optimizer state of 3 tables" in text
+    # Ranks 2 and 3 hold next to nothing, and still count in the mean.
+    assert "at most 8.0 MiB (rank 1), mean 2.5 MiB, imbalance 3.20" in text
+
+
+def test_a_single_rank_has_no_imbalance():
+    console = console_of()
+    print_plan(console, [row("a", (0,), 4)], world_size=1)
+    assert "imbalance" not in printed(console)
+
+
+def test_the_summary_sets_the_auc_beside_its_bounds_and_lists_the_files(tmp_path):
+    console = console_of(200)
+    (tmp_path / "curves.png").touch()
+    (tmp_path / "checkpoints").mkdir()
+    bounds = {"untrained_test_auc": 0.5, "teacher_auc": 0.83, "peak_hbm_bytes": 3 << 29}
+    print_summary(console, SUMMARY | bounds, tmp_path)
+    lines = [line.rstrip() for line in printed(console).splitlines()]
+    assert "test AUC    0.7712  (untrained 0.5000, ceiling 0.8300)" in lines
+    assert "log loss    0.4521" in lines
+    assert "speed       812,345 samples/s, 80.3 ms/step, 512 steps" in lines
+    assert "GPU memory  1.5 GiB at its peak" in lines
+    assert f"written to  {tmp_path}/" in lines
+    assert lines[-1].split() == ["checkpoints/", "curves.png"]
+
+
+def test_the_summary_leaves_out_what_was_not_measured(tmp_path):
+    console = console_of(200)
+    nothing = dict.fromkeys(SUMMARY) | {"steps": 0, "teacher_auc": 0.83}
+    print_summary(console, nothing, tmp_path)
+    assert printed(console).split("\n")[2].startswith("written to")
+
+
+def test_the_summary_says_that_an_auc_is_undefined(tmp_path):
+    console = console_of(200)
+    print_summary(console, SUMMARY | {"test_auc": math.nan}, tmp_path)
+    assert "test AUC    n/a" in printed(console)
+    assert "GPU" not in printed(console)
+
+
+def test_inference_is_a_line_a_batch_size():
+    console = console_of()
+    result = {"batch_size": 2048, "samples_per_s": 1234567.8}
+    print_inference(console, [result | {"p50_ms": 1.5, "p90_ms": 1.6, "p99_ms": 2.25}])
+    assert printed(console).splitlines()[-1].split() == [
+        *("2,048", "1,234,568", "1.500", "1.600", "2.250")
+    ]

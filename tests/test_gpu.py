@@ -1,0 +1,60 @@
+"""What only a GPU can show: NCCL, bf16, fp16, and that ranks and layouts do not change what is learnt there either."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.composed import losses_of_cases
+from tests.distributed import run_distributed
+from tests.test_sharding import CASES, NUM_STEPS, case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+ON_GPU = ["device=cuda", "train.tf32=false"]
+# fp32: sums in another order. bf16: embeddings and their gradients are rounded to 8 bits on their way.
+TOLERANCE = {"off": 2e-5, "bf16": 2e-2}
+
+
+def gpu_cases(amp: str) -> list[list[str]]:
+    return [[*case(*each), *ON_GPU, f"train.amp={amp}"] for each in CASES]
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> dict[str, list[list[float]]]:
+    wanted = {
+        amp: [[*case(*each[:3], "table_wise"), *ON_GPU, f"train.amp={amp}"] for each in CASES]
+        for amp in TOLERANCE
+    }
+    cases = [each for amp in TOLERANCE for each in wanted[amp]]
+    losses = run_distributed(losses_of_cases, 1, cases, NUM_STEPS)[0]
+    return {amp: losses[index * len(CASES) :][: len(CASES)] for index, amp in enumerate(TOLERANCE)}
+
+
+@pytest.mark.parametrize(("world_size", "amp"), product([2, 4], TOLERANCE))
+def test_many_gpus_train_as_one(one_gpu, world_size, amp):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    many = run_distributed(losses_of_cases, world_size, gpu_cases(amp), NUM_STEPS)[0]
+    for each, one, several in zip(CASES, one_gpu[amp], many, strict=True):
+        assert several == pytest.approx(one, rel=TOLERANCE[amp]), "-".join(each)
+
+
+def test_a_gpu_trains_as_the_cpu(one_gpu):
+    cpu = losses_of_cases([case(*each[:3], "table_wise") for each in CASES], NUM_STEPS)
+    for each, expected, measured in zip(CASES, cpu, one_gpu["off"], strict=True):
+        assert measured == pytest.approx(expected, rel=1e-4), "-".join(each)
+
+
+def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
+    fp16 = [
+        [*case(*each[:3], "table_wise"), *ON_GPU, "train.amp=fp16", "train.loss_scale=1024"]
+        for each in CASES
+    ]
+    losses = run_distributed(losses_of_cases, 1, fp16, NUM_STEPS)[0]
+    for measured in (losses, one_gpu["bf16"]):
+        for each, expected, actual in zip(CASES, one_gpu["off"], measured, strict=True):
+            assert actual == pytest.approx(expected, rel=3e-2), "-".join(each)

@@ -1,0 +1,300 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from configs.schema import CrossConfig, CrossStructure, ModelConfig, ModelName
+from dataloading.batch import Batch, jagged
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from nn.interaction import DotInteraction
+from nn.mlp import MLP
+from nn.model import (
+    RankingModel,
+    build_dense,
+    build_embeddings,
+    initialise_tables,
+    pick,
+    table_name,
+)
+from tests.reference import Reference, ReferenceMLP
+
+CARDINALITIES = (11, 5, 23)
+DIM = 4
+CPU = torch.device("cpu")
+STACKED, PARALLEL = CrossStructure.stacked, CrossStructure.parallel
+
+
+def spec_of(*names, num_numerical=3):
+    return FeatureSpec(
+        root=None,
+        numerical=tuple(f"num_{i}" for i in range(num_numerical)),
+        numerical_dtype=np.dtype(np.float32),
+        label="label",
+        categorical=tuple(
+            CategoricalFeature.of(*pair) for pair in zip(names, CARDINALITIES, strict=False)
+        ),
+        splits={},
+        metadata={},
+    )
+
+
+SPEC = spec_of("cat_0.bin", "cat_1.bin", "cat_2.bin")
+
+
+def config_of(name, projection_dim=2, structure=STACKED, **changes):
+    settings = {"embedding_dim": DIM, "bottom_mlp": [8, DIM], "top_mlp": [8, 6, 1]} | changes
+    cross = CrossConfig(num_layers=2, projection_dim=projection_dim, structure=structure)
+    return ModelConfig(name=name, cross=cross, **settings)
+
+
+def batch_of(spec, size=6):
+    """A single-hot batch."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [
+        torch.randint(0, f.cardinality, (size,), generator=generator, dtype=torch.int32)
+        for f in spec.categorical
+    ]
+    keys = [f.name for f in spec.categorical]
+    lengths = torch.ones(size * len(keys), dtype=torch.int32)
+    return Batch(
+        numerical=torch.randn(size, len(spec.numerical), generator=generator),
+        labels=torch.zeros(size),
+        ids=jagged(keys, torch.cat(ids), lengths, None, [size] * len(keys)),
+        num_valid=size,
+        global_valid=size,
+    )
+
+
+def model_of(config, spec=SPEC):
+    return RankingModel(build_embeddings(config, spec, CPU), build_dense(config, spec))
+
+
+@torch.no_grad()
+def copy_into(reference: Reference, model: RankingModel):
+    """Give the reference the model's weights, less the columns that meet padding."""
+
+    def copy_mlp(target: ReferenceMLP, source: MLP):
+        linears = [layer for layer in target if isinstance(layer, nn.Linear)]
+        for to, layer in zip(linears, source.layers, strict=True):
+            to.weight.copy_(layer.weight[:, : to.in_features])
+            to.bias.copy_(layer.bias)
+
+    bags = model.embeddings.embedding_bags
+    for table, feature in zip(reference.tables, SPEC.categorical, strict=True):
+        table.weight.copy_(bags[table_name(feature.name)].weight)
+    copy_mlp(reference.bottom, model.dense.bottom)
+    copy_mlp(reference.top, model.dense.top)
+    if reference.cross_layers is None:
+        return
+    if reference.parallel:
+        copy_mlp(reference.deep, model.dense.deep)
+    for index, (weights, layer) in enumerate(
+        zip(reference.cross, model.dense.cross.layers, strict=True)
+    ):
+        layer.up.bias.normal_()
+        reference.cross_bias[index].copy_(layer.up.bias)
+        sources = [layer.up.weight] if layer.down is None else [layer.down.weight, layer.up.weight]
+        for to, source in zip(weights, sources, strict=True):
+            to.copy_(source)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        (config_of(ModelName.dlrm), {}),
+        (config_of(ModelName.dcnv2), {"cross_layers": 2, "rank": 2}),
+        (config_of(ModelName.dcnv2, None), {"cross_layers": 2}),
+        (config_of(ModelName.dcnv2, 2, PARALLEL), {"cross_layers": 2, "rank": 2, "parallel": True}),
+        (
+            config_of(ModelName.dcnv2, bottom_mlp=[8, 5]),
+            {"cross_layers": 2, "rank": 2, "bottom": [8, 5]},
+        ),
+    ],
+    ids=["dlrm", "dcnv2", "full-rank", "parallel", "other-width"],
+)
+def test_logits_and_gradients_are_those_of_the_plain_reference(config, arguments):
+    torch.manual_seed(0)
+    arguments = {"bottom": [8, DIM], "top": [8, 6, 1]} | arguments
+    model = model_of(config)
+    reference = Reference(list(CARDINALITIES), 3, DIM, **arguments)
+    copy_into(reference, model)
+    batch = batch_of(SPEC)
+    ids = batch.ids.values().view(len(CARDINALITIES), -1).T.long()
+    logits, wanted = model(batch), reference(batch.numerical, ids)
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-6)
+    for output in (logits, wanted):
+        nn.functional.binary_cross_entropy_with_logits(output, torch.ones(6)).backward()
+    for feature, table in zip(SPEC.categorical, reference.tables, strict=True):
+        grad = model.embeddings.embedding_bags[table_name(feature.name)].weight.grad
+        torch.testing.assert_close(grad, table.weight.grad.to_dense(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        model.dense.bottom.layers[0].weight.grad[:, :3], reference.bottom[0].weight.grad
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "wanted"),
+    [
+        (ModelName.dlrm, {}, 172_928 + 2_198_529),
+        (ModelName.dcnv2, {"cross": CrossConfig()}, 172_928 + 10_627_200 + 5_245_953),
+    ],
+)
+def test_the_published_models_have_their_sizes(name, changes, wanted):
+    spec = FeatureSpec(
+        None,
+        tuple(f"num_{i}" for i in range(13)),
+        np.dtype(np.float32),
+        "label",
+        tuple(CategoricalFeature.of(f"cat_{i}", 10) for i in range(26)),
+        {},
+        {},
+    )
+    with torch.device("meta"):
+        dense = build_dense(ModelConfig(name=name, **changes), spec)
+    assert sum(p.numel() for p in dense.parameters()) == wanted
+
+
+def test_dlrm_without_numerical_features_is_pairs_of_embeddings_into_the_top_mlp():
+    spec = spec_of("a", "b", "c", num_numerical=0)
+    model = model_of(config_of(ModelName.dlrm), spec)
+    assert model.dense.bottom is None
+    batch = batch_of(spec)
+    vectors = pick(model.embeddings(batch.ids), ["a", "b", "c"]).view(-1, 3, DIM)
+    pairs = DotInteraction(3, DIM, has_bottom=False)(None, vectors)
+    torch.testing.assert_close(model(batch), model.dense.top(pairs).squeeze(1))
+
+
+@pytest.mark.parametrize("structure", list(CrossStructure))
+def test_dcnv2_without_numerical_features_crosses_the_embeddings(structure):
+    spec = spec_of("a", "b", "c", num_numerical=0)
+    model = model_of(config_of(ModelName.dcnv2, structure=structure), spec)
+    batch = batch_of(spec)
+    x0 = pick(model.embeddings(batch.ids), ["a", "b", "c"])
+    crossed = model.dense.cross(x0)
+    assert crossed.shape == (6, 3 * DIM)
+    if structure is PARALLEL:
+        crossed = torch.cat([crossed, model.dense.deep(x0)], dim=1)
+    torch.testing.assert_close(model(batch), model.dense.top(crossed).squeeze(1))
+
+
+def test_a_parallel_structure_without_hidden_layers_is_refused():
+    with pytest.raises(ValueError, match=r"model.cross.structure=parallel .* model.top_mlp=\[1\]"):
+        build_dense(config_of(ModelName.dcnv2, structure=PARALLEL, top_mlp=[1]), SPEC)
+
+
+def test_embeddings_in_the_wanted_order_are_not_copied():
+    pooled = KeyedTensor(["a", "b"], [2, 3], torch.arange(10.0).view(2, 5))
+    assert pick(pooled, ("a", "b")).data_ptr() == pooled.values().data_ptr()
+
+
+def test_the_order_of_the_keyed_tensor_does_not_matter():
+    widths = {"a": 2, "b": 3, "c": 4}
+    parts = {key: torch.randn(2, width) for key, width in widths.items()}
+
+    def pooled(order):
+        values = torch.cat([parts[key] for key in order], dim=1)
+        return KeyedTensor(list(order), [widths[key] for key in order], values)
+
+    wanted = pick(pooled("abc"), ["a", "b", "c"])
+    for order in ("acb", "bca", "cab"):
+        assert torch.equal(pick(pooled(order), ["a", "b", "c"]), wanted)
+
+
+def test_gradients_pass_through_a_permuted_keyed_tensor():
+    values = torch.zeros(1, 5, requires_grad=True)
+    result = pick(KeyedTensor(["b", "a"], [3, 2], values), ["a", "b"])
+    (result * torch.arange(5.0)).sum().backward()
+    assert values.grad.tolist() == [[2, 3, 4, 0, 1]]
+
+
+def test_ids_are_found_by_feature_name():
+    model = model_of(config_of(ModelName.dlrm))
+    batch = batch_of(SPEC)
+    wanted = model(batch)
+    batch.ids = batch.ids.permute([2, 0, 1])
+    torch.testing.assert_close(model(batch), wanted)
+
+
+def test_bags_are_summed_and_empty_bags_are_zero():
+    embeddings = build_embeddings(config_of(ModelName.dlrm), spec_of("a"), CPU)
+    weight = embeddings.embedding_bags["a"].weight
+    ids = jagged(["a"], torch.tensor([1, 2, 2]), torch.tensor([3, 0]), None, [3])
+    pooled = embeddings(ids).values()
+    torch.testing.assert_close(pooled[0], weight[1] + 2 * weight[2])
+    assert not pooled[1].any()
+
+
+def test_tables_are_named_and_sized_by_the_spec():
+    embeddings = build_embeddings(config_of(ModelName.dlrm), SPEC, torch.device("meta"))
+    facts = [
+        (t.name, t.feature_names, t.num_embeddings) for t in embeddings.embedding_bag_configs()
+    ]
+    assert facts == [
+        ("cat_0_bin", ["cat_0.bin"], 11),
+        ("cat_1_bin", ["cat_1.bin"], 5),
+        ("cat_2_bin", ["cat_2.bin"], 23),
+    ]
+    assert {p.device.type for p in embeddings.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("feature", ["type", "keys", "training", "forward", "a.b"])
+def test_names_that_no_module_may_bear_are_changed_for_the_table_alone(feature):
+    embeddings = build_embeddings(config_of(ModelName.dlrm), spec_of(feature), CPU)
+    (table,) = embeddings.embedding_bag_configs()
+    assert table.name != feature
+    assert table.feature_names == [feature]
+
+
+def test_two_features_with_one_table_name_are_refused():
+    with pytest.raises(ValueError, match=r"'a\.b' and 'a_b' would share the table name 'a_b'"):
+        build_embeddings(config_of(ModelName.dlrm), spec_of("a.b", "a_b"), CPU)
+
+
+def test_initial_tables_depend_on_seed_and_name_and_lie_within_the_bound():
+    config = config_of(ModelName.dlrm)
+    first, second, third = (build_embeddings(config, SPEC, CPU) for _ in range(3))
+    for embeddings, seed in ((first, 1), (second, 1), (third, 2)):
+        initialise_tables(embeddings, seed)
+    for name, bag in first.embedding_bags.items():
+        assert torch.equal(bag.weight, second.embedding_bags[name].weight)
+        assert not torch.equal(bag.weight, third.embedding_bags[name].weight)
+        bound = bag.num_embeddings**-0.5
+        assert 0.5 * bound < bag.weight.abs().max().item() <= bound
+    assert not torch.equal(
+        first.embedding_bags["cat_0_bin"].weight[:5], first.embedding_bags["cat_1_bin"].weight[:5]
+    )
+
+
+@pytest.mark.parametrize("name", list(ModelName))
+@pytest.mark.parametrize("structure", list(CrossStructure))
+def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(name, structure):
+    torch.manual_seed(0)
+    model = model_of(config_of(name, structure=structure))
+    batch = batch_of(SPEC)
+    wanted = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch)
+    assert logits.dtype is torch.float32
+    assert not torch.equal(logits, wanted)
+    torch.testing.assert_close(logits, wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", list(ModelName))
+@pytest.mark.parametrize("structure", list(CrossStructure))
+def test_the_dense_half_compiles_without_a_graph_break(name, structure):
+    torch.compiler.reset()
+    dense = build_dense(config_of(name, structure=structure), SPEC)
+    numerical, embeddings = torch.randn(6, 3), torch.randn(6, 3 * DIM)
+    compiled = torch.compile(dense, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(numerical, embeddings), dense(numerical, embeddings))
+
+
+@pytest.mark.parametrize("name", list(ModelName))
+def test_the_dense_half_exports_for_any_batch_size(name):
+    dense = build_dense(config_of(name), SPEC).eval()
+    any_size = {0: torch.export.Dim("batch")}
+    example = (torch.randn(6, 3), torch.randn(6, 3 * DIM))
+    exported = torch.export.export(dense, example, dynamic_shapes=(any_size, any_size)).module()
+    others = (torch.randn(9, 3), torch.randn(9, 3 * DIM))
+    torch.testing.assert_close(exported(*others), dense(*others))

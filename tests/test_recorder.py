@@ -1,0 +1,204 @@
+"""What a run leaves behind, read back from its directory."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nn.plan import TablePlan
+from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment, git_commit, plain
+
+SUMMARY = dict.fromkeys(SUMMARY_KEYS, 1.0) | {"peak_hbm_bytes": None, "step_ms": math.nan}
+TRAIN = {"step": 200, "epoch": 0, "loss": 0.123456789, "train_auc": 0.75, "hbm_bytes": None}
+TEST = {"step": 200, "epoch": 0, "test_auc": math.nan, "test_log_loss": 0.5, "test_rows": 64}
+
+
+def open_recorder(run_dir: Path, **changes) -> Recorder:
+    given = {"rank": 0, "config_yaml": "seed: 1\n", "environment": {"recipe": "dlrm"}}
+    return Recorder(run_dir, **(given | {"tensorboard": False} | changes))
+
+
+def strict_json(text: str):
+    """Python reads NaN, other readers of JSON do not."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_metrics_open_with_the_environment_and_every_line_is_there_at_once(tmp_path):
+    with open_recorder(tmp_path / "a" / "run") as recorder:
+        recorder.write_train(TRAIN)
+        recorder.write_test(TEST)
+        lines = (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [strict_json(line) for line in lines] == [
+        {"recipe": "dlrm"},
+        TRAIN | {"loss": 0.1234568},
+        TEST | {"test_auc": None},
+    ]
+
+
+def test_numbers_keep_seven_digits_and_no_json_reader_meets_a_nan():
+    given = {"lr": 1e-5 / 3, "speed": 1234567.89, "steps": 10**12, "parts": (math.inf, 0.5)}
+    wanted = {"lr": 3.333333e-06, "speed": 1234568.0, "steps": 10**12, "parts": [None, 0.5]}
+    assert plain(given) == wanted
+
+
+def test_config_and_plan_are_written_as_given(tmp_path):
+    row = TablePlan("cat_0", 1000, 128, 1.0, "column_wise", "fused", (0, 1), (256, 256))
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_plan([row])
+    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
+    assert strict_json((tmp_path / "plan.json").read_text()) == [
+        {
+            "table": "cat_0",
+            "num_embeddings": 1000,
+            "embedding_dim": 128,
+            "hotness": 1.0,
+            "sharding": "column_wise",
+            "kernel": "fused",
+            "ranks": [0, 1],
+            "bytes_per_rank": [256, 256],
+        }
+    ]
+
+
+def test_tensorboard_gets_the_numbers_under_train_and_test(tmp_path):
+    with open_recorder(tmp_path, tensorboard=True) as recorder:
+        recorder.write_train(TRAIN)
+        recorder.write_test(TEST)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss",
+        "train/auc",
+        "test/log_loss",
+        "test/rows",
+    }
+    (loss,) = events.Scalars("train/loss")
+    assert (loss.step, loss.value) == (200, pytest.approx(0.123456789))
+
+
+def test_without_tensorboard_there_is_no_such_folder(tmp_path):
+    open_recorder(tmp_path).close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_the_end_leaves_a_summary_and_a_picture(tmp_path):
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_train(TRAIN)
+        recorder.finish(SUMMARY)
+    summary = strict_json((tmp_path / "summary.json").read_text())
+    assert summary == SUMMARY | {"step_ms": None}
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_records_has_no_picture(tmp_path):
+    with open_recorder(tmp_path) as recorder:
+        recorder.finish(SUMMARY)
+    assert (tmp_path / "summary.json").exists()
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_run_that_breaks_off_leaves_its_records_and_no_summary(tmp_path):
+    def run():
+        with open_recorder(tmp_path) as recorder:
+            recorder.write_train(TRAIN)
+            raise RuntimeError("loss is nan")
+
+    with pytest.raises(RuntimeError, match="loss is nan"):
+        run()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_summary_cut_short_is_not_there_at_all(tmp_path, monkeypatch):
+    def break_off(source, target):
+        raise OSError("disk full")
+
+    with open_recorder(tmp_path) as recorder:
+        monkeypatch.setattr(os, "replace", break_off)
+        with pytest.raises(OSError, match="disk full"):
+            recorder.finish(SUMMARY)
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("key", SUMMARY_KEYS)
+def test_a_summary_without_one_of_its_keys_is_our_own_mistake(tmp_path, key):
+    summary = {name: value for name, value in SUMMARY.items() if name != key}
+    with open_recorder(tmp_path) as recorder, pytest.raises(AssertionError, match=key):
+        recorder.finish(summary)
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    with open_recorder(tmp_path / "run", rank=1, tensorboard=True) as recorder:
+        recorder.write_plan([])
+        recorder.write_train(TRAIN)
+        recorder.write_test(TEST)
+        recorder.finish(SUMMARY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_records_of_an_earlier_run_are_not_written_over(tmp_path):
+    open_recorder(tmp_path).close()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match=r"run_dir=.* already holds .* set another run_dir"):
+        open_recorder(tmp_path, environment={"recipe": "dcnv2"})
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_directory_that_is_a_file_is_named(tmp_path):
+    taken = tmp_path / "notes.txt"
+    taken.touch()
+    wanted = re.escape(f"run_dir={taken} cannot be made (File exists); set another run_dir")
+    with pytest.raises(ValueError, match=wanted):
+        open_recorder(taken)
+
+
+def test_two_runs_within_a_second_get_two_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for _ in range(3):
+        run_dir = default_run_dir("dlrm")
+        assert run_dir.parent == Path("runs/dlrm")
+        run_dir.mkdir(parents=True)
+        names.append(run_dir.name)
+    assert len(set(names)) == 3
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?", name) for name in names)
+
+
+def test_environment_names_the_versions_and_the_machines(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/dlrm.py", "data.path=a b"])
+    told = environment("dlrm", torch.device("cpu"), world_size=8, num_hosts=2)
+    assert told["command"] == "dlrm.py 'data.path=a b'"
+    assert told["torch"] == torch.__version__
+    assert (told["recipe"], told["world_size"], told["num_hosts"]) == ("dlrm", 8, 2)
+    assert (told["gpu"], told["gpu_driver"]) == (None, None)
+    assert told["torchrec"]
+    assert told["fbgemm"]
+    assert told["num_cpus"] >= 1
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_told_and_whether_files_were_changed(tmp_path):
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert git_commit(tmp_path) is None
+    git("init")
+    assert git_commit(tmp_path) is None
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    git("tag", "v1")
+    assert git_commit(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("2")
+    assert git_commit(tmp_path) == git("rev-parse", "HEAD") + "-dirty"
+    (tmp_path / "inside").mkdir()
+    assert git_commit(tmp_path / "inside") is None

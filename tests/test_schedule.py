@@ -1,0 +1,50 @@
+import pytest
+
+from configs.schema import SchedulerConfig
+from nn.schedule import learning_rate_factor
+
+NVIDIA = SchedulerConfig(warmup_steps=8000, decay_start_step=48_000, decay_steps=24_000)
+
+
+def published(s, warmup=8000, start=48_000, steps=24_000, warmup_factor=0, end_factor=0.0):
+    """LearningRateScheduler of NVIDIA's PyTorch recipe, counter s from 1."""
+    if s <= warmup:
+        return 1 - (warmup - s) / (warmup * 2**warmup_factor)
+    if s <= start:
+        return 1.0
+    if s <= start + steps:
+        return max(((start + steps - s) / steps) ** 2, end_factor)
+    return end_factor
+
+
+@pytest.mark.parametrize(
+    "step", [0, 1, 3999, 7998, 7999, 8000, 47_999, 48_000, 60_000, 64_013, 71_998, 71_999, 72_000]
+)
+def test_it_is_the_published_schedule(step):
+    assert learning_rate_factor(step, NVIDIA) == pytest.approx(published(step + 1), abs=1e-12)
+
+
+def test_the_first_update_already_moves_the_weights():
+    assert learning_rate_factor(0, NVIDIA) == 1 / 8000
+
+
+def test_the_end_of_one_epoch_of_criteo_lies_on_the_decay():
+    assert learning_rate_factor(64_012, NVIDIA) == pytest.approx(0.1108, abs=1e-4)
+
+
+@pytest.mark.parametrize("step", [72_000, 95_999, 96_000, 128_026, 10**9])
+def test_the_rate_never_rises_again_after_the_decay(step):
+    assert learning_rate_factor(step, NVIDIA) == 0
+
+
+def test_no_warmup_starts_at_the_peak():
+    assert learning_rate_factor(0, SchedulerConfig()) == 1
+
+
+def test_without_a_decay_the_rate_is_held():
+    assert learning_rate_factor(10**9, SchedulerConfig(warmup_steps=10)) == 1
+
+
+def test_the_first_step_of_the_decay_is_the_one_named():
+    config = SchedulerConfig(decay_start_step=5, decay_steps=10, decay_power=1)
+    assert [learning_rate_factor(step, config) for step in (4, 5, 6)] == [1, 0.9, 0.8]
