@@ -19,7 +19,7 @@ class Selection:
     """
 
     def __init__(self, runs: np.ndarray) -> None:
-        self.runs = runs = runs[runs[:, 1] > runs[:, 0]]
+        self.runs = runs
         self.lengths = runs[:, 1] - runs[:, 0]
         self.num_rows = int(self.lengths.sum())
         self._units: np.ndarray | None = None

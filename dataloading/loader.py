@@ -70,6 +70,8 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
+        if self.device == torch.device("cuda"):  # the threads must be told which one
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.seed = seed
         self.shuffle_block = shuffle_block
         self.prefetch = prefetch
@@ -124,11 +126,7 @@ class Loader:
             thread_name_prefix=f"loader-{self.split}",
             initializer=self._enter_thread,
         )
-        steps = (
-            count(start_step)
-            if num_steps is None
-            else iter(range(start_step, start_step + num_steps))
-        )
+        steps = islice(count(start_step), num_steps)
         try:
             pending = deque(pool.submit(self.batch, step) for step in islice(steps, self.prefetch))
             while pending:
@@ -142,9 +140,8 @@ class Loader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _enter_thread(self) -> None:
-        if (
-            self.device.type == "cuda"
-        ):  # a new thread starts on GPU 0 and would make a context there
+        # A new thread starts on GPU 0 and would make a context there when it pins memory.
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
 

@@ -62,7 +62,8 @@ class Teacher:
         """Set scales and bias so that these rows have the deviations and the positive rate named above."""
         for name, values in self._parts(numerical, ids).items():
             deviation = float(values.std(dtype=np.float64))
-            self._scales[name] = np.float32(DEVIATIONS[name] / deviation if deviation > 1e-6 else 0)
+            # A few known ids among uniform draws from a huge table would be blown up: no effect instead.
+            self._scales[name] = np.float32(DEVIATIONS[name] / deviation if deviation > 0.01 else 0)
         self._bias = np.float32(0)
         logits = self.logits(numerical, ids).astype(np.float64)
         low, high = -20.0, 20.0

@@ -79,15 +79,23 @@ def test_a_batch_holds_its_rows_in_every_column(source):
         assert batch.ids.values().dtype == batch.ids.lengths().dtype == torch.int32
 
 
-def test_a_ragged_batch_holds_its_rows(ragged_source):
+def test_a_ragged_batch_holds_its_rows(ragged_source, monkeypatch):
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **rest: plain(*args, **rest).fill_(77))
     loader = Loader(ragged_source, "train", batch_size=16, rank=1, world_size=2, shuffle_block=1)
-    for batch in loader.batches(num_steps=loader.steps_per_epoch):
-        padding = [0] * (len(batch.labels) - batch.num_valid)
-        assert batch.ids["tags"].lengths().tolist() == [row % 3 for row in rows_of(batch)] + padding
+    batches = [loader.batch(step) for step in range(loader.steps_per_epoch)]
+    assert [(batch.num_valid, len(batch.labels)) for batch in batches] == [(8, 8)] * 3 + [(1, 1)]
+    batches.append(Loader(ragged_source, "test", batch_size=32, rank=3, world_size=4).batch(0))
+    assert (batches[-1].num_valid, len(batches[-1].labels)) == (3, 6)
+    for batch in batches:
+        rows, padding = rows_of(batch), [0] * (len(batch.labels) - batch.num_valid)
+        assert batch.ids["row"].lengths().tolist() == [1] * batch.num_valid + padding
+        assert batch.ids["tags"].lengths().tolist() == [row % 3 for row in rows] + padding
         assert batch.ids["tags"].values().tolist() == [
-            tag for row in rows_of(batch) for tag in range(row % 3)
+            tag for row in rows for tag in range(row % 3)
         ]
         assert batch.ids.length_per_key() == [len(batch.ids["tags"].values()), batch.num_valid]
+        assert batch.labels.tolist() == [row % 2 for row in rows] + padding
         assert batch.numerical.shape == (len(batch.labels), 0)
 
 

@@ -152,6 +152,15 @@ def test_positives_and_the_ceiling_are_as_promised(change):
     assert (0.65 if change else 0.80) < source.teacher_auc() < 0.86
 
 
+def test_ids_too_rare_to_be_learned_have_no_effect():
+    source = make(
+        cardinalities=(292_775_614, 200_000_000), hotness=(), exponent=0.0, num_numerical=0
+    )
+    _, logits = source._make("test", np.arange(9000, dtype=np.uint64))
+    assert logits.min() == logits.max()
+    assert 0.25 < read(source, (0, 20_000)).labels.mean() < 0.30
+
+
 def test_the_ceiling_is_the_auc_of_the_teachers_logits(source):
     columns, logits = source._make("test", np.arange(9000, dtype=np.uint64))
     assert source.teacher_auc() == pytest.approx(roc_auc_score(columns.labels, logits), abs=1e-12)
