@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from configs.help import register_option_help
-from configs.schema import Config
+from configs.schema import Config, to_config
 
 USER_ERROR_EXIT_CODE = 2
 DIVERGED_EXIT_CODE = 3
@@ -29,7 +29,7 @@ def _run(composed: DictConfig) -> None:
     from nn.stack import require_stack
 
     try:
-        config = OmegaConf.to_object(composed)
+        config = to_config(composed)
         require_stack()
         quiet_libraries()
         from nn.run import run
@@ -38,14 +38,14 @@ def _run(composed: DictConfig) -> None:
     except RankError as error:
         _end(str(error), USER_ERROR_EXIT_CODE)
     except ValueError as error:
-        # Every rank has met the same error; one of them says it.
-        _end(str(error) if _is_first_rank() else None, USER_ERROR_EXIT_CODE)
+        # Every rank of a node, if not of all nodes, has met the same error; one of them says it.
+        _end(str(error) if _speaks_for_node() else None, USER_ERROR_EXIT_CODE)
     except DivergedError as error:
-        _end(str(error) if _is_first_rank() else None, DIVERGED_EXIT_CODE)
+        _end(str(error) if _speaks_for_node() else None, DIVERGED_EXIT_CODE)
 
 
-def _is_first_rank() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
+def _speaks_for_node() -> bool:
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def _end(message: str | None, exit_code: int) -> NoReturn:

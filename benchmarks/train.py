@@ -48,8 +48,8 @@ class Row:
 ROWS = {
     "dlrm_t15_1": Row("dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15"),
     "dlrm_t15_1_uniform": Row("dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", exponent=0),
-    "dlrm_t15_1_compile": Row(
-        "dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", overrides=("train.compile=true",)
+    "dlrm_t15_1_eager": Row(
+        "dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", overrides=("train.compile=false",)
     ),
     "dlrm_t15_1_fp32": Row(
         "dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", overrides=("train.amp=off",)
@@ -66,8 +66,8 @@ ROWS = {
     "dlrm_t3_2": Row("dlrm.py", 2, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t0_4": Row("dlrm.py", 4, "dlrm_criteo_t0", "criteo_t0"),
     "dcnv2_t15_1": Row("dcnv2.py", 1, "dcnv2_criteo_t15", "criteo_t15"),
-    "dcnv2_t15_1_compile": Row(
-        "dcnv2.py", 1, "dcnv2_criteo_t15", "criteo_t15", overrides=("train.compile=true",)
+    "dcnv2_t15_1_eager": Row(
+        "dcnv2.py", 1, "dcnv2_criteo_t15", "criteo_t15", overrides=("train.compile=false",)
     ),
     "dcnv2_t15_1_fp32": Row(
         "dcnv2.py", 1, "dcnv2_criteo_t15", "criteo_t15", overrides=("train.amp=off",)

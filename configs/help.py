@@ -35,16 +35,12 @@ def option_help(schema: type, config: Container) -> str:
     lines = []
     for key, meaning in describe(schema):
         head = f"  {key}={_as_override(OmegaConf.select(config, key, throw_on_missing=False))}"
-        # Hydra substitutes $NAME in the finished text, so a dollar sign of ours has to be doubled.
-        wrapped = textwrap.wrap(
-            f"{head.ljust(MEANING_COLUMN - 2)}  {meaning}".replace("$", "$$"),
-            width=WIDTH,
-            subsequent_indent=" " * MEANING_COLUMN,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines.extend(wrapped)
-    return "\n".join(lines)
+        told = textwrap.wrap(meaning, WIDTH - MEANING_COLUMN, break_on_hyphens=False)
+        if len(head) <= MEANING_COLUMN - 2:
+            head = head.ljust(MEANING_COLUMN) + told.pop(0)
+        lines += [head, *(" " * MEANING_COLUMN + each for each in told)]
+    # Hydra substitutes $NAME in the finished text, so a dollar sign of ours has to be doubled.
+    return "\n".join(lines).replace("$", "$$")
 
 
 def _as_override(value: Any) -> str:

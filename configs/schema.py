@@ -7,10 +7,11 @@ runs before a file is opened or a process group exists.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -255,6 +256,11 @@ class SchedulerConfig:
             f"scheduler.warmup_steps must not be negative, got {self.warmup_steps}",
         )
         if self.decay_start_step is None:
+            require(
+                self.decay_steps == 0,
+                f"scheduler.decay_steps={self.decay_steps} never begins: set "
+                "scheduler.decay_start_step too",
+            )
             return
         require(
             self.decay_start_step >= self.warmup_steps,
@@ -282,6 +288,9 @@ class TrainConfig:
     loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only")
     tf32: bool = option(True, "let fp32 matrix products use TF32 on GPUs that have it")
     compile: bool = option(False, "torch.compile the dense half")
+    capture: bool = option(
+        True, "record the dense pass as a CUDA graph: GPUs, fixed hotness, no row-wise tables"
+    )
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
@@ -353,7 +362,7 @@ class ShardingConfig:
     )
     hbm_gib: float | None = option(None, "GPU memory a rank to plan with; null asks the device")
     host_gib: float | None = option(None, "host memory a node to plan with; null asks the machine")
-    reserve: float = option(0.1, "part of the GPU memory kept free of tables, for activations")
+    reserve: float = option(0.1, "part of a rank's memory kept free of tables, for activations")
 
     def __post_init__(self) -> None:
         self.tables = _table_overrides(self.tables)
@@ -420,6 +429,36 @@ class Config:
     sharding: ShardingConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     log: LogConfig = MISSING
+
+    def __post_init__(self) -> None:
+        require(
+            self.mode is not Mode.eval or self.checkpoint.restore is not None,
+            "mode=eval needs a trained model: set checkpoint.restore to a run's checkpoints/step_N",
+        )
+
+
+def to_config(composed: DictConfig) -> Any:
+    """Make the objects of the schema that `composed` was composed with; every check runs here.
+
+    Raises:
+        ValueError: a value that cannot be, or an option that does not exist: Hydra itself lets `+key=value` through.
+    """
+    schema = OmegaConf.get_type(composed)
+    options = [key for key, _ in describe(schema)]
+    for key in _unknown_keys(composed, schema):
+        close = get_close_matches(key, options, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"there is no option {key}; {hint}--help lists them all")
+    return OmegaConf.to_object(composed)
+
+
+def _unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:
+    known = {each.name: each.type for each in fields(schema)}
+    for key in composed:
+        if key not in known:
+            yield f"{prefix}{key}"
+        elif is_dataclass(known[key]):
+            yield from _unknown_keys(composed[key], known[key], f"{prefix}{key}.")
 
 
 def describe(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:

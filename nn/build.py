@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from torchrec import EmbeddingBagCollection
-from torchrec.distributed.types import ShardingPlan
 
 from configs.schema import Amp, Config, Device
 from dataloading.binary import BinarySource
@@ -17,7 +16,7 @@ from nn.distributed import Ranks, launched_world
 from nn.initialization import initialise_dense
 from nn.model import build_dense, build_embeddings
 from nn.plan import TablePlan
-from nn.planner import Hardware, plan_tables
+from nn.planner import Hardware, ShardingPlan, plan_tables
 from nn.sharding import ShardedTables, register_rule
 from nn.step import Step
 
@@ -134,7 +133,13 @@ def build_plan(
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> Step:
     """Build both halves with the seed's weights."""
     tables = ShardedTables(
-        _meta_tables(config, source), plan, ranks, config.optimizer, config.train.amp, config.seed
+        _meta_tables(config, source),
+        source.spec,
+        plan,
+        ranks,
+        config.optimizer,
+        config.train.amp,
+        config.seed,
     )
     dense = build_dense(config.model, source.spec)
     initialise_dense(dense, config.seed)

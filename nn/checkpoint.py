@@ -13,16 +13,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dataloading.feature_spec import FeatureSpec
 from nn.distributed import Ranks
 from nn.step import Step
 
 RUN_FILE = "run.json"
+METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own; hidden, so easily lost in a copy
 
 
 def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
@@ -59,6 +58,7 @@ def check(path: Path, spec: FeatureSpec) -> int:
     """
     try:
         facts = json.loads((path / RUN_FILE).read_text())
+        (path / METADATA_FILE).stat()
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
@@ -81,26 +81,44 @@ def restore(path: Path, step: Step, *, with_optimizer: bool) -> None:
         with_optimizer: also load the optimizers' state, which evaluation does not need.
 
     Raises:
-        ValueError: when the checkpoint's tensors are not those of this model.
+        ValueError: on all ranks, when the checkpoint's tensors are not those of this model or cannot be read.
     """
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = {name: each.size for name, each in metadata.items()}
     wanted = _weights(step)
+    # A rank sees no state of tables that it has no part of, but must come to the same end as all the others.
+    shapes = {name: value.shape for name, value in wanted.items()}
     if with_optimizer:
-        _allocate_dense_state(step, stored)
-        wanted |= _optimizer_state(step)
-    missing = sorted(set(wanted) - set(stored))
-    differing = [
-        f"{name} {tuple(stored[name].size)} instead of {tuple(value.shape)}"
-        for name, value in wanted.items()
-        if isinstance(stored.get(name), TensorStorageMetadata) and stored[name].size != value.shape
+        _allocate_dense_state(step)
+        state = _optimizer_state(step)
+        shapes |= {f"tables.{name}": size for name, size in step.tables.optimizer_shapes().items()}
+        shapes |= {name: value.shape for name, value in state.items() if name not in shapes}
+        wanted |= state
+    else:
+        stored = {name: size for name, size in stored.items() if _is_weight(name)}
+    differences = [
+        *(
+            f"{name} {tuple(stored[name])} instead of {tuple(size)}"
+            for name, size in shapes.items()
+            if name in stored and stored[name] != size
+        ),
+        *(f"no {name}" for name in shapes if name not in stored),
+        *(f"{name}, which is not wanted" for name in stored if name not in shapes),
     ]
-    if missing or differing:
-        shown = ", ".join([*(f"no {name}" for name in missing), *differing][:5])
+    if differences:
+        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
         raise ValueError(
-            f"checkpoint.restore={path} holds another model or optimizer: {shown}; use the model, "
-            "embedding_dim and optimizer that it was trained with"
+            f"checkpoint.restore={path} holds another model or optimizer: "
+            f"{', '.join(differences[:4])}{more}; use the model, embedding_dim and optimizer that it "
+            "was trained with"
         )
-    dcp.load(wanted, checkpoint_id=path)
+    try:
+        dcp.load(wanted, checkpoint_id=path)
+    except dcp.CheckpointException as error:
+        problem, _ = next(iter(error.failures.values()))
+        raise ValueError(
+            f"checkpoint.restore={path} cannot be read: {problem}; copy it again, or name another"
+        ) from None
 
 
 def _weights(step: Step) -> dict[str, Any]:
@@ -118,12 +136,13 @@ def _optimizer_state(step: Step) -> dict[str, Any]:
     return state
 
 
-def _allocate_dense_state(step: Step, stored: dict[str, Any]) -> None:
-    """Make room for the dense optimizer's state, which torch allocates in the first step only."""
-    for name, parameter in step.dense.named_parameters():
-        prefix = f"dense_optimizer.{name}."
-        for key, metadata in stored.items():
-            if key.startswith(prefix):
-                step.dense_optimizer.state[parameter][key.removeprefix(prefix)] = torch.empty(
-                    metadata.size, dtype=metadata.properties.dtype, device=parameter.device
-                )
+def _is_weight(name: str) -> bool:
+    return name.startswith("dense.") or name.endswith(".weight")
+
+
+def _allocate_dense_state(step: Step) -> None:
+    """Let the dense optimizer make its state, which torch does in the first step: here one that changes nothing."""
+    step.dense_optimizer.zero_grad(set_to_none=False)
+    for group in step.dense_optimizer.param_groups:
+        group["lr"] = 0.0
+    step.dense_optimizer.step()

@@ -5,6 +5,7 @@ environment variables. Everything else takes a `Ranks`.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -123,9 +122,18 @@ def ranks_from_environment(device_type: str) -> Ranks:
     return Ranks(rank, local_rank, world_size, local_world_size, device)
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone, in gloo's words; NCCL waits until the launcher ends it."""
+    return bool(re.search(r"Connection (closed|reset) by peer", str(error)))
+
+
 @contextmanager
 def process_group(ranks: Ranks) -> Iterator[None]:
-    """Open the default process group (NCCL on GPUs, gloo on CPUs) and close it whatever happens."""
+    """Open the default process group (NCCL on GPUs, gloo on CPUs) and close it.
+
+    A rank that fails leaves at once: closing NCCL politely would wait for collectives that the other ranks have begun
+    and that this one will never join. They are ended by the launcher.
+    """
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
         options = {"backend": "nccl", "device_id": ranks.device}
@@ -137,20 +145,10 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
     try:
         yield
-    finally:
-        dist.destroy_process_group()
-
-
-def replicate(dense: nn.Module, ranks: Ranks) -> nn.Module:
-    """Wrap the dense half so that its gradients are averaged over ranks; alone, it stays what it is."""
-    if ranks.world_size == 1:
-        return dense
-    return DistributedDataParallel(
-        dense,
-        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        # The same weights were drawn from the seed on every rank, and no buffer changes.
-        init_sync=False,
-        broadcast_buffers=False,
-        gradient_as_bucket_view=True,
-        static_graph=True,
-    )
+    except BaseException:
+        if ranks.device.type == "cuda":
+            dist.group.WORLD.abort()
+        else:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

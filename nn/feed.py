@@ -47,7 +47,7 @@ class Feed:
         with self._on_stream():
             batch = host_batch.to(self._device, non_blocking=True)
             # The pinned host batch is kept until its copy has certainly been made.
-            self._next = host_batch, batch, self._tables.start_exchange(batch.ids)
+            self._next = host_batch, batch, self._tables.start_exchange(batch)
 
     def __iter__(self) -> "Feed":
         return self

@@ -46,7 +46,7 @@ def _timed_ms(step: Step, batch: Batch, ranks: Ranks) -> float:
 
 
 def _forward(step: Step, batch: Batch) -> Tensor:
-    exchange = step.tables.start_exchange(batch.ids)
+    exchange = step.tables.start_exchange(batch)
     return step.predict(batch, step.tables.finish_exchange(exchange))
 
 

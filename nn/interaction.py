@@ -10,6 +10,10 @@ from nn.mlp import round_up
 # B: samples, F: embeddings of a sample, D: columns of an embedding, V: vectors that interact (F, or F + 1 with bottom),
 # P: pairs of distinct vectors, V (V - 1) / 2
 
+# A sample of the fused kernel has to fit into registers.
+MAX_FUSED_VECTORS = 64
+MAX_FUSED_DIM = 256
+
 
 class DotInteraction(nn.Module):
     """Concatenate the bottom vector with the dot product of every pair of distinct vectors.
@@ -40,9 +44,16 @@ class DotInteraction(nn.Module):
         used = has_bottom * embedding_dim + num_pairs
         self.num_outputs = round_up(used)
         self.padding = self.num_outputs - used
+        self.is_fusible = num_vectors <= MAX_FUSED_VECTORS and embedding_dim <= MAX_FUSED_DIM
 
     def forward(self, bottom: Tensor | None, embeddings: Tensor) -> Tensor:
         """Map bottom [B, D] (or None) and embeddings [B, F, D] to [B, num_outputs]."""
+        if embeddings.is_cuda and self.is_fusible:
+            return _fused(bottom, embeddings, self.num_outputs)
+        return self.forward_plain(bottom, embeddings)
+
+    def forward_plain(self, bottom: Tensor | None, embeddings: Tensor) -> Tensor:
+        """As `forward`, in plain torch on any device."""
         if bottom is None:
             parts = [_PairProducts.apply(embeddings, self.pairs, self.places)]
         else:
@@ -51,6 +62,14 @@ class DotInteraction(nn.Module):
         if self.padding:
             parts.append(parts[-1].new_zeros(embeddings.shape[0], self.padding))
         return torch.cat(parts, dim=1)
+
+
+@torch.compiler.disable
+def _fused(bottom: Tensor | None, embeddings: Tensor, num_outputs: int) -> Tensor:
+    # Triton comes with torch's CUDA builds only.
+    from nn.dot_kernels import fused_dot_interaction
+
+    return fused_dot_interaction(bottom, embeddings, num_outputs)
 
 
 class _PairProducts(torch.autograd.Function):

@@ -7,7 +7,6 @@ links' real speed, each table's hotness and optimizer state, and only the kernel
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +49,8 @@ STATE_BYTES = {
 }
 WEIGHT_BYTES = 4
 
-# A table larger than this part of a rank's usable memory may be cut by columns without being told to.
+# A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
+# than a rank's fair share of all lookups.
 CUT_ABOVE = 0.25
 
 
@@ -129,10 +129,11 @@ def plan_tables(
     """
     constraints = _constraints(embeddings, spec, config, rule, hardware)
     planner = EmbeddingShardingPlanner(
-        topology=_topology(hardware),
+        topology=_topology(hardware, config),
         batch_size=batch_size,
         constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(percentage=config.reserve),
+        # Ours is taken off already: TorchRec's would leave CPUs without one.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         debug=False,
         stats=[],
     )
@@ -154,8 +155,14 @@ def plan_tables(
     return plan, _rows(plan, embeddings, spec, rule)
 
 
-def _topology(hardware: Hardware) -> Topology:
+def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
+    """Memory of a rank that tables may fill."""
+    return int(hardware.bytes_per_rank * (1 - config.reserve))
+
+
+def _topology(hardware: Hardware, config: ShardingConfig) -> Topology:
     cuda = hardware.device_type == "cuda"
+    usable = _usable_bytes(hardware, config)
     links = HardwareConfig(
         hbm_mem_bw=HBM_BYTES_PER_MS,
         ddr_mem_bw=HOST_BYTES_PER_MS,
@@ -167,8 +174,8 @@ def _topology(hardware: Hardware) -> Topology:
         TrainerConfig(
             world_size=hardware.world_size,
             local_world_size=hardware.local_world_size,
-            hbm_cap_bytes=hardware.hbm_bytes if cuda else 0,
-            ddr_cap_bytes=hardware.host_bytes // hardware.local_world_size,
+            hbm_cap_bytes=usable if cuda else 0,
+            ddr_cap_bytes=hardware.host_bytes // hardware.local_world_size if cuda else usable,
         ),
         links if cuda else HardwareConfig(),
         KernelConfig(compute_device=hardware.device_type, use_hardware_based_bandwidth=cuda),
@@ -184,19 +191,17 @@ def _constraints(
 ) -> dict[str, ParameterConstraints]:
     hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
     overrides = {table_name(each): kind for each, kind in config.tables.items()}
-    unknown = sorted(set(overrides) - set(hotness))
+    unknown = sorted(each for each in config.tables if table_name(each) not in hotness)
     if unknown:
         raise ValueError(
             f"sharding.tables names {', '.join(unknown)}, but the tables are "
             f"{', '.join(hotness)}; correct the names"
         )
-    sizes = {
-        each.name: table_bytes(each.num_embeddings, each.embedding_dim, rule)
-        for each in embeddings.embedding_bag_configs()
-    }
-    usable = hardware.bytes_per_rank * (1 - config.reserve)
+    tables = embeddings.embedding_bag_configs()
+    most_bytes = _usable_bytes(hardware, config) * CUT_ABOVE
+    most_lookups = sum(hotness.values()) / hardware.world_size
     constraints = {}
-    for table in embeddings.embedding_bag_configs():
+    for table in tables:
         chosen = overrides.get(table.name)
         if chosen is not None:
             types = [chosen]
@@ -212,28 +217,29 @@ def _constraints(
                     "table_wise, row_wise or data_parallel, or optimizer.embedding_name=adagrad"
                 )
             types = [each for each in types if each is not ShardingType.column_wise]
-        # Cut columns are looked up once a slice, so only tables that are hard to place whole are cut unasked.
-        cut = ShardingType.column_wise in types and (
-            chosen is not None or sizes[table.name] > usable * CUT_ABOVE
-        )
+        # Every slice is looked up anew, so only tables that are hard to place whole are cut unasked.
+        size = table_bytes(table.num_embeddings, table.embedding_dim, rule)
+        parts = max(size / most_bytes, hotness[table.name] / most_lookups)
+        cut = ShardingType.column_wise in types and (chosen is not None or parts > 1)
         if not cut:
             types = [each for each in types if each is not ShardingType.column_wise]
+        width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
         constraints[table.name] = ParameterConstraints(
             sharding_types=[each.value for each in types],
-            min_partition=_column_width(table.embedding_dim, hardware.world_size) if cut else None,
+            min_partition=width,
             pooling_factors=[hotness[table.name]],
         )
     return constraints
 
 
-def _column_width(embedding_dim: int, world_size: int) -> int:
-    """Columns of one slice: a divisor of `embedding_dim` and a multiple of 4, at most one slice a rank."""
-    slices = max(
+def _column_width(embedding_dim: int, parts: float, world_size: int) -> int:
+    """Columns of one slice, a multiple of 4: the fewest equal slices from `parts` (and 2) up, at most one a rank."""
+    counts = [
         count
         for count in range(1, world_size + 1)
         if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
-    )
-    return embedding_dim // slices
+    ]
+    return embedding_dim // next((each for each in counts if each >= max(parts, 2)), counts[-1])
 
 
 def table_bytes(num_embeddings: int, embedding_dim: int, rule: OptimizerName) -> int:
@@ -283,36 +289,33 @@ def _does_not_fit(
         each.name: table_bytes(each.num_embeddings, each.embedding_dim, rule)
         for each in embeddings.embedding_bag_configs()
     }
-    usable = hardware.bytes_per_rank * (1 - config.reserve)
+    usable = _usable_bytes(hardware, config)
     total = sum(sizes.values())
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
+    cuts = (ShardingType.row_wise, ShardingType.column_wise)
+    forbidden = [each.value for each in cuts if each not in config.types]
+    several = hardware.world_size > 1
+    remedies = []
+    if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
+        # So many ranks may hold the sum of the tables and still not each of them.
+        enough = max(math.ceil(total / usable), hardware.world_size + 1)
+        remedies.append(f"start {enough} ranks or more")
+    if several and forbidden:
+        remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
+    if rule in (OptimizerName.adagrad, OptimizerName.adam):
+        remedies.append(
+            "choose an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd)"
+        )
+    remedies.append("lower model.embedding_dim")
     return (
         f"the tables do not fit: with {rule.value} state they take {total / GIB:.1f} GiB, and "
         f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
         f"({hardware.bytes_per_rank / GIB:.1f} GiB a rank less sharding.reserve={config.reserve:g}); "
-        f"the largest are {listed}. Start at least {max(math.ceil(total / usable), 1)} ranks, allow "
-        "row_wise or column_wise in sharding.types, choose an optimizer with less state "
-        "(optimizer.embedding_name=rowwise_adagrad or sgd), lower model.embedding_dim or raise the "
-        f"frequency limit of the dataset. The planner said: {_first_line(error)}"
+        f"the largest are {listed}. Either {', '.join(remedies)}, or raise the frequency limit of "
+        f"the dataset. The planner said: {_first_line(error)}"
     )
 
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
-
-
-def imbalance(rows: Sequence[TablePlan], world_size: int) -> float:
-    """Bytes of the fullest rank over the mean of all ranks."""
-    used = bytes_by_rank(rows, world_size)
-    mean = sum(used) / world_size
-    return max(used) / mean if mean else 1.0
-
-
-def bytes_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[int]:
-    """Table and optimizer bytes of each rank."""
-    used = [0] * world_size
-    for row in rows:
-        for rank, size in zip(row.ranks, row.bytes_per_rank, strict=True):
-            used[rank] += size
-    return used

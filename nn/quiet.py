@@ -6,15 +6,20 @@ import warnings
 # Loggers that warn about their own internals: FX tracing inside TorchRec, cache settings of tables without a cache.
 CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "torchrec.distributed.utils")
 
-# Starts of messages: FBGEMM's import of kernels that its wheels leave out and of B200 tuning on other GPUs, its dense
-# lookup's registration (its gradients are tested here), and names that TorchRec and FBGEMM still use.
+# FBGEMM on kernels that its wheels leave out, on Adam's (slower, not wrong), on B200 tuning of other GPUs and on the
+# registration of its dense lookup (whose gradients are tested here); names that TorchRec and FBGEMM still use.
 CHATTY_WARNINGS = (
-    r"\s*Failed to import: fbgemm_gpu",
-    r"\s*The Python module fbgemm_gpu",
+    r"Failed to import: fbgemm_gpu",
+    r"The Python module fbgemm_gpu",
+    r"\[FBGEMM_GPU\] NOTE: The training optimizer",
     r"TBE B200 optimization",
     r"fbgemm::dense_embedding_codegen_lookup_function",
     r"`_get_pg_default_device`",
+    r"`broadcast_buffers` is deprecated",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    r"Multiple backends are registered with this ProcessGroup",
     r"`torch.jit",
+    r"`torch\.distributed\.\w+` is deprecated",
 )
 
 
@@ -22,8 +27,9 @@ def quiet_libraries() -> None:
     """Call before importing TorchRec."""
     for name in CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    for start in CHATTY_WARNINGS:
-        warnings.filterwarnings("ignore", message=start)
+    for text in CHATTY_WARNINGS:
+        # FBGEMM colours its warnings, so the text does not begin with its first word.
+        warnings.filterwarnings("ignore", message=rf"[\s\S]*{text}")
     logging.getLogger().addFilter(_is_not_about_versions)
 
 

@@ -31,7 +31,13 @@ from nn.console import (
     print_plan,
     print_summary,
 )
-from nn.distributed import Ranks, process_group, process_rank, ranks_from_environment
+from nn.distributed import (
+    Ranks,
+    is_lost_peer,
+    process_group,
+    process_rank,
+    ranks_from_environment,
+)
 from nn.errors import RankError
 from nn.inference import measure
 from nn.planner import needs_dense_kernel
@@ -60,8 +66,8 @@ def run(config: Config, config_yaml: str) -> None:
         print_plan(console, rows, hardware.world_size)
         return
     ranks = ranks_from_environment(device_type(config))
-    _check(config, source, ranks)
     start_step = _restored_steps(config, source)
+    _check(config, source, ranks, start_step)
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with ExitStack() as stack:
         stack.enter_context(process_group(ranks))
@@ -80,6 +86,14 @@ def run(config: Config, config_yaml: str) -> None:
         print_plan(console, rows, ranks.world_size)
 
         step = build_step(config, source, plan, ranks)
+        stack.callback(step.close)
+        if ranks.device.type == "cuda":
+            reason = step.why_not_captured
+            console.print(
+                "dense pass: a CUDA graph"
+                if reason is None
+                else f"dense pass: no CUDA graph, {reason}"
+            )
         if config.checkpoint.restore is not None:
             path = Path(config.checkpoint.restore)
             checkpoint.restore(path, step, with_optimizer=config.mode is Mode.train)
@@ -87,7 +101,14 @@ def run(config: Config, config_yaml: str) -> None:
         try:
             summary = WORK[config.mode](session)
         except ValueError as error:
-            raise RankError(f"rank {ranks.rank}: {error}") from error
+            finder = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
+            raise RankError(f"{finder}{error}") from error
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            raise RankError(
+                f"rank {ranks.rank} stopped, since another rank has ended; its message says why"
+            ) from error
         summary["teacher_auc"] = facts["teacher_auc"]
         recorder.finish(summary)
         print_summary(console, summary, recorder.run_dir)
@@ -136,17 +157,19 @@ def _evaluate(session: Session) -> dict[str, Any]:
 
 
 def _inference(session: Session) -> dict[str, Any]:
-    config, ranks = session.config, session.ranks
+    config, source, ranks = session.config, session.source, session.ranks
     session.step.set_training(False)
+    sizes = _sizes_to_time(config, source, ranks)
+    left_out = [f"{each:,}" for each in config.inference.batch_sizes if each not in sizes]
+    if left_out:
+        session.console.print(
+            f"left out: batch sizes {', '.join(left_out)}, which split '{config.eval.split}' of "
+            f"{source.num_rows(config.eval.split):,} rows or {_count(ranks.world_size, 'rank')} cannot fill"
+        )
     results = []
-    for batch_size in config.inference.batch_sizes:
-        if batch_size % ranks.world_size:
-            session.console.print(
-                f"batch size {batch_size:,} left out: it does not divide over {ranks.world_size} ranks"
-            )
-            continue
+    for batch_size in sizes:
         loader = Loader(
-            session.source,
+            source,
             config.eval.split,
             batch_size=batch_size,
             rank=ranks.rank,
@@ -154,12 +177,6 @@ def _inference(session: Session) -> dict[str, Any]:
             device=ranks.device,
         )
         batch = loader.batch(0).to(ranks.device)
-        if batch.global_valid < batch_size:
-            session.console.print(
-                f"batch size {batch_size:,} left out: split '{config.eval.split}' has "
-                f"{batch.global_valid:,} rows"
-            )
-            continue
         results.append(measure(session.step, batch, config.inference, ranks))
     print_inference(session.console, results)
     nothing = dict.fromkeys(SUMMARY_KEYS)
@@ -173,11 +190,32 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _check(config: Config, source: Source, ranks: Ranks) -> None:
-    """Refuse what the loaders would refuse, before any process group exists."""
-    if config.mode is not Mode.inference:
-        for loader in build_loaders(config, source, ranks):
-            assert loader.steps_per_epoch
+def _check(config: Config, source: Source, ranks: Ranks, start_step: int) -> None:
+    """Refuse what would be refused later, before any process group or file exists."""
+    if config.mode is Mode.inference:
+        _sizes_to_time(config, source, ranks)
+        return
+    train_loader, _ = build_loaders(config, source, ranks)
+    last_step = total_steps(config, train_loader.steps_per_epoch)
+    if config.mode is Mode.train and start_step >= last_step:
+        raise ValueError(
+            f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
+            f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
+        )
+
+
+def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
+    """Batch sizes of `mode=inference` that divide over the ranks and that the split can fill."""
+    num_rows = source.num_rows(config.eval.split)
+    asked = config.inference.batch_sizes
+    sizes = [each for each in asked if each % ranks.world_size == 0 and each <= num_rows]
+    if not sizes:
+        raise ValueError(
+            f"inference.batch_sizes={asked}: none can be timed with the {num_rows} rows of split "
+            f"'{config.eval.split}' on {_count(ranks.world_size, 'rank')}; name a size that is no larger "
+            "and divides over the ranks"
+        )
+    return sizes
 
 
 def _restored_steps(config: Config, source: Source) -> int:

@@ -1,9 +1,9 @@
 """The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
 
-A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`), are looked up there, and
-the embeddings travel back (`lookup`). The backward pass returns gradients the same way and updates the tables on the
-spot; replicated tables, and all tables where FBGEMM has no fused form of the rule, are stepped by `step` with the same
-rule. World size 1 takes the same path.
+A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`) and are looked up there
+(`look_up`); the embeddings travel home (`bring_home`), and their gradients back. `update` then changes the tables: with
+FBGEMM inside their backward pass, and by the same rule right after it for replicated tables and for all tables where
+FBGEMM has no fused form of the rule. World size 1 takes the same path.
 """
 
 from collections.abc import Iterator
@@ -19,15 +19,21 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
 from configs.schema import Amp, OptimizerConfig, OptimizerName
+from dataloading.batch import Batch
+from dataloading.feature_spec import FeatureSpec
 from nn.distributed import Ranks
 from nn.initialization import fill_uniform_
 from nn.model import pick
 from nn.planner import TableSharder
+from nn.static_exchange import Group, StaticExchange
 from nn.table_optimizer import TableOptimizer
 
 # FBGEMM's kernel of each rule, and the class by which TorchRec's planner knows how much state the rule keeps.
@@ -60,10 +66,17 @@ class TableShard:
 
 @dataclass(slots=True)
 class Exchange:
-    """Ids on their way from the ranks that read them to the ranks that own their tables."""
+    """Ids on their way from the ranks that read them to the ranks that own their tables.
+
+    Attributes:
+        context: TorchRec's record of the batch; one and the same for all static exchanges of a size.
+        pending: the ids, or what they are waited for with.
+        is_static: whether every shape was known beforehand.
+    """
 
     context: Any
     pending: Any
+    is_static: bool
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the arrived ids from being reused before `stream` is done with it."""
@@ -87,6 +100,7 @@ class ShardedTables:
 
     Args:
         embeddings: the unsharded tables on the meta device, rule registered.
+        spec: the dataset they are for.
         plan: TorchRec's plan for them.
         ranks: this process.
         config: the update rule.
@@ -97,6 +111,7 @@ class ShardedTables:
     def __init__(
         self,
         embeddings: EmbeddingBagCollection,
+        spec: FeatureSpec,
         plan: ShardingPlan,
         ranks: Ranks,
         config: OptimizerConfig,
@@ -119,6 +134,7 @@ class ShardedTables:
             }
         )
         self._rule = config.table_name
+        self._ranks = ranks
         table_plan = plan.plan["embeddings"]
         self.features = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
         self._rows = {
@@ -153,6 +169,9 @@ class ShardedTables:
             if dense
             else None
         )
+        self._hotness = {each.name: each.hotness for each in spec.categorical}
+        self._groups = self._exchange_groups()
+        self._static: dict[int, tuple[Any, StaticExchange]] = {}
         self._dense_names = list(dense)
         self._dense_tables = [
             table for table, sharding in table_plan.items() if sharding.compute_kernel == "dense"
@@ -167,6 +186,19 @@ class ShardedTables:
                 bound=self._rows[shard.table] ** -0.5,
             )
 
+    def _exchange_groups(self) -> list[Group | None]:
+        """TorchRec's groups of tables; None for one whose ids a rank cannot know the number of (row-wise)."""
+        groups: list[Group | None] = []
+        for sharding in self.module._embedding_shardings:
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                groups.append(Group(tuple(sharding.feature_names()), None))
+            elif isinstance(sharding, BaseTwEmbeddingSharding):
+                by_rank = tuple(map(tuple, sharding.feature_names_per_rank()))
+                groups.append(Group(by_rank[self._ranks.rank], by_rank))
+            else:
+                groups.append(None)
+        return groups
+
     def shards(self) -> Iterator[TableShard]:
         """Yield the pieces of tables that this rank holds."""
         for name, value in self.module.state_dict().items():
@@ -178,20 +210,69 @@ class ShardedTables:
             else:
                 yield TableShard(table, value, 0, 0)
 
-    def start_exchange(self, ids: KeyedJaggedTensor) -> Exchange:
-        """Send the number of ids each rank will get from this one; returns before it has arrived."""
+    def start_exchange(self, batch: Batch) -> Exchange:
+        """Send a batch's ids on their way, or where their number may vary, first how many there are."""
+        whole = batch.global_valid == len(batch.labels) * self._ranks.world_size
+        if self.why_not_static is None and whole:
+            if len(batch.labels) not in self._static:
+                self._static[len(batch.labels)] = self._prove_static(batch)
+            context, exchange = self._static[len(batch.labels)]
+            return Exchange(context, exchange(batch.ids.values()), is_static=True)
         context = self.module.create_context()
-        return Exchange(context, self.module.input_dist(context, ids))
+        return Exchange(context, self.module.input_dist(context, batch.ids), is_static=False)
 
     def finish_exchange(self, exchange: Exchange) -> Exchange:
-        """Send the ids themselves; the host waits until it knows their number."""
-        exchange.pending = exchange.pending.wait().wait()
+        """Send the ids themselves where that is still to be done; the host then waits until it knows their number."""
+        if not isinstance(exchange.pending, KJTList):
+            exchange.pending = exchange.pending.wait().wait()
         return exchange
 
-    def lookup(self, exchange: Exchange) -> Tensor:
-        """Look the ids up and bring the embeddings home: [B, F*D], features in the spec's order."""
-        pooled = self.module.compute_and_output_dist(exchange.context, exchange.pending).wait()
-        return pick(pooled, self.features)
+    @property
+    def why_not_static(self) -> str | None:
+        """What makes the number of ids a rank gets vary from batch to batch, or None."""
+        if None in self._hotness.values():
+            return "ragged features"
+        return "row-wise tables" if None in self._groups else None
+
+    def _prove_static(self, batch: Batch) -> tuple[Any, StaticExchange]:
+        """Make the static exchange for batches of this size, and see that it does what TorchRec's own does."""
+        context = self.module.create_context()
+        expected = self.module.input_dist(context, batch.ids).wait().wait()
+        exchange = StaticExchange(
+            self._groups,
+            self._hotness,
+            batch_size=len(batch.labels),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            dtype=batch.ids.values().dtype,
+            device=self._ranks.device,
+        )
+        for ours, theirs in zip(exchange(batch.ids.values()), expected, strict=True):
+            assert ours.keys() == theirs.keys(), (ours.keys(), theirs.keys())
+            assert torch.equal(ours.values(), theirs.values())
+            assert torch.equal(ours.lengths(), theirs.lengths())
+        return context, exchange
+
+    def look_up(self, exchange: Exchange) -> list[Tensor]:
+        """Look the ids up where they are: a tensor a group of tables, differentiable back to the tables."""
+        return self.module.compute(exchange.context, exchange.pending)
+
+    def bring_home(self, context: Any, lookups: list[Tensor]) -> Tensor:
+        """Send looked-up embeddings to the ranks that asked: [B, F*D], features in the spec's order."""
+        return pick(self.module.output_dist(context, lookups).wait(), self.features)
+
+    def update(self, lookups: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update the tables by the gradients of what was looked up."""
+        learning = [
+            (looked_up, gradient)
+            for looked_up, gradient in zip(lookups, gradients, strict=True)
+            # A rank without a table of a group looks up nothing.
+            if looked_up.requires_grad
+        ]
+        if learning:
+            torch.autograd.backward(*map(list, zip(*learning, strict=True)))
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.step()
 
     def prepare_update(self, step: int, lr: float) -> None:
         """Set what the fused update of this step needs; call before its forward pass.
@@ -210,11 +291,6 @@ class ShardedTables:
             if self._rule is OptimizerName.adam:
                 for state in self.dense_optimizer.state.values():
                     state["iter"].fill_(step)
-
-    def step(self) -> None:
-        """Update the tables whose rule is not fused into the backward pass."""
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.step()
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation."""
@@ -235,6 +311,15 @@ class ShardedTables:
             for name, value in values.items():
                 state[f"{table}.{STATE_NAMES[name.split('.')[-1]]}"] = value
         return state | self._dense_state()
+
+    def optimizer_shapes(self) -> dict[str, torch.Size]:
+        """Return the shape of what `optimizer_state` returns, of tables that lie on other ranks only too."""
+        by_row = self._rule is OptimizerName.rowwise_adagrad
+        return {
+            name.removesuffix("weight") + state: weight.shape[:1] if by_row else weight.shape
+            for name, weight in self.weights().items()
+            for state in STATE_OF_RULE[self._rule]
+        }
 
     def _dense_state(self) -> dict[str, Tensor]:
         """State of the tables that are not fused, whose parameter is this rank's part of the table."""

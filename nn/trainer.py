@@ -50,6 +50,7 @@ class Trainer:
         self._progress = progress
         self._config = config
         self._ranks = ranks
+        self._last_step = total_steps(config, train_loader.steps_per_epoch)
         self._train_metrics = RankingMetrics(ranks.device, ranks)
         self._loss_sum = 0.0
         self._loss_steps = 0
@@ -58,7 +59,7 @@ class Trainer:
 
     def train(self, start_step: int = 0) -> dict[str, Any]:
         """Train from `start_step` to the end and return the run's summary."""
-        last_step = total_steps(self._config, self._train_loader.steps_per_epoch)
+        last_step = self._last_step
         eval_at = eval_steps(
             last_step, self._train_loader.steps_per_epoch, self._config.eval.per_epoch
         )
@@ -81,10 +82,12 @@ class Trainer:
                 speed.pause()
                 test = self.evaluate()
                 speed.resume()
-            if self._is_good_enough(test):
-                stopped = "eval.auc_threshold reached"
-                break
+                if self._is_good_enough(test):
+                    stopped = "eval.auc_threshold reached"
+                    break
         batches.close()
+        if self._loss_steps:
+            self._record(speed, feed)
         return {
             "recipe": self._config.recipe,
             "steps": self.num_steps,
@@ -131,7 +134,8 @@ class Trainer:
     def _count(self, trained: Trained) -> None:
         self._loss_sum += trained.loss
         self._loss_steps += 1
-        steps_to_record = -self.num_steps % self._config.log.every
+        every = self._config.log.every
+        steps_to_record = min(-self.num_steps % every, self._last_step - self.num_steps)
         if steps_to_record * self._config.train.batch_size < TRAIN_AUC_ROWS:
             batch = trained.batch
             self._train_metrics.update(trained.logits, batch.labels, batch.num_valid)
@@ -161,7 +165,7 @@ class Trainer:
 
     def _is_good_enough(self, test: dict[str, Any]) -> bool:
         threshold = self._config.eval.auc_threshold
-        return threshold is not None and bool(test) and test["test_auc"] >= threshold
+        return threshold is not None and test["test_auc"] >= threshold
 
     def _eval_batches(self) -> int:
         available = self._test_loader.steps_per_epoch

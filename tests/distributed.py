@@ -1,13 +1,72 @@
-"""Run a function as several gloo ranks, each a process of its own, and collect what they return."""
+"""Run functions as several ranks, each a process of its own, and collect what they return.
 
+A rank imports torch and TorchRec first, which takes seconds: the processes stay and serve the next call too.
+"""
+
+import atexit
+import multiprocessing as mp
 import os
+import pickle
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+
+ANSWER_S = 300
+"""Longest call; ranks that wait for each other for ever are ended."""
+GRACE_S = 15
+"""Time that the others have once a rank has failed."""
+
+
+class RankPool:
+    """Processes that stand by as the ranks of one world."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self.world_size = world_size
+        self.pipes: list[Connection] = []
+        self.processes: list[mp.process.BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[Any, str]]:
+        """Return (result, traceback or nothing) of every rank; ranks without an answer are ended."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((function, port, args)))
+        answers: dict[Connection, tuple[Any, str]] = {}
+        end = time.monotonic() + ANSWER_S
+        while len(answers) < self.world_size:
+            missing = [pipe for pipe in self.pipes if pipe not in answers]
+            ready = wait(missing, max(end - time.monotonic(), 0))
+            if not ready:
+                self.close()
+                answers |= dict.fromkeys(missing, (None, "a rank gave no answer and was ended"))
+            for pipe in ready:
+                answers[pipe] = _receive(pipe)
+                if answers[pipe][1]:
+                    end = min(end, time.monotonic() + GRACE_S)
+        return [answers[pipe] for pipe in self.pipes]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+_pool: RankPool | None = None
 
 
 def run_distributed(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -15,43 +74,50 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any) -
 
     `function` lives at module level and sees the launcher's environment variables, as under torchrun.
     """
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        context.Process(target=_entry, args=(function, rank, world_size, port, results, args))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    answers = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    failures = [trace for _, trace, _ in answers if trace is not None]
+    global _pool
+    if _pool is None or _pool.world_size != world_size:
+        _close_pool()
+        _pool = RankPool(world_size)
+    answers = _pool.call(function, args)
+    failures = [trace for _, trace in answers if trace]
+    if failures:
+        _close_pool()  # a rank that failed amid a collective is of no more use
     assert not failures, "\n".join(failures)
-    return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
+    return [result for result, _ in answers]
 
 
-def _entry(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    results: Any,
-    args: tuple[Any, ...],
-) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
+@atexit.register
+def _close_pool() -> None:
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None
+
+
+def _receive(pipe: Connection) -> tuple[Any, str]:
     try:
-        results.put((rank, None, function(*args)))
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return None, "a rank died"
+
+
+def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, port, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        try:
+            answer = (function(*args), "")
+        except BaseException:
+            answer = (None, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,77 @@
+"""The fused interaction gives what plain torch gives: under Triton's interpreter here, compiled on a GPU."""
+
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+from nn.interaction import DotInteraction
+
+SHAPES = list(product([2, 5, 26, 63], [16, 20, 128], [True, False]))
+# Rounded once in each: relative to the largest value of a result.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def worst_difference(
+    shape: tuple[int, int, bool], dtype: torch.dtype, device: str, batch_size: int
+) -> float:
+    """Largest difference of outputs and gradients, each relative to its own largest value."""
+    from nn.dot_kernels import fused_dot_interaction
+
+    num_embeddings, dim, has_bottom = shape
+    generator = torch.Generator().manual_seed(1)
+    module = DotInteraction(num_embeddings, dim, has_bottom=has_bottom).to(device)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    inputs = [draw(batch_size, num_embeddings, dim)]
+    if has_bottom:
+        inputs.insert(0, draw(batch_size, dim))
+    weight = draw(batch_size, module.num_outputs)
+    results = []
+    for interact in (module.forward_plain, None):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        bottom, embeddings = leaves if has_bottom else (None, leaves[0])
+        if interact is None:
+            out = fused_dot_interaction(bottom, embeddings, module.num_outputs)
+        else:
+            exact = [each.double() if each is not None else None for each in (bottom, embeddings)]
+            out = interact(*exact)
+        (out * weight).sum().backward()
+        results.append([out.detach().double(), *(leaf.grad.double() for leaf in leaves)])
+    return max(
+        ((ours - plain).abs().max() / plain.abs().max().clamp(min=1)).item()
+        for plain, ours in zip(*results, strict=True)
+    )
+
+
+def test_the_fused_interaction_equals_plain_torch_under_the_interpreter():
+    command = "from tests.test_dot_kernels import run_interpreted; run_interpreted()"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_interpreted() -> None:
+    for shape in SHAPES:
+        worst = worst_difference(shape, torch.float32, "cpu", batch_size=2)
+        assert worst < TOLERANCE[torch.float32], (shape, worst)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_fused_interaction_equals_plain_torch_on_a_gpu(dtype):
+    torch.set_float32_matmul_precision("highest")
+    for shape in SHAPES:
+        worst = worst_difference(shape, dtype, "cuda", batch_size=1000)
+        assert worst < TOLERANCE[dtype], (shape, worst)
