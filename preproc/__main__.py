@@ -5,12 +5,12 @@ from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from configs.help import register_option_help
 from configs.preproc_schema import Layout, PreprocConfig
-from configs.schema import require
+from configs.schema import require, to_config
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME
 from preproc.report import Progress
@@ -41,7 +41,7 @@ def build(config: PreprocConfig) -> None:
 def run(composed: DictConfig) -> None:
     """Turn the composed yaml into checked options and build; say what is wrong in one line."""
     try:
-        build(OmegaConf.to_object(composed))
+        build(to_config(composed))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
