@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from typing import NoReturn
 
 import hydra
@@ -14,9 +15,15 @@ from configs.schema import Config, to_config
 USER_ERROR_EXIT_CODE = 2
 DIVERGED_EXIT_CODE = 3
 
+# A launcher ends all ranks when it sees the first one fail; the rank that speaks must not be ended before it has.
+SILENT_RANK_WAIT_S = 2.0
+
 
 def launch(config_name: str) -> None:
     """Run the recipe `configs/<config_name>.yaml` with the overrides of the command line."""
+    # OpenMP's threads otherwise spin while they wait, and starve the loader's where cores are few. Read when torch is
+    # imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     ConfigStore.instance().store(name="schema", node=Config)
     register_option_help(Config)
     hydra.main(version_base="1.3", config_path="configs", config_name=config_name)(_run)()
@@ -49,7 +56,9 @@ def _speaks_for_node() -> bool:
 
 
 def _end(message: str | None, exit_code: int) -> NoReturn:
-    if message is not None:
+    if message is None:
+        time.sleep(SILENT_RANK_WAIT_S)
+    else:
         print(f"error: {message}", file=sys.stderr)
     sys.exit(exit_code)
 

@@ -59,22 +59,15 @@ ROWS = {
     ),
     "dlrm_t15_2": Row("dlrm.py", 2, "dlrm_criteo_t15", "criteo_t15"),
     "dlrm_t15_4": Row("dlrm.py", 4, "dlrm_criteo_t15", "criteo_t15"),
-    "dlrm_t15_4_no_replicas": Row(
+    "dlrm_t15_4_replicas": Row(
         "dlrm.py",
         4,
         "dlrm_criteo_t15",
         "criteo_t15",
-        overrides=("sharding.types=[table_wise,column_wise]",),
+        overrides=("sharding.types=[table_wise,column_wise,data_parallel]",),
     ),
     "dlrm_t15_4_weak": Row(
         "dlrm.py", 4, "dlrm_criteo_t15", "criteo_t15", overrides=("train.batch_size=262144",)
-    ),
-    "dlrm_t15_4_weak_no_replicas": Row(
-        "dlrm.py",
-        4,
-        "dlrm_criteo_t15",
-        "criteo_t15",
-        overrides=("train.batch_size=262144", "sharding.types=[table_wise,column_wise]"),
     ),
     "dlrm_t3_1": Row("dlrm.py", 1, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t3_2": Row("dlrm.py", 2, "dlrm_criteo_t3", "criteo_t3"),

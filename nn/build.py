@@ -65,9 +65,8 @@ def hardware_of(config: Config, world_size: int, local_world_size: int) -> Hardw
         ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
     """
     sharding = config.sharding
-    on_gpu = config.device is Device.cuda or (
-        config.device is Device.auto and torch.cuda.is_available()
-    )
+    has_gpu = torch.cuda.is_available() or sharding.hbm_gib is not None
+    on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
     hbm_bytes = 0
     if on_gpu:
         if sharding.hbm_gib is not None:

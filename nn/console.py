@@ -4,6 +4,7 @@ All of it goes through one rich `Console` from `make_console`, which is silent o
 0. On a terminal progress is one bar; in a file or a pipe it is one plain line a record.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +27,9 @@ GIB = 1 << 30
 
 def make_console(rank: int) -> Console:
     """Return the console of this rank; only rank 0's prints anything."""
-    return Console(quiet=rank != 0, highlight=False, markup=False, emoji=False)
+    # A file or a pipe has no width, and rich would break lines after 80 columns.
+    width = None if sys.stdout.isatty() else 120
+    return Console(quiet=rank != 0, highlight=False, markup=False, emoji=False, width=width)
 
 
 def print_head(console: Console, environment: Mapping[str, Any], facts: Mapping[str, str]) -> None:

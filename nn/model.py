@@ -1,7 +1,8 @@
 """The two models as plain single-device modules: dense halves, tables, and both together.
 
-A dense half takes the numerical features and the looked-up embeddings and gives a logit; it knows neither ids nor ranks.
-The tables are a TorchRec EmbeddingBagCollection. `RankingModel` joins them on one device; on many, the sharded step does.
+A dense half takes the numerical features and the looked-up embeddings and gives a logit; it knows neither ids nor
+ranks. The tables are a TorchRec EmbeddingBagCollection. `RankingModel` joins them on one device; on many, the sharded
+step does.
 """
 
 import math

@@ -119,7 +119,8 @@ class ShardedTables:
         seed: int,
     ) -> None:
         on_gpu = ranks.device.type == "cuda"
-        # fp16 could not carry unscaled gradients back, so only bf16 is worth its halved all-to-all.
+        # Under fp16 the loss scale is taken off before the tables see a gradient, in the dtype that embeddings travel
+        # in: fp16 would lose the small ones. So only bf16 halves the all-to-all.
         half = on_gpu and amp is Amp.bf16
         sharder = TableSharder(
             fused_params={

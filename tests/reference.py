@@ -151,8 +151,15 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
         torch.optim.Adam(dense, lr=args.lr, eps=args.eps),
     ]
     generator = torch.Generator().manual_seed(seed)
+    num_steps = args.epochs * math.ceil(len(labels) / args.batch_size)
+    step = 0
     for _ in range(args.epochs):
         for rows in torch.randperm(len(labels), generator=generator).split(args.batch_size):
+            step += 1
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = (
+                    args.lr * (1 - step / num_steps) ** args.decay_power
+                )
             logits = model(numerical[rows], ids[rows])
             loss = functional.binary_cross_entropy_with_logits(logits, labels[rows])
             for optimizer in optimizers:
@@ -181,6 +188,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=64, help="0 for full rank")
     parser.add_argument("--parallel", action="store_true", help="cross and deep side by side")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--decay-power", type=float, default=0.0, help="0 holds the rate")
     parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=1024)
