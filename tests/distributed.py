@@ -18,8 +18,8 @@ import torch
 
 ANSWER_S = 300
 """Longest call; ranks that wait for each other for ever are ended."""
-GRACE_S = 15
-"""Time that the others have once a rank has failed."""
+GRACE_S = 60
+"""Time that the others have once a rank has answered: it may have left them waiting for it."""
 
 
 class RankPool:
@@ -55,8 +55,7 @@ class RankPool:
                 answers |= dict.fromkeys(missing, (None, "a rank gave no answer and was ended"))
             for pipe in ready:
                 answers[pipe] = _receive(pipe)
-                if answers[pipe][1]:
-                    end = min(end, time.monotonic() + GRACE_S)
+                end = min(end, time.monotonic() + GRACE_S)
         return [answers[pipe] for pipe in self.pipes]
 
     def close(self) -> None:

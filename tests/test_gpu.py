@@ -5,7 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from tests.composed import losses_of_cases
+from nn.distributed import process_group, ranks_from_environment
+from nn.feed import Feed
+from tests.composed import build, compose_config, losses_of_cases
 from tests.distributed import run_distributed
 from tests.test_sharding import CASES, NUM_STEPS, case
 
@@ -34,7 +36,7 @@ def one_gpu() -> dict[str, list[list[float]]]:
     return {amp: losses[index * len(CASES) :][: len(CASES)] for index, amp in enumerate(TOLERANCE)}
 
 
-@pytest.mark.parametrize(("world_size", "amp"), product([2, 4], TOLERANCE))
+@pytest.mark.parametrize(("world_size", "amp"), list(product([2, 4], TOLERANCE)))
 def test_many_gpus_train_as_one(one_gpu, world_size, amp):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
@@ -58,3 +60,43 @@ def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
     for measured in (losses, one_gpu["bf16"]):
         for each, expected, actual in zip(CASES, one_gpu["off"], measured, strict=True):
             assert actual == pytest.approx(expected, rel=3e-2), "-".join(each)
+
+
+def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list[float]]]:
+    """Of each case: whether the dense pass was captured, and losses before and after scoring a test batch."""
+    results = []
+    with process_group(ranks_from_environment("cuda")):
+        for each in cases:
+            built = build(compose_config(*each))
+            losses = built.train(0, 5)
+            built.step.set_training(False)
+            batch, ids = next(
+                Feed(built.test_loader.batches(0, 1), built.step.tables, built.ranks.device)
+            )
+            built.step.predict(batch, ids)
+            built.step.set_training(True)
+            losses += built.train(5, NUM_STEPS - 5)
+            results.append((bool(built.step._captured), losses))
+            built.step.close()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_captured_step_computes_what_an_uncaptured_one_does(world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    chosen = [
+        [*case(model, hotness, rule, "table_wise"), *ON_GPU, f"train.compile={compiled}"]
+        for model, hotness, rule, compiled in (
+            ("dlrm", "one_hot", "sgd", "false"),
+            ("dlrm", "multi_hot", "adam", "true"),
+            ("dcnv2", "multi_hot", "adagrad", "true"),
+        )
+    ]
+    cases = [
+        [*each, f"train.capture={capture}"] for each in chosen for capture in ("true", "false")
+    ]
+    results = run_distributed(losses_around_an_evaluation, world_size, cases)[0]
+    for each, captured, plain in zip(chosen, results[::2], results[1::2], strict=True):
+        assert (captured[0], plain[0]) == (True, False)
+        assert captured[1] == pytest.approx(plain[1], rel=2e-5), each

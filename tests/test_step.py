@@ -207,7 +207,9 @@ def optimizers_of(reference: Reference, name: str) -> list[torch.optim.Optimizer
     return [of_tables(tables, **settings), of_dense(dense, **settings)]
 
 
-@pytest.mark.parametrize(("model", "name"), product(["dlrm", "dcnv2"], ["sgd", "adagrad", "adam"]))
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("model", ["dlrm", "dcnv2"])
 def test_it_trains_as_the_plain_reference_does(model, name):
     config = compose_config(*TINY, *rule(name), "optimizer.eps=1e-8", f"model.name={model}")
     with ranks_of_cpu():

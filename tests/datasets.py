@@ -1,0 +1,35 @@
+"""Small dataset directories, and what can be wrong with one."""
+
+from pathlib import Path
+
+import numpy as np
+
+from dataloading.dataset_directory import write_dataset
+from dataloading.feature_spec import CategoricalFeature
+
+ROWS = {"train": 256, "test": 128}
+CARDINALITY = 100
+
+
+def write_clicks(root: Path) -> Path:
+    """Write two single-hot features and two numericals whose label follows the first id; return `root`."""
+    features = [CategoricalFeature.of(name, CARDINALITY) for name in ("user", "item")]
+    generator = np.random.default_rng(1)
+    with write_dataset(
+        root, categorical=features, numerical=("n", "m"), numerical_dtype="float32"
+    ) as dataset:
+        for split, rows in ROWS.items():
+            ids = generator.integers(0, CARDINALITY, (2, rows))
+            dataset[split].append(
+                numerical=generator.normal(size=(rows, 2)),
+                labels=(ids[0] + generator.integers(0, 50, rows)) % CARDINALITY > 50,
+                ids={"user": ids[0], "item": ids[1]},
+            )
+    return root
+
+
+def plant(path: Path, index: int, value: float | int, dtype: str) -> None:
+    """Overwrite one value of a .bin file."""
+    values = np.memmap(path, dtype, mode="r+")
+    values[index] = value
+    values.flush()

@@ -1,0 +1,247 @@
+"""A restored run goes on as if it had never stopped, under any layout and on any number of ranks."""
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
+
+from nn import checkpoint
+from nn.build import open_source
+from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.distributed import run_distributed
+
+RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
+LAYOUTS = ["table_wise", "row_wise", "column_wise", "data_parallel"]
+CASES = [each for each in product(RATES, LAYOUTS) if each != ("rowwise_adagrad", "column_wise")]
+
+
+def case(rule: str, layout: str = "table_wise") -> list[str]:
+    tables = ",".join(f"cat_{index}:{layout}" for index in range(5))
+    rates = [f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"]
+    return [*TINY, *rates, f"sharding.tables={{{tables}}}"]
+
+
+def save(directory: Path, built: Built, num_steps: int) -> Path:
+    return checkpoint.save(directory, built.step, num_steps, built.source.spec, built.ranks)
+
+
+def restored(path: Path, *overrides: str) -> Built:
+    built = build(compose_config(*overrides))
+    checkpoint.restore(path, built.step, with_optimizer=True)
+    return built
+
+
+def state_of(built: Built) -> dict[str, Tensor]:
+    """Copies of all weights and optimizer states of a run on one rank."""
+    dense = built.step.dense.named_parameters()
+    optimizer = built.step.dense_optimizer.state
+    state = {name: parameter.detach().clone() for name, parameter in dense}
+    for name, parameter in built.step.dense.named_parameters():
+        state |= {f"{name} {key}": value.clone() for key, value in optimizer[parameter].items()}
+    tables = built.step.tables
+    for name, value in (tables.weights() | tables.optimizer_state()).items():
+        if isinstance(value, ShardedTensor):
+            (shard,) = value.local_shards()
+            value = shard.tensor
+        state[name] = value.detach().clone().squeeze(-1)
+    return state
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return set(left) == set(right) and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("rule", RATES)
+def test_a_restored_run_goes_on_bit_by_bit(rule, tmp_path):
+    with ranks_of_cpu():
+        whole = build(compose_config(*case(rule)))
+        losses = whole.train(0, 6)
+        first = build(compose_config(*case(rule)))
+        assert first.train(0, 3) == losses[:3]
+        second = restored(save(tmp_path, first, 3), *case(rule))
+        assert same(state_of(second), state_of(first))
+        assert second.train(3, 3) == losses[3:]
+        assert same(state_of(second), state_of(whole))
+
+
+def move_to_other_layouts(source: Path, directory: Path) -> dict[tuple[str, str], list[float]]:
+    """Restore each rule's checkpoint under each layout, save it again and train three steps more."""
+    losses = {}
+    with ranks_of_cpu():
+        for rule, layout in CASES:
+            built = restored(source / rule / "step_3", *case(rule, layout))
+            save(directory / rule / layout, built, 3)
+            losses[rule, layout] = built.train(3, 3)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory) -> tuple[Path, dict, dict, dict]:
+    """Checkpoints moved from one rank to two; the state and losses of the runs that stayed, and the losses there."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    states, losses = {}, {}
+    with ranks_of_cpu():
+        for rule in RATES:
+            built = build(compose_config(*case(rule)))
+            built.train(0, 3)
+            save(directory / "one" / rule, built, 3)
+            states[rule] = state_of(built)
+            losses[rule] = built.train(3, 3)
+    two = run_distributed(move_to_other_layouts, 2, directory / "one", directory / "two")
+    assert two[0] == two[1]
+    return directory / "two", states, losses, two[0]
+
+
+@pytest.mark.parametrize("each", CASES, ids="-".join)
+def test_two_ranks_go_on_under_any_layout_where_one_stopped(moved, each):
+    _, _, losses, losses_on_two = moved
+    assert losses_on_two[each] == pytest.approx(losses[each[0]], rel=1e-6)
+
+
+@pytest.mark.parametrize("each", CASES, ids="-".join)
+def test_one_rank_finds_all_state_that_two_ranks_saved_under_any_layout(moved, each):
+    directory, states, losses, _ = moved
+    rule, layout = each
+    with ranks_of_cpu():
+        built = restored(directory / rule / layout / "step_3", *case(rule))
+        assert same(state_of(built), states[rule])
+        assert built.train(3, 3) == losses[rule]
+
+
+@pytest.mark.parametrize("layout", ["row_wise", "column_wise", "data_parallel"])
+def test_one_rank_may_lay_its_tables_out_anew(moved, layout):
+    directory, _, losses, _ = moved
+    with ranks_of_cpu():
+        built = restored(directory / "adagrad" / "table_wise" / "step_3", *case("adagrad", layout))
+        assert built.train(3, 3) == pytest.approx(losses["adagrad"], rel=1e-6)
+
+
+def test_names_depend_neither_on_the_layout_nor_on_compilation(tmp_path):
+    names = {}
+    with ranks_of_cpu():
+        for layout, compiled in (("row_wise", "false"), ("data_parallel", "true")):
+            config = compose_config(*case("adagrad", layout), f"train.compile={compiled}")
+            path = save(tmp_path / layout, build(config), 0)
+            names[layout] = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    assert names["row_wise"] == names["data_parallel"]
+    assert {
+        "tables.cat_0.weight",
+        "tables.cat_0.momentum1",
+        "dense.bottom.layers.0.weight",
+        "dense_optimizer.bottom.layers.0.weight.sum",
+    } < names["row_wise"]
+
+
+def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, monkeypatch):
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+
+        def write_half(state, checkpoint_id):
+            (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+            raise OSError("No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("nn.checkpoint.dcp.save", write_half)
+            with pytest.raises(OSError, match="No space left"):
+                save(tmp_path, built, 5)
+        assert not list(tmp_path.glob("step_*"))
+        path = save(tmp_path, built, 5)
+        assert [each.name for each in tmp_path.iterdir()] == ["step_5"]
+        assert checkpoint.check(path, built.source.spec) == 5
+        assert not [each for each in path.iterdir() if each.read_bytes() == b"half"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A checkpoint of DCNv2 with three cross layers, trained one step with Adagrad."""
+    with ranks_of_cpu():
+        built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
+        built.train(0, 1)
+        return save(tmp_path_factory.mktemp("saved"), built, 1)
+
+
+def test_a_directory_that_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a checkpoint \(.*\); name a step_N directory"):
+        checkpoint.check(tmp_path, None)
+    (tmp_path / "run.json").write_text('{"num_st')
+    with pytest.raises(ValueError, match=r"is not a checkpoint \(.*\); name a step_N directory"):
+        checkpoint.check(tmp_path, None)
+
+
+def test_other_features_are_refused(saved):
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY, "data.synthetic.cardinalities=[500,40,7,300,1001]"))
+    with pytest.raises(
+        ValueError, match=r"was trained on other features than this dataset's .* set data\.path to"
+    ):
+        checkpoint.check(saved, built.source.spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        (["model.name=dlrm"], r"dense\.\S+ \(\d+, \d+\) instead of \(\d+, \d+\)"),
+        (["model.embedding_dim=12"], r"tables\.cat_0\.weight \(500, 8\) instead of \(500, 12\)"),
+        (["model.cross.num_layers=4"], r"no dense\.cross\.layers\.3\."),
+        (["model.cross.num_layers=2"], r"dense\.cross\.layers\.2\.\S+, which is not wanted"),
+        (["model.top_mlp=[8,1]"], r"dense\.top\.layers\.0\.weight \(16, 48\) instead of \(8, 48\)"),
+    ],
+)
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_another_model_is_refused(saved, changes, difference, with_optimizer):
+    with ranks_of_cpu():
+        built = build(compose_config(*case("adagrad"), "model.name=dcnv2", *changes))
+        with pytest.raises(ValueError, match="holds another model or optimizer") as caught:
+            checkpoint.restore(saved, built.step, with_optimizer=with_optimizer)
+    assert re.search(difference, str(caught.value)), caught.value
+    assert str(caught.value).endswith(
+        "use the model, embedding_dim and optimizer that it was trained with"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        (["optimizer.embedding_name=adam"], "no tables.cat_0.momentum2"),
+        (["optimizer.embedding_name=sgd"], "tables.cat_0.momentum1, which is not wanted"),
+        (
+            ["optimizer.embedding_name=rowwise_adagrad"],
+            "tables.cat_0.momentum1 (500, 8) instead of (500,)",
+        ),
+        (["optimizer.name=adam", "optimizer.embedding_name=adagrad"], "exp_avg"),
+        (["optimizer.name=sgd", "optimizer.embedding_name=adagrad"], "sum, which is not wanted"),
+    ],
+)
+def test_another_optimizer_is_refused_for_training_only(saved, changes, difference):
+    config = compose_config(*case("adagrad"), "model.name=dcnv2", *changes)
+    with ranks_of_cpu():
+        built = build(config)
+        with pytest.raises(ValueError, match="holds another model or optimizer") as caught:
+            checkpoint.restore(saved, built.step, with_optimizer=True)
+        checkpoint.restore(saved, built.step, with_optimizer=False)
+    assert difference in str(caught.value)
+
+
+def test_a_checkpoint_that_lost_a_file_is_named(saved, tmp_path):
+    (tmp_path / "run.json").write_text((saved / "run.json").read_text())
+    with pytest.raises(ValueError, match=r"is not a checkpoint \(.*\.metadata"):
+        checkpoint.check(tmp_path, None)
+    (tmp_path / ".metadata").write_bytes((saved / ".metadata").read_bytes())
+    with ranks_of_cpu():
+        built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
+        with pytest.raises(ValueError, match=r"cannot be read: .*__0_0\.distcp"):
+            checkpoint.restore(tmp_path, built.step, with_optimizer=True)
+
+
+def test_what_it_belongs_to_is_written_beside_it(saved):
+    facts = json.loads((saved / "run.json").read_text())
+    assert facts == {
+        "num_steps": 1,
+        "feature_spec": open_source(compose_config(*TINY)).spec.fingerprint(),
+    }

@@ -1,0 +1,59 @@
+"""Samples a second, on a clock that the test turns."""
+
+import pytest
+
+from nn.speed import Speedometer
+
+
+class Clock:
+    """Stands in for `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("nn.speed.time", clock)
+    return clock
+
+
+def window(speed: Speedometer, clock: Clock, steps: int, rows: int, seconds: float) -> dict:
+    for _ in range(steps):
+        speed.count(rows)
+        clock.now += seconds
+    return speed.window()
+
+
+def test_a_window_counts_its_own_steps(clock):
+    speed = Speedometer()
+    assert window(speed, clock, 4, 100, 0.5) == {"samples_per_s": 200, "step_ms": 500}
+    assert window(speed, clock, 2, 100, 0.25) == {"samples_per_s": 400, "step_ms": 250}
+
+
+def test_the_run_leaves_its_first_window_out(clock):
+    speed = Speedometer()
+    window(speed, clock, 4, 100, 9.0)
+    window(speed, clock, 3, 100, 0.5)
+    window(speed, clock, 1, 50, 0.5)
+    assert speed.run() == {"samples_per_s": 350 / 2, "step_ms": 500}
+
+
+def test_a_run_of_one_window_reports_that(clock):
+    speed = Speedometer()
+    window(speed, clock, 4, 100, 0.5)
+    assert speed.run() == {"samples_per_s": 200, "step_ms": 500}
+
+
+def test_the_clock_stands_during_an_evaluation(clock):
+    speed = Speedometer()
+    speed.count(100)
+    clock.now += 0.5
+    speed.pause()
+    clock.now += 60
+    speed.resume()
+    assert window(speed, clock, 1, 100, 0.5) == {"samples_per_s": 200, "step_ms": 500}
