@@ -14,6 +14,7 @@ from configs.schema import Config, to_config
 
 USER_ERROR_EXIT_CODE = 2
 DIVERGED_EXIT_CODE = 3
+INTERRUPTED_EXIT_CODE = 130
 
 # A launcher ends all ranks when it sees the first one fail; the rank that speaks must not be ended before it has.
 SILENT_RANK_WAIT_S = 2.0
@@ -47,8 +48,15 @@ def _run(composed: DictConfig) -> None:
     except ValueError as error:
         # Every rank of a node, if not of all nodes, has met the same error; one of them says it.
         _end(str(error) if _speaks_for_node() else None, USER_ERROR_EXIT_CODE)
+    except OSError as error:
+        _end(f"{error.strerror or error}: {error.filename}", USER_ERROR_EXIT_CODE)
     except DivergedError as error:
         _end(str(error) if _speaks_for_node() else None, DIVERGED_EXIT_CODE)
+    except KeyboardInterrupt:
+        text = (
+            "interrupted; what was recorded so far is in the run directory, the model is not saved"
+        )
+        _end(text if _speaks_for_node() else None, INTERRUPTED_EXIT_CODE)
 
 
 def _speaks_for_node() -> bool:

@@ -431,6 +431,7 @@ class Config:
     log: LogConfig = MISSING
 
     def __post_init__(self) -> None:
+        require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
         require(
             self.mode is not Mode.eval or self.checkpoint.restore is not None,
             "mode=eval needs a trained model: set checkpoint.restore to a run's checkpoints/step_N",

@@ -114,9 +114,9 @@ class FeatureSpec:
         return self.splits[split].num_rows
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex) of what a model depends on: names, order, dtypes, cardinalities and hotness."""
-        categorical = [[f.name, f.cardinality, f.dtype.name, f.hotness] for f in self.categorical]
-        facts = [list(self.numerical), self.numerical_dtype.name, self.label, categorical]
+        """Return a SHA-256 (hex) of what a model depends on: names, order, cardinalities and hotness."""
+        categorical = [[f.name, f.cardinality, f.hotness] for f in self.categorical]
+        facts = [list(self.numerical), self.label, categorical]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @classmethod

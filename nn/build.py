@@ -15,8 +15,8 @@ from dataloading.synthetic import SyntheticSource
 from nn.distributed import Ranks, launched_world
 from nn.initialization import initialise_dense
 from nn.model import build_dense, build_embeddings
-from nn.plan import TablePlan
-from nn.planner import Hardware, ShardingPlan, plan_tables
+from nn.plan import Hardware, TablePlan
+from nn.planner import ShardingPlan, plan_tables
 from nn.sharding import ShardedTables, register_rule
 from nn.step import Step
 
@@ -58,17 +58,23 @@ def device_type(config: Config) -> str:
     return chosen
 
 
-def hardware_of(config: Config, world_size: int, local_world_size: int) -> Hardware:
+def hardware_of(
+    config: Config, device_kind: str, world_size: int, local_world_size: int
+) -> Hardware:
     """Describe what the tables are planned for: the machine, except where the configuration says otherwise.
+
+    Args:
+        config: the whole run.
+        device_kind: `cpu` or `cuda`.
+        world_size: ranks in all.
+        local_world_size: ranks a node.
 
     Raises:
         ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
     """
     sharding = config.sharding
-    has_gpu = torch.cuda.is_available() or sharding.hbm_gib is not None
-    on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
     hbm_bytes = 0
-    if on_gpu:
+    if device_kind == "cuda":
         if sharding.hbm_gib is not None:
             hbm_bytes = int(sharding.hbm_gib * GIB)
         elif torch.cuda.is_available():
@@ -82,13 +88,11 @@ def hardware_of(config: Config, world_size: int, local_world_size: int) -> Hardw
         host_bytes = int(sharding.host_gib * GIB)
     else:
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware(
-        "cuda" if on_gpu else "cpu", world_size, local_world_size, hbm_bytes, host_bytes
-    )
+    return Hardware(device_kind, world_size, local_world_size, hbm_bytes, host_bytes)
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """As `hardware_of`, for ranks that need not exist: `sharding.world_size`, else those started.
+    """As `hardware_of`, for ranks and devices that need not exist: `sharding.world_size` and `sharding.hbm_gib`.
 
     Raises:
         ValueError: nodes of unequal size.
@@ -103,7 +107,9 @@ def planned_hardware(config: Config) -> Hardware:
             f"sharding.world_size={world_size} is no multiple of sharding.local_world_size={local}; "
             "every node must run equally many ranks"
         )
-    return hardware_of(config, world_size, local)
+    has_gpu = torch.cuda.is_available() or config.sharding.hbm_gib is not None
+    on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
+    return hardware_of(config, "cuda" if on_gpu else "cpu", world_size, local)
 
 
 def build_plan(

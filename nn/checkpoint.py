@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -21,7 +22,6 @@ from nn.distributed import Ranks
 from nn.step import Step
 
 RUN_FILE = "run.json"
-METADATA_FILE = ".metadata"  # torch.distributed.checkpoint's own; hidden, so easily lost in a copy
 
 
 def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
@@ -40,7 +40,14 @@ def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: 
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     ranks.barrier()
-    dcp.save(_weights(step) | _optimizer_state(step), checkpoint_id=unfinished)
+    try:
+        dcp.save(_weights(step) | _optimizer_state(step), checkpoint_id=unfinished)
+    except dcp.CheckpointException as error:
+        problem, _ = next(iter(error.failures.values()))
+        raise ValueError(
+            f"the checkpoint could not be written below {directory}: {problem}; the run's other results "
+            "are there. Make room and train again, or set checkpoint.save=false"
+        ) from None
     if ranks.is_main:
         facts = {"num_steps": num_steps, "feature_spec": spec.fingerprint()}
         (unfinished / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n")
@@ -58,18 +65,19 @@ def check(path: Path, spec: FeatureSpec) -> int:
     """
     try:
         facts = json.loads((path / RUN_FILE).read_text())
-        (path / METADATA_FILE).stat()
-    except (OSError, json.JSONDecodeError) as error:
+        fingerprint, num_steps = facts["feature_spec"], facts["num_steps"]
+        dcp.FileSystemReader(path).read_metadata()
+    except (OSError, ValueError, KeyError, EOFError, UnpicklingError) as error:
         raise ValueError(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
             "below a run's checkpoints/"
         ) from None
-    if facts["feature_spec"] != spec.fingerprint():
+    if fingerprint != spec.fingerprint():
         raise ValueError(
             f"checkpoint.restore={path} was trained on other features than this dataset's (names, "
             "order, cardinalities or hotness differ); set data.path to the dataset it was trained on"
         )
-    return facts["num_steps"]
+    return num_steps
 
 
 def restore(path: Path, step: Step, *, with_optimizer: bool) -> None:

@@ -19,7 +19,8 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
-from nn.plan import TablePlan
+from configs.schema import Config
+from nn.plan import Hardware, TablePlan
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -54,6 +55,27 @@ def print_head(console: Console, environment: Mapping[str, Any], facts: Mapping[
         **facts,
     }
     console.print(Text(environment["recipe"], style="bold"))
+    console.print(_grid(lines))
+
+
+def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
+    """Print what a plan is made for.
+
+    Args:
+        console: from `make_console`.
+        config: the whole run.
+        hardware: what its tables are to live in.
+    """
+    a_rank = hardware.bytes_per_rank
+    usable = a_rank * (1 - config.sharding.reserve)
+    nodes = hardware.world_size // hardware.local_world_size
+    lines = {
+        "plan for": f"{hardware.world_size} x {hardware.device_type} on {nodes} "
+        + ("node" if nodes == 1 else "nodes"),
+        "memory": f"{a_rank / GIB:,.1f} GiB a rank, {usable / GIB:,.1f} GiB of it for tables",
+        "optimizer": f"tables {config.optimizer.table_name.value}",
+    }
+    console.print(Text(config.recipe, style="bold"))
     console.print(_grid(lines))
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
@@ -31,8 +32,8 @@ class Feed:
         self._batches = batches
         self._tables = tables
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next: tuple[Batch, Batch, Exchange] | None = None
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+        self._next: tuple[Batch, Exchange] | None = None
         self.data_wait_ms = 0.0
         self.start_next()
 
@@ -45,9 +46,9 @@ class Feed:
             self._next = None
             return
         with self._on_stream():
+            # The host batch may go at once: torch keeps pinned memory until the copies from it are done.
             batch = host_batch.to(self._device, non_blocking=True)
-            # The pinned host batch is kept until its copy has certainly been made.
-            self._next = host_batch, batch, self._tables.start_exchange(batch)
+            self._next = batch, self._tables.start_exchange(batch)
 
     def __iter__(self) -> "Feed":
         return self
@@ -55,7 +56,7 @@ class Feed:
     def __next__(self) -> tuple[Batch, Exchange]:
         if self._next is None:
             raise StopIteration
-        _, batch, exchange = self._next
+        batch, exchange = self._next
         with self._on_stream():
             exchange = self._tables.finish_exchange(exchange)
         if self._stream is not None:
@@ -67,3 +68,9 @@ class Feed:
 
     def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all feeds of a process: the allocator keeps freed memory for the stream that used it."""
+    return torch.cuda.Stream(device)

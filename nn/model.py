@@ -126,6 +126,12 @@ class DCNv2(nn.Module):
 
 
 def _build_dlrm(config: ModelConfig, spec: FeatureSpec) -> DLRM:
+    num_vectors = len(spec.categorical) + bool(spec.numerical)
+    if num_vectors < 2:
+        raise ValueError(
+            f"model.name=dlrm needs two vectors to interact, got {num_vectors} (one a categorical "
+            "feature, and one for the numerical features if there are any); use model.name=dcnv2"
+        )
     return DLRM(
         num_numerical=len(spec.numerical),
         num_categorical=len(spec.categorical),

@@ -1,4 +1,4 @@
-"""What the planner decided, as plain rows: the same rows are printed, written to plan.json and tested."""
+"""What the planner is told and what it decided, as plain values that are printed, written to plan.json and tested."""
 
 from dataclasses import dataclass
 
@@ -26,3 +26,29 @@ class TablePlan:
     kernel: str
     ranks: tuple[int, ...]
     bytes_per_rank: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the plan is made for.
+
+    Attributes:
+        device_type: `cpu` or `cuda`.
+        world_size: ranks in all.
+        local_world_size: ranks a node.
+        hbm_bytes: memory of one GPU; 0 on CPUs.
+        host_bytes: memory of one node.
+    """
+
+    device_type: str
+    world_size: int
+    local_world_size: int
+    hbm_bytes: int
+    host_bytes: int
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Memory that tables of one rank live in."""
+        if self.device_type == "cuda":
+            return self.hbm_bytes
+        return self.host_bytes // self.local_world_size

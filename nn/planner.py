@@ -7,7 +7,6 @@ links' real speed, each table's hotness and optimizer state, and only the kernel
 
 import logging
 import math
-from dataclasses import dataclass
 
 import torch
 from torchrec import EmbeddingBagCollection
@@ -28,7 +27,7 @@ from torchrec.distributed.types import ShardingPlan
 from configs.schema import OptimizerName, ShardingConfig, ShardingType
 from dataloading.feature_spec import FeatureSpec
 from nn.model import table_name
-from nn.plan import TablePlan
+from nn.plan import Hardware, TablePlan
 
 GIB = 2**30
 
@@ -52,32 +51,6 @@ WEIGHT_BYTES = 4
 # A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
 # than a rank's fair share of all lookups.
 CUT_ABOVE = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What the plan is made for.
-
-    Attributes:
-        device_type: `cpu` or `cuda`.
-        world_size: ranks in all.
-        local_world_size: ranks a node.
-        hbm_bytes: memory of one GPU; 0 on CPUs.
-        host_bytes: memory of one node.
-    """
-
-    device_type: str
-    world_size: int
-    local_world_size: int
-    hbm_bytes: int
-    host_bytes: int
-
-    @property
-    def bytes_per_rank(self) -> int:
-        """Memory that tables of one rank live in."""
-        if self.device_type == "cuda":
-            return self.hbm_bytes
-        return self.host_bytes // self.local_world_size
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -217,12 +190,19 @@ def _constraints(
                     "table_wise, row_wise or data_parallel, or optimizer.embedding_name=adagrad"
                 )
             types = [each for each in types if each is not ShardingType.column_wise]
+            if not types:
+                raise ValueError(
+                    "sharding.types=[column_wise] leaves rowwise_adagrad no layout: it keeps one state "
+                    "a row, and a row cut in pieces would train differently; add table_wise or row_wise"
+                )
         # Every slice is looked up anew, so only tables that are hard to place whole are cut unasked.
         size = table_bytes(table.num_embeddings, table.embedding_dim, rule)
         parts = max(size / most_bytes, hotness[table.name] / most_lookups)
-        cut = ShardingType.column_wise in types and (chosen is not None or parts > 1)
+        only = types == [ShardingType.column_wise]
+        cut = ShardingType.column_wise in types and (only or parts > 1)
         if not cut:
             types = [each for each in types if each is not ShardingType.column_wise]
+        assert types, "TorchRec takes an empty list for all layouts"
         width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
         constraints[table.name] = ParameterConstraints(
             sharding_types=[each.value for each in types],

@@ -26,6 +26,7 @@ from nn.build import (
 from nn.console import (
     Progress,
     make_console,
+    print_hardware,
     print_head,
     print_inference,
     print_plan,
@@ -63,6 +64,7 @@ def run(config: Config, config_yaml: str) -> None:
     if config.mode is Mode.plan:
         hardware = planned_hardware(config)
         _, rows = build_plan(config, source, hardware)
+        print_hardware(console, config, hardware)
         print_plan(console, rows, hardware.world_size)
         return
     ranks = ranks_from_environment(device_type(config))
@@ -71,7 +73,7 @@ def run(config: Config, config_yaml: str) -> None:
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with ExitStack() as stack:
         stack.enter_context(process_group(ranks))
-        hardware = hardware_of(config, ranks.world_size, ranks.local_world_size)
+        hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
         plan, rows = ranks.call_on_main(lambda: build_plan(config, source, hardware))
         facts = environment(
             config.recipe,
@@ -111,6 +113,9 @@ def run(config: Config, config_yaml: str) -> None:
             ) from error
         summary["teacher_auc"] = facts["teacher_auc"]
         recorder.finish(summary)
+        if config.mode is Mode.train and config.checkpoint.save:
+            directory = recorder.run_dir / "checkpoints"
+            checkpoint.save(directory, step, summary["steps"], source.spec, ranks)
         print_summary(console, summary, recorder.run_dir)
 
 
@@ -139,13 +144,7 @@ def _train(session: Session) -> dict[str, Any]:
     train_loader, _ = build_loaders(config, session.source, session.ranks)
     last_step = total_steps(config, train_loader.steps_per_epoch)
     with Progress(session.console, last_step, start_step=session.start_step) as progress:
-        summary = session.trainer(progress).train(session.start_step)
-    if config.checkpoint.save:
-        directory = session.recorder.run_dir / "checkpoints"
-        checkpoint.save(
-            directory, session.step, summary["steps"], session.source.spec, session.ranks
-        )
-    return summary
+        return session.trainer(progress).train(session.start_step)
 
 
 def _evaluate(session: Session) -> dict[str, Any]:

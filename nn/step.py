@@ -66,7 +66,7 @@ class Step:
             loss_scale=self._loss_scale,
             ranks=ranks,
         )
-        self._captured: dict[int, CapturedPass] = {}
+        self._captured: CapturedPass | None = None
 
     def train(self, step: int, feed: Feed) -> Trained:
         """Learn from the next batch of `feed`.
@@ -112,8 +112,8 @@ class Step:
         self.dense.train(mode)
 
     def close(self) -> None:
-        """Free the recorded graphs, without which NCCL would wait for them for ever when its group is closed."""
-        self._captured.clear()
+        """Free the recorded graph; NCCL would wait for it for ever when its group is closed."""
+        self._captured = None
 
     @property
     def learning_rate(self) -> float:
@@ -130,11 +130,12 @@ class Step:
         return self.tables.why_not_static
 
     def _run_pass(self, batch: Batch, ids: Exchange, lookups: list[Tensor]) -> PassResult:
-        if ids.is_static and self.why_not_captured is None:
-            size = len(batch.labels)
-            if size not in self._captured:
-                self._captured[size] = CapturedPass(self._pass, lookups, ids.context, batch)
-            return self._captured[size].run(lookups, batch)
+        # The tail of an epoch may be static too, but comes too seldom to be worth a graph and its memory.
+        full = len(batch.labels) * self._ranks.world_size == self._config.train.batch_size
+        if full and ids.is_static and self.why_not_captured is None:
+            if self._captured is None:
+                self._captured = CapturedPass(self._pass, lookups, ids.context, batch)
+            return self._captured.run(lookups, batch)
         return self._pass.run(
             lookups,
             ids.context,

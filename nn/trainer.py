@@ -65,7 +65,7 @@ class Trainer:
         )
         self.num_steps = start_step
         stopped, test = "all steps done", {}
-        untrained = self.evaluate() if self._config.eval.at_start else {}
+        first = self.evaluate() if self._config.eval.at_start else {}
         batches = self._train_loader.batches(start_step, last_step - start_step)
         feed = Feed(batches, self._step.tables, self._ranks.device)
         self._step.set_training(True)
@@ -97,7 +97,7 @@ class Trainer:
             "test_log_loss": test.get("test_log_loss"),
             "test_rows": test.get("test_rows"),
             "best_test_auc": self.best_auc,
-            "untrained_test_auc": untrained.get("test_auc"),
+            "untrained_test_auc": None if start_step else first.get("test_auc"),
             **speed.run(),
             "peak_hbm_bytes": self._peak_hbm_bytes(),
         }
@@ -123,10 +123,8 @@ class Trainer:
             "test_rows": measured["rows"],
             "eval_s": time.perf_counter() - started,
         }
-        # fmax takes the number where the other is nan.
-        self.best_auc = float(
-            torch.fmax(torch.tensor(self.best_auc), torch.tensor(measured["auc"]))
-        )
+        if not self.best_auc >= measured["auc"]:  # also while there is none yet
+            self.best_auc = measured["auc"]
         self._recorder.write_test(record)
         self._progress.show_test(record)
         return record

@@ -66,7 +66,7 @@ def build(config: Config, source: Source | None = None) -> Built:
     """Build a run, on the data of the configuration unless told otherwise; needs a process group."""
     ranks = ranks_from_environment(device_type(config))
     source = source or open_source(config)
-    hardware = hardware_of(config, ranks.world_size, ranks.local_world_size)
+    hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.call_on_main(lambda: build_plan(config, source, hardware))
     step = build_step(config, source, plan, ranks)
     return Built(config, ranks, source, step, *build_loaders(config, source, ranks))

@@ -76,7 +76,7 @@ def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list
             built.step.predict(batch, ids)
             built.step.set_training(True)
             losses += built.train(5, NUM_STEPS - 5)
-            results.append((bool(built.step._captured), losses))
+            results.append((built.step._captured is not None, losses))
             built.step.close()
     return results
 

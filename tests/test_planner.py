@@ -13,8 +13,8 @@ from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingT
 from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
 from nn.model import build_embeddings
-from nn.plan import TablePlan
-from nn.planner import Hardware, plan_tables, table_bytes
+from nn.plan import Hardware, TablePlan
+from nn.planner import plan_tables, table_bytes
 from nn.sharding import register_rule
 from tests.composed import TINY, compose_config, losses_of_cases
 
