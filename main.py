@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from configs.help import register_option_help
-from configs.schema import Config, to_config
+from configs.schema import Config, check_overrides, to_config
 
 USER_ERROR_EXIT_CODE = 2
 DIVERGED_EXIT_CODE = 3
@@ -25,6 +25,10 @@ def launch(config_name: str) -> None:
     # OpenMP's threads otherwise spin while they wait, and starve the loader's where cores are few. Read when torch is
     # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        check_overrides(sys.argv[1:], Config, groups=("experiment", "data"))
+    except ValueError as error:
+        _end(str(error) if _speaks_for_node() else None, USER_ERROR_EXIT_CODE)
     ConfigStore.instance().store(name="schema", node=Config)
     register_option_help(Config)
     hydra.main(version_base="1.3", config_path="configs", config_name=config_name)(_run)()

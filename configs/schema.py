@@ -5,7 +5,7 @@ text given to `option` beside each key. `main.launch` turns the composed yaml in
 runs before a file is opened or a process group exists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -20,6 +20,22 @@ def option(default: Any, meaning: str) -> Any:
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+HYDRA_FLAGS = (
+    *(
+        "--help",
+        "--hydra-help",
+        "--version",
+        "--cfg",
+        "--resolve",
+        "--package",
+        "--run",
+        "--multirun",
+    ),
+    *("--config-name", "--config-path", "--config-dir", "--info", "--shell-completion"),
+    "--experimental-rerun",
+)
 
 
 class Mode(Enum):
@@ -445,12 +461,41 @@ def to_config(composed: DictConfig) -> Any:
         ValueError: a value that cannot be, or an option that does not exist: Hydra itself lets `+key=value` through.
     """
     schema = OmegaConf.get_type(composed)
-    options = [key for key, _ in describe(schema)]
     for key in _unknown_keys(composed, schema):
-        close = get_close_matches(key, options, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"there is no option {key}; {hint}--help lists them all")
+        raise ValueError(_no_option(key, schema))
     return OmegaConf.to_object(composed)
+
+
+def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str]) -> None:
+    """Name a mistyped option before Hydra does, whose advice would be to add it with a plus sign.
+
+    Args:
+        arguments: of the command line.
+        schema: the options.
+        groups: folders of configs that may be chosen from, such as `experiment`.
+
+    Raises:
+        ValueError: an option that does not exist, or is written as a flag.
+    """
+    options = [key for key, _ in describe(schema)]
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("--") and name not in HYDRA_FLAGS:
+            raise ValueError(
+                f"there is no flag {name}; options are written key=value, as train.batch_size=4096, and "
+                "--help lists them (docs/tf2_flags.md has the TF2 recipe's flags)"
+            )
+        is_option = any(f"{each}.".startswith(f"{name}.") for each in options)
+        is_below_one = any(name.startswith(f"{each}.") for each in options)
+        is_hydras = name.startswith(("-", "+", "~", "hydra")) or name.split("@")[0] in groups
+        if equals and not (is_option or is_below_one or is_hydras):
+            raise ValueError(_no_option(name, schema))
+
+
+def _no_option(key: str, schema: type) -> str:
+    close = get_close_matches(key, [each for each, _ in describe(schema)], n=1, cutoff=0.75)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"there is no option {key}; {hint}--help lists them all"
 
 
 def _unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:

@@ -1,5 +1,6 @@
 """`python -m preproc`: compose the options, check them, write one dataset directory."""
 
+import sys
 from errno import ENOSPC
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from configs.help import register_option_help
 from configs.preproc_schema import Layout, PreprocConfig
-from configs.schema import require, to_config
+from configs.schema import check_overrides, require, to_config
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME
 from preproc.report import Progress
@@ -59,4 +60,8 @@ def register() -> None:
 
 if __name__ == "__main__":
     register()
+    try:
+        check_overrides(sys.argv[1:], PreprocConfig, groups=("dataset",))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     run()

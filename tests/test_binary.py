@@ -483,7 +483,7 @@ def test_the_documented_example_writes_a_dataset(tmp_path, monkeypatch):
     text = (Path(__file__).parents[1] / "docs/data_format.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(text.split("```python\n")[1].split("```")[0], {})
-    spec = FeatureSpec.load(tmp_path / "mine")
+    spec = FeatureSpec.load(tmp_path / "data" / "mine")
     columns = BinarySource(spec).read("test", runs_of([[998, 1000]]))
     assert columns.ids[0].tolist() == [998, 999]
     assert columns.ids[1].tolist() == [48, 48, 49, 49]

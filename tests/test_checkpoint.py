@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -237,6 +239,23 @@ def test_a_checkpoint_that_lost_a_file_is_named(saved, tmp_path):
         built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
         with pytest.raises(ValueError, match=r"cannot be read: .*__0_0\.distcp"):
             checkpoint.restore(tmp_path, built.step, with_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("run.json", b"{}"), ("run.json", b"{"), (".metadata", b"\x80"), (".metadata", b"")],
+)
+def test_a_broken_checkpoint_is_named(saved, tmp_path, name, content):
+    for each in ("run.json", ".metadata"):
+        (tmp_path / each).write_bytes((saved / each).read_bytes())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        checkpoint.check(tmp_path, open_source(compose_config(*TINY)).spec)
+
+
+def test_the_dtype_of_stored_numericals_makes_no_other_model():
+    spec = open_source(compose_config(*TINY)).spec
+    assert replace(spec, numerical_dtype=np.dtype("float16")).fingerprint() == spec.fingerprint()
 
 
 def test_what_it_belongs_to_is_written_beside_it(saved):

@@ -7,6 +7,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from configs.schema import CrossConfig, CrossStructure, ModelConfig, ModelName
 from dataloading.batch import Batch, jagged
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.synthetic import SyntheticSource
 from nn.interaction import DotInteraction
 from nn.mlp import MLP
 from nn.model import (
@@ -298,3 +299,22 @@ def test_the_dense_half_exports_for_any_batch_size(name):
     exported = torch.export.export(dense, example, dynamic_shapes=(any_size, any_size)).module()
     others = (torch.randn(9, 3), torch.randn(9, 3 * DIM))
     torch.testing.assert_close(exported(*others), dense(*others))
+
+
+def test_a_dot_interaction_of_one_vector_is_refused():
+    spec = SyntheticSource(
+        train_rows=1,
+        test_rows=1,
+        num_numerical=0,
+        cardinalities=[10],
+        hotness=[],
+        exponent=1.0,
+        seed=1,
+    ).spec
+    config = ModelConfig(
+        name=ModelName.dlrm, embedding_dim=8, bottom_mlp=[8], top_mlp=[1], cross=CrossConfig()
+    )
+    with pytest.raises(
+        ValueError, match=r"needs two vectors to interact, got 1 .* use model.name=dcnv2"
+    ):
+        build_dense(config, spec)

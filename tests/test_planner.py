@@ -387,3 +387,22 @@ def test_replicated_tables_are_trained_by_the_tables_rule():
     )
     assert replicated == pytest.approx(sharded, rel=1e-6)
     assert by_the_dense_rule != pytest.approx(sharded, rel=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_column_wise_alone_cuts_every_table(world_size):
+    rows = rows_of([1000, 50, 7], dim=16, world_size=world_size, types=[ShardingType.column_wise])
+    assert {row.sharding for row in rows} == {"column_wise"}
+
+
+def test_column_wise_alone_leaves_rowwise_adagrad_nothing_to_choose():
+    with pytest.raises(
+        ValueError, match=r"leaves rowwise_adagrad no layout.*add table_wise or row_wise"
+    ):
+        rows_of(
+            [1000, 50],
+            dim=16,
+            world_size=2,
+            rule=OptimizerName.rowwise_adagrad,
+            types=[ShardingType.column_wise],
+        )

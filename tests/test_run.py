@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.command import ROOT, Ended, run_command, start_command
 from tests.composed import TINY
@@ -178,6 +179,56 @@ def test_a_run_in_two_parts_ends_where_the_whole_one_does(dlrm, tmp_path):
         assert parts[name] == whole[name]
 
 
+def test_a_restored_run_was_not_untrained(dlrm, tmp_path):
+    _, run_dir = dlrm
+    restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
+    more = [
+        "train.epochs=2",
+        "train.max_steps=33",
+        "eval.at_start=true",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    assert run_command(*SHORT, restore, *more).exit_code == 0
+    assert summary_of(tmp_path / "run")["untrained_test_auc"] is None
+
+
+def test_gpu_memory_to_plan_with_makes_no_gpu_run(tmp_path):
+    ended = run_command(*TINY, "device=auto", "sharding.hbm_gib=139", f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 0, ended.err
+    assert "dense pass: a CUDA graph" not in ended.out
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_no_result(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointException("save", {0: (OSError(28, "No space left on device"), [])})
+
+    monkeypatch.setattr("nn.checkpoint.dcp.save", full)
+    message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
+    assert "the checkpoint could not be written below" in message
+    assert "No space left on device" in message
+    assert summary_of(tmp_path / "run")["test_auc"] > 0
+
+
+def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nn.step.Step.train", interrupt)
+    ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 130
+    assert ended.err.splitlines()[-1].startswith(
+        "error: interrupted; what was recorded so far is in"
+    )
+    assert "Traceback" not in ended.err
+
+
+def test_a_plan_says_what_it_is_for():
+    asked = ["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=100"]
+    out = run_command(*TINY, *(each for each in asked), "device=cuda").out
+    assert re.search(r"plan for +2 x cuda on 1 node", out)
+    assert re.search(r"memory +100.0 GiB a rank, 90.0 GiB of it for tables", out)
+
+
 def test_a_run_that_is_over_is_not_restored_for_training(dlrm, tmp_path):
     _, run_dir = dlrm
     path = run_dir / "checkpoints" / "step_32"
@@ -199,6 +250,7 @@ def test_a_run_that_is_over_is_not_restored_for_training(dlrm, tmp_path):
         ),
         (["device=cuda"], "device=cuda, but torch sees no GPU here; train on the CPU with"),
         (["train.amp=fp16"], "train.amp=fp16 needs a GPU; on the CPU set train.amp=bf16 or off"),
+        (["seed=-1"], "seed must not be negative, got -1"),
         (["data.path=nowhere"], r"nowhere\b.*feature_spec.yaml"),
         (["eval.split=validation"], "split 'validation'"),
         (["mode=inference", "eval.split=validation"], "split 'validation'"),

@@ -159,13 +159,21 @@ def test_no_override_is_an_empty_one():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.batchsize=3", "Key 'batchsize' not in 'TrainConfig'"),
+        (
+            "train.batchsize=3",
+            "error: there is no option train.batchsize; did you mean train.batch_size? --help lists",
+        ),
+        ("batch=3", "error: there is no option batch; --help lists them all"),
+        (
+            "--train.epochs=2",
+            "error: there is no flag --train.epochs; options are written key=value",
+        ),
+        ("--batch_size", "error: there is no flag --batch_size; options are written key=value"),
         (
             "+train.batchsize=3",
             "there is no option train.batchsize; did you mean train.batch_size? --help lists",
         ),
         ("+xyz=3", "error: there is no option xyz; --help lists them all"),
-        ("batch_size=3", "Key 'batch_size' not in 'Config'"),
         ("train.batch_size=big", "Value 'big' of type 'str' could not be converted to Integer"),
         ("mode=trian", "Invalid value 'trian', expected one of [train, eval, inference, plan]"),
         ("model.name=dlm", "Invalid value 'dlm', expected one of [dlrm, dcnv2]"),

@@ -46,3 +46,10 @@ def losses() -> dict[int, dict[tuple[str, ...], list[float]]]:
 def test_two_ranks_train_as_one(losses, each):
     assert losses[2][each] == pytest.approx(losses[1][each], rel=1e-6)
     assert losses[1][each][-1] != losses[1][each][0]
+
+
+def test_four_ranks_train_as_one(losses):
+    four = [each for each in CASES if each[0] == "dlrm" and each[1:3] == ("multi_hot", "adagrad")]
+    measured = run_distributed(losses_of_cases, 4, [case(*each) for each in four], NUM_STEPS)[0]
+    for each, several in zip(four, measured, strict=True):
+        assert several == pytest.approx(losses[1][each], rel=1e-6), "-".join(each)
