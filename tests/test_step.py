@@ -1,5 +1,6 @@
 """One step: what it learns, whatever the number of ranks, and that it refuses to learn from a loss that is no number."""
 
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -362,3 +363,22 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
     tables.prepare_update(7, 0.25)
     assert (kernel.iter_cpu.item(), kernel.iter.item(), kernel.lr) == (7, 7, 0.25)
     assert tables._rule is OptimizerName.adam
+
+
+def test_an_overflow_under_a_loss_scale_is_seen_before_the_update():
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        built.step._loss_scale = 1024.0
+        whole = torch.full((2, 3), 512.0)
+        built.step._gradients.vector.fill_(2048.0)
+        (unscaled,) = built.step._unscaled([whole])
+        assert unscaled.unique().tolist() == [0.5]
+        assert built.step._gradients.vector.unique().tolist() == [2.0]
+        for spoiled in (whole.clone().fill_(math.inf), whole.clone().fill_(math.nan)):
+            with pytest.raises(
+                DivergedError, match=r"overflowed fp16.*Lower train.loss_scale, now 1024"
+            ):
+                built.step._unscaled([spoiled])
+        built.step._gradients.vector[0] = math.inf
+        with pytest.raises(DivergedError, match="overflowed fp16"):
+            built.step._unscaled([whole])
