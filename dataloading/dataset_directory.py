@@ -3,6 +3,7 @@
 Everything goes to a temporary sibling, the spec last, which is then renamed to its place.
 """
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -121,8 +122,12 @@ def write_dataset(
     spec = FeatureSpec(
         root, tuple(numerical), np.dtype(numerical_dtype), label, tuple(categorical), {}, metadata
     )
+    _clear_leftovers(root)
     temporary = root.with_name(f".{root.name}.partial-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
+    # Held until this process ends, however it ends: so a later writer sees which directories are leftovers.
+    lock = os.open(temporary, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         dataset = DatasetWriter(temporary, spec, splits)
         try:
@@ -132,6 +137,7 @@ def write_dataset(
             dataset.abandon()
         _put_in_place(temporary, root)
     finally:
+        os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -158,12 +164,31 @@ def check_output(root: Path | str, overwrite: bool = False) -> Path:
     return root
 
 
+def _clear_leftovers(root: Path) -> None:
+    """Remove what killed writers of `root` left behind: at the scale of a terabyte nobody wants to keep it."""
+    for leftover in root.parent.glob(f".{root.name}.partial-*"):
+        lock = os.open(leftover, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # somebody is writing it
+        else:
+            shutil.rmtree(leftover)
+        finally:
+            os.close(lock)
+
+
 def _put_in_place(temporary: Path, root: Path) -> None:
-    """Rename `temporary` to `root`; a dataset that stood there goes only after the new one stands."""
+    """Rename `temporary` to `root`; a dataset that stood there is removed only after the new one stands."""
     replaced = temporary.with_name(temporary.name.replace(".partial-", ".replaced-"))
     if root.exists():
         root.rename(replaced)
-    temporary.rename(root)
+    try:
+        temporary.rename(root)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(root)
+        raise
     sync_directory(root.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 pytest tests/test_binary.py
 """
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -520,3 +521,47 @@ def test_the_documented_spec_is_read(tmp_path):
     loaded = FeatureSpec.load(tmp_path)
     assert [feature.hotness for feature in loaded.categorical] == [1, 3, None]
     assert BinarySource(loaded).read("train", runs_of([[0, 5]])).ids[2].tolist() == [0] * 5
+
+
+def test_what_a_killed_writer_left_is_cleared_and_what_another_writes_is_not(tmp_path):
+    leftover = tmp_path / ".data.partial-0"
+    leftover.mkdir()
+    (leftover / "label.bin").write_bytes(b"1")
+    features = [CategoricalFeature.of("user", 2)]
+
+    def write(name: str) -> None:
+        with write_dataset(tmp_path / name, categorical=features) as dataset:
+            for split in ("train", "test"):
+                dataset[split].append(labels=[1], ids={"user": [0]})
+
+    with write_dataset(tmp_path / "data", categorical=features) as first:
+        assert not leftover.exists()
+        assert first.directory.exists()
+        write("data")
+        assert first.directory.exists()
+        for split in ("train", "test"):
+            first[split].append(labels=[1], ids={"user": [1]})
+        shutil.rmtree(tmp_path / "data")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def test_a_dataset_stays_when_its_successor_cannot_take_its_place(tmp_path, monkeypatch):
+    features = [CategoricalFeature.of("user", 2)]
+
+    def write(user: int, overwrite: bool) -> None:
+        with write_dataset(tmp_path / "data", categorical=features, overwrite=overwrite) as dataset:
+            for split in ("train", "test"):
+                dataset[split].append(labels=[1], ids={"user": [user]})
+
+    write(0, overwrite=False)
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(1, overwrite=True)
+    assert (tmp_path / "data" / "train" / "user.bin").read_bytes() == b"\0"
