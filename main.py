@@ -44,6 +44,9 @@ def _run(composed: DictConfig) -> None:
         config = to_config(composed)
         require_stack()
         quiet_libraries()
+        if sys.stdout.isatty() and _speaks_for_node():
+            # Five to ten seconds; the next line overwrites it.
+            print("loading torch and TorchRec ...", end="\r", flush=True)
         from nn.run import run
 
         run(config, OmegaConf.to_yaml(composed, resolve=True))

@@ -55,7 +55,7 @@ def print_head(console: Console, environment: Mapping[str, Any], facts: Mapping[
         **facts,
     }
     console.print(Text(environment["recipe"], style="bold"))
-    console.print(_grid(lines))
+    _print_columns(console, _grid(lines))
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
@@ -76,7 +76,7 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
         "optimizer": f"tables {config.optimizer.table_name.value}",
     }
     console.print(Text(config.recipe, style="bold"))
-    console.print(_grid(lines))
+    _print_columns(console, _grid(lines))
 
 
 def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> None:
@@ -118,9 +118,9 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
             f"imbalance {most / mean:.2f}"
         )
     console.print()
-    console.print(table)
+    _print_columns(console, table)
     console.print()
-    console.print(_grid(lines))
+    _print_columns(console, _grid(lines))
     console.print()
 
 
@@ -153,7 +153,18 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -
     names = sorted(each.name + "/" * each.is_dir() for each in run_dir.iterdir())
     lines["written to"] = f"{run_dir}/\n{'  '.join(names)}"
     console.print(Text("\nresult", style="bold"))
-    console.print(_grid(lines))
+    _print_columns(console, _grid(lines))
+
+
+def _print_columns(console: Console, columns: Table) -> None:
+    """Print a table; into a file without the blanks that rich fills its lines up with."""
+    if console.is_terminal:
+        console.print(columns)
+        return
+    with console.capture() as captured:
+        console.print(columns)
+    for line in captured.get().splitlines():
+        console.print(line.rstrip(), soft_wrap=True)
 
 
 class Progress:
@@ -327,4 +338,4 @@ def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> N
             f"{result['samples_per_s']:,.0f}",
             *(f"{result[name]:,.3f}" for name in ("p50_ms", "p90_ms", "p99_ms")),
         )
-    console.print(table)
+    _print_columns(console, table)

@@ -154,7 +154,7 @@ class Recorder:
         self.run_dir = run_dir
         self._metrics = None
         self._events = None
-        self._has_records = False
+        self._has_training = False
         if rank != 0:
             return
         try:
@@ -202,7 +202,7 @@ class Recorder:
         self._write_record("test", record)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json` and, of what was recorded, `curves.png`: the run came to its end.
+        """Write `summary.json` and, of training, `curves.png`: the run came to its end.
 
         Args:
             summary: at least `SUMMARY_KEYS`; what was not measured is None or nan.
@@ -212,14 +212,14 @@ class Recorder:
         if self._metrics is None:
             return
         _write_json(self.run_dir / "summary.json", plain(summary))
-        if self._has_records:
+        if self._has_training:
             draw_curves(self.run_dir / "metrics.jsonl", self.run_dir / "curves.png")
 
     def _write_record(self, group: str, record: Mapping[str, Any]) -> None:
         if self._metrics is None:
             return
         self._write_line(record)
-        self._has_records = True
+        self._has_training = self._has_training or group == "train"
         if self._events is None:
             return
         for name, value in record.items():

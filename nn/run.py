@@ -85,7 +85,8 @@ def run(config: Config, config_yaml: str) -> None:
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks))
         recorder.write_plan(rows)
         print_head(console, facts, _head(config, source, recorder.run_dir, start_step))
-        print_plan(console, rows, ranks.world_size)
+        if config.mode is Mode.train:
+            print_plan(console, rows, ranks.world_size)
 
         step = build_step(config, source, plan, ranks)
         stack.callback(step.close)
@@ -260,18 +261,22 @@ def _head(config: Config, source: Source, run_dir: Path, start_step: int) -> dic
         "data": f"{data.path or 'built-in synthetic clicks'}, "
         f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
+        "seed": str(config.seed),
+        "run_dir": str(run_dir),
+    }
+    if start_step:
+        facts["restored"] = f"{config.checkpoint.restore}, {start_step:,} steps"
+    if config.mode is not Mode.train:
+        return facts
+    facts |= {
         "batch": f"{config.train.batch_size:,} rows over all ranks, "
         + _count(config.train.epochs, "epoch"),
         "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, tables "
         f"{optimizer.table_name.value} {optimizer.table_lr:g}, amp {config.train.amp.value}",
-        "seed": str(config.seed),
-        "run_dir": str(run_dir),
     }
     if needs_dense_kernel(optimizer.table_name, device_type(config)):
         facts["note"] = (
             "FBGEMM has no fused adam for tables on a CPU; the tables take the dense kernel and the "
             "same rule after the backward pass, which needs memory for a gradient as large as they are"
         )
-    if start_step:
-        facts["restored"] = f"{config.checkpoint.restore}, {start_step:,} steps"
     return facts
