@@ -382,3 +382,28 @@ def test_an_overflow_under_a_loss_scale_is_seen_before_the_update():
         built.step._gradients.vector[0] = math.inf
         with pytest.raises(DivergedError, match="overflowed fp16"):
             built.step._unscaled([whole])
+
+
+def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypatch):
+    made, replayed = [], []
+
+    class Graph:
+        """Stands for the recorded pass where there is no GPU: runs the plain one and counts."""
+
+        def __init__(self, plain, lookups, context, batch):
+            self.plain, self.context = plain, context
+            made.append(len(batch.labels))
+
+        def run(self, lookups, batch):
+            replayed.append(len(batch.labels))
+            rows = (batch.num_valid, batch.global_valid)
+            return self.plain.run(lookups, self.context, batch.numerical, batch.labels, *rows)
+
+    config = compose_config(*TINY, "data.synthetic.train_rows=200")
+    with ranks_of_cpu():
+        plain = build(config).train(0, 8)
+        monkeypatch.setattr("nn.step.CapturedPass", Graph)
+        monkeypatch.setattr("nn.step.Step.why_not_captured", None)
+        assert build(config).train(0, 8) == plain
+    assert made == [64]
+    assert replayed == [64] * 6
