@@ -151,27 +151,38 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
     return Step(tables, dense.to(ranks.device), config, ranks)
 
 
-def build_loaders(config: Config, source: Source, ranks: Ranks) -> tuple[Loader, Loader]:
-    """The training loader and the evaluation loader of this rank."""
-    train, test = (
-        Loader(
-            source,
-            split,
-            batch_size=batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            device=ranks.device,
-            seed=config.seed,
-            shuffle_block=shuffle_block,
-            prefetch=config.data.prefetch,
-            threads=config.data.threads,
-        )
-        for split, batch_size, shuffle_block in (
-            (TRAIN_SPLIT, config.train.batch_size, config.data.shuffle_block),
-            (config.eval.split, config.eval.batch_size, 0),
-        )
+def build_train_loader(config: Config, source: Source, ranks: Ranks) -> Loader:
+    """Build this rank's loader of the training split."""
+    return _loader(
+        config, source, ranks, TRAIN_SPLIT, config.train.batch_size, config.data.shuffle_block
     )
-    return train, test
+
+
+def build_test_loader(config: Config, source: Source, ranks: Ranks) -> Loader:
+    """Build this rank's loader of the split to evaluate on, in the order on disk."""
+    return _loader(config, source, ranks, config.eval.split, config.eval.batch_size, 0)
+
+
+def _loader(
+    config: Config,
+    source: Source,
+    ranks: Ranks,
+    split: str,
+    batch_size: int,
+    shuffle_block: int,
+) -> Loader:
+    return Loader(
+        source,
+        split,
+        batch_size=batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=ranks.device,
+        seed=config.seed,
+        shuffle_block=shuffle_block,
+        prefetch=config.data.prefetch,
+        threads=config.data.threads,
+    )
 
 
 def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:

@@ -15,9 +15,10 @@ from dataloading.synthetic import SyntheticSource
 from nn import checkpoint
 from nn.build import (
     TRAIN_SPLIT,
-    build_loaders,
     build_plan,
     build_step,
+    build_test_loader,
+    build_train_loader,
     device_type,
     hardware_of,
     open_source,
@@ -40,6 +41,7 @@ from nn.distributed import (
     ranks_from_environment,
 )
 from nn.errors import RankError
+from nn.evaluation import Evaluator
 from nn.inference import measure
 from nn.planner import needs_dense_kernel
 from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
@@ -132,28 +134,29 @@ class Session:
     console: Console
     start_step: int
 
-    def trainer(self, progress: Progress) -> Trainer:
-        """The loop over this run's loaders."""
-        train_loader, test_loader = build_loaders(self.config, self.source, self.ranks)
-        return Trainer(
-            self.step, train_loader, test_loader, self.recorder, progress, self.config, self.ranks
-        )
+    def evaluator(self) -> Evaluator:
+        """What scores the split to evaluate on."""
+        loader = build_test_loader(self.config, self.source, self.ranks)
+        return Evaluator(self.step, loader, self.ranks, self.config.eval.max_steps)
 
 
 def _train(session: Session) -> dict[str, Any]:
-    config = session.config
-    train_loader, _ = build_loaders(config, session.source, session.ranks)
-    last_step = total_steps(config, train_loader.steps_per_epoch)
+    config, ranks = session.config, session.ranks
+    loader = build_train_loader(config, session.source, ranks)
+    last_step = total_steps(config, loader.steps_per_epoch)
     with Progress(session.console, last_step, start_step=session.start_step) as progress:
-        return session.trainer(progress).train(session.start_step)
+        trainer = Trainer(
+            session.step, loader, session.evaluator(), session.recorder, progress, config, ranks
+        )
+        return trainer.train(session.start_step)
 
 
 def _evaluate(session: Session) -> dict[str, Any]:
+    record = {"step": session.start_step, **session.evaluator().run()}
+    session.recorder.write_test(record)
     with Progress(session.console, session.start_step) as progress:
-        trainer = session.trainer(progress)
-        trainer.num_steps = session.start_step
-        result = trainer.evaluate()
-    return dict.fromkeys(SUMMARY_KEYS) | {"steps": session.start_step} | result
+        progress.show_test(record)
+    return dict.fromkeys(SUMMARY_KEYS) | {"steps": session.start_step} | record
 
 
 def _inference(session: Session) -> dict[str, Any]:
@@ -195,9 +198,14 @@ def _check(config: Config, source: Source, ranks: Ranks, start_step: int) -> Non
     if config.mode is Mode.inference:
         _sizes_to_time(config, source, ranks)
         return
-    train_loader, _ = build_loaders(config, source, ranks)
-    last_step = total_steps(config, train_loader.steps_per_epoch)
-    if config.mode is Mode.train and start_step >= last_step:
+    if config.mode is Mode.train:
+        loader = build_train_loader(config, source, ranks)
+        _check_steps_left(config, start_step, total_steps(config, loader.steps_per_epoch))
+    build_test_loader(config, source, ranks)
+
+
+def _check_steps_left(config: Config, start_step: int, last_step: int) -> None:
+    if start_step >= last_step:
         raise ValueError(
             f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
             f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"

@@ -1,7 +1,6 @@
 """The training loop: a list of events. What a step does is in `nn.step`."""
 
 import math
-import time
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from configs.schema import Config
 from dataloading.loader import Loader
 from nn.console import Progress
 from nn.distributed import Ranks
+from nn.evaluation import Evaluator
 from nn.feed import Feed
 from nn.metrics import RankingMetrics
 from nn.recorder import Recorder
@@ -26,7 +26,7 @@ class Trainer:
     Args:
         step: both halves and their optimizers.
         train_loader: the training split.
-        test_loader: the split to evaluate on.
+        evaluator: the split to evaluate on.
         recorder: the run directory.
         progress: the terminal.
         config: the whole run.
@@ -37,7 +37,7 @@ class Trainer:
         self,
         step: Step,
         train_loader: Loader,
-        test_loader: Loader,
+        evaluator: Evaluator,
         recorder: Recorder,
         progress: Progress,
         config: Config,
@@ -45,7 +45,7 @@ class Trainer:
     ) -> None:
         self._step = step
         self._train_loader = train_loader
-        self._test_loader = test_loader
+        self._evaluator = evaluator
         self._recorder = recorder
         self._progress = progress
         self._config = config
@@ -104,27 +104,10 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
-        started = time.perf_counter()
-        metrics = RankingMetrics(self._ranks.device, self._ranks)
-        self._step.set_training(False)
-        batches = self._test_loader.batches(0, self._eval_batches())
-        feed = Feed(batches, self._step.tables, self._ranks.device)
-        for batch, ids in feed:
-            logits = self._step.predict(batch, ids)
-            feed.start_next()
-            metrics.update(logits, batch.labels, batch.num_valid)
-        self._step.set_training(True)
-        measured = metrics.compute()
-        record = {
-            "step": self.num_steps,
-            "epoch": self._epoch(),
-            "test_auc": measured["auc"],
-            "test_log_loss": measured["log_loss"],
-            "test_rows": measured["rows"],
-            "eval_s": time.perf_counter() - started,
-        }
-        if not self.best_auc >= measured["auc"]:  # also while there is none yet
-            self.best_auc = measured["auc"]
+        record = {"step": self.num_steps, "epoch": self._epoch(), **self._evaluator.run()}
+        auc = record["test_auc"]
+        if not (math.isnan(auc) or self.best_auc >= auc):
+            self.best_auc = auc
         self._recorder.write_test(record)
         self._progress.show_test(record)
         return record
@@ -164,11 +147,6 @@ class Trainer:
     def _is_good_enough(self, test: dict[str, Any]) -> bool:
         threshold = self._config.eval.auc_threshold
         return threshold is not None and test["test_auc"] >= threshold
-
-    def _eval_batches(self) -> int:
-        available = self._test_loader.steps_per_epoch
-        wanted = self._config.eval.max_steps
-        return available if wanted is None else min(wanted, available)
 
     def _peak_hbm_bytes(self) -> int | None:
         """The most memory that tensors took on this rank's GPU so far."""

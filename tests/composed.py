@@ -12,7 +12,15 @@ from configs.help import register_option_help
 from configs.schema import Config
 from dataloading.columns import Source
 from dataloading.loader import Loader
-from nn.build import build_loaders, build_plan, build_step, device_type, hardware_of, open_source
+from nn.build import (
+    build_plan,
+    build_step,
+    build_test_loader,
+    build_train_loader,
+    device_type,
+    hardware_of,
+    open_source,
+)
 from nn.distributed import Ranks, process_group, ranks_from_environment
 from nn.feed import Feed
 from nn.step import Step
@@ -69,7 +77,14 @@ def build(config: Config, source: Source | None = None) -> Built:
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.call_on_main(lambda: build_plan(config, source, hardware))
     step = build_step(config, source, plan, ranks)
-    return Built(config, ranks, source, step, *build_loaders(config, source, ranks))
+    return Built(
+        config,
+        ranks,
+        source,
+        step,
+        build_train_loader(config, source, ranks),
+        build_test_loader(config, source, ranks),
+    )
 
 
 @contextmanager
