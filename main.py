@@ -72,7 +72,7 @@ def _leave_launcher() -> NoReturn:
     """End a rank that torchrun started, all of whose files are closed.
 
     Torch's own threads may still run when Python takes itself down, and then abort the process ("terminate called without
-    an active exception", one two-rank CPU run in eight), which torchrun would report as a failure of the whole run.
+    an active exception", 2 of 14 two-rank CPU runs), which torchrun would report as a failure of the whole run.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -83,7 +83,7 @@ def run(config: Config, config_yaml: str) -> None:
             world_size=ranks.world_size,
             num_hosts=ranks.world_size // ranks.local_world_size,
         )
-        facts["teacher_auc"] = _teacher_auc(config, source)
+        facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_main else None
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks))
         recorder.write_plan(rows)
         print_head(console, facts, _head(config, source, recorder.run_dir, start_step))
