@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema import OptimizerName
+from configs.schema import OptimizerConfig, OptimizerName
 
 
 class TableOptimizer(torch.optim.Optimizer):
@@ -109,3 +109,34 @@ UPDATES = {
     OptimizerName.rowwise_adagrad: _rowwise_adagrad,
     OptimizerName.adam: _adam,
 }
+
+
+@torch.no_grad()
+def update_rows(
+    table: Tensor,
+    state: dict[str, Tensor],
+    rows: Tensor,
+    gradients: Tensor,
+    config: OptimizerConfig,
+    *,
+    lr: float,
+    step: Tensor,
+) -> None:
+    """Apply one update to some rows of a table, in plain torch.
+
+    Args:
+        table: [rows, dim].
+        state: momentum1 and momentum2 of the table, as far as the rule has them.
+        rows: which, each once, [n].
+        gradients: of these rows, float32 [n, dim].
+        config: the rule.
+        lr: learning rate.
+        step: updates before this one.
+    """
+    some = table[rows].float()
+    some_state = {name: each[rows] for name, each in state.items()}
+    group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
+    UPDATES[config.table_name](some, gradients, some_state | {"iter": step.float()}, group)
+    table[rows] = some.to(table.dtype)
+    for name, each in some_state.items():
+        state[name][rows] = each

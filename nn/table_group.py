@@ -1,0 +1,126 @@
+"""Tables that are looked up for the same samples: pooled lookup, and the update by the gradients of what was looked up.
+
+Every feature has the same number of ids in every sample, so all shapes are known beforehand, nothing is read back by the
+host and all of it can be recorded in a CUDA graph: Triton kernels on a GPU, plain torch elsewhere.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from configs.schema import OptimizerConfig
+from nn.table_optimizer import update_rows
+from nn.table_parts import Part, SortedIds, UpdateScalars
+
+# P: parts, G: samples, H: hotness of a part, N: ids in all (sum of G * H), D: columns of a part, T: columns of all parts
+
+
+class TableGroup:
+    """Parts of tables and how they are looked up and updated together.
+
+    Args:
+        parts: in the order of their ids and of their columns in what is looked up.
+        num_samples: G.
+        config: rule of the update.
+        scalars: of the update.
+        dtype: of what is looked up and of its gradients.
+        device: of the parts.
+
+    Attributes:
+        num_ids: N.
+        num_columns: T.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        num_samples: int,
+        config: OptimizerConfig,
+        scalars: UpdateScalars,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.parts = list(parts)
+        self.num_samples = num_samples
+        self.dtype = dtype
+        self._config = config
+        self._scalars = scalars
+        counts = [num_samples * part.hotness for part in self.parts]
+        rows = [len(part.weight) for part in self.parts]
+        widths = [part.weight.shape[1] for part in self.parts]
+        self._id_starts = list(accumulate(counts, initial=0))
+        self._columns = list(accumulate(widths, initial=0))
+        self._key_bases = list(accumulate(rows, initial=0))
+        self.num_ids, self.num_columns = self._id_starts[-1], self._columns[-1]
+        key_dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
+        bases = torch.tensor(self._key_bases[:-1], dtype=key_dtype)
+        self._base_of_id = bases.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(
+            device
+        )
+        self._kernels = None
+        if device.type == "cuda" and self.parts:
+            # Triton comes with torch's CUDA builds only.
+            from nn.table_launches import Launches
+
+            self._kernels = Launches(
+                self.parts,
+                num_samples=num_samples,
+                id_starts=self._id_starts,
+                columns=self._columns,
+                key_bases=self._key_bases,
+                rule=config,
+            )
+
+    def look_up(self, ids: Tensor, out: Tensor) -> None:
+        """Sum the rows of each sample's ids.
+
+        Args:
+            ids: [N], part after part, each [G, H].
+            out: [G, T], rows at any distance; overwritten.
+        """
+        if self._kernels is not None:
+            self._kernels.look_up(ids, out)
+            return
+        for part, start, column in zip(self.parts, self._id_starts, self._columns, strict=False):
+            mine = ids[start : start + self.num_samples * part.hotness]
+            rows = part.weight.index_select(0, mine).view(self.num_samples, part.hotness, -1)
+            out[:, column : column + part.weight.shape[1]] = rows.float().sum(1)
+
+    def sort(self, ids: Tensor) -> SortedIds:
+        """Sort ids [N] for `update`; equal ones keep their order, so that sums have one order too."""
+        keys, order = torch.sort(ids + self._base_of_id, stable=True)
+        return SortedIds(keys, order)
+
+    def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
+        """Update every row that was looked up, once, by the sum of its gradients.
+
+        Args:
+            ids: as sorted.
+            gradients: of what was looked up, [G, T], rows at any distance.
+            is_good: int32 [1]; with 0 nothing is changed.
+        """
+        if self._kernels is not None:
+            self._kernels.update(ids, gradients, self._scalars, is_good)
+            return
+        if not (self.parts and is_good.item()):
+            return
+        lr, _, _, scale = self._scalars.values.tolist()
+        gradients = gradients.float() * scale
+        for index, part in enumerate(self.parts):
+            places = slice(self._id_starts[index], self._id_starts[index + 1])
+            rows, inverse = torch.unique_consecutive(ids.keys[places], return_inverse=True)
+            samples = (ids.order[places] - self._id_starts[index]) // part.hotness
+            mine = gradients[:, self._columns[index] : self._columns[index + 1]]
+            total = mine.new_zeros(len(rows), part.weight.shape[1])
+            total.index_add_(0, inverse, mine.index_select(0, samples))
+            update_rows(
+                part.weight,
+                part.state,
+                rows - self._key_bases[index],
+                total,
+                self._config,
+                lr=lr,
+                step=self._scalars.step,
+            )

@@ -1,0 +1,137 @@
+"""The tables' kernels give what plain torch gives: under Triton's interpreter here, compiled on a GPU."""
+
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+from configs.schema import OptimizerConfig, OptimizerName
+from nn.table_group import TableGroup
+from nn.table_parts import Part, UpdateScalars
+
+# Rows, columns and hotness of each part: runs of equal ids longer than many blocks, within one, and none; a cut table.
+PARTS = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
+RULES = list(OptimizerName)
+# float32: sums in another order. bf16: gradients are exact in both, so the same.
+TOLERANCE = 2e-5
+
+
+def make_group(rule: OptimizerName, num_samples: int, device: str, dtype: torch.dtype):
+    config = OptimizerConfig(name=rule, lr=0.1, eps=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    shape = {
+        OptimizerName.sgd: lambda weight: {},
+        OptimizerName.rowwise_adagrad: lambda weight: {"momentum1": torch.rand(len(weight))},
+        OptimizerName.adagrad: lambda weight: {"momentum1": torch.rand(weight.shape)},
+        OptimizerName.adam: lambda weight: {
+            "momentum1": torch.randn(weight.shape) * 0.01,
+            "momentum2": torch.rand(weight.shape) * 0.01,
+        },
+    }[rule]
+    torch.manual_seed(2)
+    parts = []
+    for index, (rows, columns, hotness) in enumerate(PARTS):
+        weight = torch.randn(rows, columns, generator=generator)
+        state = {name: each.to(device) for name, each in shape(weight).items()}
+        parts.append(Part(f"c{index}", hotness, weight.to(device), state))
+    scalars = UpdateScalars(config, 0.5, torch.device(device))
+    scalars.set(3, 0.1)
+    group = TableGroup(parts, num_samples, config, scalars, dtype, torch.device(device))
+    return group, scalars
+
+
+def draw_ids(num_samples: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for rows, _, hotness in PARTS:
+        # A power law: some rows come often, most never.
+        chance = torch.rand(num_samples * hotness, generator=generator)
+        drawn.append((rows**chance).long().clamp(max=rows) - 1)
+    return torch.cat(drawn).int()
+
+
+def results(
+    rule: OptimizerName, num_samples: int, device: str, dtype: torch.dtype, *, fused: bool
+) -> list[torch.Tensor]:
+    """What was looked up, and weights and state after two updates and one that is told to do nothing."""
+    group, scalars = make_group(rule, num_samples, device, dtype)
+    if fused and group._kernels is None:
+        from nn.table_launches import Launches
+
+        group._kernels = Launches(
+            group.parts,
+            num_samples=num_samples,
+            id_starts=group._id_starts,
+            columns=group._columns,
+            key_bases=group._key_bases,
+            rule=group._config,
+        )
+    if not fused:
+        group._kernels = None
+    looked_up = []
+    for step, is_good in enumerate((1, 1, 0)):
+        ids = draw_ids(num_samples, step).to(device)
+        out = torch.empty(num_samples, group.num_columns, dtype=dtype, device=device)
+        group.look_up(ids, out)
+        looked_up.append(out)
+        torch.manual_seed(step)
+        gradients = torch.randn(num_samples, group.num_columns).to(device, dtype)
+        scalars.set(step, 0.1 + step)
+        flag = torch.tensor([is_good], dtype=torch.int32, device=device)
+        group.update(group.sort(ids), gradients, flag)
+    state = [each for part in group.parts for each in (part.weight, *part.state.values())]
+    return [each.double().cpu() for each in (*looked_up, *state)]
+
+
+def compare(rule: OptimizerName, num_samples: int, device: str, dtype: torch.dtype) -> None:
+    plain = results(rule, num_samples, device, dtype, fused=False)
+    fused = results(rule, num_samples, device, dtype, fused=True)
+    for index, (expected, actual) in enumerate(zip(plain, fused, strict=True)):
+        # What is looked up is rounded to bf16 once in either.
+        rounding = 2**-7 if index < 3 and dtype == torch.bfloat16 else TOLERANCE
+        worst = ((expected - actual).abs().max() / expected.abs().max()).item()
+        assert worst < rounding, (rule, num_samples, dtype, index, worst)
+
+
+def test_lookup_and_update_equal_plain_torch_under_the_interpreter():
+    command = "from tests.test_table_kernels import run_interpreted; run_interpreted()"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_interpreted() -> None:
+    for rule in RULES:
+        compare(rule, 40, "cpu", torch.float32)
+
+
+def test_equal_ids_of_many_blocks_are_summed_level_by_level():
+    from nn.table_launches import _levels
+
+    levels = _levels([5 * 16**2, 3], 16, 4, torch.device("cpu"))
+    assert [level.blocks.shape[1] for level in levels] == [5 * 16 + 1, 10, 2, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("rule", "dtype"), list(product(RULES, [torch.float32, torch.bfloat16])))
+def test_lookup_and_update_equal_plain_torch_on_a_gpu(rule, dtype):
+    compare(rule, 20_000, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_update_repeats_itself_bit_for_bit():
+    first, second = (
+        results(OptimizerName.adagrad, 20_000, "cuda", torch.bfloat16, fused=True) for _ in "ab"
+    )
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
