@@ -12,51 +12,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nn.embedding_layout import EmbeddingLayout
+
 # B: samples, F: embeddings of a sample, D: columns of a vector, V: vectors that interact (F, or F + 1 with bottom)
 
 
-def fused_dot_interaction(bottom: Tensor | None, embeddings: Tensor, num_outputs: int) -> Tensor:
-    """Map bottom [B, D] (or None) and embeddings [B, F, D] to [B, num_outputs], as `nn.interaction.DotInteraction`.
+def fused_dot_interaction(
+    bottom: Tensor | None, values: Tensor, layout: EmbeddingLayout, num_outputs: int
+) -> Tensor:
+    """Map bottom [B, D] (or None) and embeddings to [B, num_outputs], as `nn.interaction.DotInteraction`.
 
     Sums are taken in float32; the result has the bottom vector's dtype, or that of the embeddings without one.
+
+    Args:
+        bottom: the bottom MLP's output.
+        values: the embeddings' memory; their gradient gets the same layout.
+        layout: of `values`; every feature whole.
+        num_outputs: columns of the result.
     """
-    return _FusedDotInteraction.apply(bottom, embeddings, num_outputs)
+    assert layout.has_whole_features
+    return _FusedDotInteraction.apply(bottom, values, layout, num_outputs)
 
 
 class _FusedDotInteraction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bottom: Tensor | None, embeddings: Tensor, num_outputs: int) -> Tensor:
-        embeddings = embeddings.contiguous()
-        narrow = embeddings if bottom is None else bottom.contiguous()
-        out = narrow.new_empty(len(embeddings), num_outputs)
-        _forward[(len(embeddings),)](
-            narrow, embeddings, out, num_outputs, **_shape(bottom, embeddings, num_outputs)
+    def forward(
+        ctx: Any, bottom: Tensor | None, values: Tensor, layout: EmbeddingLayout, num_outputs: int
+    ) -> Tensor:
+        values = values.contiguous()
+        narrow = values if bottom is None else bottom.contiguous()
+        num_samples = values.numel() // (layout.room + layout.width)
+        out = narrow.new_empty(num_samples, num_outputs)
+        _dot_forward[(num_samples,)](
+            narrow, values, layout.table, out, num_outputs, **_shape(bottom, layout)
         )
-        ctx.save_for_backward(bottom, embeddings)
+        ctx.save_for_backward(bottom, values)
+        ctx.layout = layout
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        bottom, embeddings = ctx.saved_tensors
-        narrow = embeddings if bottom is None else bottom.contiguous()
-        grad_embeddings = torch.empty_like(embeddings)
-        grad_bottom = grad_embeddings if bottom is None else torch.empty_like(narrow)
-        num_outputs = grad.shape[1]
-        _backward[(len(embeddings),)](
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        bottom, values = ctx.saved_tensors
+        narrow = values if bottom is None else bottom.contiguous()
+        grad_values = torch.empty_like(values)
+        grad_bottom = grad_values if bottom is None else torch.empty_like(narrow)
+        _dot_backward[(len(grad),)](
             narrow,
-            embeddings,
+            values,
+            ctx.layout.table,
             grad.contiguous(),
             grad_bottom,
-            grad_embeddings,
-            num_outputs,
-            **_shape(bottom, embeddings, num_outputs),
+            grad_values,
+            grad.shape[1],
+            **_shape(bottom, ctx.layout),
         )
-        return None if bottom is None else grad_bottom, grad_embeddings, None
+        return None if bottom is None else grad_bottom, grad_values, None, None
 
 
-def _shape(bottom: Tensor | None, embeddings: Tensor, num_outputs: int) -> dict[str, Any]:
-    num_vectors = embeddings.shape[1] + (bottom is not None)
-    columns = embeddings.shape[2]
+def _shape(bottom: Tensor | None, layout: EmbeddingLayout) -> dict[str, Any]:
+    num_vectors = layout.num_features + (bottom is not None)
+    columns = layout.embedding_dim
     block_v = max(triton.next_power_of_2(num_vectors), 16)
     block_d = max(triton.next_power_of_2(columns), 16)
     return {
@@ -65,6 +80,7 @@ def _shape(bottom: Tensor | None, embeddings: Tensor, num_outputs: int) -> dict[
         "HAS_BOTTOM": bottom is not None,
         "BLOCK_V": block_v,
         "BLOCK_D": block_d,
+        "ALIGN": layout.alignment,
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         # A warp holds 32 vectors of 128 columns without spilling; larger samples take more.
         "num_warps": max(1, block_v * block_d // 4096),
@@ -72,13 +88,24 @@ def _shape(bottom: Tensor | None, embeddings: Tensor, num_outputs: int) -> dict[
 
 
 @triton.jit
+def _places(table, sample, F: tl.constexpr, ALIGN: tl.constexpr, feature):
+    """Where the features' vectors of a sample start: the first two rows of `EmbeddingLayout.table`."""
+    inside = (feature >= 0) & (feature < F)
+    offset = tl.multiple_of(tl.load(table + feature, mask=inside, other=0), [ALIGN, ALIGN])
+    stride = tl.multiple_of(tl.load(table + F + feature, mask=inside, other=0), [ALIGN, ALIGN])
+    return offset + sample * stride
+
+
+@triton.jit
 def _load_vectors(
     bottom,
     embeddings,
+    table,
     sample,
     V: tl.constexpr,
     D: tl.constexpr,
     HAS_BOTTOM: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -87,7 +114,7 @@ def _load_vectors(
     column = tl.arange(0, BLOCK_D)[None, :]
     first = 1 if HAS_BOTTOM else 0
     inside = (row >= first) & (row < V) & (column < D)
-    place = embeddings + sample * (V - first) * D + (row - first) * D + column
+    place = embeddings + _places(table, sample, V - first, ALIGN, row - first) + column
     vectors = tl.load(place, mask=inside, other=0.0).to(bottom.dtype.element_ty)
     if HAS_BOTTOM:
         head = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
@@ -96,20 +123,24 @@ def _load_vectors(
 
 
 @triton.jit
-def _forward(
+def _dot_forward(
     bottom,
     embeddings,
+    table,
     out,
     num_outputs,
     V: tl.constexpr,
     D: tl.constexpr,
     HAS_BOTTOM: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
-    vectors = _load_vectors(bottom, embeddings, sample, V, D, HAS_BOTTOM, BLOCK_V, BLOCK_D)
+    vectors = _load_vectors(
+        bottom, embeddings, table, sample, V, D, HAS_BOTTOM, ALIGN, BLOCK_V, BLOCK_D
+    )
     products = tl.dot(vectors, tl.trans(vectors), input_precision=PRECISION)
     pairs = out + sample * num_outputs
     if HAS_BOTTOM:
@@ -131,9 +162,10 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _dot_backward(
     bottom,
     embeddings,
+    table,
     grad,
     grad_bottom,
     grad_embeddings,
@@ -141,12 +173,15 @@ def _backward(
     V: tl.constexpr,
     D: tl.constexpr,
     HAS_BOTTOM: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
-    vectors = _load_vectors(bottom, embeddings, sample, V, D, HAS_BOTTOM, BLOCK_V, BLOCK_D)
+    vectors = _load_vectors(
+        bottom, embeddings, table, sample, V, D, HAS_BOTTOM, ALIGN, BLOCK_V, BLOCK_D
+    )
     i = tl.arange(0, BLOCK_V)[:, None]
     j = tl.arange(0, BLOCK_V)[None, :]
     high = tl.maximum(i, j)
@@ -161,7 +196,7 @@ def _backward(
     row = i
     column = tl.arange(0, BLOCK_D)[None, :]
     tl.store(
-        grad_embeddings + sample * (V - first) * D + (row - first) * D + column,
+        grad_embeddings + _places(table, sample, V - first, ALIGN, row - first) + column,
         grad_vectors.to(grad_embeddings.dtype.element_ty),
         mask=(row >= first) & (row < V) & (column < D),
     )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nn.embeddings import Embeddings
 from nn.mlp import round_up
 
 # B: samples, F: embeddings of a sample, D: columns of an embedding, V: vectors that interact (F, or F + 1 with bottom),
@@ -33,6 +34,7 @@ class DotInteraction(nn.Module):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, has_bottom: bool = True) -> None:
         super().__init__()
+        self.num_embeddings = num_embeddings
         num_vectors = num_embeddings + has_bottom
         rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
         num_pairs = len(rows)
@@ -46,14 +48,19 @@ class DotInteraction(nn.Module):
         self.padding = self.num_outputs - used
         self.is_fusible = num_vectors <= MAX_FUSED_VECTORS and embedding_dim <= MAX_FUSED_DIM
 
-    def forward(self, bottom: Tensor | None, embeddings: Tensor) -> Tensor:
-        """Map bottom [B, D] (or None) and embeddings [B, F, D] to [B, num_outputs]."""
-        if embeddings.is_cuda and self.is_fusible:
+    def forward(self, bottom: Tensor | None, embeddings: Tensor | Embeddings) -> Tensor:
+        """Map bottom [B, D] (or None) and embeddings, [B, F*D] or where they lie, to [B, num_outputs]."""
+        matrix = embeddings if isinstance(embeddings, Tensor) else None
+        device = embeddings.layout.device if matrix is None else matrix.device
+        if self.is_fusible and device.type == "cuda":
+            if matrix is not None:
+                embeddings = Embeddings.of(matrix, self.num_embeddings)
             return _fused(bottom, embeddings, self.num_outputs)
-        return self.forward_plain(bottom, embeddings)
+        return self.forward_plain(bottom, embeddings.matrix() if matrix is None else matrix)
 
     def forward_plain(self, bottom: Tensor | None, embeddings: Tensor) -> Tensor:
-        """As `forward`, in plain torch on any device."""
+        """As `forward`, in plain torch on any device, with embeddings [B, F*D]."""
+        embeddings = embeddings.unflatten(1, (self.num_embeddings, -1))
         if bottom is None:
             parts = [_PairProducts.apply(embeddings, self.pairs, self.places)]
         else:
@@ -65,11 +72,13 @@ class DotInteraction(nn.Module):
 
 
 @torch.compiler.disable
-def _fused(bottom: Tensor | None, embeddings: Tensor, num_outputs: int) -> Tensor:
+def _fused(bottom: Tensor | None, embeddings: Embeddings, num_outputs: int) -> Tensor:
     # Triton comes with torch's CUDA builds only.
     from nn.dot_kernels import fused_dot_interaction
 
-    return fused_dot_interaction(bottom, embeddings, num_outputs)
+    if not embeddings.layout.has_whole_features:
+        embeddings = Embeddings.of(embeddings.matrix(), embeddings.layout.num_features)
+    return fused_dot_interaction(bottom, embeddings.arrive(), embeddings.layout, num_outputs)
 
 
 class _PairProducts(torch.autograd.Function):

@@ -1,12 +1,14 @@
 """The two models as plain single-device modules: dense halves, tables, and both together.
 
-A dense half takes the numerical features and the looked-up embeddings and gives a logit; it knows neither ids nor
-ranks. The tables are a TorchRec EmbeddingBagCollection. `RankingModel` joins them on one device; on many, the sharded
-step does.
+A dense half takes the numerical features and the looked-up embeddings, features in the spec's order, and gives a logit;
+it knows neither ids nor ranks. The tables are a TorchRec EmbeddingBagCollection. `RankingModel` joins them on one
+device; on many, the sharded step does.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from configs.schema import CrossStructure, ModelConfig, ModelName
 from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
 from nn.cross import CrossNet
+from nn.embedding_layout import EmbeddingLayout, Piece
+from nn.embeddings import Embeddings, join
 from nn.initialization import fill_uniform_
 from nn.interaction import DotInteraction
 from nn.mlp import MLP
@@ -46,7 +50,6 @@ class DLRM(nn.Module):
         top_mlp: Sequence[int],
     ) -> None:
         super().__init__()
-        self.num_categorical = num_categorical
         self.bottom = (
             MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
         )
@@ -55,11 +58,10 @@ class DLRM(nn.Module):
         )
         self.top = MLP(self.interaction.num_outputs, top_mlp, final_activation=False)
 
-    def forward(self, numerical: Tensor, embeddings: Tensor) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D], features in the spec's order, to logits [B] in float32."""
+    def forward(self, numerical: Tensor, embeddings: Tensor | Embeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
         bottom = None if self.bottom is None else self.bottom(numerical)
-        vectors = embeddings.unflatten(1, (self.num_categorical, -1))
-        return self.top(self.interaction(bottom, vectors)).squeeze(1).float()
+        return self.top(self.interaction(bottom, embeddings)).squeeze(1).float()
 
 
 class DCNv2(nn.Module):
@@ -77,6 +79,9 @@ class DCNv2(nn.Module):
         num_cross_layers: cross layers.
         projection_dim: rank of a cross layer's weight; None for full rank.
         structure: stacked or parallel.
+
+    Attributes:
+        head_columns: columns that it puts before the embeddings; whoever looks them up may leave room for these.
 
     Raises:
         ValueError: parallel with a top MLP that has no hidden layer.
@@ -98,7 +103,8 @@ class DCNv2(nn.Module):
         self.bottom = (
             MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
         )
-        width = num_categorical * embedding_dim + (bottom_mlp[-1] if num_numerical else 0)
+        self.head_columns = bottom_mlp[-1] if num_numerical else 0
+        width = self.head_columns + num_categorical * embedding_dim
         self.cross = CrossNet(width, num_cross_layers, projection_dim)
         self.deep = None
         if structure is CrossStructure.parallel:
@@ -113,12 +119,9 @@ class DCNv2(nn.Module):
         else:
             self.top = MLP(width, top_mlp, final_activation=False)
 
-    def forward(self, numerical: Tensor, embeddings: Tensor) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D], features in the spec's order, to logits [B] in float32."""
-        x0 = embeddings
-        if self.bottom is not None:
-            bottom = self.bottom(numerical)
-            x0 = torch.cat([bottom, embeddings.to(bottom.dtype)], dim=1)
+    def forward(self, numerical: Tensor, embeddings: Tensor | Embeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
+        x0 = join(None if self.bottom is None else self.bottom(numerical), embeddings)
         crossed = self.cross(x0)
         if self.deep is not None:
             crossed = torch.cat([crossed, self.deep(x0)], dim=1)
@@ -161,7 +164,7 @@ BUILDERS: dict[ModelName, Callable[[ModelConfig, FeatureSpec], nn.Module]] = {
 
 
 def build_dense(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
-    """Build the dense half: forward(numerical [B, N], embeddings [B, F*D]) -> logits [B]."""
+    """Build the dense half: forward(numerical [B, N], embeddings) -> logits [B]."""
     return BUILDERS[config.name](config, spec)
 
 
@@ -221,17 +224,25 @@ def initialise_tables(embeddings: EmbeddingBagCollection, seed: int) -> None:
         )
 
 
-def pick(pooled: KeyedTensor, names: Sequence[str]) -> Tensor:
-    """Bring the embeddings of the named features into one matrix, in the order of `names`.
-
-    TorchRec's sharded modules order their output by sharding, which the dense half must not see.
+def embeddings_of(pooled: KeyedTensor, names: Sequence[str]) -> Embeddings:
+    """Show where the named features lie in what TorchRec looked up, which it orders by sharding; copies nothing.
 
     Returns:
-        [B, F*D]; the very values of `pooled` where they already have that order.
+        [B, F, D], features in the order of `names`.
     """
-    if pooled.keys() == list(names):
-        return pooled.values()
-    return KeyedTensor.regroup([pooled], [list(names)])[0]
+    widths = tuple(pooled.length_per_key())
+    layout = _layout(tuple(pooled.keys()), widths, tuple(names), pooled.values().device)
+    return Embeddings(layout, pooled.values)
+
+
+@cache
+def _layout(
+    keys: tuple[str, ...], widths: tuple[int, ...], names: tuple[str, ...], device: torch.device
+) -> EmbeddingLayout:
+    offsets = dict(zip(keys, accumulate(widths, initial=0), strict=False))
+    dim, stride = widths[0], sum(widths)
+    pieces = [Piece(index, 0, dim, offsets[name], stride) for index, name in enumerate(names)]
+    return EmbeddingLayout(pieces, len(names), dim, device)
 
 
 class RankingModel(nn.Module):
@@ -250,4 +261,4 @@ class RankingModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [B] of a batch that lies on the model's device."""
-        return self.dense(batch.numerical, pick(self.embeddings(batch.ids), self.names))
+        return self.dense(batch.numerical, embeddings_of(self.embeddings(batch.ids), self.names))

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from nn.embedding_layout import EmbeddingLayout, Piece
 from nn.interaction import DotInteraction
 
 SHAPES = list(product([2, 5, 26, 63], [16, 20, 128], [True, False]))
@@ -28,7 +29,15 @@ def worst_difference(
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(device, dtype)
 
-    inputs = [draw(batch_size, num_embeddings, dim)]
+    # As two ranks would send them: the first half of the features, sample after sample, then the others.
+    half = num_embeddings // 2
+    pieces = [Piece(f, 0, dim, f * dim, half * dim) for f in range(half)]
+    rest = num_embeddings - half
+    pieces += [
+        Piece(half + f, 0, dim, batch_size * half * dim + f * dim, rest * dim) for f in range(rest)
+    ]
+    layout = EmbeddingLayout(pieces, num_embeddings, dim, torch.device(device))
+    inputs = [draw(batch_size * num_embeddings * dim)]
     if has_bottom:
         inputs.insert(0, draw(batch_size, dim))
     weight = draw(batch_size, module.num_outputs)
@@ -37,10 +46,17 @@ def worst_difference(
         leaves = [each.clone().requires_grad_() for each in inputs]
         bottom, embeddings = leaves if has_bottom else (None, leaves[0])
         if interact is None:
-            out = fused_dot_interaction(bottom, embeddings, module.num_outputs)
+            out = fused_dot_interaction(bottom, embeddings, layout, module.num_outputs)
         else:
-            exact = [each.double() if each is not None else None for each in (bottom, embeddings)]
-            out = interact(*exact)
+            split = batch_size * half * dim
+            vectors = torch.cat(
+                [
+                    embeddings[:split].view(batch_size, half, dim),
+                    embeddings[split:].view(batch_size, rest, dim),
+                ],
+                dim=1,
+            )
+            out = interact(None if bottom is None else bottom.double(), vectors.double().flatten(1))
         (out * weight).sum().backward()
         results.append([out.detach().double(), *(leaf.grad.double() for leaf in leaves)])
     return max(

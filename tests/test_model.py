@@ -14,8 +14,8 @@ from nn.model import (
     RankingModel,
     build_dense,
     build_embeddings,
+    embeddings_of,
     initialise_tables,
-    pick,
     table_name,
 )
 from tests.reference import Reference, ReferenceMLP
@@ -161,7 +161,7 @@ def test_dlrm_without_numerical_features_is_pairs_of_embeddings_into_the_top_mlp
     model = model_of(config_of(ModelName.dlrm), spec)
     assert model.dense.bottom is None
     batch = batch_of(spec)
-    vectors = pick(model.embeddings(batch.ids), ["a", "b", "c"]).view(-1, 3, DIM)
+    vectors = embeddings_of(model.embeddings(batch.ids), ["a", "b", "c"])
     pairs = DotInteraction(3, DIM, has_bottom=False)(None, vectors)
     torch.testing.assert_close(model(batch), model.dense.top(pairs).squeeze(1))
 
@@ -171,7 +171,7 @@ def test_dcnv2_without_numerical_features_crosses_the_embeddings(structure):
     spec = spec_of("a", "b", "c", num_numerical=0)
     model = model_of(config_of(ModelName.dcnv2, structure=structure), spec)
     batch = batch_of(spec)
-    x0 = pick(model.embeddings(batch.ids), ["a", "b", "c"])
+    x0 = embeddings_of(model.embeddings(batch.ids), ["a", "b", "c"]).matrix()
     crossed = model.dense.cross(x0)
     assert crossed.shape == (6, 3 * DIM)
     if structure is PARALLEL:
@@ -185,28 +185,27 @@ def test_a_parallel_structure_without_hidden_layers_is_refused():
 
 
 def test_embeddings_in_the_wanted_order_are_not_copied():
-    pooled = KeyedTensor(["a", "b"], [2, 3], torch.arange(10.0).view(2, 5))
-    assert pick(pooled, ("a", "b")).data_ptr() == pooled.values().data_ptr()
+    pooled = KeyedTensor(["a", "b"], [2, 2], torch.arange(8.0).view(2, 4))
+    assert embeddings_of(pooled, ("a", "b")).matrix().data_ptr() == pooled.values().data_ptr()
 
 
 def test_the_order_of_the_keyed_tensor_does_not_matter():
-    widths = {"a": 2, "b": 3, "c": 4}
-    parts = {key: torch.randn(2, width) for key, width in widths.items()}
+    parts = {key: torch.randn(2, 3) for key in "abc"}
 
     def pooled(order):
         values = torch.cat([parts[key] for key in order], dim=1)
-        return KeyedTensor(list(order), [widths[key] for key in order], values)
+        return KeyedTensor(list(order), [3, 3, 3], values)
 
-    wanted = pick(pooled("abc"), ["a", "b", "c"])
+    wanted = embeddings_of(pooled("abc"), ["a", "b", "c"]).matrix()
     for order in ("acb", "bca", "cab"):
-        assert torch.equal(pick(pooled(order), ["a", "b", "c"]), wanted)
+        assert torch.equal(embeddings_of(pooled(order), ["a", "b", "c"]).matrix(), wanted)
 
 
 def test_gradients_pass_through_a_permuted_keyed_tensor():
-    values = torch.zeros(1, 5, requires_grad=True)
-    result = pick(KeyedTensor(["b", "a"], [3, 2], values), ["a", "b"])
-    (result * torch.arange(5.0)).sum().backward()
-    assert values.grad.tolist() == [[2, 3, 4, 0, 1]]
+    values = torch.zeros(1, 4, requires_grad=True)
+    result = embeddings_of(KeyedTensor(["b", "a"], [2, 2], values), ["a", "b"]).matrix()
+    (result * torch.arange(4.0)).sum().backward()
+    assert values.grad.tolist() == [[2, 3, 0, 1]]
 
 
 def test_ids_are_found_by_feature_name():
