@@ -18,7 +18,7 @@ from nn.model import build_dense, build_embeddings
 from nn.plan import Hardware, TablePlan
 from nn.planner import ShardingPlan, plan_tables
 from nn.sharding import ShardedTables, register_rule
-from nn.step import Step
+from nn.step import Step, loss_scale
 
 GIB = 2**30
 TRAIN_SPLIT = "train"
@@ -144,6 +144,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
         ranks,
         config.optimizer,
         config.train.amp,
+        loss_scale(config),
         config.seed,
     )
     dense = build_dense(config.model, source.spec)

@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
+# Opened by `open_channel`; closed with the default group, or aborted with it.
+_channels: list[dist.ProcessGroup] = []
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -148,8 +151,24 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException:
         if ranks.device.type == "cuda":
-            dist.group.WORLD.abort()
+            for each in (*_channels, dist.group.WORLD):
+                each.abort()
         else:
             dist.destroy_process_group()
         raise
+    finally:
+        _channels.clear()
     dist.destroy_process_group()
+
+
+def open_channel(ranks: Ranks) -> dist.ProcessGroup | None:
+    """Open a communicator for collectives that must not wait for those of another stream; all ranks must call it.
+
+    NCCL runs what is queued on one communicator in one order. On CPUs nothing runs beside anything else, and the default
+    group does.
+    """
+    if ranks.world_size == 1 or ranks.device.type != "cuda":
+        return None
+    channel = dist.new_group()
+    _channels.append(channel)
+    return channel

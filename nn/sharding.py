@@ -1,13 +1,15 @@
 """The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
 
-A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`) and are looked up there
-(`look_up`); the embeddings travel home (`bring_home`), and their gradients back. `update` then changes the tables: with
-FBGEMM inside their backward pass, and by the same rule right after it for replicated tables and for all tables where
-FBGEMM has no fused form of the rule. World size 1 takes the same path.
+A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`). Where all shapes are known,
+everything after that is `static`'s (`nn.static_tables`), on the same memory. Otherwise TorchRec does it: ids are looked
+up by FBGEMM (`look_up`), the embeddings travel home (`bring_home`), and their gradients back; `update` then changes the
+tables, with FBGEMM inside their backward pass, and by the same rule right after it for replicated tables and for all
+tables where FBGEMM has no fused form of the rule. World size 1 takes the same path.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec import EmbeddingBagCollection
-from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -29,12 +30,15 @@ from torchrec.optim import RowWiseAdagrad
 from configs.schema import Amp, OptimizerConfig, OptimizerName
 from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
-from nn.distributed import Ranks
+from nn.distributed import Ranks, open_channel
+from nn.embeddings import Embeddings
 from nn.initialization import fill_uniform_
-from nn.model import pick
+from nn.model import embeddings_of
 from nn.planner import TableSharder
-from nn.static_exchange import Group, StaticExchange
+from nn.static_exchange import LocalIds
+from nn.static_tables import Channels, Place, Placement, StaticTables
 from nn.table_optimizer import TableOptimizer
+from nn.table_parts import Part, UpdateScalars
 
 # FBGEMM's kernel of each rule, and the class by which TorchRec's planner knows how much state the rule keeps.
 FUSED_RULES = {
@@ -66,17 +70,15 @@ class TableShard:
 
 @dataclass(slots=True)
 class Exchange:
-    """Ids on their way from the ranks that read them to the ranks that own their tables.
+    """Ids on their way from the ranks that read them to the ranks that own their tables, as TorchRec sends them.
 
     Attributes:
-        context: TorchRec's record of the batch; one and the same for all static exchanges of a size.
+        context: TorchRec's record of the batch.
         pending: the ids, or what they are waited for with.
-        is_static: whether every shape was known beforehand.
     """
 
     context: Any
     pending: Any
-    is_static: bool
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the arrived ids from being reused before `stream` is done with it."""
@@ -105,6 +107,7 @@ class ShardedTables:
         ranks: this process.
         config: the update rule.
         amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
+        loss_scale: that gradients arrive multiplied by.
         seed: of the initial weights.
     """
 
@@ -116,6 +119,7 @@ class ShardedTables:
         ranks: Ranks,
         config: OptimizerConfig,
         amp: Amp,
+        loss_scale: float,
         seed: int,
     ) -> None:
         on_gpu = ranks.device.type == "cuda"
@@ -170,9 +174,17 @@ class ShardedTables:
             if dense
             else None
         )
+        self._config = config
         self._hotness = {each.name: each.hotness for each in spec.categorical}
-        self._groups = self._exchange_groups()
-        self._static: dict[int, tuple[Any, StaticExchange]] = {}
+        self._dim = embeddings.embedding_bag_configs()[0].embedding_dim
+        self._dtype = torch.bfloat16 if half else torch.float32
+        self._kernels_of_tables = {each.compute_kernel for each in table_plan.values()}
+        self._channels = Channels(open_channel(ranks), open_channel(ranks))
+        self._static: dict[int, StaticTables] = {}
+        self.scalars = UpdateScalars(config, 1 / loss_scale, ranks.device)
+        # Both are the dense half's to say, before the first batch.
+        self.copy_gradients: list[Tensor] = []
+        self.room = 0
         self._dense_names = list(dense)
         self._dense_tables = [
             table for table, sharding in table_plan.items() if sharding.compute_kernel == "dense"
@@ -187,19 +199,6 @@ class ShardedTables:
                 bound=self._rows[shard.table] ** -0.5,
             )
 
-    def _exchange_groups(self) -> list[Group | None]:
-        """TorchRec's groups of tables; None for one whose ids a rank cannot know the number of (row-wise)."""
-        groups: list[Group | None] = []
-        for sharding in self.module._embedding_shardings:
-            if isinstance(sharding, DpPooledEmbeddingSharding):
-                groups.append(Group(tuple(sharding.feature_names()), None))
-            elif isinstance(sharding, BaseTwEmbeddingSharding):
-                by_rank = tuple(map(tuple, sharding.feature_names_per_rank()))
-                groups.append(Group(by_rank[self._ranks.rank], by_rank))
-            else:
-                groups.append(None)
-        return groups
-
     def shards(self) -> Iterator[TableShard]:
         """Yield the pieces of tables that this rank holds."""
         for name, value in self.module.state_dict().items():
@@ -211,56 +210,99 @@ class ShardedTables:
             else:
                 yield TableShard(table, value, 0, 0)
 
-    def start_exchange(self, batch: Batch) -> Exchange:
+    def start_exchange(self, batch: Batch) -> LocalIds | Exchange:
         """Send a batch's ids on their way, or where their number may vary, first how many there are."""
         whole = batch.global_valid == len(batch.labels) * self._ranks.world_size
         if self.why_not_static is None and whole:
-            if len(batch.labels) not in self._static:
-                self._static[len(batch.labels)] = self._prove_static(batch)
-            context, exchange = self._static[len(batch.labels)]
-            return Exchange(context, exchange(batch.ids.values()), is_static=True)
+            return self.static(len(batch.labels)).exchange(batch.ids.values())
         context = self.module.create_context()
-        return Exchange(context, self.module.input_dist(context, batch.ids), is_static=False)
+        return Exchange(context, self.module.input_dist(context, batch.ids))
 
-    def finish_exchange(self, exchange: Exchange) -> Exchange:
+    def finish_exchange(self, exchange: LocalIds | Exchange) -> LocalIds | Exchange:
         """Send the ids themselves where that is still to be done; the host then waits until it knows their number."""
-        if not isinstance(exchange.pending, KJTList):
+        if isinstance(exchange, Exchange):
             exchange.pending = exchange.pending.wait().wait()
         return exchange
 
-    @property
+    @cached_property
     def why_not_static(self) -> str | None:
-        """What makes the number of ids a rank gets vary from batch to batch, or None."""
+        """What keeps shapes or addresses from being known before the run, or None."""
         if None in self._hotness.values():
             return "ragged features"
-        return "row-wise tables" if None in self._groups else None
+        if not all(
+            isinstance(sharding, (DpPooledEmbeddingSharding, BaseTwEmbeddingSharding))
+            for sharding in self.module._embedding_shardings
+        ):
+            return "row-wise tables"
+        if not self._kernels_of_tables <= {"fused", "dense"}:
+            return "tables in host memory"
+        return None
 
-    def _prove_static(self, batch: Batch) -> tuple[Any, StaticExchange]:
-        """Make the static exchange for batches of this size, and see that it does what TorchRec's own does."""
-        context = self.module.create_context()
-        expected = self.module.input_dist(context, batch.ids).wait().wait()
-        exchange = StaticExchange(
-            self._groups,
-            self._hotness,
-            batch_size=len(batch.labels),
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            dtype=batch.ids.values().dtype,
-            device=self._ranks.device,
-        )
-        for ours, theirs in zip(exchange(batch.ids.values()), expected, strict=True):
-            assert ours.keys() == theirs.keys(), (ours.keys(), theirs.keys())
-            assert torch.equal(ours.values(), theirs.values())
-            assert torch.equal(ours.lengths(), theirs.lengths())
-        return context, exchange
+    def static(self, batch_size: int) -> StaticTables:
+        """Return the tables for whole batches of `batch_size` rows a rank, always the same ones for a size."""
+        if batch_size not in self._static:
+            self._static[batch_size] = StaticTables(
+                self.placement,
+                self.features,
+                self._hotness,
+                embedding_dim=self._dim,
+                batch_size=batch_size,
+                config=self._config,
+                scalars=self.scalars,
+                copy_gradients=self.copy_gradients,
+                dtype=self._dtype,
+                ranks=self._ranks,
+                channels=self._channels,
+                room=self.room,
+            )
+        return self._static[batch_size]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank looks up what, in the order in which TorchRec has grouped the tables."""
+        weights, states = self.weights(), self.optimizer_state()
+        owned_by_rank: list[list[Place]] = [[] for _ in range(self._ranks.world_size)]
+        owned, copies, copied_tables = [], [], []
+        for sharding in self.module._embedding_shardings:
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                for table in sharding.embedding_tables():
+                    (feature,) = table.feature_names
+                    weight = weights[f"{table.name}.weight"].detach()
+                    copies.append(Part(feature, self._hotness[feature], weight, {}))
+                    copied_tables.append(table.name)
+                continue
+            for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
+                for table in (table for group in groups for table in group.embedding_tables):
+                    (feature,) = table.feature_names
+                    column = table.local_metadata.shard_offsets[1]
+                    owned_by_rank[rank].append(Place(feature, column, table.local_cols))
+                    if rank == self._ranks.rank:
+                        weight = _shard_at(weights[f"{table.name}.weight"], column)
+                        state = {
+                            name: _shard_at(states[f"{table.name}.{name}"], column)
+                            for name in STATE_OF_RULE[self._rule]
+                        }
+                        owned.append(Part(feature, self._hotness[feature], weight, state))
+        if self._ranks.world_size == 1:
+            # Nothing is sent, so the order is free: the model's makes one matrix of what is looked up.
+            order = sorted(
+                range(len(owned)),
+                key=lambda index: (
+                    self.features.index(owned[index].feature),
+                    owned_by_rank[0][index].first_column,
+                ),
+            )
+            owned = [owned[index] for index in order]
+            owned_by_rank = [[owned_by_rank[0][index] for index in order]]
+        return Placement(owned_by_rank, owned, copies, copied_tables)
 
     def look_up(self, exchange: Exchange) -> list[Tensor]:
         """Look the ids up where they are: a tensor a group of tables, differentiable back to the tables."""
         return self.module.compute(exchange.context, exchange.pending)
 
-    def bring_home(self, context: Any, lookups: list[Tensor]) -> Tensor:
-        """Send looked-up embeddings to the ranks that asked: [B, F*D], features in the spec's order."""
-        return pick(self.module.output_dist(context, lookups).wait(), self.features)
+    def bring_home(self, context: Any, lookups: list[Tensor]) -> Embeddings:
+        """Send looked-up embeddings to the ranks that asked: [B, F, D], features in the spec's order."""
+        return embeddings_of(self.module.output_dist(context, lookups).wait(), self.features)
 
     def update(self, lookups: list[Tensor], gradients: list[Tensor]) -> None:
         """Update the tables by the gradients of what was looked up."""
@@ -276,10 +318,11 @@ class ShardedTables:
             self.dense_optimizer.step()
 
     def prepare_update(self, step: int, lr: float) -> None:
-        """Set what the fused update of this step needs; call before its forward pass.
+        """Set what the update of this step needs; call before its forward pass.
 
         FBGEMM counts forward passes, evaluation included, and corrects Adam's bias by that count: it is set right.
         """
+        self.scalars.set(step, lr)
         for kernel in self._kernels:
             kernel.set_learning_rate(lr)
             if self._rule is OptimizerName.adam:
@@ -292,6 +335,20 @@ class ShardedTables:
             if self._rule is OptimizerName.adam:
                 for state in self.dense_optimizer.state.values():
                     state["iter"].fill_(step)
+
+    def update_copies(self) -> None:
+        """Update the replicated tables by `copy_gradients`, which every rank has the sums of."""
+        if not self.placement.copies:
+            return
+        parameters = {
+            name.split(".")[-2]: parameter
+            for name, parameter in zip(
+                self._dense_names, self.dense_optimizer.param_groups[0]["params"], strict=True
+            )
+        }
+        for table, gradient in zip(self.placement.copied_tables, self.copy_gradients, strict=True):
+            parameters[table].grad = gradient
+        self.dense_optimizer.step()
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation."""
@@ -342,6 +399,15 @@ class ShardedTables:
                 else:
                     state[f"{table}.{name}"] = local
         return state
+
+
+def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
+    """This rank's shard of a table, or of its optimizer state, that begins at a column."""
+    shards = tensor.local_shards()
+    if len(shards) == 1:
+        return shards[0].tensor.detach()
+    (found,) = [each for each in shards if each.metadata.shard_offsets[1] == first_column]
+    return found.tensor.detach()
 
 
 def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:

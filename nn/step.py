@@ -1,6 +1,7 @@
-"""One step: lookup, dense pass, check, update. Nothing here knows of epochs, files or terminals."""
+"""One step: a pass over a batch, a look at its loss, and the updates. Nothing here knows of epochs, files or terminals."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,14 +9,20 @@ from torch import Tensor, nn
 
 from configs.schema import Amp, Config
 from dataloading.batch import Batch
+from nn.captured import Captured, Pass
 from nn.dense_optimizer import build_dense_optimizer
-from nn.dense_pass import CapturedPass, DensePass, LossReadback, PassResult
 from nn.distributed import Ranks
+from nn.dynamic_pass import DynamicPass, Lookups
 from nn.errors import DivergedError
 from nn.feed import Feed
 from nn.flat_gradients import FlatGradients
+from nn.readback import Readback
 from nn.schedule import learning_rate_factor
 from nn.sharding import Exchange, ShardedTables
+from nn.static_exchange import LocalIds
+from nn.static_pass import StaticForward, StaticPass
+
+AMP_DTYPES = {Amp.bf16: torch.bfloat16, Amp.fp16: torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,11 @@ class Trained:
     batch: Batch
     loss: float
     logits: Tensor
+
+
+def loss_scale(config: Config) -> float:
+    """What the loss is multiplied by before the backward pass: only fp16 needs it."""
+    return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
 
 
 class Step:
@@ -54,19 +66,18 @@ class Step:
         self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.optimizer)
         self._config = config
         self._ranks = ranks
-        self._loss_scale = config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
-        self._gradients = FlatGradients(dense.parameters())
-        self._readback = LossReadback(ranks.device)
-        self._pass = DensePass(
-            tables,
-            dense,
-            self._gradients,
-            self._readback,
-            amp=config.train.amp,
-            loss_scale=self._loss_scale,
-            ranks=ranks,
-        )
-        self._captured: CapturedPass | None = None
+        copies = [part.weight.shape for part in tables.placement.copies]
+        self._gradients = FlatGradients(dense.parameters(), copies)
+        tables.copy_gradients = self._gradients.further
+        tables.room = getattr(dense, "head_columns", 0)
+        self._readback = Readback(ranks.device)
+        settings = {"autocast": self._autocast, "loss_scale": loss_scale(config), "ranks": ranks}
+        halves = (dense, self._gradients, self._readback)
+        self._dynamic = DynamicPass(tables, *halves, **settings)
+        self._make_static = lambda static: StaticPass(static, *halves, **settings)
+        # By rows a rank.
+        self._passes: dict[int, Pass] = {}
+        self._forwards: dict[int, Pass] = {}
 
     def train(self, step: int, feed: Feed) -> Trained:
         """Learn from the next batch of `feed`.
@@ -80,30 +91,26 @@ class Step:
         """
         self._set_learning_rate(step)
         batch, ids = next(feed)
-        lookups = self.tables.look_up(ids)
-        result = self._run_pass(batch, ids, lookups)
+        lookups = None
+        if isinstance(ids, LocalIds):
+            logits = self._pass(batch, ids).run(ids, batch.numerical, batch.labels)
+        else:
+            logits, lookups = self._dynamic.run(ids, batch)
         feed.start_next()
-        # The one point where the host waits for the device. The backward pass still runs, so the device does not wait
-        # for the host; the tables' update, which is fused into their own backward pass, has not begun.
-        loss = self._readback.wait()
-        if not math.isfinite(loss):
-            raise DivergedError(
-                f"the loss is {loss} at step {step} (learning rate {self.learning_rate:g}); nothing "
-                "was updated with it. Lower optimizer.lr, lengthen scheduler.warmup_steps, or look "
-                "for bad numerical values in the data"
-            )
-        gradients = result.gradients
-        if self._loss_scale != 1.0:
-            gradients = self._unscaled(gradients)
-        self.tables.update(lookups, gradients)
-        self.dense_optimizer.step()
-        return Trained(batch, loss, result.logits)
+        # The one point where the host waits for the device, which still has the backward pass before it.
+        loss, is_good = self._readback.wait()
+        if not is_good:
+            raise DivergedError(self._what_diverged(step, loss))
+        self._update(lookups)
+        return Trained(batch, loss, logits)
 
     @torch.no_grad()
-    def predict(self, batch: Batch, ids: Exchange) -> Tensor:
-        """Return the logits [B] of a batch, without learning from it."""
+    def predict(self, batch: Batch, ids: LocalIds | Exchange) -> Tensor:
+        """Return the logits [B] of a batch, without learning from it; overwritten by the next call."""
+        if isinstance(ids, LocalIds):
+            return self._forward(batch, ids).run(ids, batch.numerical, batch.labels)
         embeddings = self.tables.bring_home(ids.context, self.tables.look_up(ids))
-        with self._pass.autocast():
+        with self._autocast():
             return self.dense(batch.numerical, embeddings)
 
     def set_training(self, mode: bool) -> None:
@@ -112,8 +119,9 @@ class Step:
         self.dense.train(mode)
 
     def close(self) -> None:
-        """Free the recorded graph; NCCL would wait for it for ever when its group is closed."""
-        self._captured = None
+        """Free the recorded graphs; NCCL would wait for them for ever when its group is closed."""
+        self._passes.clear()
+        self._forwards.clear()
 
     @property
     def learning_rate(self) -> float:
@@ -122,28 +130,38 @@ class Step:
 
     @property
     def why_not_captured(self) -> str | None:
-        """What keeps the dense pass from being a CUDA graph, or None."""
+        """What keeps the step from being a CUDA graph, or None."""
         if self._ranks.device.type != "cuda":
             return "no GPU"
         if not self._config.train.capture:
             return "train.capture=false"
         return self.tables.why_not_static
 
-    def _run_pass(self, batch: Batch, ids: Exchange, lookups: list[Tensor]) -> PassResult:
-        # The tail of an epoch may be static too, but comes too seldom to be worth a graph and its memory.
-        full = len(batch.labels) * self._ranks.world_size == self._config.train.batch_size
-        if full and ids.is_static and self.why_not_captured is None:
-            if self._captured is None:
-                self._captured = CapturedPass(self._pass, lookups, ids.context, batch)
-            return self._captured.run(lookups, batch)
-        return self._pass.run(
-            lookups,
-            ids.context,
-            batch.numerical,
-            batch.labels,
-            batch.num_valid,
-            batch.global_valid,
-        )
+    def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
+        """The pass for batches of this size; only that of whole training batches is worth a graph and its memory."""
+        size = len(batch.labels)
+        if size not in self._passes:
+            plain = self._make_static(self.tables.static(size))
+            whole = size * self._ranks.world_size == self._config.train.batch_size
+            self._passes[size] = self._recorded(plain, batch, ids) if whole else plain
+        return self._passes[size]
+
+    def _forward(self, batch: Batch, ids: LocalIds) -> Pass:
+        size = len(batch.labels)
+        if size not in self._forwards:
+            plain = StaticForward(self.tables.static(size), self.dense, self._autocast)
+            self._forwards[size] = self._recorded(plain, batch, ids)
+        return self._forwards[size]
+
+    def _recorded(self, plain: Pass, batch: Batch, ids: LocalIds) -> Pass:
+        if self.why_not_captured is not None:
+            return plain
+        return Captured(plain, ids, batch.numerical, batch.labels)
+
+    def _autocast(self) -> AbstractContextManager:
+        """The precision that the dense half runs in."""
+        dtype = AMP_DTYPES.get(self._config.train.amp)
+        return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
     def _set_learning_rate(self, step: int) -> None:
         factor = learning_rate_factor(step, self._config.scheduler)
@@ -151,16 +169,21 @@ class Step:
             group["lr"] = self._config.optimizer.lr * factor
         self.tables.prepare_update(step, self._config.optimizer.table_lr * factor)
 
-    def _unscaled(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Undo the loss scale; the dense half's gradients change in place."""
-        finite = self._gradients.are_finite()
-        for each in gradients:
-            finite = finite & torch.isfinite(each).all()
-        overflowed = self._ranks.all_reduce_sum((~finite).float())
-        if overflowed.item():
-            raise DivergedError(
+    def _update(self, lookups: Lookups | None) -> None:
+        if lookups is None:
+            self.tables.update_copies()
+        else:
+            self.tables.update(lookups.values, lookups.gradients)
+        self.dense_optimizer.step()
+
+    def _what_diverged(self, step: int, loss: float) -> str:
+        if math.isfinite(loss):
+            return (
                 "a gradient overflowed fp16; nothing was updated with it. Lower train.loss_scale, now "
-                f"{self._loss_scale:g}, or train with train.amp=bf16, which needs no scale"
+                f"{self._config.train.loss_scale:g}, or train with train.amp=bf16, which needs no scale"
             )
-        self._gradients.vector.div_(self._loss_scale)
-        return [each / self._loss_scale for each in gradients]
+        return (
+            f"the loss is {loss} at step {step} (learning rate {self.learning_rate:g}); nothing "
+            "was updated with it. Lower optimizer.lr, lengthen scheduler.warmup_steps, or look "
+            "for bad numerical values in the data"
+        )

@@ -27,6 +27,7 @@ KNOWS_RANKS = {
     "nn.distributed",
     "nn.sharding",
     "nn.static_exchange",
+    "nn.static_tables",
     "nn.planner",
     "nn.checkpoint",
 }

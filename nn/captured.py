@@ -1,0 +1,60 @@
+"""A pass recorded once as a CUDA graph and replayed for every whole batch."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nn.static_exchange import LocalIds
+
+WARM_UP_PASSES = 3
+
+
+class Pass(Protocol):
+    """A function of the device's queues: same shapes, same addresses, no word to the host."""
+
+    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
+        """Return the logits [B]."""
+
+    def idle(self) -> AbstractContextManager:
+        """Within it `run` computes all and changes nothing."""
+
+
+class Captured:
+    """A pass as a CUDA graph, collectives included.
+
+    Args:
+        plain: the pass to record; its runs before the recording change nothing.
+        ids: example; shapes and dtypes are then fixed.
+        numerical: example.
+        labels: example.
+    """
+
+    def __init__(self, plain: Pass, ids: LocalIds, numerical: Tensor, labels: Tensor) -> None:
+        self._inputs = [each.clone() for each in _tensors(ids, numerical, labels)]
+        owned, replicated, *rest = self._inputs
+        arguments = (LocalIds(owned, replicated), *rest)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), plain.idle():
+            # Compilation, cuBLAS workspaces and NCCL's connections are made outside of the recording.
+            for _ in range(WARM_UP_PASSES):
+                plain.run(*arguments)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        # Thread-local: the loader's threads go on allocating pinned memory meanwhile.
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            self._logits = plain.run(*arguments)
+
+    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
+        """Replay the pass on new inputs; the logits are overwritten by the next call."""
+        for mine, given in zip(self._inputs, _tensors(ids, numerical, labels), strict=True):
+            mine.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._logits
+
+
+def _tensors(ids: LocalIds, numerical: Tensor, labels: Tensor) -> list[Tensor]:
+    return [ids.owned, ids.replicated, numerical, labels]

@@ -1,0 +1,28 @@
+"""The one word from the device to the host in a step: the loss, and whether everything is finite."""
+
+import torch
+from torch import Tensor
+
+
+class Readback:
+    """Hands two numbers to the host as soon as they are known, while the device works on."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._values = torch.zeros(2, pin_memory=on_gpu)
+        # External: recorded inside a graph, waited for outside of it.
+        self._event = torch.cuda.Event(external=True) if on_gpu else None
+
+    def record(self, loss: Tensor, is_good: Tensor) -> None:
+        """Queue the copy of a loss, and of whether the step may be taken (not 0)."""
+        values = torch.stack([loss.float().view(()), is_good.float().view(())])
+        self._values.copy_(values, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> tuple[float, bool]:
+        """Wait for what was recorded last."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, is_good = self._values.tolist()
+        return loss, bool(is_good)

@@ -1,0 +1,188 @@
+"""A training pass whose shapes are all known: lookup to table update, on two queues of the device, as one function.
+
+The tables' work has a queue of its own: lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
+dense half, and the gradients' way back and the update beside the rest of the backward pass and the all-reduce. Nothing
+is read back by the host, so that all of it can be recorded once as a CUDA graph (`nn.captured`). On a CPU the queues
+are one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nn.distributed import Ranks
+from nn.embeddings import Embeddings
+from nn.flat_gradients import FlatGradients
+from nn.loss import share_of_loss
+from nn.readback import Readback
+from nn.static_exchange import LocalIds
+from nn.static_tables import StaticTables
+
+
+class StaticPass:
+    """Everything of a step but the update of the dense half and of replicated tables, whose gradients it leaves.
+
+    Args:
+        tables: for whole batches of one size.
+        dense: the dense half, on its device.
+        gradients: where the gradients go.
+        readback: where the loss goes.
+        autocast: precision of the dense half.
+        loss_scale: multiplies the loss before the backward pass; gradients are checked and divided by it if not 1.
+        ranks: this process.
+    """
+
+    def __init__(
+        self,
+        tables: StaticTables,
+        dense: nn.Module,
+        gradients: FlatGradients,
+        readback: Readback,
+        *,
+        autocast: Callable[[], AbstractContextManager],
+        loss_scale: float,
+        ranks: Ranks,
+    ) -> None:
+        self._tables = tables
+        self._dense = dense
+        self._gradients = gradients
+        self._readback = readback
+        self._autocast = autocast
+        self._loss_scale = loss_scale
+        self._ranks = ranks
+        on_gpu = ranks.device.type == "cuda"
+        self._enabled = torch.ones(1, dtype=torch.int32, device=ranks.device)
+        self._queue = torch.cuda.Stream(ranks.device) if on_gpu else None
+
+    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
+        """Learn from a whole batch.
+
+        Args:
+            ids: at their tables.
+            numerical: [B, N].
+            labels: [B].
+
+        Returns:
+            Logits [B], detached.
+        """
+        with self._beside():
+            values = self._tables.look_up(ids)
+            arrived = self._mark()
+            sorted_owned, sorted_copies = self._tables.sort(ids)
+        self._gradients.clear()
+
+        def take(gradient: Tensor) -> None:
+            """Runs in the backward pass, as soon as the embeddings' gradient is there."""
+            nonlocal of_home, of_owned, copies_done
+            of_home = gradient
+            with self._beside():
+                self._tables.sum_copies(sorted_copies, gradient, is_good)
+                copies_done = self._mark()
+                of_owned = self._tables.send_back(gradient)
+                if self._loss_scale == 1:
+                    self._tables.update(sorted_owned, of_owned, is_good)
+
+        def arrive() -> Tensor:
+            """Runs where the dense half wants the embeddings; so late, autograd sends their gradient back early."""
+            self._wait_for(arrived)
+            return _Home.apply(values.detach().requires_grad_(), take)
+
+        of_home = of_owned = copies_done = None
+        with self._autocast():
+            logits = self._dense(numerical, Embeddings(self._tables.layout, arrive))
+        rows = len(labels)
+        share = share_of_loss(logits, labels, rows, rows * self._ranks.world_size)
+        with self._beside():
+            loss = self._ranks.all_reduce_sum(share.detach().clone())
+            is_good = torch.isfinite(loss).int().view(1) * self._enabled
+            if self._loss_scale == 1:
+                self._readback.record(loss, is_good)
+        (share * self._loss_scale).backward()
+        if self._loss_scale != 1:
+            self._gradients.signal.copy_(~torch.isfinite(of_home).all())
+        self._wait_for(copies_done)
+        self._gradients.sum(self._ranks)
+        if self._loss_scale != 1:
+            # An overflow anywhere is not finite, or not zero, in the sum on every rank.
+            finite = self._gradients.are_finite() & (self._gradients.signal == 0)
+            self._gradients.vector.div_(self._loss_scale)
+            with self._beside():
+                is_good = is_good * finite.int()
+                self._readback.record(loss, is_good)
+                self._tables.update(sorted_owned, of_owned, is_good)
+        if self._queue is not None:
+            torch.cuda.current_stream().wait_stream(self._queue)
+        return logits.detach()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within it `run` computes all and changes no weight."""
+        self._enabled.zero_()
+        yield
+        self._enabled.fill_(1)
+
+    def _beside(self) -> AbstractContextManager:
+        """Queue beside the main queue, after what that one has so far."""
+        if self._queue is None:
+            return nullcontext()
+        self._queue.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._queue)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._queue is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _wait_for(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+class StaticForward:
+    """The forward pass alone, for evaluation and inference.
+
+    Args:
+        tables: for whole batches of one size.
+        dense: the dense half, on its device.
+        autocast: its precision.
+    """
+
+    def __init__(
+        self,
+        tables: StaticTables,
+        dense: nn.Module,
+        autocast: Callable[[], AbstractContextManager],
+    ) -> None:
+        self._tables = tables
+        self._dense = dense
+        self._autocast = autocast
+
+    @torch.no_grad()
+    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
+        """Return the logits [B]; `labels` are not looked at."""
+        values = self._tables.look_up(ids)
+        with self._autocast():
+            return self._dense(numerical, Embeddings(self._tables.layout, lambda: values))
+
+    def idle(self) -> AbstractContextManager:
+        """It changes nothing anyway."""
+        return nullcontext()
+
+
+class _Home(torch.autograd.Function):
+    """Embeddings as they are; hands their gradient over instead of storing it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        ctx.receive = receive
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.receive(gradient)
+        return None, None
