@@ -427,6 +427,23 @@ class LogConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """A profile of some training steps: docs/profiling.md."""
+
+    steps: int = option(0, "steps to profile, into run_dir/profile; 0 for none")
+    start_step: int = option(50, "steps of this run before them, at least 1")
+    nvtx: bool = option(False, "mark the steps for Nsight Systems (nsys) and write no trace")
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"profile.steps must not be negative, got {self.steps}")
+        require(
+            self.start_step > 0,
+            f"profile.start_step must be positive (the first step compiles and captures), got "
+            f"{self.start_step}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """The whole run."""
 
@@ -445,6 +462,7 @@ class Config:
     sharding: ShardingConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     log: LogConfig = MISSING
+    profile: ProfileConfig = MISSING
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")

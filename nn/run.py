@@ -44,9 +44,10 @@ from nn.errors import RankError
 from nn.evaluation import Evaluator
 from nn.inference import measure
 from nn.planner import needs_dense_kernel
+from nn.profiler import Profiler, check_profile
 from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
 from nn.step import Step
-from nn.trainer import Trainer, total_steps
+from nn.trainer import Trainer, eval_steps, total_steps
 
 
 def run(config: Config, config_yaml: str) -> None:
@@ -139,6 +140,14 @@ class Session:
         loader = build_test_loader(self.config, self.source, self.ranks)
         return Evaluator(self.step, loader, self.ranks, self.config.eval.max_steps)
 
+    def profiler(self) -> Profiler | None:
+        """What takes a profile of training, if one is asked for."""
+        if not self.config.profile.steps:
+            return None
+        return Profiler(
+            self.config.profile, self.start_step, self.recorder.run_dir, self.console, self.ranks
+        )
+
 
 def _train(session: Session) -> dict[str, Any]:
     config, ranks = session.config, session.ranks
@@ -146,7 +155,14 @@ def _train(session: Session) -> dict[str, Any]:
     last_step = total_steps(config, loader.steps_per_epoch)
     with Progress(session.console, last_step, start_step=session.start_step) as progress:
         trainer = Trainer(
-            session.step, loader, session.evaluator(), session.recorder, progress, config, ranks
+            session.step,
+            loader,
+            session.evaluator(),
+            session.recorder,
+            progress,
+            config,
+            ranks,
+            session.profiler(),
         )
         return trainer.train(session.start_step)
 
@@ -200,7 +216,10 @@ def _check(config: Config, source: Source, ranks: Ranks, start_step: int) -> Non
         return
     if config.mode is Mode.train:
         loader = build_train_loader(config, source, ranks)
-        _check_steps_left(config, start_step, total_steps(config, loader.steps_per_epoch))
+        last_step = total_steps(config, loader.steps_per_epoch)
+        _check_steps_left(config, start_step, last_step)
+        evaluations = eval_steps(last_step, loader.steps_per_epoch, config.eval.per_epoch)
+        check_profile(config.profile, start_step, last_step, evaluations, ranks)
     build_test_loader(config, source, ranks)
 
 

@@ -14,6 +14,7 @@ from nn.distributed import Ranks
 from nn.errors import DivergedError
 from nn.feed import Feed
 from nn.flat_gradients import FlatGradients
+from nn.marks import mark
 from nn.schedule import learning_rate_factor
 from nn.sharding import Exchange, ShardedTables
 
@@ -80,8 +81,10 @@ class Step:
         """
         self._set_learning_rate(step)
         batch, ids = next(feed)
-        lookups = self.tables.look_up(ids)
-        result = self._run_pass(batch, ids, lookups)
+        with mark("lookup"):
+            lookups = self.tables.look_up(ids)
+        with mark("dense pass"):
+            result = self._run_pass(batch, ids, lookups)
         feed.start_next()
         # The one point where the host waits for the device. The backward pass still runs, so the device does not wait
         # for the host; the tables' update, which is fused into their own backward pass, has not begun.
@@ -95,8 +98,10 @@ class Step:
         gradients = result.gradients
         if self._loss_scale != 1.0:
             gradients = self._unscaled(gradients)
-        self.tables.update(lookups, gradients)
-        self.dense_optimizer.step()
+        with mark("table update"):
+            self.tables.update(lookups, gradients)
+        with mark("dense optimizer"):
+            self.dense_optimizer.step()
         return Trained(batch, loss, result.logits)
 
     @torch.no_grad()
