@@ -7,6 +7,7 @@ All of it goes through one rich `Console` from `make_console`, which is silent o
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from configs.schema import Config
+from nn.memory import RankMemory
 from nn.plan import Hardware, TablePlan
 
 MIB = 1 << 20
@@ -120,6 +122,33 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
     console.print()
     _print_columns(console, table)
     console.print()
+    _print_columns(console, _grid(lines))
+    console.print()
+
+
+def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
+    """Print what the fullest GPU will hold while training, and whether it can.
+
+    Args:
+        console: from `make_console`.
+        ranks: one a rank.
+        hbm_bytes: memory of one GPU.
+    """
+    fullest = max(ranks, key=lambda each: each.total)
+    parts = [
+        f"{name.replace('_', ' ')} {size / GIB:,.1f}"
+        for name, size in asdict(fullest).items()
+        if size / GIB >= 0.05
+    ]
+    lines = {
+        "GPU memory": f"{fullest.total / GIB:,.1f} of {hbm_bytes / GIB:,.1f} GiB at its peak on rank "
+        f"{ranks.index(fullest)}: {', '.join(parts)}"
+    }
+    if fullest.total > hbm_bytes:
+        lines["too much"] = (
+            "the tables fit, the step beside them does not: lower train.batch_size or raise "
+            "sharding.reserve"
+        )
     _print_columns(console, _grid(lines))
     console.print()
 

@@ -30,6 +30,7 @@ from nn.console import (
     print_hardware,
     print_head,
     print_inference,
+    print_memory,
     print_plan,
     print_summary,
 )
@@ -43,6 +44,7 @@ from nn.distributed import (
 from nn.errors import RankError
 from nn.evaluation import Evaluator
 from nn.inference import measure
+from nn.memory import plan_memory
 from nn.planner import needs_dense_kernel
 from nn.profiler import Profiler, check_profile
 from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
@@ -69,6 +71,9 @@ def run(config: Config, config_yaml: str) -> None:
         _, rows = build_plan(config, source, hardware)
         print_hardware(console, config, hardware)
         print_plan(console, rows, hardware.world_size)
+        if hardware.device_type == "cuda":
+            memory = plan_memory(config, source.spec, rows, hardware.world_size)
+            print_memory(console, memory, hardware.hbm_bytes)
         return
     ranks = ranks_from_environment(device_type(config))
     start_step = _restored_steps(config, source)
@@ -90,6 +95,10 @@ def run(config: Config, config_yaml: str) -> None:
         print_head(console, facts, _head(config, source, recorder.run_dir, start_step))
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size)
+            if ranks.device.type == "cuda":
+                memory = plan_memory(config, source.spec, rows, ranks.world_size)
+                recorder.write_memory(memory)
+                print_memory(console, memory, hardware.hbm_bytes)
 
         step = build_step(config, source, plan, ranks)
         stack.callback(step.close)
