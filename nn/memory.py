@@ -175,9 +175,8 @@ def _dense_pass(
     if config.model.name is ModelName.dcnv2:
         # x0 * (W x + b): the product's gradient needs W x + b too, one x wide, in every cross layer.
         saved += config.model.cross.num_layers * widest
-    top = (
-        received + (saved + 2 * widest) * column_bytes
-    )  # gradients of the widest layer, in and out
+    gradients = 2 * widest  # of one layer's output and of its input
+    top = received + (saved + gradients) * column_bytes
     interaction = received + home + layers[0][1] * column_bytes
     sending = (home if received else 0) + looked_up
     return max(top, interaction, sending)
