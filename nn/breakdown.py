@@ -31,7 +31,7 @@ PHASES = {
     "id expansion": r"^_expand|^_ids|index_?select|gather_kernel|permute_\dD|recat",
     "interaction": r"^_(dot_)?(forward|backward)\b",
     "copies": r"Memcpy|Memset|copy_kernel|copy_device|multi_tensor_apply.*\bCopy<|CatArrayBatched|FillFunctor"
-    r"|permute_pooled_embs|^_stack",
+    r"|permute_pooled_embs|^_(stack|join)",
     "dense optimizer": r"multi_tensor_apply|Fused(Sgd|Adam|Adagrad)|^_dense",
     "MLPs and cross": r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_|at::native.*(elementwise|reduce)_kernel",
 }

@@ -80,7 +80,7 @@ def traced(*kernels: tuple[str, float, float], marks=((STEP, 0, 1000),)) -> Trac
         ),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("Memset (Device)", "copies"),
-        ("_stack_forward", "copies"),
+        ("_join_copy", "copies"),
         ("some_kernel_of_tomorrow", OTHER),
     ],
 )
