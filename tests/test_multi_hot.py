@@ -171,6 +171,38 @@ def test_expanded_batches_are_those_of_the_materialised_dataset(tmp_path):
         assert torch.equal(ids, materialised[name])
 
 
+def test_the_documented_conversion_writes_mlperfs_rows(tmp_path, monkeypatch):
+    """128 rows a day, of which the last one's first half tests; ids are taken modulo the rows of their table."""
+    root = Path(__file__).parents[1]
+    code = (root / "docs/mlperf.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    Path("mlperf").mkdir()
+    Path("data").mkdir()
+    generator = np.random.default_rng(1)
+    days = [
+        {
+            "dense": generator.normal(size=(128, 13)).astype(np.float32),
+            "sparse": generator.integers(0, 2**31, (128, 26), np.int32),
+            "labels": generator.integers(0, 2, (128, 1), np.int32),
+        }
+        for _ in range(24)
+    ]
+    for number, day in enumerate(days):
+        for part, values in day.items():
+            np.save(f"mlperf/day_{number}_{part}.npy", values)
+    code = code.replace('"configs', f'"{root}/configs').replace("1_000_000", "100")
+    exec(code, {})
+    spec = FeatureSpec.load("data/criteo_mlperf")
+    assert (spec.rows_of("train"), spec.rows_of("test")) == (23 * 128, 64)
+    source = BinarySource(spec)
+    columns = source.read("train", np.array([[128, 256]]))
+    assert np.array_equal(columns.numerical, days[1]["dense"])
+    assert np.array_equal(columns.labels, days[1]["labels"][:, 0])
+    assert np.array_equal(columns.ids[1], days[1]["sparse"][:, 1] % 39_060)
+    columns = source.read("test", np.array([[0, 64]]))
+    assert np.array_equal(columns.ids[20], days[23]["sparse"][:64, 20] % 40_000_000)
+
+
 @pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="the step does not expand yet")
 def test_training_on_one_hot_rows_equals_training_on_the_materialised_dataset(tmp_path):
     stored, materialised = write_twice(tmp_path)
