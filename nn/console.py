@@ -22,7 +22,7 @@ from rich.text import Text
 
 from configs.schema import Config
 from nn.memory import RankMemory
-from nn.plan import Hardware, TablePlan
+from nn.plan import Hardware, TablePlan, lookups_by_rank
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -97,9 +97,13 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
         table.add_column(name, no_wrap=True)
     table.add_column("rank", overflow="fold")
     table.add_column("MiB", justify="right", no_wrap=True)
+    expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
+    if expanded:
+        table.add_column("expansion", justify="right", no_wrap=True)
     bytes_of = Counter(dict.fromkeys(range(world_size), 0))
     for row in rows:
         bytes_of.update(dict(zip(row.ranks, row.bytes_per_rank, strict=True)))
+        bytes_of.update(dict.fromkeys(row.ranks, row.expansion_bytes))
         table.add_row(
             row.table,
             f"{row.num_embeddings:,}",
@@ -109,14 +113,26 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
             row.kernel,
             _ranges(row.ranks),
             _mib(sum(row.bytes_per_rank)),
+            *([_mib(row.expansion_bytes * len(row.ranks))] if expanded else []),
         )
     total = bytes_of.total()
     fullest, most = max(bytes_of.items(), key=lambda item: item[1])
-    lines = {"in all": f"{_mib(total)} MiB, weights and optimizer state of {len(rows)} tables"}
+    lines = {
+        "in all": f"{_mib(total - expanded)} MiB, weights and optimizer state of {len(rows)} tables"
+    }
+    if expanded:
+        lines["expansion"] = f"{_mib(expanded)} MiB, what expands one-hot ids where the tables lie"
     if world_size > 1 and total:
         mean = total / world_size
         lines["a rank"] = (
             f"at most {_mib(most)} MiB (rank {fullest}), mean {_mib(mean)} MiB, "
+            f"imbalance {most / mean:.2f}"
+        )
+        lookups = lookups_by_rank(rows, world_size)
+        busiest, most = max(enumerate(lookups), key=lambda item: item[1])
+        mean = sum(lookups) / world_size
+        lines["lookups"] = (
+            f"of a sample at most {most:,.1f} (rank {busiest}), mean {mean:,.1f}, "
             f"imbalance {most / mean:.2f}"
         )
     console.print()

@@ -21,6 +21,7 @@ from nn.build import (
     build_train_loader,
     device_type,
     hardware_of,
+    model_spec,
     open_source,
     planned_hardware,
 )
@@ -128,7 +129,8 @@ def run(config: Config, config_yaml: str) -> None:
         recorder.finish(summary)
         if config.mode is Mode.train and config.checkpoint.save:
             directory = recorder.run_dir / "checkpoints"
-            checkpoint.save(directory, step, summary["steps"], source.spec, ranks)
+            spec = model_spec(config, source)
+            checkpoint.save(directory, step, summary["steps"], spec, ranks)
         print_summary(console, summary, recorder.run_dir)
 
 
@@ -257,7 +259,7 @@ def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
 def _restored_steps(config: Config, source: Source) -> int:
     if config.checkpoint.restore is None:
         return 0
-    return checkpoint.check(Path(config.checkpoint.restore), source.spec)
+    return checkpoint.check(Path(config.checkpoint.restore), model_spec(config, source))
 
 
 def _teacher_auc(config: Config, source: Source) -> float | None:
