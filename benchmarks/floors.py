@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.rows import ROWS, Row
 from configs.schema import Amp, Config, ModelName
 from dataloading.feature_spec import FeatureSpec
-from nn.build import open_source
+from nn.build import model_spec, open_source
 from nn.memory import DENSE_STATES, dense_layers
 from nn.planner import STATE_BYTES
 
@@ -79,23 +79,16 @@ class Floor:
         return self.global_batch_size / self.ms * 1e3
 
 
-def floor_of(
-    config: Config,
-    spec: FeatureSpec,
-    world_size: int,
-    *,
-    exponent: float,
-    expands: bool = False,
-) -> Floor:
+def floor_of(config: Config, spec: FeatureSpec, world_size: int, *, exponent: float) -> Floor:
     """Count a training step.
 
     Args:
         config: model, batch size, precision and optimizers.
-        spec: the dataset: tables and hotness.
+        spec: the dataset as the model sees it: tables and hotness.
         world_size: ranks; tables and lookups are taken to be spread evenly, no table replicated.
-        exponent: of the ids' power law.
-        expands: as `benchmarks.rows.Row` has it.
+        exponent: of the stored ids' power law.
     """
+    expands = config.data.multi_hot.hotness is not None
     batch = config.train.batch_size / world_size
     unique = sum(
         unique_rows(
@@ -151,7 +144,7 @@ def count_hbm(
         batch: rows of the rank.
         unique: distinct table rows that the global batch looks up, of this rank's share of the tables.
         world_size: ranks.
-        expands: only the first id of a bag is read, the others are computed from it.
+        expands: only the first id of a bag is stored, the others are made of it (`data.multi_hot`).
 
     Counted, a step:
 
@@ -224,7 +217,7 @@ def unique_rows(
         batch: bags.
         hotness: ids a bag.
         exponent: as in `dataloading.randomness.power_law`.
-        expands: as `benchmarks.rows.Row` has it.
+        expands: as in `count_hbm`.
     """
     if not expands:
         return _unique_draws(cardinality, batch * hotness, exponent)
@@ -274,13 +267,8 @@ def _flops_per_s(config: Config) -> float:
 def floor_of_row(row: Row) -> Floor:
     """Count a step of a row of the benchmark."""
     config = row.config()
-    return floor_of(
-        config,
-        open_source(config).spec,
-        row.world_size,
-        exponent=row.exponent,
-        expands=row.expands,
-    )
+    spec = model_spec(config, open_source(config))
+    return floor_of(config, spec, row.world_size, exponent=row.exponent)
 
 
 def main() -> None:

@@ -75,7 +75,8 @@ def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str
         f"run_dir={run_dir}",
         *("train.epochs=1000", f"train.max_steps={steps}", f"log.every={RECORD_EVERY}"),
         *(f"profile.steps={PROFILED_STEPS}", f"profile.start_step={steps - PROFILED_STEPS}"),
-        *("eval.per_epoch=1", "checkpoint.save=false", "log.tensorboard=false"),
+        *("eval.per_epoch=1", "eval.auc_threshold=null"),
+        *("checkpoint.save=false", "log.tensorboard=false"),
         *row.overrides,
     ]
 

@@ -38,6 +38,7 @@ class RankMemory:
 
     Attributes:
         tables: weights and optimizer state, as planned.
+        expansion: what makes several ids of each stored one (`data.multi_hot`), as planned.
         dense_tables: gradients of the tables without a fused rule, as large as their weights.
         dense_half: weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights.
         batches: numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent.
@@ -48,6 +49,7 @@ class RankMemory:
     """
 
     tables: int
+    expansion: int
     dense_tables: int
     dense_half: int
     batches: int
@@ -69,7 +71,7 @@ def plan_memory(
 
     Args:
         config: the whole run.
-        spec: the dataset.
+        spec: the dataset as stored; `plan` knows what is looked up.
         plan: where the tables live.
         world_size: ranks.
     """
@@ -91,6 +93,7 @@ def plan_memory(
         memories.append(
             RankMemory(
                 tables=_sum_of(rank, plan),
+                expansion=sum(each.expansion_bytes for each in plan if rank in each.ranks),
                 dense_tables=sum(
                     4 * table.num_embeddings * table.embedding_dim
                     for table in plan

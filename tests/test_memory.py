@@ -57,13 +57,14 @@ def test_each_term_is_what_its_shapes_say():
     spec = open_source(config).spec
     tables = [
         TablePlan("whole", 500, 8, 1.0, "table_wise", "fused", (0,), (1000,)),
-        TablePlan("cut", 40, 8, 2.0, "column_wise", "fused", (0, 1), (200, 200)),
+        TablePlan("cut", 40, 8, 2.0, "column_wise", "fused", (0, 1), (200, 200), 7),
         TablePlan("rows", 300, 8, 3.0, "row_wise", "fused", (0, 1), (50, 50)),
         TablePlan("copied", 7, 8, 1.0, "data_parallel", "dense", (0, 1), (9, 9)),
     ]
     first, second = plan_memory(config, spec, tables, world_size=2)
     assert (first.tables, second.tables) == (1259, 259)
     assert first.dense_tables == second.dense_tables == 4 * 7 * 8
+    assert first.expansion == second.expansion == 7
     # weights and biases of four layers; weight, gradient and adagrad's sum
     parameters = 8 * 16 + 16 + 16 * 8 + 8 + 24 * 16 + 16 + 16 + 1
     assert first.dense_half == 4 * 3 * parameters
