@@ -2,86 +2,35 @@
 
     python -m benchmarks.train --data DIR --out DIR dlrm_t15_1 dlrm_t15_1_uniform
 
-Each row runs `torchrun ... dlrm.py experiment=...` and prints million samples a second as min / median / max over the
-records after the first, the peak of GPU memory and what the plan had said. Rows and their commands: `ROWS` below;
-results with date, machine and commit: benchmarks/README.md.
+Each row makes its dataset, unless it is in --data already, and runs `torchrun ... dlrm.py experiment=...`. The speed is that of
+the records after the first; the last steps run under the profiler and count in no speed. Prints two tables that can go
+into benchmarks/README.md, and writes --out/ROW.json, from which `python -m benchmarks.scaling` draws. Rows:
+benchmarks/rows.py; results with date, machine and commit: benchmarks/README.md.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.floors import Floor, floor_of_row
+from benchmarks.rows import ROOT, ROWS, Row
+from nn.breakdown import DATA_WAIT, KERNEL_PHASES
+from nn.recorder import git_commit
+
 GIB = 2**30
-TRAIN_ROWS = 192 * 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measurement.
-
-    Attributes:
-        script: recipe to start.
-        world_size: GPUs.
-        experiment: configs/experiment/<experiment>.yaml.
-        tables: configs/data/<tables>.yaml, whose tables the dataset gets.
-        exponent: of the ids' power law; 0 is uniform.
-        overrides: further options.
-    """
-
-    script: str
-    world_size: int
-    experiment: str
-    tables: str
-    exponent: float = 1.05
-    overrides: tuple[str, ...] = ()
-
-
-ROWS = {
-    "dlrm_t15_1": Row("dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15"),
-    "dlrm_t15_1_uniform": Row("dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", exponent=0),
-    "dlrm_t15_1_eager": Row(
-        "dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", overrides=("train.compile=false",)
-    ),
-    "dlrm_t15_1_fp32": Row(
-        "dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", overrides=("train.amp=off",)
-    ),
-    "dlrm_t15_1_fp16": Row(
-        "dlrm.py", 1, "dlrm_criteo_t15", "criteo_t15", overrides=("train.amp=fp16",)
-    ),
-    "dlrm_t15_2": Row("dlrm.py", 2, "dlrm_criteo_t15", "criteo_t15"),
-    "dlrm_t15_4": Row("dlrm.py", 4, "dlrm_criteo_t15", "criteo_t15"),
-    "dlrm_t15_4_replicas": Row(
-        "dlrm.py",
-        4,
-        "dlrm_criteo_t15",
-        "criteo_t15",
-        overrides=("sharding.types=[table_wise,column_wise,data_parallel]",),
-    ),
-    "dlrm_t15_4_weak": Row(
-        "dlrm.py", 4, "dlrm_criteo_t15", "criteo_t15", overrides=("train.batch_size=262144",)
-    ),
-    "dlrm_t3_1": Row("dlrm.py", 1, "dlrm_criteo_t3", "criteo_t3"),
-    "dlrm_t3_2": Row("dlrm.py", 2, "dlrm_criteo_t3", "criteo_t3"),
-    "dlrm_t0_4": Row("dlrm.py", 4, "dlrm_criteo_t0", "criteo_t0"),
-    "dcnv2_t15_1": Row("dcnv2.py", 1, "dcnv2_criteo_t15", "criteo_t15"),
-    "dcnv2_t15_1_eager": Row(
-        "dcnv2.py", 1, "dcnv2_criteo_t15", "criteo_t15", overrides=("train.compile=false",)
-    ),
-    "dcnv2_t15_1_fp32": Row(
-        "dcnv2.py", 1, "dcnv2_criteo_t15", "criteo_t15", overrides=("train.amp=off",)
-    ),
-    "dcnv2_t15_2": Row("dcnv2.py", 2, "dcnv2_criteo_t15", "criteo_t15"),
-    "dcnv2_t3_4": Row("dcnv2.py", 4, "dcnv2_criteo_t3", "criteo_t3"),
-}
+TEST_ROWS = 131_072
+PROFILED_STEPS = 10
+RECORD_EVERY = 50
 
 
 def main() -> None:
@@ -91,30 +40,49 @@ def main() -> None:
     )
     parser.add_argument("rows", nargs="+", choices=[*ROWS], metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--data", type=Path, required=True, help="where datasets are made and kept")
-    parser.add_argument("--out", type=Path, required=True, help="where run directories go")
-    parser.add_argument("--steps", type=int, default=400, help="steps of each row")
+    parser.add_argument("--out", type=Path, required=True, help="where results and run_dirs go")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each row, in fifties")
     parser.add_argument("--timeout-s", type=float, default=300, help="limit of each row")
     args = parser.parse_args()
-    print(
-        "| row | million samples/s, min / median / max | step ms | data wait ms | HBM GiB | planned |"
-    )
-    print("|---|---|---|---|---|---|", flush=True)
-    failed = [name for name in args.rows if not _run(name, ROWS[name], args)]
+    if args.steps % RECORD_EVERY or args.steps < 3 * RECORD_EVERY:
+        parser.error(
+            f"--steps={args.steps}: give a multiple of {RECORD_EVERY}, {3 * RECORD_EVERY} or more; the first record "
+            "is not measured, and no evaluation may fall among the profiled steps"
+        )
+    args.out.mkdir(parents=True, exist_ok=True)
+    results, failed = [], []
+    print(HEAD, flush=True)
+    for name in args.rows:
+        run_dir = args.out / name
+        if not _run(name, ROWS[name], args, run_dir):
+            failed.append(name)
+            continue
+        result = read_result(name, ROWS[name], run_dir, floor_of_row(ROWS[name]))
+        (args.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        results.append(result)
+        print(speed_line(result), flush=True)
+    print("\n" + breakdown_table(results))
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
-def _run(name: str, row: Row, args: argparse.Namespace) -> bool:
-    run_dir = args.out / name
-    command = [
-        *("torchrun", "--nproc-per-node", str(row.world_size), str(ROOT / row.script)),
+def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str]:
+    """The command of a row."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(row.world_size)),
+        str(ROOT / f"{row.recipe}.py"),
         f"experiment={row.experiment}",
-        f"data.path={_dataset(row, args.data)}",
+        f"data.path={data_path}",
         f"run_dir={run_dir}",
-        *("train.epochs=100", f"train.max_steps={args.steps}", "log.every=50"),
+        *("train.epochs=1000", f"train.max_steps={steps}", f"log.every={RECORD_EVERY}"),
+        *(f"profile.steps={PROFILED_STEPS}", f"profile.start_step={steps - PROFILED_STEPS}"),
+        *("eval.per_epoch=1", "eval.auc_threshold=null"),
         *("checkpoint.save=false", "log.tensorboard=false"),
         *row.overrides,
     ]
-    args.out.mkdir(parents=True, exist_ok=True)
+
+
+def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
+    command = command_of(row, _dataset(row, args.data), run_dir, args.steps)
     log = args.out / f"{name}.log"
     with log.open("w") as stream:
         stream.write(shlex.join(command) + "\n")
@@ -124,35 +92,119 @@ def _run(name: str, row: Row, args: argparse.Namespace) -> bool:
                 command, stdout=stream, stderr=subprocess.STDOUT, timeout=args.timeout_s
             )
         except subprocess.TimeoutExpired:
-            print(f"| {name} | took more than {args.timeout_s:g} s | | | | |", flush=True)
+            print(f"`{name}` took more than {args.timeout_s:g} s, see {log}", file=sys.stderr)
             return False
     if done.returncode:
-        print(f"| {name} | exit code {done.returncode}, see {log.name} | | | | |", flush=True)
-        print("\n".join(log.read_text().splitlines()[-15:]), file=sys.stderr)
+        print(f"`{name}`: exit code {done.returncode}, see {log}", file=sys.stderr)
+        lines = log.read_text().splitlines()
+        # The launcher's own traceback ends the log.
+        told = [line for line in lines if re.match(r"error: |[\w.]+Error\b", line)]
+        print("\n".join(told or lines[-15:]), file=sys.stderr)
         return False
-    print(_result(name, run_dir), flush=True)
     return True
 
 
-def _result(name: str, run_dir: Path) -> str:
+def read_result(name: str, row: Row, run_dir: Path, floor: Floor) -> dict[str, Any]:
+    """Gather what a run left into one object.
+
+    Args:
+        name: of the row.
+        row: what was run.
+        run_dir: of the finished run.
+        floor: the least that its step could take.
+
+    Returns:
+        Speeds in samples a second, times in ms a step, memory in bytes of rank 0; without a GPU no memory.
+    """
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    records = [line for line in lines if "samples_per_s" in line][1:]
-    rates = [record["samples_per_s"] / 1e6 for record in records]
-    plan = json.loads((run_dir / "plan.json").read_text())
-    planned: dict[int, int] = {}
-    for table in plan:
-        for rank, size in zip(table["ranks"], table["bytes_per_rank"], strict=True):
-            planned[rank] = planned.get(rank, 0) + size
-    median = {
-        key: statistics.median(record[key] for record in records)
-        for key in ("step_ms", "data_wait_ms")
+    # The first record holds compilation and capture; one of profiled steps only has no speed.
+    records = [line for line in lines if line.get("samples_per_s") is not None][1:]
+    breakdown = json.loads((run_dir / "profile/summary.json").read_text())
+    memory = run_dir / "memory.json"
+    planned = json.loads(memory.read_text())[0] if memory.exists() else None
+    step_ms = floor.global_batch_size / _median(records, "samples_per_s") * 1e3
+    return {
+        "row": name,
+        "recipe": row.recipe,
+        "experiment": row.experiment,
+        "world_size": row.world_size,
+        "global_batch_size": floor.global_batch_size,
+        "exponent": row.exponent,
+        "command": lines[0]["command"],
+        "commit": git_commit(ROOT),
+        "environment": lines[0],
+        "num_records": len(records),
+        "samples_per_s": {
+            "min": min(record["samples_per_s"] for record in records),
+            "median": _median(records, "samples_per_s"),
+            "max": max(record["samples_per_s"] for record in records),
+        },
+        "step_ms": step_ms,
+        "data_wait_ms": _median(records, "data_wait_ms"),
+        "peak_hbm_bytes": records[-1]["hbm_bytes"],
+        "planned_hbm_bytes": planned,
+        "floor": asdict(floor) | {"ms": floor.ms, "bound": floor.bound, "times_ms": floor.times_ms},
+        "times_the_floor": step_ms / floor.ms,
+        "breakdown": breakdown,
     }
-    hbm = records[-1]["hbm_bytes"]
+
+
+def _median(records: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(record[key] for record in records)
+
+
+HEAD = (
+    "| row | GPUs | batch in all | M samples/s, min / median / max | step ms | data wait ms | floor ms | times the "
+    "floor | peak HBM GiB | planned GiB |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def speed_line(result: dict[str, Any]) -> str:
+    """One row of the table of speeds."""
+    low, median, high = (result["samples_per_s"][key] / 1e6 for key in ("min", "median", "max"))
+    peak, planned = result["peak_hbm_bytes"], result["planned_hbm_bytes"]
+    if planned is not None and peak is not None:
+        off = planned["total"] / peak - 1
+        memory = f"{peak / GIB:.1f} | {planned['total'] / GIB:.1f} ({off:+.1%})"
+    else:
+        memory = "none | none"
+    floor = result["floor"]
     return (
-        f"| {name} | {min(rates):.2f} / {statistics.median(rates):.2f} / {max(rates):.2f} "
-        f"| {median['step_ms']:.2f} | {median['data_wait_ms']:.2f} "
-        f"| {hbm / GIB if hbm else float('nan'):.1f} | {planned.get(0, 0) / GIB:.1f} |"
+        f"| `{result['row']}` | {result['world_size']} | {result['global_batch_size']:,} "
+        f"| {low:.2f} / **{median:.2f}** / {high:.2f} | {result['step_ms']:.2f} "
+        f"| {result['data_wait_ms']:.2f} | {floor['ms']:.2f} ({floor['bound']}) "
+        f"| {result['times_the_floor']:.1f} | {memory} |"
     )
+
+
+def breakdown_table(results: list[dict[str, Any]]) -> str:
+    """A table of where the time of rank 0's step goes: ms of the kernels, and in brackets what of it is exposed.
+
+    The all-to-all stands with the least of all ranks, the time of the one that came last, who waited for nobody.
+    """
+    gpu = [each for each in results if each["breakdown"][0]["on_gpu"]]
+    if not gpu:
+        return "no breakdown by kernels: no GPU"
+    found = {phase["phase"] for each in gpu for phase in each["breakdown"][0]["phases"]}
+    phases = [phase for phase in (DATA_WAIT, *KERNEL_PHASES) if phase in found]
+    columns = ["row", "step ms (profiled)", *phases, "several at once", "GPU idle"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for each in gpu:
+        ranks = [{phase["phase"]: phase for phase in rank["phases"]} for rank in each["breakdown"]]
+        first = each["breakdown"][0]
+        cells = [f"`{each['row']}`", f"{first['step_ms']:.2f}"]
+        for phase in phases:
+            time = ranks[0].get(phase)
+            if time is None:
+                cells.append("")
+                continue
+            cell = f"{time['ms']:.2f} ({time['exposed_ms']:.2f})"
+            if phase == "all-to-all" and len(ranks) > 1:
+                cell += f", least {min(rank[phase]['ms'] for rank in ranks):.2f}"
+            cells.append(cell)
+        cells += [f"{first['overlap_ms']:.2f}", f"{first['idle_ms']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _dataset(row: Row, root: Path) -> Path:
@@ -160,16 +212,13 @@ def _dataset(row: Row, root: Path) -> Path:
     path = root / f"{row.tables}_{row.exponent:g}"
     if (path / "feature_spec.yaml").exists():
         return path
-    tables = yaml.safe_load((ROOT / "configs/data" / f"{row.tables}.yaml").read_text())["synthetic"]
-    cardinalities = ",".join(str(each) for each in tables["cardinalities"])
     root.mkdir(parents=True, exist_ok=True)
+    tables = yaml.safe_load((ROOT / "configs/data" / f"{row.tables}.yaml").read_text())["synthetic"]
+    tables |= {"exponent": row.exponent, "train_rows": row.train_rows, "test_rows": TEST_ROWS}
     subprocess.run(
         [
             *(sys.executable, "-m", "preproc", "dataset=synthetic", f"output={path}"),
-            f"data.synthetic.cardinalities=[{cardinalities}]",
-            f"data.synthetic.exponent={row.exponent}",
-            f"data.synthetic.train_rows={TRAIN_ROWS}",
-            "data.synthetic.test_rows=131072",
+            *(f"data.synthetic.{key}={json.dumps(value)}" for key, value in tables.items()),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},

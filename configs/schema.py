@@ -140,6 +140,29 @@ class SyntheticConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MultiHotConfig:
+    """Several ids out of each stored one, as in MLPerf's synthetic multi-hot Criteo."""
+
+    hotness: list[int] | None = option(
+        None,
+        "ids to look up for each stored id, one entry a categorical feature; 1 leaves a feature as it "
+        "is stored, null all of them",
+    )
+    seed: int = option(0, "seed of the further ids; MLPerf's is 0")
+
+    def __post_init__(self) -> None:
+        require(
+            self.hotness is None or (bool(self.hotness) and all(h > 0 for h in self.hotness)),
+            "data.multi_hot.hotness must name a positive number for each categorical feature, or be "
+            f"null, got {self.hotness}",
+        )
+        require(
+            0 <= self.seed < 2**32,
+            f"data.multi_hot.seed must lie in [0, 2**32), got {self.seed}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Where the rows come from and how they are read."""
 
@@ -152,6 +175,7 @@ class DataConfig:
     )
     prefetch: int = option(4, "batches read ahead of the step")
     threads: int = option(4, "reader threads a rank")
+    multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
     def __post_init__(self) -> None:
@@ -427,6 +451,23 @@ class LogConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """A profile of some training steps: docs/profiling.md."""
+
+    steps: int = option(0, "steps to profile, into run_dir/profile; 0 for none")
+    start_step: int = option(50, "steps of this run before them, at least 1")
+    nvtx: bool = option(False, "mark the steps for Nsight Systems (nsys) and write no trace")
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"profile.steps must not be negative, got {self.steps}")
+        require(
+            self.start_step > 0,
+            f"profile.start_step must be positive (the first step compiles and captures), got "
+            f"{self.start_step}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """The whole run."""
 
@@ -445,6 +486,7 @@ class Config:
     sharding: ShardingConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     log: LogConfig = MISSING
+    profile: ProfileConfig = MISSING
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")

@@ -15,6 +15,7 @@ from dataloading.synthetic import SyntheticSource
 from nn.distributed import Ranks, launched_world
 from nn.initialization import initialise_dense
 from nn.model import build_dense, build_embeddings
+from nn.multi_hot import MultiHot
 from nn.plan import Hardware, TablePlan
 from nn.planner import ShardingPlan, plan_tables
 from nn.sharding import ShardedTables, register_rule
@@ -118,25 +119,39 @@ def build_plan(
     """Lay the tables over the ranks.
 
     Raises:
-        ValueError: the tables do not fit, an override cannot be, or the batch does not divide over the ranks.
+        ValueError: the tables do not fit, an override cannot be, data.multi_hot is not for these features, or the batch
+            does not divide over the ranks.
     """
     if config.train.batch_size % hardware.world_size:
         raise ValueError(
             f"train.batch_size={config.train.batch_size} must be divisible by "
             f"{hardware.world_size} ranks"
         )
+    multi_hot = MultiHot(source.spec, config.data.multi_hot)
     return plan_tables(
         _meta_tables(config, source),
-        source.spec,
+        model_spec(config, source),
         config.sharding,
         config.optimizer.table_name,
         hardware,
         config.train.batch_size // hardware.world_size,
+        multi_hot.expansion_bytes(),
     )
+
+
+def model_spec(config: Config, source: Source) -> FeatureSpec:
+    """Return the dataset as the model sees it: as stored, but for the hotness of features that are expanded.
+
+    Raises:
+        ValueError: data.multi_hot is not for these features.
+    """
+    return MultiHot(source.spec, config.data.multi_hot).expanded_spec(source.spec)
 
 
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> Step:
     """Build both halves with the seed's weights."""
+    if MultiHot(source.spec, config.data.multi_hot).hotness:
+        raise NotImplementedError("data.multi_hot is planned for (mode=plan), not trained yet")
     tables = ShardedTables(
         _meta_tables(config, source),
         source.spec,

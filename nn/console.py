@@ -7,6 +7,7 @@ All of it goes through one rich `Console` from `make_console`, which is silent o
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
@@ -20,7 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from configs.schema import Config
-from nn.plan import Hardware, TablePlan
+from nn.memory import RankMemory
+from nn.plan import Hardware, TablePlan, lookups_by_rank
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -95,9 +97,13 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
         table.add_column(name, no_wrap=True)
     table.add_column("rank", overflow="fold")
     table.add_column("MiB", justify="right", no_wrap=True)
+    expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
+    if expanded:
+        table.add_column("expansion", justify="right", no_wrap=True)
     bytes_of = Counter(dict.fromkeys(range(world_size), 0))
     for row in rows:
         bytes_of.update(dict(zip(row.ranks, row.bytes_per_rank, strict=True)))
+        bytes_of.update(dict.fromkeys(row.ranks, row.expansion_bytes))
         table.add_row(
             row.table,
             f"{row.num_embeddings:,}",
@@ -107,19 +113,58 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
             row.kernel,
             _ranges(row.ranks),
             _mib(sum(row.bytes_per_rank)),
+            *([_mib(row.expansion_bytes * len(row.ranks))] if expanded else []),
         )
     total = bytes_of.total()
     fullest, most = max(bytes_of.items(), key=lambda item: item[1])
-    lines = {"in all": f"{_mib(total)} MiB, weights and optimizer state of {len(rows)} tables"}
+    lines = {
+        "in all": f"{_mib(total - expanded)} MiB, weights and optimizer state of {len(rows)} tables"
+    }
+    if expanded:
+        lines["expansion"] = f"{_mib(expanded)} MiB, what expands one-hot ids where the tables lie"
     if world_size > 1 and total:
         mean = total / world_size
         lines["a rank"] = (
             f"at most {_mib(most)} MiB (rank {fullest}), mean {_mib(mean)} MiB, "
             f"imbalance {most / mean:.2f}"
         )
+        lookups = lookups_by_rank(rows, world_size)
+        busiest, most = max(enumerate(lookups), key=lambda item: item[1])
+        mean = sum(lookups) / world_size
+        lines["lookups"] = (
+            f"of a sample at most {most:,.1f} (rank {busiest}), mean {mean:,.1f}, "
+            f"imbalance {most / mean:.2f}"
+        )
     console.print()
     _print_columns(console, table)
     console.print()
+    _print_columns(console, _grid(lines))
+    console.print()
+
+
+def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
+    """Print what the fullest GPU will hold while training, and whether it can.
+
+    Args:
+        console: from `make_console`.
+        ranks: one a rank.
+        hbm_bytes: memory of one GPU.
+    """
+    fullest = max(ranks, key=lambda each: each.total)
+    parts = [
+        f"{name.replace('_', ' ')} {size / GIB:,.1f}"
+        for name, size in asdict(fullest).items()
+        if size / GIB >= 0.05
+    ]
+    lines = {
+        "GPU memory": f"{fullest.total / GIB:,.1f} of {hbm_bytes / GIB:,.1f} GiB at its peak on rank "
+        f"{ranks.index(fullest)}: {', '.join(parts)}"
+    }
+    if fullest.total > hbm_bytes:
+        lines["too much"] = (
+            "the tables fit, the step beside them does not: lower train.batch_size or raise "
+            "sharding.reserve"
+        )
     _print_columns(console, _grid(lines))
     console.print()
 

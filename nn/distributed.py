@@ -53,6 +53,14 @@ class Ranks:
         dist.gather(tensor.contiguous(), parts, dst=0)
         return parts
 
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Collect every rank's value on rank 0, None elsewhere; the values must pickle."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values, dst=0)
+        return values
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:

@@ -8,6 +8,8 @@ from functools import cache
 import torch
 
 from dataloading.batch import Batch
+from nn.breakdown import DATA_WAIT
+from nn.marks import mark
 from nn.sharding import Exchange, ShardedTables
 
 
@@ -40,7 +42,8 @@ class Feed:
     def start_next(self) -> None:
         """Fetch the next batch from the loader and send it on its way; does nothing at the end."""
         start = time.perf_counter()
-        host_batch = next(self._batches, None)
+        with mark(DATA_WAIT):
+            host_batch = next(self._batches, None)
         self.data_wait_ms += (time.perf_counter() - start) * 1e3
         if host_batch is None:
             self._next = None

@@ -1,5 +1,6 @@
 """What the planner is told and what it decided, as plain values that are printed, written to plan.json and tested."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -16,6 +17,7 @@ class TablePlan:
         kernel: `fused` (optimizer inside backward) or `dense` (stepped after backward).
         ranks: ranks that hold a part of it.
         bytes_per_rank: weight and optimizer bytes on each of `ranks`.
+        expansion_bytes: what expands its ids (data.multi_hot) takes on each of `ranks` besides.
     """
 
     table: str
@@ -26,6 +28,19 @@ class TablePlan:
     kernel: str
     ranks: tuple[int, ...]
     bytes_per_rank: tuple[int, ...]
+    expansion_bytes: int = 0
+
+
+def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:
+    """Return the rows that a rank looks up and updates for one sample of the global batch, by its part of their bytes.
+
+    Half a row, of a table cut in two, is half a lookup; a replicated table is looked up by the rank that has the sample.
+    """
+    lookups = [0.0] * world_size
+    for row in rows:
+        for rank, size in zip(row.ranks, row.bytes_per_rank, strict=True):
+            lookups[rank] += row.hotness * size / sum(row.bytes_per_rank)
+    return lookups
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,21 @@ links' real speed, each table's hotness and optimizer state, and only the kernel
 
 import logging
 import math
+from collections.abc import Mapping
 
 import torch
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
     PlannerError,
+    ShardingOption,
+    Storage,
     Topology,
     TopologyFactory,
     TrainerConfig,
@@ -48,6 +52,12 @@ STATE_BYTES = {
 }
 WEIGHT_BYTES = 4
 
+# Passes over a row's bytes that its update makes, in units of the lookup's one: the gradient is read, the weight and each
+# state of its size are read and written. The planner's default of 2 would leave a hundred-hot table whole.
+UPDATE_PASSES = {
+    rule: 3 + 2 * a_value // WEIGHT_BYTES for rule, (a_value, _) in STATE_BYTES.items()
+}
+
 # A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
 # than a rank's fair share of all lookups.
 CUT_ABOVE = 0.25
@@ -71,6 +81,36 @@ class TableSharder(EmbeddingBagCollectionSharder):
         return [EmbeddingComputeKernel.FUSED.value]
 
 
+class TableEnumerator(EmbeddingEnumerator):
+    """TorchRec's search space, with the memory that expanding a table's ids takes where the table lies.
+
+    Args:
+        topology: what to plan for.
+        batch_size: rows a rank.
+        constraints: of each table.
+        expansion_bytes: table -> bytes on every rank that holds a part of it.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints],
+        expansion_bytes: Mapping[str, int],
+    ) -> None:
+        super().__init__(topology=topology, batch_size=batch_size, constraints=constraints)
+        self._on_gpu = topology.compute_device == "cuda"
+        self._expansion_bytes = expansion_bytes
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Price each way of sharding each table."""
+        super().populate_estimates(sharding_options)
+        for option in sharding_options:
+            size = self._expansion_bytes.get(option.name, 0)
+            for shard in option.shards:
+                shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
+
+
 def needs_dense_kernel(rule: OptimizerName, device_type: str) -> bool:
     """Whether FBGEMM lacks the fused form of the tables' rule on this device (Adam on CPUs)."""
     return rule is OptimizerName.adam and device_type == "cpu"
@@ -83,16 +123,19 @@ def plan_tables(
     rule: OptimizerName,
     hardware: Hardware,
     batch_size: int,
+    expansion_bytes: Mapping[str, int],
 ) -> tuple[ShardingPlan, list[TablePlan]]:
     """Lay all tables over the ranks.
 
     Args:
         embeddings: the unsharded tables, on the meta device, with their optimizer registered.
-        spec: the dataset; gives each table's hotness.
+        spec: the dataset; gives each table's hotness, where ids are expanded that after it.
         config: what the user allows and overrides.
         rule: update rule of the tables.
         hardware: what to plan for.
         batch_size: rows a rank.
+        expansion_bytes: feature -> bytes that expanding its ids takes on every rank that holds a part of its table;
+            features that are not named are looked up as they come.
 
     Returns:
         TorchRec's plan, and the same as plain rows.
@@ -100,11 +143,14 @@ def plan_tables(
     Raises:
         ValueError: when the tables do not fit, or an override cannot be.
     """
-    constraints = _constraints(embeddings, spec, config, rule, hardware)
+    expansion_bytes = {table_name(name): size for name, size in expansion_bytes.items()}
+    constraints = _constraints(embeddings, spec, config, rule, hardware, set(expansion_bytes))
+    topology = _topology(hardware, config, rule)
     planner = EmbeddingShardingPlanner(
-        topology=_topology(hardware, config),
+        topology=topology,
         batch_size=batch_size,
         constraints=constraints,
+        enumerator=TableEnumerator(topology, batch_size, constraints, expansion_bytes),
         # Ours is taken off already: TorchRec's would leave CPUs without one.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         debug=False,
@@ -118,14 +164,16 @@ def plan_tables(
     try:
         plan = planner.plan(holder, [TableSharder()])
     except PlannerError as error:
-        raise ValueError(_does_not_fit(embeddings, config, rule, hardware, error)) from error
+        raise ValueError(
+            _does_not_fit(embeddings, config, rule, hardware, expansion_bytes, error)
+        ) from error
     finally:
         logging.disable(logging.NOTSET)
     if needs_dense_kernel(rule, hardware.device_type):
         # Only now: the planner refuses the dense kernel for tables that are not replicated, the trainer does not.
         for sharding in plan.plan["embeddings"].values():
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
-    return plan, _rows(plan, embeddings, spec, rule)
+    return plan, _rows(plan, embeddings, spec, rule, expansion_bytes)
 
 
 def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
@@ -133,7 +181,7 @@ def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
     return int(hardware.bytes_per_rank * (1 - config.reserve))
 
 
-def _topology(hardware: Hardware, config: ShardingConfig) -> Topology:
+def _topology(hardware: Hardware, config: ShardingConfig, rule: OptimizerName) -> Topology:
     cuda = hardware.device_type == "cuda"
     usable = _usable_bytes(hardware, config)
     links = HardwareConfig(
@@ -151,7 +199,11 @@ def _topology(hardware: Hardware, config: ShardingConfig) -> Topology:
             ddr_cap_bytes=hardware.host_bytes // hardware.local_world_size if cuda else usable,
         ),
         links if cuda else HardwareConfig(),
-        KernelConfig(compute_device=hardware.device_type, use_hardware_based_bandwidth=cuda),
+        KernelConfig(
+            compute_device=hardware.device_type,
+            bwd_compute_multiplier=UPDATE_PASSES[rule],
+            use_hardware_based_bandwidth=cuda,
+        ),
     )
 
 
@@ -161,6 +213,7 @@ def _constraints(
     config: ShardingConfig,
     rule: OptimizerName,
     hardware: Hardware,
+    expanded: set[str],
 ) -> dict[str, ParameterConstraints]:
     hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
     overrides = {table_name(each): kind for each, kind in config.tables.items()}
@@ -182,6 +235,8 @@ def _constraints(
             types = [ShardingType.table_wise]
         else:
             types = list(config.types)
+        if table.name in expanded and ShardingType.row_wise in types:
+            types = _without_row_wise(table.name, types, overridden=chosen is not None)
         if rule is OptimizerName.rowwise_adagrad and ShardingType.column_wise in types:
             if chosen is not None:
                 raise ValueError(
@@ -212,6 +267,31 @@ def _constraints(
     return constraints
 
 
+def _without_row_wise(
+    table: str, types: list[ShardingType], *, overridden: bool
+) -> list[ShardingType]:
+    """Layouts of a table whose ids are expanded where it lies.
+
+    Raises:
+        ValueError: there is none but row-wise.
+    """
+    why = (
+        "data.multi_hot expands its ids on the rank that holds its rows, and the further ids would be "
+        "rows of other ranks"
+    )
+    if overridden:
+        raise ValueError(
+            f"sharding.tables sets {table} to row_wise, but {why}; choose table_wise, column_wise or "
+            "data_parallel"
+        )
+    rest = [each for each in types if each is not ShardingType.row_wise]
+    if not rest:
+        raise ValueError(
+            f"sharding.types=[row_wise] leaves {table} no layout: {why}; add table_wise or column_wise"
+        )
+    return rest
+
+
 def _column_width(embedding_dim: int, parts: float, world_size: int) -> int:
     """Columns of one slice, a multiple of 4: the fewest equal slices from `parts` (and 2) up, at most one a rank."""
     counts = [
@@ -229,7 +309,11 @@ def table_bytes(num_embeddings: int, embedding_dim: int, rule: OptimizerName) ->
 
 
 def _rows(
-    plan: ShardingPlan, embeddings: EmbeddingBagCollection, spec: FeatureSpec, rule: OptimizerName
+    plan: ShardingPlan,
+    embeddings: EmbeddingBagCollection,
+    spec: FeatureSpec,
+    rule: OptimizerName,
+    expansion_bytes: Mapping[str, int],
 ) -> list[TablePlan]:
     hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
     rows = []
@@ -253,6 +337,7 @@ def _rows(
                 kernel=sharding.compute_kernel,
                 ranks=tuple(used),
                 bytes_per_rank=tuple(used.values()),
+                expansion_bytes=expansion_bytes.get(table.name, 0),
             )
         )
     return rows
@@ -263,12 +348,15 @@ def _does_not_fit(
     config: ShardingConfig,
     rule: OptimizerName,
     hardware: Hardware,
+    expansion_bytes: Mapping[str, int],
     error: PlannerError,
 ) -> str:
     sizes = {
         each.name: table_bytes(each.num_embeddings, each.embedding_dim, rule)
+        + expansion_bytes.get(each.name, 0)
         for each in embeddings.embedding_bag_configs()
     }
+    state = f"{rule.value} state" + " and what expands their ids" * bool(expansion_bytes)
     usable = _usable_bytes(hardware, config)
     total = sum(sizes.values())
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
@@ -289,7 +377,7 @@ def _does_not_fit(
         )
     remedies.append("lower model.embedding_dim")
     return (
-        f"the tables do not fit: with {rule.value} state they take {total / GIB:.1f} GiB, and "
+        f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
         f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
         f"({hardware.bytes_per_rank / GIB:.1f} GiB a rank less sharding.reserve={config.reserve:g}); "
         f"the largest are {listed}. Either {', '.join(remedies)}, or raise the frequency limit of "

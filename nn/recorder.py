@@ -2,6 +2,7 @@
 
 config.yaml     the resolved configuration
 plan.json       one object a table, as `TablePlan`
+memory.json     of training on GPUs: what each rank's should hold at its fullest, one object a rank, as `RankMemory`
 metrics.jsonl   first line the environment, then one object a record, written through at once
 tensorboard/    the numbers of the records, under train/ and test/
 summary.json    the result, only there when the run came to its end
@@ -26,6 +27,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from nn.curves import draw_curves
+from nn.memory import RankMemory
 from nn.plan import TablePlan
 
 SUMMARY_KEYS = (
@@ -192,6 +194,12 @@ class Recorder:
         """Write `plan.json`."""
         if self._metrics is not None:
             _write_json(self.run_dir / "plan.json", [asdict(row) for row in rows])
+
+    def write_memory(self, ranks: list[RankMemory]) -> None:
+        """Write `memory.json`."""
+        if self._metrics is not None:
+            content = [asdict(rank) | {"total": rank.total} for rank in ranks]
+            _write_json(self.run_dir / "memory.json", content)
 
     def write_train(self, record: Mapping[str, Any]) -> None:
         """Add one record of training; `record["step"]` is the number of steps done."""

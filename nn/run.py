@@ -21,6 +21,7 @@ from nn.build import (
     build_train_loader,
     device_type,
     hardware_of,
+    model_spec,
     open_source,
     planned_hardware,
 )
@@ -30,6 +31,7 @@ from nn.console import (
     print_hardware,
     print_head,
     print_inference,
+    print_memory,
     print_plan,
     print_summary,
 )
@@ -43,10 +45,12 @@ from nn.distributed import (
 from nn.errors import RankError
 from nn.evaluation import Evaluator
 from nn.inference import measure
+from nn.memory import plan_memory
 from nn.planner import needs_dense_kernel
+from nn.profiler import Profiler, check_profile
 from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
 from nn.step import Step
-from nn.trainer import Trainer, total_steps
+from nn.trainer import Trainer, eval_steps, total_steps
 
 
 def run(config: Config, config_yaml: str) -> None:
@@ -68,6 +72,9 @@ def run(config: Config, config_yaml: str) -> None:
         _, rows = build_plan(config, source, hardware)
         print_hardware(console, config, hardware)
         print_plan(console, rows, hardware.world_size)
+        if hardware.device_type == "cuda":
+            memory = plan_memory(config, source.spec, rows, hardware.world_size)
+            print_memory(console, memory, hardware.hbm_bytes)
         return
     ranks = ranks_from_environment(device_type(config))
     start_step = _restored_steps(config, source)
@@ -89,6 +96,10 @@ def run(config: Config, config_yaml: str) -> None:
         print_head(console, facts, _head(config, source, recorder.run_dir, start_step))
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size)
+            if ranks.device.type == "cuda":
+                memory = plan_memory(config, source.spec, rows, ranks.world_size)
+                recorder.write_memory(memory)
+                print_memory(console, memory, hardware.hbm_bytes)
 
         step = build_step(config, source, plan, ranks)
         stack.callback(step.close)
@@ -118,7 +129,8 @@ def run(config: Config, config_yaml: str) -> None:
         recorder.finish(summary)
         if config.mode is Mode.train and config.checkpoint.save:
             directory = recorder.run_dir / "checkpoints"
-            checkpoint.save(directory, step, summary["steps"], source.spec, ranks)
+            spec = model_spec(config, source)
+            checkpoint.save(directory, step, summary["steps"], spec, ranks)
         print_summary(console, summary, recorder.run_dir)
 
 
@@ -139,6 +151,14 @@ class Session:
         loader = build_test_loader(self.config, self.source, self.ranks)
         return Evaluator(self.step, loader, self.ranks, self.config.eval.max_steps)
 
+    def profiler(self) -> Profiler | None:
+        """What takes a profile of training, if one is asked for."""
+        if not self.config.profile.steps:
+            return None
+        return Profiler(
+            self.config.profile, self.start_step, self.recorder.run_dir, self.console, self.ranks
+        )
+
 
 def _train(session: Session) -> dict[str, Any]:
     config, ranks = session.config, session.ranks
@@ -146,7 +166,14 @@ def _train(session: Session) -> dict[str, Any]:
     last_step = total_steps(config, loader.steps_per_epoch)
     with Progress(session.console, last_step, start_step=session.start_step) as progress:
         trainer = Trainer(
-            session.step, loader, session.evaluator(), session.recorder, progress, config, ranks
+            session.step,
+            loader,
+            session.evaluator(),
+            session.recorder,
+            progress,
+            config,
+            ranks,
+            session.profiler(),
         )
         return trainer.train(session.start_step)
 
@@ -200,7 +227,10 @@ def _check(config: Config, source: Source, ranks: Ranks, start_step: int) -> Non
         return
     if config.mode is Mode.train:
         loader = build_train_loader(config, source, ranks)
-        _check_steps_left(config, start_step, total_steps(config, loader.steps_per_epoch))
+        last_step = total_steps(config, loader.steps_per_epoch)
+        _check_steps_left(config, start_step, last_step)
+        evaluations = eval_steps(last_step, loader.steps_per_epoch, config.eval.per_epoch)
+        check_profile(config.profile, start_step, last_step, evaluations, ranks)
     build_test_loader(config, source, ranks)
 
 
@@ -229,7 +259,7 @@ def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
 def _restored_steps(config: Config, source: Source) -> int:
     if config.checkpoint.restore is None:
         return 0
-    return checkpoint.check(Path(config.checkpoint.restore), source.spec)
+    return checkpoint.check(Path(config.checkpoint.restore), model_spec(config, source))
 
 
 def _teacher_auc(config: Config, source: Source) -> float | None:

@@ -1,10 +1,11 @@
 """Samples a second: of the steps since the last record, and of the run without its start."""
 
+import math
 import time
 
 
 class Speedometer:
-    """Counts rows and time while training; evaluation pauses it.
+    """Counts rows and time while training; evaluation and profiling pause it.
 
     The first window holds what happens once (compilation, allocation, cold caches); the run's own speed leaves it out
     unless there is no other.
@@ -15,35 +16,44 @@ class Speedometer:
         self._rows = 0
         self._steps = 0
         self._seconds = 0.0
-        self._since = time.perf_counter()
+        self._since: float | None = time.perf_counter()
 
     def count(self, rows: int) -> None:
-        """Count one step of `rows` rows over all ranks."""
+        """Count one step of `rows` rows over all ranks, unless paused."""
+        if self._since is None:
+            return
         self._rows += rows
         self._steps += 1
 
     def pause(self) -> None:
-        """Stop the clock."""
-        self._seconds += time.perf_counter() - self._since
+        """Stop the clock, if it runs."""
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+        self._since = None
 
     def resume(self) -> None:
         """Let the clock go on."""
         self._since = time.perf_counter()
 
     def window(self) -> dict[str, float]:
-        """Return the speed of the steps since the last call, and begin anew."""
+        """Return the speed of the steps since the last call, and begin anew; nan where none was counted."""
+        is_running = self._since is not None
         self.pause()
         window = (self._rows, self._steps, self._seconds)
         self._windows.append(window)
         self._rows, self._steps, self._seconds = 0, 0, 0.0
-        self.resume()
+        if is_running:
+            self.resume()
         return _speed([window])
 
     def run(self) -> dict[str, float]:
         """Return the speed over all windows but the first."""
-        return _speed(self._windows[1:] or self._windows)
+        counted = [window for window in self._windows if window[1]]
+        return _speed(counted[1:] or counted)
 
 
 def _speed(windows: list[tuple[int, int, float]]) -> dict[str, float]:
-    rows, steps, seconds = (sum(column) for column in zip(*windows, strict=True))
+    rows, steps, seconds = (sum(column) for column in zip((0, 0, 0.0), *windows, strict=True))
+    if not steps:
+        return {"samples_per_s": math.nan, "step_ms": math.nan}
     return {"samples_per_s": rows / seconds, "step_ms": seconds * 1e3 / steps}

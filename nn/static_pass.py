@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nn.distributed import Ranks
 from nn.embeddings import Embeddings
 from nn.flat_gradients import FlatGradients
+from nn.marks import mark
 from nn.loss import share_of_loss
 from nn.readback import Readback
 from nn.static_exchange import LocalIds
@@ -69,9 +70,11 @@ class StaticPass:
             Logits [B], detached.
         """
         with self._beside():
-            values = self._tables.look_up(ids)
-            arrived = self._mark()
-            sorted_owned, sorted_copies = self._tables.sort(ids)
+            with mark("lookup"):
+                values = self._tables.look_up(ids)
+            arrived = self._event()
+            with mark("sort"):
+                sorted_owned, sorted_copies = self._tables.sort(ids)
         self._gradients.clear()
 
         def take(gradient: Tensor) -> None:
@@ -80,7 +83,7 @@ class StaticPass:
             of_home = gradient
             with self._beside():
                 self._tables.sum_copies(sorted_copies, gradient, is_good)
-                copies_done = self._mark()
+                copies_done = self._event()
                 of_owned = self._tables.send_back(gradient)
                 if self._loss_scale == 1:
                     self._tables.update(sorted_owned, of_owned, is_good)
@@ -91,7 +94,7 @@ class StaticPass:
             return _Home.apply(values.detach().requires_grad_(), take)
 
         of_home = of_owned = copies_done = None
-        with self._autocast():
+        with self._autocast(), mark("dense half"):
             logits = self._dense(numerical, Embeddings(self._tables.layout, arrive))
         rows = len(labels)
         share = share_of_loss(logits, labels, rows, rows * self._ranks.world_size)
@@ -100,7 +103,8 @@ class StaticPass:
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
             if self._loss_scale == 1:
                 self._readback.record(loss, is_good)
-        (share * self._loss_scale).backward()
+        with mark("backward"):
+            (share * self._loss_scale).backward()
         if self._loss_scale != 1:
             self._gradients.signal.copy_(~torch.isfinite(of_home).all())
         self._wait_for(copies_done)
@@ -131,7 +135,7 @@ class StaticPass:
         self._queue.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._queue)
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _event(self) -> torch.cuda.Event | None:
         if self._queue is None:
             return None
         event = torch.cuda.Event()

@@ -16,6 +16,7 @@ from nn.dynamic_pass import DynamicPass, Lookups
 from nn.errors import DivergedError
 from nn.feed import Feed
 from nn.flat_gradients import FlatGradients
+from nn.marks import mark
 from nn.readback import Readback
 from nn.schedule import learning_rate_factor
 from nn.sharding import Exchange, ShardedTables
@@ -92,16 +93,18 @@ class Step:
         self._set_learning_rate(step)
         batch, ids = next(feed)
         lookups = None
-        if isinstance(ids, LocalIds):
-            logits = self._pass(batch, ids).run(ids, batch.numerical, batch.labels)
-        else:
-            logits, lookups = self._dynamic.run(ids, batch)
+        with mark("pass"):
+            if isinstance(ids, LocalIds):
+                logits = self._pass(batch, ids).run(ids, batch.numerical, batch.labels)
+            else:
+                logits, lookups = self._dynamic.run(ids, batch)
         feed.start_next()
         # The one point where the host waits for the device, which still has the backward pass before it.
         loss, is_good = self._readback.wait()
         if not is_good:
             raise DivergedError(self._what_diverged(step, loss))
-        self._update(lookups)
+        with mark("update"):
+            self._update(lookups)
         return Trained(batch, loss, logits)
 
     @torch.no_grad()

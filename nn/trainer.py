@@ -7,11 +7,14 @@ import torch
 
 from configs.schema import Config
 from dataloading.loader import Loader
+from nn.breakdown import STEP
 from nn.console import Progress
 from nn.distributed import Ranks
 from nn.evaluation import Evaluator
 from nn.feed import Feed
+from nn.marks import mark
 from nn.metrics import RankingMetrics
+from nn.profiler import Profiler
 from nn.recorder import Recorder
 from nn.speed import Speedometer
 from nn.step import Step, Trained
@@ -31,6 +34,7 @@ class Trainer:
         progress: the terminal.
         config: the whole run.
         ranks: this process.
+        profiler: takes a profile of some steps, or None.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Trainer:
         progress: Progress,
         config: Config,
         ranks: Ranks,
+        profiler: Profiler | None = None,
     ) -> None:
         self._step = step
         self._train_loader = train_loader
@@ -50,6 +55,7 @@ class Trainer:
         self._progress = progress
         self._config = config
         self._ranks = ranks
+        self._profiler = profiler
         self._last_step = total_steps(config, train_loader.steps_per_epoch)
         self._train_metrics = RankingMetrics(ranks.device, ranks)
         self._loss_sum = 0.0
@@ -71,9 +77,12 @@ class Trainer:
         self._step.set_training(True)
         speed = Speedometer()
         while self.num_steps < last_step:
-            trained = self._step.train(self.num_steps, feed)
+            self._begin_profile(speed)
+            with mark(STEP):
+                trained = self._step.train(self.num_steps, feed)
             self.num_steps += 1
             speed.count(trained.batch.global_valid)
+            self._end_profile(speed)
             self._progress.advance(self.num_steps)
             self._count(trained)
             if self._due(self._config.log.every) or self.num_steps == last_step:
@@ -137,6 +146,19 @@ class Trainer:
         self._loss_sum, self._loss_steps, feed.data_wait_ms = 0.0, 0, 0.0
         self._recorder.write_train(record)
         self._progress.show_train(record)
+
+    def _begin_profile(self, speed: Speedometer) -> None:
+        """Start the profiler where its steps begin; they are left out of the speed."""
+        if self._profiler is not None and self.num_steps == self._profiler.steps.start:
+            speed.pause()
+            self._profiler.start()
+
+    def _end_profile(self, speed: Speedometer) -> None:
+        """Tell the profiler of a step, and go on as before after its last one."""
+        if self._profiler is not None and self.num_steps - 1 in self._profiler.steps:
+            self._profiler.step()
+            if self.num_steps == self._profiler.steps.stop:
+                speed.resume()
 
     def _due(self, every: int) -> bool:
         return self.num_steps % every == 0

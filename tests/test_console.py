@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -193,9 +194,25 @@ def test_the_plan_sums_up_what_the_ranks_hold():
     print_plan(console, rows, world_size=4)
     text = printed(console)
     assert "<0.1" in text
-    assert "in all  10.0 MiB, weights and optimizer state of 3 tables" in text
+    assert "in all   10.0 MiB, weights and optimizer state of 3 tables" in text
     # Ranks 2 and 3 hold next to nothing, and still count in the mean.
     assert "at most 8.0 MiB (rank 1), mean 2.5 MiB, imbalance 3.20" in text
+
+
+def test_the_plan_sums_up_lookups_and_what_expands_ids():
+    console = console_of(100)
+    hot, cold = row("hot", (0, 1), 4), row("cold", (1,), 2)
+    hot = replace(hot, hotness=10.0, expansion_bytes=3 * MIB)
+    print_plan(console, [hot, cold], world_size=2)
+    lines = printed(console).splitlines()
+    assert [line.split()[-2:] for line in lines if "000,000" in line] == [
+        ["4.0", "6.0"],
+        ["2.0", "0.0"],
+    ]
+    assert "in all     6.0 MiB, weights and optimizer state of 2 tables" in lines
+    assert "expansion  6.0 MiB, what expands one-hot ids where the tables lie" in lines
+    assert "a rank     at most 7.0 MiB (rank 1), mean 6.0 MiB, imbalance 1.17" in lines
+    assert "lookups    of a sample at most 6.0 (rank 1), mean 5.5, imbalance 1.09" in lines
 
 
 def test_a_single_rank_has_no_imbalance():

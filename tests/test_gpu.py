@@ -1,5 +1,6 @@
 """What only a GPU can show: NCCL, bf16, fp16, and that ranks and layouts do not change what is learnt there either."""
 
+import json
 from itertools import product
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from nn.distributed import process_group, ranks_from_environment
 from nn.feed import Feed
-from tests.composed import build, compose_config, losses_of_cases
+from tests.command import run_command
+from tests.composed import TINY, build, compose_config, losses_of_cases
 from tests.distributed import run_distributed
 from tests.test_sharding import CASES, NUM_STEPS, case
 
@@ -101,3 +103,29 @@ def test_a_captured_step_computes_what_an_uncaptured_one_does(world_size):
     for each, captured, plain in zip(chosen, results[::2], results[1::2], strict=True):
         assert (captured[0], plain[0]) == (True, False)
         assert captured[1] == pytest.approx(plain[1], rel=2e-5), each
+
+
+def profiled_on_gpus(run_dir: str) -> int:
+    options = [*TINY, "device=cuda", "train.amp=bf16", "train.max_steps=20", "eval.per_epoch=1"]
+    profile = ["profile.steps=5", "profile.start_step=10", "log.tensorboard=false"]
+    return run_command(*options, *profile, "checkpoint.save=false", f"run_dir={run_dir}").exit_code
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_profile_knows_the_kernels_of_a_step(tmp_path, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    run_dir = tmp_path / "run"
+    codes = run_distributed(profiled_on_gpus, world_size, str(run_dir))
+    assert codes == [0] * world_size
+    ranks = json.loads((run_dir / "profile/summary.json").read_text())
+    assert len(ranks) == world_size
+    for rank in ranks:
+        assert (rank["on_gpu"], rank["num_steps"]) == (True, 5)
+        ms = {phase["phase"]: phase["ms"] for phase in rank["phases"]}
+        wanted = {"lookup", "sort", "table update", "interaction", "MLPs and cross"}
+        wanted |= {"all-to-all", "all-reduce"} if world_size > 1 else set()
+        assert wanted <= set(ms), rank["kernels"]
+        assert ms.get("other", 0) < 0.1 * sum(ms.values()), rank["kernels"]
+    (memory, *_) = json.loads((run_dir / "memory.json").read_text())
+    assert memory["total"] > memory["tables"] > 0

@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nn.memory import RankMemory
 from nn.plan import TablePlan
 from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment, git_commit, plain
 
@@ -48,6 +50,15 @@ def test_numbers_keep_seven_digits_and_no_json_reader_meets_a_nan():
     assert plain(given) == wanted
 
 
+def test_planned_memory_is_written_with_its_sum(tmp_path):
+    terms = {each.name: index for index, each in enumerate(fields(RankMemory))}
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_memory([RankMemory(**terms)])
+    assert strict_json((tmp_path / "memory.json").read_text()) == [
+        terms | {"total": sum(terms.values())}
+    ]
+
+
 def test_config_and_plan_are_written_as_given(tmp_path):
     row = TablePlan("cat_0", 1000, 128, 1.0, "column_wise", "fused", (0, 1), (256, 256))
     with open_recorder(tmp_path) as recorder:
@@ -63,6 +74,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "kernel": "fused",
             "ranks": [0, 1],
             "bytes_per_rank": [256, 256],
+            "expansion_bytes": 0,
         }
     ]
 

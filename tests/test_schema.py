@@ -18,6 +18,7 @@ from configs.schema import (
     Mode,
     ModelConfig,
     ModelName,
+    MultiHotConfig,
     OptimizerConfig,
     OptimizerName,
     SchedulerConfig,
@@ -45,6 +46,11 @@ REFUSED = [
      "data.synthetic.hotness has 1 entries for 2 data.synthetic.cardinalities; give one a table, or none"),
     (SyntheticConfig, SYNTHETIC | {"hotness": [1, 0]}, "data.synthetic.hotness must all be positive, got [1, 0]"),
     (SyntheticConfig, {"exponent": -0.5}, "data.synthetic.exponent must not be negative, got -0.5"),
+    (MultiHotConfig, {"hotness": [3, 0]},
+     "data.multi_hot.hotness must name a positive number for each categorical feature, or be null, got [3, 0]"),
+    (MultiHotConfig, {"hotness": []},
+     "data.multi_hot.hotness must name a positive number for each categorical feature, or be null, got []"),
+    (MultiHotConfig, {"seed": -1}, "data.multi_hot.seed must lie in [0, 2**32), got -1"),
     (DataConfig, {"shuffle_block": -1}, "data.shuffle_block must not be negative, got -1"),
     (DataConfig, {"prefetch": 0}, "data.prefetch must be positive, got 0"),
     (DataConfig, {"threads": 0}, "data.threads must be positive, got 0"),
@@ -104,7 +110,10 @@ REFUSED = [
 
 def made(section: type, given: dict):
     """Make a section with the nested sections that Hydra would fill in."""
-    nested = {ModelConfig: {"cross": CROSS}, DataConfig: {"synthetic": SyntheticConfig()}}
+    nested = {
+        ModelConfig: {"cross": CROSS},
+        DataConfig: {"synthetic": SyntheticConfig(), "multi_hot": MultiHotConfig()},
+    }
     return section(**(nested.get(section, {}) | given))
 
 

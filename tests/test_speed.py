@@ -1,5 +1,7 @@
 """Samples a second, on a clock that the test turns."""
 
+import math
+
 import pytest
 
 from nn.speed import Speedometer
@@ -57,3 +59,17 @@ def test_the_clock_stands_during_an_evaluation(clock):
     clock.now += 60
     speed.resume()
     assert window(speed, clock, 1, 100, 0.5) == {"samples_per_s": 200, "step_ms": 500}
+
+
+def test_steps_of_a_pause_are_not_counted_and_a_window_of_them_has_no_speed(clock):
+    speed = Speedometer()
+    speed.count(100)
+    clock.now += 0.5
+    speed.pause()
+    speed.count(100)
+    clock.now += 60
+    assert speed.window() == {"samples_per_s": 200, "step_ms": 500}
+    assert all(math.isnan(each) for each in window(speed, clock, 2, 100, 9.0).values())
+    speed.resume()
+    window(speed, clock, 2, 100, 0.25)
+    assert speed.run() == {"samples_per_s": 400, "step_ms": 250}

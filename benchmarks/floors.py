@@ -1,0 +1,310 @@
+"""The least time that a step can take on an H200, whatever the code: a lower bound for each row, counted in the open.
+
+    python -m benchmarks.floors                          every row, as a table
+    python -m benchmarks.floors dlrm_t15_4 --explain     what was counted, term by term
+
+A step has to do its matrix products, move its bytes through the GPU's memory, and send embeddings and gradients between
+GPUs. Each is divided by the best rate measured for it on an H200, and the largest of the three is the floor: they may at best
+run beside each other. What could be avoided by a better program is not counted: see each function.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.rows import ROWS, Row
+from configs.schema import Amp, Config, ModelName
+from dataloading.feature_spec import FeatureSpec
+from nn.build import model_spec, open_source
+from nn.memory import DENSE_STATES, dense_layers
+from nn.planner import STATE_BYTES
+
+# Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
+# 256 MiB a rank on four GPUs (bytes that leave a rank). Not measured: TF32, taken as half of bf16 as in the data sheet (495
+# and 989 TFLOP/s), and plain fp32, the data sheet's own.
+BF16_FLOPS_PER_S = 788e12
+TF32_FLOPS_PER_S = BF16_FLOPS_PER_S / 2
+FP32_FLOPS_PER_S = 67e12
+HBM_BYTES_PER_S = 4.3e12
+ALL_TO_ALL_BYTES_PER_S = 394e9
+
+ID_BYTES = 4  # the largest table has fewer than 2^31 rows
+LABEL_BYTES = 4
+NUMERICAL_BYTES = 4
+WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least time of a step, and what it was counted from. All of one rank: the mean over ranks.
+
+    Attributes:
+        flops: by what, floating-point operations.
+        hbm: by what, bytes through the GPU's memory.
+        all_to_all: by what, bytes that leave the rank for others.
+        flops_per_s: rate of the matrix products in the row's precision.
+        global_batch_size: rows a step trains, over all ranks.
+    """
+
+    flops: dict[str, float]
+    hbm: dict[str, float]
+    all_to_all: dict[str, float]
+    flops_per_s: float
+    global_batch_size: int
+
+    @property
+    def times_ms(self) -> dict[str, float]:
+        """Least time of each resource."""
+        return {
+            "FLOPs": sum(self.flops.values()) / self.flops_per_s * 1e3,
+            "HBM": sum(self.hbm.values()) / HBM_BYTES_PER_S * 1e3,
+            "all-to-all": sum(self.all_to_all.values()) / ALL_TO_ALL_BYTES_PER_S * 1e3,
+        }
+
+    @property
+    def bound(self) -> str:
+        """The resource that sets the floor."""
+        return max(self.times_ms, key=self.times_ms.__getitem__)
+
+    @property
+    def ms(self) -> float:
+        """The floor."""
+        return self.times_ms[self.bound]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Speed at the floor, over all ranks."""
+        return self.global_batch_size / self.ms * 1e3
+
+
+def floor_of(config: Config, spec: FeatureSpec, world_size: int, *, exponent: float) -> Floor:
+    """Count a training step.
+
+    Args:
+        config: model, batch size, precision and optimizers.
+        spec: the dataset as the model sees it: tables and hotness.
+        world_size: ranks; tables and lookups are taken to be spread evenly, no table replicated.
+        exponent: of the stored ids' power law.
+    """
+    expands = config.data.multi_hot.hotness is not None
+    batch = config.train.batch_size / world_size
+    unique = sum(
+        unique_rows(
+            each.cardinality, config.train.batch_size, each.mean_hotness, exponent, expands=expands
+        )
+        for each in spec.categorical
+    )
+    return Floor(
+        flops=count_flops(config, spec, batch),
+        hbm=count_hbm(config, spec, batch, unique / world_size, world_size, expands=expands),
+        all_to_all=count_all_to_all(config, spec, batch, world_size, expands=expands),
+        flops_per_s=_flops_per_s(config),
+        global_batch_size=config.train.batch_size,
+    )
+
+
+def count_flops(config: Config, spec: FeatureSpec, batch: float) -> dict[str, float]:
+    """Floating-point operations of matrix products and of the dot interaction; a multiplication and an addition are two.
+
+    A linear layer of n inputs and m outputs takes 2nm forward, 2nm for the gradient of its weight and 2nm for that of
+    its input; the first layer of the bottom MLP needs no gradient of its input. The product of two vectors of D
+    columns takes 2D forward and 4D backward, D to each vector and back; each pair of vectors counts once, although
+    tensor cores compute both halves of the symmetric matrix.
+
+    Not counted: activations, biases, elementwise work of cross layers, loss, optimizer.
+    """
+    layers = dense_layers(config, spec)
+    counted = {"MLPs and cross": batch * sum(6 * before * after for before, after in layers)}
+    if spec.numerical:
+        before, after = layers[0]
+        counted["MLPs and cross"] -= batch * 2 * before * after
+    if config.model.name is ModelName.dlrm:
+        vectors = len(spec.categorical) + bool(spec.numerical)
+        pairs = vectors * (vectors - 1) // 2
+        counted["dot interaction"] = batch * 6 * pairs * config.model.embedding_dim
+    return counted
+
+
+def count_hbm(
+    config: Config,
+    spec: FeatureSpec,
+    batch: float,
+    unique: float,
+    world_size: int,
+    *,
+    expands: bool = False,
+) -> dict[str, float]:
+    """Bytes that have to go through the memory of one rank.
+
+    Args:
+        config: precisions, rules and widths.
+        spec: features.
+        batch: rows of the rank.
+        unique: distinct table rows that the global batch looks up, of this rank's share of the tables.
+        world_size: ranks.
+        expands: only the first id of a bag is stored, the others are made of it (`data.multi_hot`).
+
+    Counted, a step:
+
+    - batch: numbers, labels and ids written once, as they come from the host, and read once; ids twice, by lookup and update.
+    - rows read: each distinct row once, in FP32; repetitions may come from the cache.
+    - pooled embeddings: written by the lookup, read forward, read again backward; their gradients written and read. What
+      comes from another rank is written once more on each way, and read once more where it is sent.
+    - rows updated: each distinct row read and written, and its optimizer state. Between lookup and update it has left the
+      cache. The sum of a row's gradients stays on chip.
+    - activations: the input of each matrix product written forward and read backward, other than embeddings. Gradients of
+      activations are not counted, they could stay on chip; nor is reading forward.
+    - dense half: weights and state read and written, gradients written and read.
+
+    Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
+    """
+    dim = config.model.embedding_dim
+    columns = len(spec.categorical) * dim
+    away = (world_size - 1) / world_size
+    layers = dense_layers(config, spec)
+    saved = sum(before for before, _ in layers)
+    if config.model.name is ModelName.dcnv2:
+        saved -= columns  # x0 is the bottom vector and the embeddings, which have their own line
+        if config.model.cross.structure.value == "parallel":
+            saved -= columns + config.model.bottom_mlp[-1] * bool(spec.numerical)  # x0 again
+    parameters = sum(before * after + after for before, after in layers)
+    states = DENSE_STATES[config.optimizer.name]
+    state_a_value, state_a_row = STATE_BYTES[config.optimizer.table_name]
+    return {
+        "batch": batch
+        * (
+            2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES)
+            + 3 * ID_BYTES * _ids_a_row(spec, expands)
+        ),
+        "rows read": unique * dim * WEIGHT_BYTES,
+        "pooled embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * away),
+        "rows updated": unique * 2 * (dim * (WEIGHT_BYTES + state_a_value) + state_a_row),
+        "activations": batch * saved * _activation_bytes(config) * 2,
+        "dense half": parameters * WEIGHT_BYTES * (2 + 2 + 2 * states),
+    }
+
+
+def count_all_to_all(
+    config: Config, spec: FeatureSpec, batch: float, world_size: int, *, expands: bool = False
+) -> dict[str, float]:
+    """Bytes that one rank sends to others: of W ranks, (W - 1) / W of all lies elsewhere.
+
+    Embeddings go to the ranks of their rows and gradients come back, in the dtype they travel in. Not counted: the
+    all-reduce of the dense half's gradients, which a switch can sum on its way.
+    """
+    away = (world_size - 1) / world_size
+    columns = len(spec.categorical) * config.model.embedding_dim
+    one_way = away * batch * columns * _embedding_bytes(config)
+    return {
+        "ids": away * batch * ID_BYTES * _ids_a_row(spec, expands),
+        "embeddings": one_way,
+        "gradients": one_way,
+    }
+
+
+def unique_rows(
+    cardinality: int, batch: int, hotness: float, exponent: float, *, expands: bool = False
+) -> float:
+    """Expected number of distinct rows of a table that a batch looks up.
+
+    Row i is drawn with probability p_i, so it is missed by n draws with (1 - p_i)^n. With `expands` the bags' first ids are
+    such draws, and each distinct one brings hotness - 1 rows, always the same, drawn uniformly.
+
+    Args:
+        cardinality: rows of the table.
+        batch: bags.
+        hotness: ids a bag.
+        exponent: as in `dataloading.randomness.power_law`.
+        expands: as in `count_hbm`.
+    """
+    if not expands:
+        return _unique_draws(cardinality, batch * hotness, exponent)
+    first = _unique_draws(cardinality, batch, exponent)
+    others = _unique_draws(cardinality, first * (hotness - 1), 0)
+    return first + others - first * others / cardinality
+
+
+def _unique_draws(cardinality: int, draws: float, exponent: float) -> float:
+    # Exact for the first rows, of which most draws are; then bins whose rows differ in probability by 2 % at most.
+    exact = min(cardinality, 4096)
+    bins = 1 + math.ceil(math.log(max(cardinality / exact, 1)) / math.log(1.01))
+    edges = np.concatenate(
+        [np.arange(exact), np.unique(np.geomspace(exact, cardinality, bins).round())]
+    )
+    # Of the continuous law over [1, cardinality + 1), whose draws are rounded down.
+    points = edges + 1
+    if exponent == 1:
+        below = np.log(points) / np.log(cardinality + 1)
+    else:
+        gamma = 1 - exponent
+        below = (points**gamma - 1) / ((cardinality + 1) ** gamma - 1)
+    rows = np.diff(edges)
+    probability = np.diff(below) / rows
+    missed = np.exp(draws * np.log1p(-np.minimum(probability, 1 - 1e-16)))
+    return float((rows * (1 - missed)).sum())
+
+
+def _ids_a_row(spec: FeatureSpec, expands: bool) -> float:
+    return sum(1 if expands else each.mean_hotness for each in spec.categorical)
+
+
+def _embedding_bytes(config: Config) -> int:
+    return 2 if config.train.amp is Amp.bf16 else 4  # fp16 travels as fp32
+
+
+def _activation_bytes(config: Config) -> int:
+    return 4 if config.train.amp is Amp.off else 2
+
+
+def _flops_per_s(config: Config) -> float:
+    if config.train.amp is not Amp.off:
+        return BF16_FLOPS_PER_S
+    return TF32_FLOPS_PER_S if config.train.tf32 else FP32_FLOPS_PER_S
+
+
+def floor_of_row(row: Row) -> Floor:
+    """Count a step of a row of the benchmark."""
+    config = row.config()
+    spec = model_spec(config, open_source(config))
+    return floor_of(config, spec, row.world_size, exponent=row.exponent)
+
+
+def main() -> None:
+    """Print the floors of the rows named, of all if none is."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"any of {', '.join(ROWS)}")
+    parser.add_argument("--explain", action="store_true", help="print every term")
+    args = parser.parse_args()
+    unknown = [each for each in args.rows if each not in ROWS]
+    if unknown:
+        parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    print("| row | GPUs | batch in all | FLOPs ms | HBM ms | all-to-all ms | M samples/s at most |")
+    print("|---|---|---|---|---|---|---|")
+    floors = {name: floor_of_row(ROWS[name]) for name in args.rows or ROWS}
+    for name, floor in floors.items():
+        times = [
+            f"**{ms:.2f}**" if resource == floor.bound else f"{ms:.2f}"
+            for resource, ms in floor.times_ms.items()
+        ]
+        print(
+            f"| `{name}` | {ROWS[name].world_size} | {floor.global_batch_size:,} | "
+            f"{' | '.join(times)} | {floor.samples_per_s / 1e6:.1f} |"
+        )
+    if args.explain:
+        for name, floor in floors.items():
+            print(f"\n{name}, a step of one GPU")
+            for title, unit, terms in (
+                ("FLOPs", "GFLOP", floor.flops),
+                ("HBM", "GB", floor.hbm),
+                ("all-to-all", "GB", floor.all_to_all),
+            ):
+                for term, amount in terms.items():
+                    print(f"  {title:10}  {term:18} {amount / 1e9:12,.3f} {unit}")
+
+
+if __name__ == "__main__":
+    main()

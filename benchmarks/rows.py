@@ -1,0 +1,99 @@
+"""The rows of the training benchmark: which recipe, on how many GPUs, on which tables and ids."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+
+from configs.help import register_option_help
+from configs.schema import Config, to_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        recipe: `dlrm` or `dcnv2`.
+        world_size: GPUs.
+        experiment: configs/experiment/<experiment>.yaml.
+        tables: configs/data/<tables>.yaml, whose tables the dataset gets.
+        overrides: further options.
+        exponent: of the ids' power law; 0 is uniform.
+        train_rows: rows of the dataset, small enough for the page cache; an epoch is a multiple of 50 steps, so that the
+            evaluation after it falls together with a record.
+    """
+
+    recipe: str
+    world_size: int
+    experiment: str
+    tables: str
+    overrides: tuple[str, ...] = field(default=(), kw_only=True)
+    exponent: float = field(default=1.05, kw_only=True)
+    train_rows: int = field(default=200 * 65_536, kw_only=True)
+
+    def config(self) -> Config:
+        """The row's options, as the recipe's command line would make them."""
+        return compose_row(
+            self.recipe,
+            f"experiment={self.experiment}",
+            f"data.synthetic.exponent={self.exponent}",
+            *self.overrides,
+        )
+
+
+def compose_row(recipe: str, *overrides: str) -> Config:
+    """Return the typed configuration of `<recipe>.py <overrides>`."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    register_option_help(Config)
+    with initialize_config_module("configs", version_base="1.3"):
+        return to_config(compose(recipe, list(overrides)))
+
+
+T15 = ("dlrm_criteo_t15", "criteo_t15")
+CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
+MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
+
+ROWS = {
+    # Strong scaling: 65,536 rows in all, whatever the number of GPUs.
+    "dlrm_t15_1": Row("dlrm", 1, *T15),
+    "dlrm_t15_2": Row("dlrm", 2, *T15),
+    "dlrm_t15_4": Row("dlrm", 4, *T15),
+    # Weak scaling: 65,536 rows a GPU; its first point is dlrm_t15_1.
+    "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=("train.batch_size=131072",)),
+    "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=("train.batch_size=262144",)),
+    # One thing changed at a time.
+    "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
+    "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
+    "dlrm_t15_1_eager": Row("dlrm", 1, *T15, overrides=("train.compile=false",)),
+    "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=("train.amp=off",)),
+    "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=("train.amp=fp16",)),
+    "dlrm_t15_4_replicas": Row(
+        "dlrm",
+        4,
+        *T15,
+        overrides=("sharding.types=[table_wise,column_wise,data_parallel]",),
+    ),
+    # Larger tables.
+    "dlrm_t3_1": Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3"),
+    "dlrm_t3_2": Row("dlrm", 2, "dlrm_criteo_t3", "criteo_t3"),
+    "dlrm_t0_4": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0"),
+    # DCNv2, Adam.
+    "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
+    "dcnv2_t15_1_eager": Row("dcnv2", 1, *CROSS_T15, overrides=("train.compile=false",)),
+    "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=("train.amp=off",)),
+    "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
+    "dcnv2_t3_4": Row("dcnv2", 4, "dcnv2_criteo_t3", "criteo_t3"),
+    # MLPerf's DCNv2: 214 lookups a sample, 32,768 rows in all; on one GPU the tables leave room for one state a row.
+    "dcnv2_mlperf_1": Row(
+        "dcnv2",
+        1,
+        *MLPERF,
+        overrides=("optimizer.embedding_name=rowwise_adagrad",),
+        train_rows=50 * 65_536,
+    ),
+    "dcnv2_mlperf_4": Row("dcnv2", 4, *MLPERF, train_rows=50 * 65_536),
+}

@@ -1,0 +1,195 @@
+"""The least time of a step, against counts made by hand and numbers that others published."""
+
+import numpy as np
+import pytest
+
+from benchmarks.floors import Floor, count_all_to_all, count_flops, count_hbm, floor_of, unique_rows
+from benchmarks.rows import ROOT, ROWS, compose_row
+from benchmarks.train import RECORD_EVERY
+from dataloading.randomness import power_law
+from nn.build import model_spec, open_source
+
+# 3 numerical features, 2 tables of 100 and 50 rows, 8 columns, hotness 1 and 3.
+SMALL = [
+    "data.synthetic.cardinalities=[100,50]",
+    "data.synthetic.hotness=[1,3]",
+    "data.synthetic.num_numerical=3",
+    "model.embedding_dim=8",
+    "model.bottom_mlp=[16,8]",
+    "model.top_mlp=[4,1]",
+    "train.batch_size=64",
+    "train.amp=bf16",
+    "optimizer.name=sgd",
+]
+MLPERF = [
+    "data.synthetic.num_numerical=13",
+    "data.synthetic.cardinalities=[40000000,39060,17295,7424,20265,3,7122,1543,63,40000000,3067956,"
+    "405282,10,2209,11938,155,4,976,14,40000000,40000000,40000000,590152,12973,108,36]",
+    "data.synthetic.hotness=[3,2,1,2,6,1,1,1,1,7,3,8,1,6,9,5,1,1,1,12,100,27,10,3,1,1]",
+    "model.embedding_dim=128",
+    "model.bottom_mlp=[512,256,128]",
+    "model.top_mlp=[1024,1024,512,256,1]",
+    "model.cross.num_layers=3",
+    "model.cross.projection_dim=512",
+]
+
+
+def composed(*overrides: str, recipe: str = "dlrm"):
+    config = compose_row(recipe, *SMALL, *overrides)
+    return config, open_source(config).spec
+
+
+def test_flops_of_a_small_dlrm():
+    counted = count_flops(*composed(), batch=10)
+    # 3 numbers padded to 8; 8 + 3 products padded to 16; nobody asks for the gradient of the numbers
+    layers = 6 * (8 * 16 + 16 * 8 + 16 * 4 + 4 * 1) - 2 * 8 * 16
+    assert counted == {"MLPs and cross": 10 * layers, "dot interaction": 10 * 3 * 6 * 8}
+
+
+def test_mlperfs_dcnv2_takes_the_flops_that_its_rules_count():
+    config = compose_row("dcnv2", *MLPERF)
+    counted = count_flops(config, open_source(config).spec, batch=1)
+    # 16.03 M multiplications a sample, six operations each (less the numbers' own gradient)
+    assert counted["MLPs and cross"] == pytest.approx(96.2e6, rel=1e-3)
+
+
+def test_bytes_of_a_small_dlrm():
+    counted = count_hbm(*composed(), batch=10, unique=7, world_size=1)
+    parameters = (8 * 16 + 16) + (16 * 8 + 8) + (16 * 4 + 4) + (4 + 1)
+    assert counted == {
+        "batch": 10 * (2 * 4 * (3 + 1) + 3 * 4 * (1 + 3)),
+        "rows read": 7 * 8 * 4,
+        "pooled embeddings": 5 * 10 * 2 * 8 * 2,
+        "rows updated": 7 * 2 * 8 * 4,
+        "activations": 2 * 10 * (8 + 16 + 16 + 4) * 2,
+        "dense half": 4 * 4 * parameters,
+    }
+
+
+def test_dcnv2_counts_its_input_once_as_embeddings():
+    one = composed("model.cross.num_layers=1", "model.cross.projection_dim=5", recipe="dcnv2")
+    counted = count_hbm(*one, batch=10, unique=7, world_size=1)
+    # the bottom's 8 and 16, its output in x0, the cross layer's 5, x1 of 24, the top's 4
+    assert counted["activations"] == 2 * 10 * (8 + 16 + 8 + 5 + 24 + 4) * 2
+    parallel = composed(
+        "model.cross.num_layers=1",
+        "model.cross.projection_dim=5",
+        "model.cross.structure=parallel",
+        recipe="dcnv2",
+    )
+    counted = count_hbm(*parallel, batch=10, unique=7, world_size=1)
+    # the top sees x1 and the deep network's 4, padded to 32
+    assert counted["activations"] == 2 * 10 * (8 + 16 + 8 + 5 + 32) * 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "a_row"), [("sgd", 32), ("adagrad", 64), ("rowwise_adagrad", 36), ("adam", 96)]
+)
+def test_an_update_reads_and_writes_the_rules_state(rule, a_row):
+    given = composed(f"optimizer.embedding_name={rule}")
+    assert count_hbm(*given, batch=10, unique=7, world_size=1)["rows updated"] == 7 * 2 * a_row
+
+
+def test_fp32_and_fp16_send_embeddings_in_four_bytes():
+    for amp, size, activation in (("bf16", 2, 2), ("fp16", 4, 2), ("off", 4, 4)):
+        given = composed(f"train.amp={amp}")
+        hbm = count_hbm(*given, batch=10, unique=7, world_size=1)
+        assert hbm["pooled embeddings"] == 5 * 10 * 2 * 8 * size
+        assert hbm["activations"] == 2 * 10 * 44 * activation
+        sent = count_all_to_all(*given, batch=10, world_size=2)
+        assert sent["embeddings"] == sent["gradients"] == 10 * 2 * 8 * size / 2
+
+
+def test_what_other_ranks_own_goes_there_and_comes_back():
+    given = composed()
+    assert set(count_all_to_all(*given, batch=10, world_size=1).values()) == {0}
+    sent = count_all_to_all(*given, batch=10, world_size=4)
+    assert sent == {
+        "ids": 0.75 * 10 * 4 * 4,
+        "embeddings": 0.75 * 10 * 16 * 2,
+        "gradients": 0.75 * 10 * 16 * 2,
+    }
+    assert (
+        count_all_to_all(*given, batch=10, world_size=4, expands=True)["ids"] == 0.75 * 10 * 4 * 2
+    )
+    alone, four = (count_hbm(*given, batch=10, unique=7, world_size=each) for each in (1, 4))
+    assert four["pooled embeddings"] == alone["pooled embeddings"] / 5 * 8
+
+
+@pytest.mark.parametrize(("exponent", "cardinality"), [(0, 3000), (1.0, 3000), (1.05, 50_000)])
+def test_unique_rows_are_those_that_the_synthetic_stream_draws(exponent, cardinality):
+    generator = np.random.default_rng(1)
+    drawn = [
+        len(np.unique(power_law(generator.random(20_000), cardinality, exponent)))
+        for _ in range(20)
+    ]
+    expected = unique_rows(cardinality, 10_000, 2, exponent)
+    assert expected == pytest.approx(np.mean(drawn), rel=5e-3)
+
+
+def test_unique_rows_of_uniform_draws():
+    assert unique_rows(10, 3, 2, 0) == pytest.approx(10 * (1 - 0.9**6))
+    assert unique_rows(1, 100, 1, 1.05) == 1
+
+
+def test_unique_rows_of_a_steep_law():
+    # density x ** -2 over [1, 4): rows are drawn with 2/3, 2/9 and 1/9
+    wanted = 3 - (1 / 3) ** 2 - (7 / 9) ** 2 - (8 / 9) ** 2
+    assert unique_rows(3, 1, 2, 2.0) == pytest.approx(wanted)
+
+
+def test_the_bags_of_expanded_ids_bring_always_the_same_rows():
+    generator = np.random.default_rng(1)
+    rows = 5000
+    bags = np.concatenate(
+        [np.arange(rows)[:, None], generator.integers(0, rows, (rows, 9))], axis=1
+    )
+    drawn = [
+        len(np.unique(bags[power_law(generator.random(400), rows, 1.05).astype(int)]))
+        for _ in range(200)
+    ]
+    expected = unique_rows(rows, 400, 10, 1.05, expands=True)
+    assert expected == pytest.approx(np.mean(drawn), rel=0.02)
+    assert expected < unique_rows(rows, 400, 10, 0)
+
+
+def test_a_row_whose_ids_are_expanded_stores_one_id_a_feature():
+    given = compose_row("dlrm", *SMALL[:1], *SMALL[2:], "data.multi_hot.hotness=[1,3]")
+    floor = floor_of(given, model_spec(given, open_source(given)), 2, exponent=1.05)
+    assert floor.all_to_all["ids"] == 0.5 * 32 * 4 * 2
+    unique = unique_rows(100, 64, 1, 1.05) + unique_rows(50, 64, 3, 1.05, expands=True)
+    assert floor.hbm["rows read"] == pytest.approx(unique / 2 * 8 * 4)
+
+
+def test_the_floor_is_the_slowest_of_three_resources():
+    floor = Floor(
+        flops={"a": 2e9, "b": 2e9},
+        hbm={"c": 43e9},
+        all_to_all={"d": 0.394e9},
+        flops_per_s=1e12,
+        global_batch_size=1000,
+    )
+    assert floor.times_ms == pytest.approx({"FLOPs": 4, "HBM": 10, "all-to-all": 1})
+    assert (floor.bound, floor.ms) == ("HBM", pytest.approx(10))
+    assert floor.samples_per_s == pytest.approx(1e5)
+
+
+def test_ranks_share_the_work():
+    config, spec = composed()
+    alone, two = (floor_of(config, spec, each, exponent=1.05) for each in (1, 2))
+    assert two.flops["MLPs and cross"] == alone.flops["MLPs and cross"] / 2
+    assert two.hbm["rows updated"] == alone.hbm["rows updated"] / 2
+    assert two.hbm["dense half"] == alone.hbm["dense half"]
+    slower = composed("train.amp=off"), composed("train.amp=off", "train.tf32=false")
+    rates = [floor_of(*each, 1, exponent=0).flops_per_s for each in slower]
+    assert alone.flops_per_s == 2 * rates[0] > 2 * rates[1]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_of_the_benchmark_composes(name):
+    row = ROWS[name]
+    batch_size = row.config().train.batch_size
+    assert batch_size % row.world_size == 0
+    # evaluations fall together with records, so not among the profiled steps at the end
+    assert row.train_rows % (batch_size * RECORD_EVERY) == 0
+    assert (ROOT / f"configs/data/{row.tables}.yaml").exists()
