@@ -174,7 +174,7 @@ class DataConfig:
         "0 keeps the order on disk",
     )
     prefetch: int = option(4, "batches read ahead of the step")
-    threads: int = option(4, "reader threads a rank")
+    threads: int = option(4, "reader threads a rank, and of data.multi_hot at the start")
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 

@@ -127,10 +127,10 @@ def build_plan(
             f"train.batch_size={config.train.batch_size} must be divisible by "
             f"{hardware.world_size} ranks"
         )
-    multi_hot = MultiHot(source.spec, config.data.multi_hot)
+    multi_hot = build_multi_hot(config, source)
     return plan_tables(
         _meta_tables(config, source),
-        model_spec(config, source),
+        multi_hot.expanded_spec(source.spec),
         config.sharding,
         config.optimizer.table_name,
         hardware,
@@ -139,18 +139,23 @@ def build_plan(
     )
 
 
-def model_spec(config: Config, source: Source) -> FeatureSpec:
-    """Return the dataset as the model sees it: as stored, but for the hotness of features that are expanded.
+def build_multi_hot(config: Config, source: Source) -> MultiHot:
+    """Build what expands one-hot ids; it expands none unless data.multi_hot says so.
 
     Raises:
         ValueError: data.multi_hot is not for these features.
     """
-    return MultiHot(source.spec, config.data.multi_hot).expanded_spec(source.spec)
+    return MultiHot(source.spec, config.data.multi_hot, config.data.threads)
+
+
+def model_spec(config: Config, source: Source) -> FeatureSpec:
+    """Return the dataset as the model sees it: as stored, but for the hotness of features that are expanded."""
+    return build_multi_hot(config, source).expanded_spec(source.spec)
 
 
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> Step:
     """Build both halves with the seed's weights."""
-    if MultiHot(source.spec, config.data.multi_hot).hotness:
+    if build_multi_hot(config, source).hotness:
         raise NotImplementedError("data.multi_hot is planned for (mode=plan), not trained yet")
     tables = ShardedTables(
         _meta_tables(config, source),

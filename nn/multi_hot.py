@@ -6,11 +6,15 @@ a pure function of its one-hot ids: the dataset stays one-hot on disk and on its
 912), and the owner of a table expands what arrives.
 
 `randint` masks 32-bit words of the Mersenne Twister to the next power of two and rejects what lies outside the table.
-The words in bulk, masked and picked by numpy, give the same ids bit for bit in less than half of its time.
+The words in bulk, masked and picked by numpy, give the same ids bit for bit in less than half of its time; threads that
+start further down the stream divide what is left.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -18,13 +22,19 @@ from torch import Tensor
 
 from configs.schema import MultiHotConfig
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from nn.mersenne import Jump, State, generator_at, words
+
+Picked = tuple[np.ndarray, int, State]
+"""Ids picked, how many, and where the generator goes on."""
 
 ID_BYTES = 4
 """Further ids are int32."""
-CHUNK_WORDS = 1 << 16
+CHUNK_WORDS = 1 << 17
 """Words drawn at a time: they and what is picked of them stay in the cache."""
-STAGED_IDS = 1 << 22
-"""Ids gathered on the host before they are copied to the device."""
+SEGMENT_WORDS = 1 << 24
+"""Words that a thread works on before it hands over; the ids that it picks of them take 64 MiB of the host at most."""
+SURE = 0.995
+"""Part of a table's words, as many as are expected, that it surely needs: 25 standard deviations for one segment."""
 
 
 class MultiHot:
@@ -33,6 +43,7 @@ class MultiHot:
     Args:
         spec: the dataset as it is stored.
         config: ids a stored id stands for, and the seed.
+        threads: to draw further ids with.
 
     Attributes:
         hotness: feature -> ids to look up for its stored one; only of features that are expanded.
@@ -41,7 +52,7 @@ class MultiHot:
         ValueError: not one entry a feature, or a feature to expand that is not stored one-hot.
     """
 
-    def __init__(self, spec: FeatureSpec, config: MultiHotConfig) -> None:
+    def __init__(self, spec: FeatureSpec, config: MultiHotConfig, threads: int = 1) -> None:
         given = config.hotness or [1] * len(spec.categorical)
         if len(given) != len(spec.categorical):
             raise ValueError(
@@ -56,9 +67,9 @@ class MultiHot:
         for feature, hotness in self._features:
             _check_expandable(feature, hotness)
         self.hotness = {feature.name: hotness for feature, hotness in self._features}
-        self._words = _Words(config.seed)
-        # Where the words of a table begin, known for the tables that were drawn or passed.
-        self._starts = [self._words.position()]
+        self._threads = threads
+        # The generator's state where a table's words begin, known for the tables that were drawn or passed.
+        self._starts = [np.random.RandomState(config.seed).get_state(legacy=False)]
 
     def expanded_spec(self, spec: FeatureSpec) -> FeatureSpec:
         """Return the dataset as planner, tables and model see it: the same, with the hotness after expansion."""
@@ -81,37 +92,53 @@ class MultiHot:
         """Return the further ids of every id of `feature`: int32 [num_embeddings, hotness - 1].
 
         Asked for in the spec's order, all tables together take one pass over the random stream, those that are not
-        asked for included; host memory stays within a few times STAGED_IDS.
+        asked for included; host memory stays within 64 MiB a thread.
         """
-        index = next(i for i, (each, _) in enumerate(self._features) if each.name == feature)
-        self._go_to(index)
+        index = list(self.hotness).index(feature)
+        for passed in range(len(self._starts) - 1, index):
+            for _ in self._draw(passed, keep=False):
+                pass
         rows, hotness = self._features[index][0].cardinality, self._features[index][1]
         table = torch.zeros(rows, hotness - 1, dtype=torch.int32, device=device)
-        flat, staged, start, filled = table.view(-1), np.empty(STAGED_IDS, np.int32), 0, 0
-        for values, accepted in self._words.draws(rows, len(flat)):
-            ids = np.compress(accepted, values)
-            if filled + len(ids) > STAGED_IDS:
-                flat[start : start + filled] = torch.from_numpy(staged[:filled])
-                start, filled = start + filled, 0
-            staged[filled : filled + len(ids)] = ids
-            filled += len(ids)
-        flat[start : start + filled] = torch.from_numpy(staged[:filled])
-        self._note_start(index + 1)
+        flat, start = table.view(-1), 0
+        for ids in self._draw(index, keep=True):
+            flat[start : start + len(ids)] = torch.from_numpy(ids)
+            start += len(ids)
         return table
 
-    def _go_to(self, index: int) -> None:
-        """Set the stream to the first word of table `index`, past those before it."""
-        known = min(index, len(self._starts) - 1)
-        self._words.seek(self._starts[known])
-        for passed in range(known, index):
-            feature, hotness = self._features[passed]
-            for _ in self._words.draws(feature.cardinality, feature.cardinality * (hotness - 1)):
-                pass
-            self._note_start(passed + 1)
+    def _draw(self, index: int, *, keep: bool) -> Iterator[np.ndarray]:
+        """Draw the ids of table `index` and note where the next table's begin.
 
-    def _note_start(self, index: int) -> None:
-        if index == len(self._starts):
-            self._starts.append(self._words.position())
+        Yields:
+            Ids, int32, valid until the next are asked for; empty unless `keep`.
+        """
+        feature, hotness = self._features[index]
+        rows, state = feature.cardinality, self._starts[index]
+        # randint draws nothing where there is nothing to choose.
+        count = rows * (hotness - 1) if rows > 1 else 0
+        segments = int(SURE * count * _power_of_two(rows) / rows / SEGMENT_WORDS)
+        threads = min(self._threads, segments) or 1
+        buffers = [np.empty(SEGMENT_WORDS if keep else 0, np.int32) for _ in range(threads)]
+        if segments:
+            jump = _segment_jump(SEGMENT_WORDS)
+            pending: deque[Future[Picked]] = deque()
+            with ThreadPoolExecutor(threads) as pool:
+                for number in range(segments + threads):
+                    if number >= threads:
+                        ids, found, _ = pending.popleft().result()
+                        count -= found
+                        yield ids
+                    if number < segments:
+                        buffer = buffers[number % threads]
+                        pending.append(pool.submit(_pick, state, rows, SEGMENT_WORDS, buffer))
+                        state = jump(state)
+        assert count >= 0, "more ids than the table has, against all odds"
+        while count:
+            ids, found, state = _pick(state, rows, count, buffers[0])
+            count -= found
+            yield ids
+        if index + 1 == len(self._starts):
+            self._starts.append(state)
 
 
 def expand(ids: Tensor, lookup_table: Tensor) -> Tensor:
@@ -138,51 +165,40 @@ def _check_expandable(feature: CategoricalFeature, hotness: int) -> None:
         )
 
 
-class _Words:
-    """The 32-bit words behind numpy's legacy `randint`, read in chunks.
+def _power_of_two(rows: int) -> int:
+    """What `randint` masks a word to: the least power of two that is not below `rows`."""
+    return 1 << (rows - 1).bit_length()
+
+
+_segment_jump = cache(Jump)
+
+
+def _pick(state: State, rows: int, most: int, buffer: np.ndarray) -> Picked:
+    """Pick what `randint(0, rows)` would out of the next SEGMENT_WORDS words, `most` ids at most.
 
     Args:
-        seed: as for `np.random.seed`.
+        state: of the generator.
+        rows: of the table, 2 or more.
+        most: stop behind the word that gives the last of so many ids.
+        buffer: int32 [SEGMENT_WORDS], where the ids go; of length 0 if they are only to be counted.
     """
-
-    def __init__(self, seed: int) -> None:
-        self._generator = np.random.RandomState(seed)
-        self._refill()
-
-    def _refill(self) -> None:
-        self._state = self._generator.get_state(legacy=False)
-        self._chunk = self._generator.randint(0, 2**32, size=CHUNK_WORDS, dtype=np.uint32)
-        self._read = 0
-
-    def position(self) -> tuple[dict, int]:
-        """Where the next word is read, for `seek`."""
-        return self._state, self._read
-
-    def seek(self, position: tuple[dict, int]) -> None:
-        """Read on from a `position`."""
-        state, read = position
-        self._generator.set_state(state)
-        self._refill()
-        self._read = read
-
-    def draws(self, rows: int, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Read what `randint(0, rows, size=count)` would, and no word more.
-
-        Yields:
-            Masked words, uint32 [n], and which of them `randint` returns, bool [n]; nothing for one row, for which it
-            draws nothing.
-        """
-        bound = rows - 1
-        mask = np.uint32((1 << bound.bit_length()) - 1)
-        while count and bound:
-            if self._read == len(self._chunk):
-                self._refill()
-            values = self._chunk[self._read :] & mask
-            accepted = values <= np.uint32(bound)
-            found = np.count_nonzero(accepted)
-            if found >= count:
-                found, end = count, np.flatnonzero(accepted)[count - 1] + 1
-                values, accepted = values[:end], accepted[:end]
-            self._read += len(values)
-            count -= found
-            yield values, accepted
+    generator, found = generator_at(state), 0
+    bound, mask = np.uint32(rows - 1), np.uint32(_power_of_two(rows) - 1)
+    for _ in range(0, SEGMENT_WORDS, CHUNK_WORDS):
+        before = generator.get_state(legacy=False)
+        values = words(generator, CHUNK_WORDS) & mask
+        accepted = values <= bound
+        here = np.count_nonzero(accepted)
+        is_last = found + here >= most
+        if is_last:
+            here = most - found
+            end = np.flatnonzero(accepted)[here - 1] + 1
+            values, accepted = values[:end], accepted[:end]
+            generator.set_state(before)
+            words(generator, end)
+        if len(buffer):
+            buffer[found : found + here] = np.compress(accepted, values)
+        found += here
+        if is_last:
+            break
+    return buffer[:found], found, generator.get_state(legacy=False)

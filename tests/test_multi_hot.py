@@ -28,8 +28,8 @@ def spec_of(rows: list[int] = ROWS, hotness: list[int] | None = None) -> Feature
     return SyntheticSource(1, 1, 1, rows, hotness or [], 1.0, 0).spec
 
 
-def expanding(hotness: list[int] = HOTNESS, seed: int = 0) -> MultiHot:
-    return MultiHot(spec_of(), MultiHotConfig(hotness=hotness, seed=seed))
+def expanding(hotness: list[int] = HOTNESS, seed: int = 0, threads: int = 1) -> MultiHot:
+    return MultiHot(spec_of(), MultiHotConfig(hotness=hotness, seed=seed), threads)
 
 
 def further_ids(rows: list[int], hotness: list[int], seed: int = 0) -> list[np.ndarray]:
@@ -53,11 +53,14 @@ def test_further_ids_are_numpys_draws_of_all_tables_in_order(order):
             assert np.array_equal(table.numpy(), expected[index])
 
 
-def test_the_size_of_a_chunk_does_not_matter(monkeypatch):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_and_pieces_of_any_size_draw_the_same(monkeypatch, threads):
+    """The largest table takes 39 segments and the smaller ones none: both ways to the end of a table."""
     monkeypatch.setattr(multi_hot, "CHUNK_WORDS", 64)
-    monkeypatch.setattr(multi_hot, "STAGED_IDS", 100)
-    expanded, expected = expanding(), further_ids(ROWS, HOTNESS)
-    for index in (0, 2, 6):
+    monkeypatch.setattr(multi_hot, "SEGMENT_WORDS", 4096)
+    monkeypatch.setattr(multi_hot, "SURE", 0.9)
+    expanded, expected = expanding(threads=threads), further_ids(ROWS, HOTNESS)
+    for index in (6, 0, 3, 2):
         assert np.array_equal(expanded.lookup_table(f"cat_{index}", CPU), expected[index])
 
 
