@@ -155,8 +155,6 @@ def model_spec(config: Config, source: Source) -> FeatureSpec:
 
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> Step:
     """Build both halves with the seed's weights."""
-    if build_multi_hot(config, source).hotness:
-        raise NotImplementedError("data.multi_hot is planned for (mode=plan), not trained yet")
     tables = ShardedTables(
         _meta_tables(config, source),
         source.spec,
@@ -166,6 +164,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
         config.train.amp,
         loss_scale(config),
         config.seed,
+        build_multi_hot(config, source),
     )
     dense = build_dense(config.model, source.spec)
     initialise_dense(dense, config.seed)

@@ -22,6 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -32,8 +33,10 @@ from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
 from nn.distributed import Ranks, open_channel
 from nn.embeddings import Embeddings
+from nn.id_expansion import expand_jagged
 from nn.initialization import fill_uniform_
 from nn.model import embeddings_of
+from nn.multi_hot import MultiHot
 from nn.planner import TableSharder
 from nn.static_exchange import LocalIds
 from nn.static_tables import Channels, Place, Placement, StaticTables
@@ -109,6 +112,7 @@ class ShardedTables:
         amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
         loss_scale: that gradients arrive multiplied by.
         seed: of the initial weights.
+        multi_hot: which features' ids are expanded where their tables are.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class ShardedTables:
         amp: Amp,
         loss_scale: float,
         seed: int,
+        multi_hot: MultiHot,
     ) -> None:
         on_gpu = ranks.device.type == "cuda"
         # Under fp16 the loss scale is taken off before the tables see a gradient, in the dtype that embeddings travel
@@ -176,6 +181,7 @@ class ShardedTables:
         )
         self._config = config
         self._hotness = {each.name: each.hotness for each in spec.categorical}
+        self._multi_hot = multi_hot
         self._dim = embeddings.embedding_bag_configs()[0].embedding_dim
         self._dtype = torch.bfloat16 if half else torch.float32
         self._kernels_of_tables = {each.compute_kernel for each in table_plan.values()}
@@ -214,14 +220,15 @@ class ShardedTables:
         """Send a batch's ids on their way, or where their number may vary, first how many there are."""
         whole = batch.global_valid == len(batch.labels) * self._ranks.world_size
         if self.why_not_static is None and whole:
-            return self.static(len(batch.labels)).exchange(batch.ids.values())
+            return self.static(len(batch.labels)).send_ids(batch.ids.values())
         context = self.module.create_context()
         return Exchange(context, self.module.input_dist(context, batch.ids))
 
     def finish_exchange(self, exchange: LocalIds | Exchange) -> LocalIds | Exchange:
         """Send the ids themselves where that is still to be done; the host then waits until it knows their number."""
         if isinstance(exchange, Exchange):
-            exchange.pending = exchange.pending.wait().wait()
+            arrived = exchange.pending.wait().wait()
+            exchange.pending = KJTList([expand_jagged(each, self.expansions) for each in arrived])
         return exchange
 
     @cached_property
@@ -245,6 +252,7 @@ class ShardedTables:
                 self.placement,
                 self.features,
                 self._hotness,
+                self.expansions,
                 embedding_dim=self._dim,
                 batch_size=batch_size,
                 config=self._config,
@@ -258,9 +266,20 @@ class ShardedTables:
         return self._static[batch_size]
 
     @cached_property
+    def expansions(self) -> dict[str, Tensor]:
+        """Further ids of each id, of the features that this rank looks up."""
+        here = {part.feature for part in (*self.placement.owned, *self.placement.copies)}
+        return {
+            feature: self._multi_hot.lookup_table(feature, self._ranks.device)
+            for feature in self._multi_hot.hotness
+            if feature in here
+        }
+
+    @cached_property
     def placement(self) -> Placement:
         """Which rank looks up what, in the order in which TorchRec has grouped the tables."""
         weights, states = self.weights(), self.optimizer_state()
+        looked_up = self._hotness | self._multi_hot.hotness
         owned_by_rank: list[list[Place]] = [[] for _ in range(self._ranks.world_size)]
         owned, copies, copied_tables = [], [], []
         for sharding in self.module._embedding_shardings:
@@ -268,7 +287,7 @@ class ShardedTables:
                 for table in sharding.embedding_tables():
                     (feature,) = table.feature_names
                     weight = weights[f"{table.name}.weight"].detach()
-                    copies.append(Part(feature, self._hotness[feature], weight, {}))
+                    copies.append(Part(feature, looked_up[feature], weight, {}))
                     copied_tables.append(table.name)
                 continue
             for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
@@ -282,7 +301,7 @@ class ShardedTables:
                             name: _shard_at(states[f"{table.name}.{name}"], column)
                             for name in STATE_OF_RULE[self._rule]
                         }
-                        owned.append(Part(feature, self._hotness[feature], weight, state))
+                        owned.append(Part(feature, looked_up[feature], weight, state))
         if self._ranks.world_size == 1:
             # Nothing is sent, so the order is free: the model's makes one matrix of what is looked up.
             order = sorted(

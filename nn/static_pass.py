@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from nn.distributed import Ranks
 from nn.embeddings import Embeddings
 from nn.flat_gradients import FlatGradients
-from nn.marks import mark
 from nn.loss import share_of_loss
+from nn.marks import mark
 from nn.readback import Readback
 from nn.static_exchange import LocalIds
 from nn.static_tables import StaticTables

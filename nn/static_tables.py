@@ -15,6 +15,7 @@ from torch import Tensor
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.distributed import Ranks
 from nn.embedding_layout import EmbeddingLayout, Piece
+from nn.id_expansion import IdExpansion
 from nn.static_exchange import LocalIds, StaticExchange
 from nn.table_group import TableGroup
 from nn.table_parts import Part, SortedIds, UpdateScalars
@@ -62,7 +63,8 @@ class StaticTables:
     Args:
         placement: of the tables.
         features: names in the model's order.
-        hotness: feature -> ids a row, in the order of the batch.
+        hotness: feature -> ids a row as they are sent, in the order of the batch.
+        expansions: feature -> further ids of each id, of features looked up here that are expanded.
         embedding_dim: D.
         batch_size: B.
         config: rule of the update.
@@ -82,6 +84,7 @@ class StaticTables:
         placement: Placement,
         features: Sequence[str],
         hotness: dict[str, int],
+        expansions: dict[str, Tensor],
         *,
         embedding_dim: int,
         batch_size: int,
@@ -95,7 +98,7 @@ class StaticTables:
     ) -> None:
         world_size, device = ranks.world_size, ranks.device
         self._ranks, self._channel = ranks, channels.embeddings
-        self.exchange = StaticExchange(
+        self._exchange = StaticExchange(
             [[place.feature for place in places] for places in placement.owned_by_rank],
             [part.feature for part in placement.copies],
             hotness,
@@ -105,6 +108,10 @@ class StaticTables:
             channel=channels.ids,
         )
         num_samples = batch_size * world_size
+        self._expand_owned, self._expand_copies = (
+            IdExpansion([part.feature for part in parts], count, hotness, expansions)
+            for parts, count in ((placement.owned, num_samples), (placement.copies, batch_size))
+        )
         self._owned = TableGroup(placement.owned, num_samples, config, scalars, dtype, device)
         self._copies = TableGroup(placement.copies, batch_size, config, scalars, dtype, device)
         # Adding to a gradient is descending it by SGD with a rate of -1.
@@ -133,6 +140,11 @@ class StaticTables:
             self._returned = torch.empty_like(self._sent)
         else:
             self._sent = self._of_owned(self._home)
+
+    def send_ids(self, ids: Tensor) -> LocalIds:
+        """Send this rank's ids, feature after feature, to their tables, and expand them there."""
+        arrived = self._exchange(ids)
+        return LocalIds(self._expand_owned(arrived.owned), self._expand_copies(arrived.replicated))
 
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up and bring home; the memory [B * F * D] that `layout` describes, overwritten by the next call."""

@@ -206,7 +206,6 @@ def test_the_documented_conversion_writes_mlperfs_rows(tmp_path, monkeypatch):
     assert np.array_equal(columns.ids[20], days[23]["sparse"][:64, 20] % 40_000_000)
 
 
-@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="the step does not expand yet")
 def test_training_on_one_hot_rows_equals_training_on_the_materialised_dataset(tmp_path):
     stored, materialised = write_twice(tmp_path)
     hotness = [each for _, each in TABLES.values()]

@@ -17,7 +17,11 @@ NUM_STEPS = 4
 CASES = [
     case(model, hotness, rule, layout)
     for (model, hotness, rule), layout in product(
-        [("dlrm", "one_hot", "sgd"), ("dcnv2", "multi_hot", "adam"), ("dlrm", "multi_hot", "adagrad")],
+        [
+            ("dlrm", "one_hot", "sgd"),
+            ("dcnv2", "multi_hot", "adam"),
+            ("dlrm", "multi_hot", "adagrad"),
+        ],
         ["table_wise", "column_wise", "data_parallel"],
     )
 ]

@@ -1,6 +1,5 @@
 """One step: what it learns, whatever the number of ranks, and that it refuses to learn from a loss that is no number."""
 
-import math
 import re
 from itertools import product
 from pathlib import Path
