@@ -1,8 +1,7 @@
 """The cross network on a GPU with its elementwise work fused; `nn.cross` has it in plain torch.
 
 All layers are one function, so that the gradient of x0, to which every layer adds, is kept up by the kernels that are
-needed anyway. Forward, the product with x0 is the end of a matrix product in Triton; backward, one Triton kernel a layer
-reads the layer's tensors once.
+needed anyway: one Triton kernel a layer, which reads each of the layer's tensors once.
 """
 
 from collections.abc import Sequence
@@ -17,11 +16,10 @@ from torch.autograd.function import once_differentiable
 from nn.fused_linear import copies_in, weight_gradient
 
 # B: samples, C: columns of x0, R: rank (C for a full weight), h: [B, R], what a layer multiplies by its last weight,
-# u: [B, C], what x0 is multiplied by
+# u: [B, C], what x0 is multiplied by, P: programs that share the samples
 
-BLOCK_B, BLOCK_C = 32, 128
-BLOCKS_OF_ROWS = 16
-"""That one program of the backward pass takes one after the other, and adds up in registers."""
+BLOCKS = {"BLOCK_B": 8, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 64}
+"""A program takes `BLOCKS_OF_ROWS` blocks one after the other, and adds up in registers."""
 
 
 def fused_cross(
@@ -49,47 +47,53 @@ class _FusedCross(torch.autograd.Function):
         for down, up, bias in zip(downs, ups, biases, strict=True):
             inputs.append(x)
             hiddens.append(x if down is None else x @ down.t())
-            factor, x = cross_forward(hiddens[-1], up, bias, x0, x)
-            factors.append(factor)
+            factors.append(torch.addmm(bias, hiddens[-1], up.t()))
+            x = torch.addcmul(x, x0, factors[-1])
         ctx.save_for_backward(*inputs, *hiddens, *factors, *downs, *ups)
         ctx.num_layers = num_layers
-        ctx.dtypes = [each.dtype for each in parameters]
+        ctx.dtype = parameters[0].dtype
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        num_layers, dtypes = ctx.num_layers, ctx.dtypes
+        num_layers, dtype = ctx.num_layers, ctx.dtype
         saved = ctx.saved_tensors
         inputs, hiddens, factors, downs, ups = (
             saved[start : start + num_layers] for start in range(0, len(saved), num_layers)
         )
-        grad, grad_x0 = grad.contiguous(), None
-        grad_downs, grad_ups, grad_biases = [], [], []
+        x0 = inputs[0]
+        # Every layer's sums over samples side by side, so that the programs' shares are added up once, at the end.
+        num_programs = triton.cdiv(len(x0), BLOCKS["BLOCK_B"] * BLOCKS["BLOCKS_OF_ROWS"])
+        shares = x0.new_empty(num_programs, num_layers, x0.shape[1], dtype=torch.float32)
+        grad = grad.contiguous()
+        grad_x0 = None
+        grad_downs, grad_ups = [], []
         for index in reversed(range(num_layers)):
             down, up = downs[index], ups[index]
-            grad_factor, grad_x0, grad_bias = cross_backward(
-                grad, inputs[0], factors[index], grad_x0, joins=index == 0
+            # In the first layer x is x0 too, so what passes it by joins the sum for x0.
+            grad_factor, grad_x0, past = cross_backward(
+                grad, x0, factors[index], grad_x0, shares[:, index], joins=index == 0
             )
-            grad_biases.append(grad_bias.to(dtypes[-1]))
-            grad_ups.append(weight_gradient(grad_factor, hiddens[index], dtypes[-1]))
+            grad_ups.insert(0, weight_gradient(grad_factor, hiddens[index], dtype))
             if down is None:
-                grad_product, weight = grad_factor, up
+                grad = past.addmm_(grad_factor, up)
             else:
-                grad_product, weight = grad_factor @ up, down
-                grad_downs.append(weight_gradient(grad_product, inputs[index], dtypes[-1]))
-            if index == 0:
-                grad = grad_x0.addmm_(grad_product, weight)
-            elif index < num_layers - 1:
-                grad = grad.addmm_(grad_product, weight)
-            else:
-                # What came from outside may have other readers.
-                grad = torch.addmm(grad, grad_product, weight)
-        return grad, None, *grad_downs[::-1], *grad_ups[::-1], *grad_biases[::-1]
+                grad_hidden = grad_factor @ up
+                grad_downs.insert(0, weight_gradient(grad_hidden, inputs[index], dtype))
+                grad = past.addmm_(grad_hidden, down)
+        grad_biases = shares.sum(0).to(dtype).unbind()
+        return grad, None, *grad_downs, *grad_ups, *grad_biases
 
 
 def cross_backward(
-    grad: Tensor, x0: Tensor, factor: Tensor, grad_x0: Tensor | None, *, joins: bool
+    grad: Tensor,
+    x0: Tensor,
+    factor: Tensor,
+    grad_x0: Tensor | None,
+    shares: Tensor,
+    *,
+    joins: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Go back through x + x0 * u, to u and x0.
 
@@ -98,34 +102,35 @@ def cross_backward(
         x0: [B, C].
         factor: u, [B, C].
         grad_x0: [B, C], what later layers gave; overwritten. None in the last layer.
-        joins: add `grad` to the gradient of x0 too, because x is x0.
+        shares: [P, C], float32; gets each program's sum of u's gradient over its samples.
+        joins: add `grad` to the gradient of x0 too.
 
     Returns:
-        the gradient of u [B, C], the sum of x0's so far [B, C], and the sum of u's over samples [C] in float32.
+        the gradient of u; the sum of x0's so far; and what passes the layer by, to be overwritten: `grad`, a copy of it
+        in the last layer, because what comes from outside may have other readers, or, if it joins, the sum of x0's.
     """
-    num_rows, columns = x0.shape
-    num_chunks = triton.cdiv(num_rows, BLOCK_B * BLOCKS_OF_ROWS)
-    grad_factor = torch.empty_like(x0)
-    partial = x0.new_empty(num_chunks, columns, dtype=torch.float32)
     is_last = grad_x0 is None
+    grad_factor = torch.empty_like(x0)
     if is_last:
         grad_x0 = torch.empty_like(x0)
-    _cross_backward[(triton.cdiv(columns, BLOCK_C), num_chunks)](
+    past = grad_x0 if joins else torch.empty_like(grad) if is_last else grad
+    num_rows, columns = x0.shape
+    _cross_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(shares))](
         grad,
         x0,
         factor,
         grad_x0,
         grad_factor,
-        partial,
+        past,
+        shares,
         num_rows,
         columns,
+        shares.stride(0),
         IS_LAST=is_last,
         JOINS=joins,
-        BLOCK_B=BLOCK_B,
-        BLOCK_C=BLOCK_C,
-        BLOCKS_OF_ROWS=BLOCKS_OF_ROWS,
+        **BLOCKS,
     )
-    return grad_factor, grad_x0, partial.sum(0)
+    return grad_factor, grad_x0, past
 
 
 @triton.jit
@@ -135,9 +140,11 @@ def _cross_backward(
     factor,
     grad_x0,
     grad_factor,
-    partial,
+    past,
+    shares,
     num_rows,
     columns,
+    shares_stride,
     IS_LAST: tl.constexpr,
     JOINS: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -151,95 +158,16 @@ def _cross_backward(
         row = first + block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
         inside = (row < num_rows) & (column < columns)
         place = row * columns + column
-        g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        through = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(factor + place, mask=inside, other=0.0).to(tl.float32)
-        through = g * tl.load(x0 + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_factor + place, through.to(grad_factor.dtype.element_ty), mask=inside)
-        total += through
-        past = g * (u + 1) if JOINS else g * u
+        grad_u = through * tl.load(x0 + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_factor + place, grad_u.to(grad_factor.dtype.element_ty), mask=inside)
+        total += grad_u
+        grad_first = through * (u + 1) if JOINS else through * u
         if not IS_LAST:
-            past += tl.load(grad_x0 + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x0 + place, past.to(grad_x0.dtype.element_ty), mask=inside)
-    place = partial + tl.program_id(1) * columns + column
-    tl.store(place, tl.sum(total, 0)[None, :], mask=column < columns)
-
-
-TILE = {"BLOCK_B": 128, "BLOCK_C": 128, "BLOCK_R": 64, "num_warps": 4, "num_stages": 3}
-"""Of `_cross_forward`."""
-
-
-def cross_forward(
-    hidden: Tensor, up: Tensor, bias: Tensor, x0: Tensor, x: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return u = hidden up^T + bias and x + x0 * u, both [B, C].
-
-    Args:
-        hidden: h, [B, R].
-        up: [C, R].
-        bias: [C].
-        x0: [B, C].
-        x: [B, C].
-    """
-    num_rows, columns = x0.shape
-    factor, out = torch.empty_like(x0), torch.empty_like(x0)
-    tile = TILE | {"BLOCK_R": min(TILE["BLOCK_R"], 64 * 2 // x0.element_size())}
-    grid = (triton.cdiv(columns, TILE["BLOCK_C"]) * triton.cdiv(num_rows, TILE["BLOCK_B"]),)
-    _cross_forward[grid](
-        hidden,
-        up,
-        bias,
-        x0,
-        x,
-        factor,
-        out,
-        num_rows,
-        columns,
-        hidden.shape[1],
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        **tile,
-    )
-    return factor, out
-
-
-@triton.jit
-def _cross_forward(
-    hidden,
-    up,
-    bias,
-    x0,
-    x,
-    factor,
-    out,
-    num_rows,
-    columns,
-    rank,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    # Programs that run at the same time share rows of h, which they then find in the cache, as they do all of `up`.
-    num_blocks = tl.cdiv(columns, BLOCK_C)
-    row = (tl.program_id(0) // num_blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
-    column = (tl.program_id(0) % num_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    u = tl.zeros((BLOCK_B, BLOCK_C), tl.float32)
-    for start in range(0, rank, BLOCK_R):
-        across = start + tl.arange(0, BLOCK_R)
-        left = tl.load(
-            hidden + row * rank + across[None, :],
-            mask=(row < num_rows) & (across[None, :] < rank),
-            other=0.0,
-        )
-        right = tl.load(
-            up + column * rank + across[:, None],
-            mask=(column < columns) & (across[:, None] < rank),
-            other=0.0,
-        )
-        u = tl.dot(left, right, u, input_precision=PRECISION)
-    u += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
-    inside = (row < num_rows) & (column < columns)
-    place = row * columns + column
-    tl.store(factor + place, u.to(factor.dtype.element_ty), mask=inside)
-    first = tl.load(x0 + place, mask=inside, other=0.0).to(tl.float32)
-    result = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + first * u
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+            grad_first += tl.load(grad_x0 + place, mask=inside, other=0.0).to(tl.float32)
+        elif not JOINS:
+            tl.store(past + place, through.to(past.dtype.element_ty), mask=inside)
+        tl.store(grad_x0 + place, grad_first.to(grad_x0.dtype.element_ty), mask=inside)
+    share = shares + tl.program_id(1) * shares_stride + column
+    tl.store(share, tl.sum(total, 0)[None, :], mask=column < columns)
