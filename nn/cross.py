@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from nn.fused_linear import as_autocast, can_fuse
 from nn.initialization import truncated_normal_
 
 STD = 0.05
@@ -52,7 +53,25 @@ class CrossNet(nn.Module):
 
     def forward(self, x0: Tensor) -> Tensor:
         """Map [B, C] to [B, C]."""
+        if can_fuse(x0, self.layers[0].up.weight):
+            return self._forward_fused(as_autocast(x0))
+        return self.forward_plain(x0)
+
+    def forward_plain(self, x0: Tensor) -> Tensor:
+        """As `forward`, in plain torch on any device."""
         x = x0
         for layer in self.layers:
             x = layer(x0, x)
         return x
+
+    @torch.compiler.disable
+    def _forward_fused(self, x0: Tensor) -> Tensor:
+        # Triton comes with torch's CUDA builds only.
+        from nn.cross_kernels import fused_cross
+
+        return fused_cross(
+            x0,
+            [layer.down.weight for layer in self.layers if layer.down is not None],
+            [layer.up.weight for layer in self.layers],
+            [layer.up.bias for layer in self.layers],
+        )

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from nn.fused_linear import as_autocast, can_fuse
 from nn.initialization import initialise_linear_
 
 ALIGNMENT = 8
@@ -44,11 +45,31 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, num_inputs] to [B, widths[-1]]."""
-        if self.padding:
-            x = nn.functional.pad(x, (0, self.padding))
+        if can_fuse(x, self.layers[0].weight):
+            return self._forward_fused(as_autocast(x))
+        return self.forward_plain(x)
+
+    def forward_plain(self, x: Tensor) -> Tensor:
+        """As `forward`, in plain torch on any device."""
+        x = self._pad(x)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             x = layer(x)
             if index < last or self.final_activation:
                 x = torch.relu(x)
         return x
+
+    @torch.compiler.disable
+    def _forward_fused(self, x: Tensor) -> Tensor:
+        # Triton comes with torch's CUDA builds only.
+        from nn.mlp_kernels import fused_mlp
+
+        return fused_mlp(
+            self._pad(x),
+            [layer.weight for layer in self.layers],
+            [layer.bias for layer in self.layers],
+            final_activation=self.final_activation,
+        )
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, self.padding)) if self.padding else x

@@ -1,0 +1,148 @@
+"""The fused MLP and cross network are as near the exact result as plain torch: interpreted here, compiled on a GPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nn.cross import CrossNet
+from nn.mlp import MLP
+
+# Columns of the input and the module. The widths fill no block of the kernels.
+MODULES = {
+    "mlp-to-one-logit": (13, lambda: MLP(13, [24, 40, 1], final_activation=False)),
+    "mlp-to-relu": (16, lambda: MLP(16, [130, 5], final_activation=True)),
+    "mlp-of-one-layer": (8, lambda: MLP(8, [3], final_activation=False)),
+    "cross-of-low-rank": (130, lambda: CrossNet(130, 3, 5)),
+    "cross-of-full-rank": (13, lambda: CrossNet(13, 2, None)),
+    "cross-of-one-layer": (24, lambda: CrossNet(24, 1, 8)),
+}
+# One program of the backward kernels takes hundreds of rows: below, at and above that.
+BATCH_SIZES = [1, 512, 1100]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def build(name: str, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    module = MODULES[name][1]()
+    for parameter in module.parameters():
+        # Fresh biases of a cross network are zero, which would hide one that is forgotten.
+        nn.init.normal_(parameter, std=0.3)
+    return module.to(device)
+
+
+def draw(name: str, num_rows: int) -> Tensor:
+    return torch.randn(num_rows, MODULES[name][0], generator=torch.Generator().manual_seed(1))
+
+
+def outcome(forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output, and the gradients of the input and of every parameter."""
+    x = x.detach().requires_grad_()
+    out = forward(x)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    given = weight.clone()
+    gradients = torch.autograd.grad(out, [x, *module.parameters()], given)
+    assert torch.equal(given, weight), "the gradient from outside may have other readers"
+    return [out.detach(), *gradients]
+
+
+def errors(results: list[Tensor], name: str, x: Tensor) -> list[float]:
+    """Distance of each result from float64's, relative to its norm."""
+    module = build(name, x.device.type).double()
+    exact = outcome(module.forward_plain, module, x.double())
+    return [
+        ((result.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)).item()
+        for result, wanted in zip(results, exact, strict=True)
+    ]
+
+
+def assert_as_exact_as_plain(fused: list[Tensor], plain: list[Tensor], name: str, x: Tensor):
+    for ours, theirs in zip(errors(fused, name, x), errors(plain, name, x), strict=True):
+        assert ours < 2 * theirs + 1e-6, (name, len(x), ours, theirs)
+
+
+def test_the_fused_functions_equal_plain_torch_under_the_interpreter():
+    command = "from tests.test_dense_kernels import run_interpreted; run_interpreted()"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_interpreted() -> None:
+    torch.set_num_threads(1)
+    for name in MODULES:
+        module = build(name)
+        for num_rows in BATCH_SIZES:
+            x = draw(name, num_rows)
+            fused = outcome(module._forward_fused, module, x)
+            assert_as_exact_as_plain(fused, outcome(module.forward_plain, module, x), name, x)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_plain_forms_pass_gradcheck(name):
+    module = build(name).double()
+    x = draw(name, 2).double().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x, *_: module.forward_plain(x), (x, *module.parameters()), fast_mode=True
+    )
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_on_a_gpu_the_fused_functions_are_as_exact_as_plain_torch(name, dtype):
+    torch.set_float32_matmul_precision("highest")
+    module = build(name, "cuda")
+    for num_rows in BATCH_SIZES:
+        # An MLP narrows its input itself; the cross network's comes narrowed by the bottom MLP.
+        x = draw(name, num_rows).to("cuda", torch.float32 if name.startswith("mlp") else dtype)
+        with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+            fused, plain = (
+                outcome(forward, module, x) for forward in (module, module.forward_plain)
+            )
+        assert [each.dtype for each in fused] == [each.dtype for each in plain]
+        assert_as_exact_as_plain(fused, plain, name, x)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_on_a_gpu_two_runs_give_the_same_bits(name):
+    module = build(name, "cuda")
+    x = draw(name, 10_000).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        first, second = (outcome(module, module, x) for _ in range(2))
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_on_a_gpu_a_compiled_module_gives_what_it_gives_uncompiled(name):
+    torch.compiler.reset()
+    module = build(name, "cuda")
+    x = draw(name, 512).cuda()
+    wanted = outcome(module, module, x)
+    compiled = outcome(torch.compile(module, backend="eager"), module, x)
+    for one, two in zip(compiled, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_on_a_gpu_float64_runs_in_plain_torch(name):
+    module = build(name, "cuda").double()
+    x = draw(name, 4).cuda().double()
+    torch.testing.assert_close(module(x), module.forward_plain(x), rtol=0, atol=0)
