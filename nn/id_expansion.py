@@ -51,13 +51,14 @@ class IdExpansion:
 
 def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> KeyedJaggedTensor:
     """Expand the ids of a batch whose rows may have none, such as the padded rows at an epoch's end."""
-    if not any(key in tables for key in ids.keys()):
+    keys = ids.keys()
+    if not any(key in tables for key in keys):
         return ids
     values, lengths = [], []
     for key, part, length in zip(
-        ids.keys(),
+        keys,
         ids.values().split(ids.length_per_key()),
-        ids.lengths().view(len(ids.keys()), -1),
+        ids.lengths().view(len(keys), -1),
         strict=True,
     ):
         table = tables.get(key)
@@ -65,5 +66,5 @@ def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> Keyed
         values.append(part if table is None else expand(part, table).flatten().to(part.dtype))
         lengths.append(length * factor)
     return KeyedJaggedTensor(
-        keys=ids.keys(), values=torch.cat(values), lengths=torch.cat(lengths), stride=ids.stride()
+        keys=keys, values=torch.cat(values), lengths=torch.cat(lengths), stride=ids.stride()
     )
