@@ -9,7 +9,7 @@ from nn.distributed import Ranks
 
 
 class FlatGradients:
-    """Owns the memory of all gradients; each `parameter.grad` is a view into it, so nobody may set it to None.
+    """Owns the memory of all gradients; once they are summed, each `parameter.grad` is a view into it.
 
     Args:
         parameters: of the dense half, on one device, float32.
@@ -31,17 +31,29 @@ class FlatGradients:
         views = [
             part.view(shape) for part, shape in zip(self.vector.split(sizes), shapes, strict=True)
         ]
-        for parameter, view in zip(parameters, views, strict=False):
-            parameter.grad = view
+        self._parameters = parameters
+        self._views = views[: len(parameters)]
         self.further = views[len(parameters) : -1]
         self.signal = views[-1]
 
     def clear(self) -> None:
-        """Begin a new step."""
-        self.vector.zero_()
+        """Begin a new step: the backward pass then makes gradients instead of adding to them."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self.further:
+            torch._foreach_zero_(self.further)
+        self.signal.zero_()
 
     def sum(self, ranks: Ranks) -> None:
-        """Replace each rank's gradients by their sum over ranks."""
+        """Bring the gradients of the backward pass together and replace each rank's by their sum over ranks."""
+        # A parameter that the model did not use has no gradient.
+        found = [
+            view.zero_() if parameter.grad is None else parameter.grad
+            for parameter, view in zip(self._parameters, self._views, strict=True)
+        ]
+        torch._foreach_copy_(self._views, found)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
         if ranks.world_size > 1:
             ranks.all_reduce_sum(self.vector)
 

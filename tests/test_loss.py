@@ -1,0 +1,59 @@
+"""A rank's share of the loss: in plain torch, and the fused kernel beside it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nn.loss import share_of_loss
+
+
+def test_shares_add_up_to_the_mean_over_the_rows_that_count():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(10), torch.randint(0, 2, (10,)).float()
+    whole = torch.nn.functional.binary_cross_entropy_with_logits(logits[:7], labels[:7])
+    shares = [
+        share_of_loss(logits[:5], labels[:5], 5, 7),
+        share_of_loss(logits[5:], labels[5:], 2, 7),
+    ]
+    torch.testing.assert_close(sum(shares), whole)
+
+
+def compare(device: str) -> None:
+    from nn.loss_kernels import fused_share_of_loss
+
+    torch.manual_seed(0)
+    # Logits so large that exp would overflow, and rows that do not count.
+    logits = torch.cat([torch.randn(2000) * 5, torch.tensor([200.0, -200.0, 0.0])])
+    labels = torch.randint(0, 2, (2003,)).float()
+    logits[-1] = float("nan")
+    results = []
+    for function, place in ((share_of_loss, "cpu"), (fused_share_of_loss, device)):
+        leaf = logits.to(place).requires_grad_()
+        share = function(leaf, labels.to(place), 2002, 9000)
+        (share * 3).backward()
+        results.append((share.detach().cpu(), leaf.grad.cpu()))
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-9)
+    assert fused_share_of_loss(logits.to(device), labels.to(device), 2003, 9000).isnan(), (
+        "a row that is no number must show"
+    )
+
+
+def test_the_fused_loss_equals_plain_torch_under_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.test_loss import compare; compare('cpu')"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_fused_loss_equals_plain_torch_on_a_gpu():
+    compare("cuda")
