@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
-# Opened by `open_channel`; closed with the default group, or aborted with it.
-_channels: list[dist.ProcessGroup] = []
+# By name, as `open_channel` opens them; closed with the default group, or aborted with it.
+_channels: dict[str, dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException:
         if ranks.device.type == "cuda":
-            for each in (*_channels, dist.group.WORLD):
+            for each in (*_channels.values(), dist.group.WORLD):
                 each.abort()
         else:
             dist.destroy_process_group()
@@ -169,7 +169,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def open_channel(ranks: Ranks) -> dist.ProcessGroup | None:
+def open_channel(ranks: Ranks, name: str) -> dist.ProcessGroup | None:
     """Open a communicator for collectives that must not wait for those of another stream; all ranks must call it.
 
     NCCL runs what is queued on one communicator in one order. On CPUs nothing runs beside anything else, and the default
@@ -177,6 +177,6 @@ def open_channel(ranks: Ranks) -> dist.ProcessGroup | None:
     """
     if ranks.world_size == 1 or ranks.device.type != "cuda":
         return None
-    channel = dist.new_group()
-    _channels.append(channel)
-    return channel
+    if name not in _channels:
+        _channels[name] = dist.new_group()
+    return _channels[name]

@@ -7,7 +7,7 @@ links' real speed, each table's hotness and optimizer state, and only the kernel
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torchrec import EmbeddingBagCollection
@@ -60,6 +60,9 @@ UPDATE_PASSES = {
 
 # A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
 # than a rank's fair share of all lookups.
+REPLICATED_BELOW = 8
+"""Samples of a rank that a replicated table has at least for each of its rows: at 2 its gradient would be as large as
+the embeddings that do not travel, and its own sort and update cost something too."""
 CUT_ABOVE = 0.25
 
 
@@ -144,7 +147,9 @@ def plan_tables(
         ValueError: when the tables do not fit, or an override cannot be.
     """
     expansion_bytes = {table_name(name): size for name, size in expansion_bytes.items()}
-    constraints = _constraints(embeddings, spec, config, rule, hardware, set(expansion_bytes))
+    constraints = _constraints(
+        embeddings, spec, config, rule, hardware, batch_size, set(expansion_bytes)
+    )
     topology = _topology(hardware, config, rule)
     planner = EmbeddingShardingPlanner(
         topology=topology,
@@ -213,6 +218,7 @@ def _constraints(
     config: ShardingConfig,
     rule: OptimizerName,
     hardware: Hardware,
+    batch_size: int,
     expanded: set[str],
 ) -> dict[str, ParameterConstraints]:
     hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
@@ -234,7 +240,7 @@ def _constraints(
         elif hardware.world_size == 1:
             types = [ShardingType.table_wise]
         else:
-            types = list(config.types)
+            types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
         if table.name in expanded and ShardingType.row_wise in types:
             types = _without_row_wise(table.name, types, overridden=chosen is not None)
         if rule is OptimizerName.rowwise_adagrad and ShardingType.column_wise in types:
@@ -265,6 +271,21 @@ def _constraints(
             pooling_factors=[hotness[table.name]],
         )
     return constraints
+
+
+def _replicated_or_not(
+    num_embeddings: int, batch_size: int, types: Sequence[ShardingType]
+) -> list[ShardingType]:
+    """Settle by size alone whether a table is replicated, where both is allowed.
+
+    A replicated table's embeddings travel neither home nor back; its gradient, a row each, joins the all-reduce. TorchRec's
+    estimate knows no all-reduce that others take anyway.
+    """
+    rest = [each for each in types if each is not ShardingType.data_parallel]
+    if not rest or len(rest) == len(types):
+        return list(types)
+    is_small = num_embeddings * REPLICATED_BELOW <= batch_size
+    return [ShardingType.data_parallel] if is_small else rest
 
 
 def _without_row_wise(

@@ -185,7 +185,7 @@ class ShardedTables:
         self._dim = embeddings.embedding_bag_configs()[0].embedding_dim
         self._dtype = torch.bfloat16 if half else torch.float32
         self._kernels_of_tables = {each.compute_kernel for each in table_plan.values()}
-        self._channels = Channels(open_channel(ranks), open_channel(ranks))
+        self._channels = Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings"))
         self._static: dict[int, StaticTables] = {}
         self.scalars = UpdateScalars(config, 1 / loss_scale, ranks.device)
         # Both are the dense half's to say, before the first batch.
@@ -204,6 +204,10 @@ class ShardedTables:
                 col_offset=shard.column_offset,
                 bound=self._rows[shard.table] ** -0.5,
             )
+
+    def table_names(self) -> list[str]:
+        """Return the names of all tables, on whatever rank."""
+        return list(self._rows)
 
     def shards(self) -> Iterator[TableShard]:
         """Yield the pieces of tables that this rank holds."""

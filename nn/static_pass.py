@@ -79,21 +79,22 @@ class StaticPass:
 
         def take(gradient: Tensor) -> None:
             """Runs in the backward pass, as soon as the embeddings' gradient is there."""
-            nonlocal of_home, of_owned, copies_done
+            nonlocal of_home, of_owned
             of_home = gradient
             with self._beside():
-                self._tables.sum_copies(sorted_copies, gradient, is_good)
-                copies_done = self._event()
                 of_owned = self._tables.send_back(gradient)
                 if self._loss_scale == 1:
                     self._tables.update(sorted_owned, of_owned, is_good)
+            # Here, while the gradients travel; the ids were sorted before the loss was judged.
+            self._wait_for(judged)
+            self._tables.sum_copies(sorted_copies, gradient, is_good)
 
         def arrive() -> Tensor:
             """Runs where the dense half wants the embeddings; so late, autograd sends their gradient back early."""
             self._wait_for(arrived)
             return _Home.apply(values.detach().requires_grad_(), take)
 
-        of_home = of_owned = copies_done = None
+        of_home = of_owned = None
         with self._autocast(), mark("dense half"):
             logits = self._dense(numerical, Embeddings(self._tables.layout, arrive))
         rows = len(labels)
@@ -101,13 +102,13 @@ class StaticPass:
         with self._beside():
             loss = self._ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
+            judged = self._event()
             if self._loss_scale == 1:
                 self._readback.record(loss, is_good)
         with mark("backward"):
             (share * self._loss_scale).backward()
         if self._loss_scale != 1:
             self._gradients.signal.copy_(~torch.isfinite(of_home).all())
-        self._wait_for(copies_done)
         self._gradients.sum(self._ranks)
         if self._loss_scale != 1:
             # An overflow anywhere is not finite, or not zero, in the sum on every rank.

@@ -28,7 +28,7 @@ class TableOptimizer(torch.optim.Optimizer):
     Args:
         params: the tables, or parameter groups of them.
         name: the rule.
-        lr: learning rate, a number or a tensor without dimensions.
+        lr: learning rate.
         eps: added to the square root in the denominator; all rules but SGD.
         beta1: decay of Adam's mean.
         beta2: decay of Adam's variance.
@@ -39,7 +39,7 @@ class TableOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         *,
         name: OptimizerName,
-        lr: float | Tensor,
+        lr: float,
         eps: float = 1e-8,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -55,9 +55,10 @@ class TableOptimizer(torch.optim.Optimizer):
         """Apply one update to every table that has a gradient."""
         assert closure is None, "a closure would evaluate the model again, which no rule here needs"
         for group in self.param_groups:
-            for table in group["params"]:
-                if table.grad is not None:
-                    self._update(table, table.grad, self.state[table], group)
+            tables = [table for table in group["params"] if table.grad is not None]
+            if tables:
+                grads = [table.grad for table in tables]
+                self._update(tables, grads, [self.state[table] for table in tables], group)
 
 
 def _new_state(name: OptimizerName, table: Tensor) -> dict[str, Tensor]:
@@ -75,32 +76,55 @@ def _new_state(name: OptimizerName, table: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _sgd(table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    table.sub_(grad * group["lr"])
+def _sgd(
+    tables: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    torch._foreach_add_(tables, grads, alpha=-group["lr"])
 
 
-def _adagrad(table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    total = state["momentum1"].addcmul_(grad, grad)
-    table.sub_(grad * group["lr"] / (total.sqrt() + group["eps"]))
+def _adagrad(
+    tables: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    totals = [state["momentum1"] for state in states]
+    torch._foreach_addcmul_(totals, grads, grads)
+    divisors = torch._foreach_sqrt(totals)
+    torch._foreach_add_(divisors, group["eps"])
+    torch._foreach_addcdiv_(tables, grads, divisors, value=-group["lr"])
 
 
 def _rowwise_adagrad(
-    table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+    tables: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
 ) -> None:
-    total = state["momentum1"].add_(grad.square().mean(dim=1))
-    rate = group["lr"] / (total.sqrt() + group["eps"])
-    table.sub_(grad * rate.unsqueeze(1))
+    for table, grad, state in zip(tables, grads, states, strict=True):
+        total = state["momentum1"].add_(grad.square().mean(dim=1))
+        rate = group["lr"] / (total.sqrt() + group["eps"])
+        table.sub_(grad * rate.unsqueeze(1))
 
 
-def _adam(table: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    touched = grad.ne(0).any(dim=1, keepdim=True).to(grad.dtype)  # [rows, 1], 1 or 0
-    mean = state["momentum1"].lerp_(grad, touched * (1 - group["beta1"]))
-    variance = state["momentum2"].lerp_(grad.square(), touched * (1 - group["beta2"]))
-    # in double: 1 - 0.999 keeps four digits only in single precision
-    count = state["iter"].add_(1).double()
-    mean = mean / (1 - group["beta1"] ** count)
-    variance = variance / (1 - group["beta2"] ** count)
-    table.sub_(mean / (variance.sqrt() + group["eps"]) * (touched * group["lr"]))
+def _adam(
+    tables: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    for table, grad, state in zip(tables, grads, states, strict=True):
+        touched = grad.ne(0).any(dim=1, keepdim=True).to(grad.dtype)  # [rows, 1], 1 or 0
+        mean = state["momentum1"].lerp_(grad, touched * (1 - group["beta1"]))
+        variance = state["momentum2"].lerp_(grad.square(), touched * (1 - group["beta2"]))
+        # in double: 1 - 0.999 keeps four digits only in single precision
+        count = state["iter"].add_(1).double()
+        mean = mean / (1 - group["beta1"] ** count)
+        variance = variance / (1 - group["beta2"] ** count)
+        table.sub_(mean / (variance.sqrt() + group["eps"]) * (touched * group["lr"]))
 
 
 UPDATES = {
@@ -136,7 +160,7 @@ def update_rows(
     some = table[rows].float()
     some_state = {name: each[rows] for name, each in state.items()}
     group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
-    UPDATES[config.table_name](some, gradients, some_state | {"iter": step.float()}, group)
+    UPDATES[config.table_name]([some], [gradients], [some_state | {"iter": step.float()}], group)
     table[rows] = some.to(table.dtype)
     for name, each in some_state.items():
         state[name][rows] = each

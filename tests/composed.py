@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -23,6 +24,7 @@ from nn.build import (
 )
 from nn.distributed import Ranks, process_group, ranks_from_environment
 from nn.feed import Feed
+from nn.initialization import fill_uniform_
 from nn.step import Step
 
 TINY = [
@@ -100,3 +102,55 @@ def losses_of_cases(cases: list[list[str]], num_steps: int) -> list[list[float]]
     config = compose_config(*cases[0])
     with process_group(ranks_from_environment(device_type(config))):
         return [build(compose_config(*case)).train(0, num_steps) for case in cases]
+
+
+def learnt_in_cases(
+    cases: list[list[str]], num_steps: int
+) -> list[tuple[list[float], dict[str, list[float]]]]:
+    """Losses of several configurations, and what each table learnt: see `change_of_tables`."""
+    config = compose_config(*cases[0])
+    results = []
+    with process_group(ranks_from_environment(device_type(config))):
+        for each in cases:
+            built = build(compose_config(*each))
+            before = [shard.weight.clone() for shard in built.step.tables.shards()]
+            losses = built.train(0, num_steps)
+            results.append((losses, change_of_tables(built, before)))
+            built.step.close()
+    return results
+
+
+def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list[float]]:
+    """Of each whole table, whatever its layout: the length of its change, and that change along two random directions."""
+    tables = built.step.tables
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.table_names())}
+    copies = set(tables.placement.copied_tables) if tables.why_not_static is None else set()
+    for shard, old in zip(tables.shards(), before, strict=True):
+        change = (shard.weight - old).double()
+        found = [change.square().sum()]
+        for seed in (101, 102):
+            direction = torch.empty_like(shard.weight)
+            fill_uniform_(
+                direction,
+                seed=seed,
+                table=shard.table,
+                row_offset=shard.row_offset,
+                col_offset=shard.column_offset,
+                bound=1.0,
+            )
+            found.append((change * direction.double()).sum())
+        share = 1 / built.ranks.world_size if shard.table in copies else 1.0
+        sums[shard.table] += torch.stack(found).cpu() * share
+    for each in sums.values():
+        each.copy_(built.ranks.all_reduce_sum(each.to(built.ranks.device)).cpu())
+    return {name: [each[0].sqrt().item(), *each[1:].tolist()] for name, each in sums.items()}
+
+
+def worst_difference(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
+    """Of two changes of the same tables: the largest difference of a number, in lengths of the change."""
+    assert one.keys() == other.keys()
+    return max(
+        abs(a - b) / max(one[name][0], 1e-12)
+        for name in one
+        for a, b in zip(one[name], other[name], strict=True)
+    )

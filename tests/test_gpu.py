@@ -9,9 +9,9 @@ import torch
 from nn.distributed import process_group, ranks_from_environment
 from nn.feed import Feed
 from tests.command import run_command
-from tests.composed import TINY, build, compose_config, losses_of_cases
+from tests.composed import TINY, build, compose_config, learnt_in_cases, worst_difference
 from tests.distributed import run_distributed
-from tests.test_sharding import CASES, NUM_STEPS, case
+from tests.test_sharding import case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,49 +19,68 @@ pytestmark = [
 ]
 
 ON_GPU = ["device=cuda", "train.tf32=false"]
-# fp32: sums in another order. bf16: embeddings and their gradients are rounded to 8 bits on their way.
-TOLERANCE = {"off": 2e-5, "bf16": 2e-2}
+NUM_STEPS = 12
+CASES = [
+    ("dlrm", "one_hot", "sgd", "table_wise"),
+    ("dlrm", "multi_hot", "adagrad", "column_wise"),
+    ("dlrm", "multi_hot", "rowwise_adagrad", "table_wise"),
+    ("dlrm", "one_hot", "adam", "data_parallel"),
+    ("dlrm", "multi_hot", "sgd", "row_wise"),
+    ("dcnv2", "one_hot", "sgd", "data_parallel"),
+    ("dcnv2", "multi_hot", "adam", "table_wise"),
+    ("dcnv2", "one_hot", "adagrad", "column_wise"),
+]
+# Of losses, and of what each table learnt in lengths of its change. fp32: sums in another order, which Adam's quotient
+# magnifies where a gradient is next to nothing. bf16: embeddings and their gradients are rounded to 8 bits on their way.
+TOLERANCE = {"off": (2e-5, 5e-3), "bf16": (2e-2, 5e-2)}
 
 
-def gpu_cases(amp: str) -> list[list[str]]:
-    return [[*case(*each), *ON_GPU, f"train.amp={amp}"] for each in CASES]
+def gpu_cases(amp: str, layout: str | None = None) -> list[list[str]]:
+    return [[*case(*each[:3], layout or each[3]), *ON_GPU, f"train.amp={amp}"] for each in CASES]
 
 
 @pytest.fixture(scope="module")
-def one_gpu() -> dict[str, list[list[float]]]:
-    wanted = {
-        amp: [[*case(*each[:3], "table_wise"), *ON_GPU, f"train.amp={amp}"] for each in CASES]
-        for amp in TOLERANCE
-    }
-    cases = [each for amp in TOLERANCE for each in wanted[amp]]
-    losses = run_distributed(losses_of_cases, 1, cases, NUM_STEPS)[0]
-    return {amp: losses[index * len(CASES) :][: len(CASES)] for index, amp in enumerate(TOLERANCE)}
+def one_gpu() -> dict[str, list]:
+    cases = [each for amp in TOLERANCE for each in gpu_cases(amp, "table_wise")]
+    learnt = run_distributed(learnt_in_cases, 1, cases, NUM_STEPS)[0]
+    return {amp: learnt[index * len(CASES) :][: len(CASES)] for index, amp in enumerate(TOLERANCE)}
+
+
+def assert_alike(expected, measured, amp: str) -> None:
+    of_loss, of_tables = TOLERANCE[amp]
+    for each, (losses, changes), (their_losses, their_changes) in zip(
+        CASES, expected, measured, strict=True
+    ):
+        assert their_losses == pytest.approx(losses, rel=of_loss), "-".join(each)
+        assert worst_difference(changes, their_changes) < of_tables, "-".join(each)
 
 
 @pytest.mark.parametrize(("world_size", "amp"), list(product([2, 4], TOLERANCE)))
 def test_many_gpus_train_as_one(one_gpu, world_size, amp):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    many = run_distributed(losses_of_cases, world_size, gpu_cases(amp), NUM_STEPS)[0]
-    for each, one, several in zip(CASES, one_gpu[amp], many, strict=True):
-        assert several == pytest.approx(one, rel=TOLERANCE[amp]), "-".join(each)
+    many = run_distributed(learnt_in_cases, world_size, gpu_cases(amp), NUM_STEPS)[0]
+    assert_alike(one_gpu[amp], many, amp)
 
 
 def test_a_gpu_trains_as_the_cpu(one_gpu):
-    cpu = losses_of_cases([case(*each[:3], "table_wise") for each in CASES], NUM_STEPS)
-    for each, expected, measured in zip(CASES, cpu, one_gpu["off"], strict=True):
-        assert measured == pytest.approx(expected, rel=1e-4), "-".join(each)
+    cpu = learnt_in_cases([case(*each[:3], "table_wise") for each in CASES], NUM_STEPS)
+    for each, (losses, changes), (expected, wanted) in zip(CASES, one_gpu["off"], cpu, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-4), "-".join(each)
+        assert worst_difference(wanted, changes) < 1e-2, "-".join(each)
 
 
 def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
-    fp16 = [
-        [*case(*each[:3], "table_wise"), *ON_GPU, "train.amp=fp16", "train.loss_scale=1024"]
-        for each in CASES
-    ]
-    losses = run_distributed(losses_of_cases, 1, fp16, NUM_STEPS)[0]
-    for measured in (losses, one_gpu["bf16"]):
-        for each, expected, actual in zip(CASES, one_gpu["off"], measured, strict=True):
-            assert actual == pytest.approx(expected, rel=3e-2), "-".join(each)
+    fp16 = [[*each, "train.loss_scale=1024"] for each in gpu_cases("fp16", "table_wise")]
+    learnt = run_distributed(learnt_in_cases, 1, fp16, NUM_STEPS)[0]
+    for measured in (learnt, one_gpu["bf16"]):
+        for each, (losses, changes), (expected, wanted) in zip(
+            CASES, measured, one_gpu["off"], strict=True
+        ):
+            assert losses == pytest.approx(expected, rel=3e-2), "-".join(each)
+            # Adam follows the sign of a gradient that rounding decides.
+            if each[2] != "adam":
+                assert worst_difference(wanted, changes) < 0.1, "-".join(each)
 
 
 def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list[float]]]:
