@@ -68,22 +68,24 @@ ROWS = {
     # One thing changed at a time.
     "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
     "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
-    "dlrm_t15_1_eager": Row("dlrm", 1, *T15, overrides=("train.compile=false",)),
+    "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),
     "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=("train.amp=off",)),
     "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=("train.amp=fp16",)),
-    "dlrm_t15_4_replicas": Row(
+    "dlrm_t15_4_whole": Row(
+        "dlrm", 4, *T15, overrides=("sharding.types=[table_wise,column_wise]",)
+    ),
+    "dlrm_t15_4_weak_whole": Row(
         "dlrm",
         4,
         *T15,
-        overrides=("sharding.types=[table_wise,column_wise,data_parallel]",),
+        overrides=("train.batch_size=262144", "sharding.types=[table_wise,column_wise]"),
     ),
-    # Larger tables.
     "dlrm_t3_1": Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t3_2": Row("dlrm", 2, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t0_4": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0"),
     # DCNv2, Adam.
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
-    "dcnv2_t15_1_eager": Row("dcnv2", 1, *CROSS_T15, overrides=("train.compile=false",)),
+    "dcnv2_t15_1_compiled": Row("dcnv2", 1, *CROSS_T15, overrides=("train.compile=true",)),
     "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=("train.amp=off",)),
     "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
     "dcnv2_t3_4": Row("dcnv2", 4, "dcnv2_criteo_t3", "criteo_t3"),

@@ -32,6 +32,8 @@ class Captured:
     """
 
     def __init__(self, plain: Pass, ids: LocalIds, numerical: Tensor, labels: Tensor) -> None:
+        # The recording knows addresses only, so whatever memory the pass owns must live as long.
+        self._plain = plain
         self._inputs = [each.clone() for each in _tensors(ids, numerical, labels)]
         owned, replicated, *rest = self._inputs
         arguments = (LocalIds(owned, replicated), *rest)

@@ -17,6 +17,10 @@ from nn.embedding_layout import EmbeddingLayout
 # B: samples, F: embeddings of a sample, D: columns of a vector, V: vectors that interact (F, or F + 1 with bottom)
 
 
+# More warps at a time hide more of memory's latency: 0.27 ms for 0.30 at 65,536 samples of 27 vectors of 128 on an H200.
+FEWER_REGISTERS = {"maxnreg": 160}
+
+
 def fused_dot_interaction(
     bottom: Tensor | None, values: Tensor, layout: EmbeddingLayout, num_outputs: int
 ) -> Tensor:
@@ -65,6 +69,7 @@ class _FusedDotInteraction(torch.autograd.Function):
             grad_values,
             grad.shape[1],
             **_shape(bottom, ctx.layout),
+            **FEWER_REGISTERS,
         )
         return None if bottom is None else grad_bottom, grad_values, None, None
 
