@@ -29,7 +29,7 @@ def fused_cross(
 
     Args:
         x0: in the dtype to compute in.
-        downs: [R, C] of each layer, or none for full rank; of any dtype; so are their gradients.
+        downs: [R, C] of each layer, or none for full rank; all parameters of one dtype; so are their gradients.
         ups: [C, R] of each layer.
         biases: [C] of each layer.
     """

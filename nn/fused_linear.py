@@ -10,9 +10,13 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
-    """Whether the fused functions apply: on a GPU, where a linear layer with this weight would run on `x`."""
+    """Whether the fused functions apply: on a GPU, where a linear layer with this weight would run on `x`.
+
+    An exported program is for other machines too, so it keeps to plain torch.
+    """
     dtypes_fit = x.dtype is weight.dtype or torch.is_autocast_enabled("cuda")
-    return x.is_cuda and x.dtype in FUSED_DTYPES and dtypes_fit
+    fits = x.is_cuda and x.dtype in FUSED_DTYPES and dtypes_fit
+    return fits and not torch.compiler.is_exporting()
 
 
 def as_autocast(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def fused_mlp(
 
     Args:
         x: in the dtype to compute in.
-        weights: [columns after, columns before] of each layer, of any dtype; so are their gradients.
+        weights: [columns after, columns before] of each layer, all parameters of one dtype; so are their gradients.
         biases: [columns after] of each layer.
         final_activation: apply ReLU after the last layer too.
     """

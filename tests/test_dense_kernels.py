@@ -146,3 +146,13 @@ def test_on_a_gpu_float64_runs_in_plain_torch(name):
     module = build(name, "cuda").double()
     x = draw(name, 4).cuda().double()
     torch.testing.assert_close(module(x), module.forward_plain(x), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_on_a_gpu_an_exported_module_is_in_plain_torch(name):
+    module = build(name, "cuda")
+    x = draw(name, 4).cuda()
+    exported = torch.export.export(module, (x,)).module()
+    torch.testing.assert_close(exported(x), module.forward_plain(x))
