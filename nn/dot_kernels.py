@@ -69,7 +69,7 @@ class _FusedDotInteraction(torch.autograd.Function):
             grad_values,
             grad.shape[1],
             **_shape(bottom, ctx.layout),
-            **FEWER_REGISTERS,
+            **(FEWER_REGISTERS if values.element_size() == 2 else {}),
         )
         return None if bottom is None else grad_bottom, grad_values, None, None
 
