@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
 
 import torch
@@ -61,17 +61,16 @@ class EmbeddingLayout:
         covered = [piece.columns for piece in self.pieces]
         assert sum(covered) == self.width, (covered, self.width)
 
-    @classmethod
-    def dense(
-        cls, num_features: int, embedding_dim: int, device: torch.device
-    ) -> "EmbeddingLayout":
-        """Lay out a plain [B, F * D]."""
+    @staticmethod
+    @cache
+    def dense(num_features: int, embedding_dim: int, device: torch.device) -> "EmbeddingLayout":
+        """Lay out a plain [B, F * D]; always the same object, so that a recording finds its `table` made."""
         stride = num_features * embedding_dim
         pieces = [
             Piece(feature, 0, embedding_dim, feature * embedding_dim, stride)
             for feature in range(num_features)
         ]
-        return cls(pieces, num_features, embedding_dim, device)
+        return EmbeddingLayout(pieces, num_features, embedding_dim, device)
 
     @property
     def is_dense(self) -> bool:

@@ -121,12 +121,13 @@ def test_two_h200_hold_the_mlperf_tables_with_adagrad_and_without_unified_memory
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "replicated"), [(800, {100}), (8000, {100, 1000}), (799, set())]
+    ("batch_size", "replicated"),
+    [(32_768, {100, 4096}), (32_760, set()), (40_000, {100, 4096, 5000})],
 )
 def test_tables_far_smaller_than_a_batch_are_replicated_and_no_others(batch_size, replicated):
-    rows = rows_of([100, 1000, 1_000_000], world_size=2, batch_size=batch_size)
+    rows = rows_of([100, 4096, 5000, 1_000_000], world_size=2, batch_size=batch_size)
     assert {row.num_embeddings for row in rows if row.sharding == "data_parallel"} == replicated
-    (row, *_) = rows_of([100], world_size=2, batch_size=8000, types=[ShardingType.table_wise])
+    (row, *_) = rows_of([100], world_size=2, batch_size=40_000, types=[ShardingType.table_wise])
     assert row.sharding == "table_wise"
 
 
