@@ -30,6 +30,14 @@ class VocabularyRows(Enum):
     all = "all"
 
 
+class OnBad(Enum):
+    """What happens to a row that cannot be read."""
+
+    fail = "fail"
+    skip = "skip"
+    quarantine = "quarantine"
+
+
 class NumericalType(Enum):
     """How numerical features are stored."""
 
@@ -74,13 +82,21 @@ class PreprocConfig:
     numerical_dtype: NumericalType = option(
         NumericalType.float16, "stored type of numerical features: float16 (NVIDIA's) or float32"
     )
+    shuffle: bool = option(
+        False, "write the training rows in a random order, the same for the same seed and rows"
+    )
+    on_bad: OnBad = option(
+        OnBad.fail,
+        "a row that cannot be read: fail; skip it; or quarantine it in output/bad_rows.tsv",
+    )
     memory_limit: str | None = option(
-        None, "memory DuckDB may use before it spills to disk, such as 8GB; null: 80 % of all"
+        None, "memory the run may take, such as 8GB; what needs more spills; null: 80 % of all"
     )
     temp_directory: str | None = option(
-        None, "where raw columns are staged and DuckDB spills; null: beside output"
+        None, "where columns are staged and DuckDB spills; null: beside output"
     )
-    seed: int = option(1, "seed of the synthetic stream")
+    plot: bool = option(True, "draw the report as output/report.png")
+    seed: int = option(1, "seed of shuffle and of the synthetic stream")
     data: StreamConfig = MISSING
 
     def __post_init__(self) -> None:

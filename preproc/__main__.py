@@ -46,10 +46,14 @@ def run(composed: DictConfig) -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
-        remedy = "; free some, or move output or temp_directory" if error.errno == ENOSPC else ""
+        remedy = (
+            "; free some and run it again (it goes on from here), or move output or temp_directory"
+            if error.errno == ENOSPC
+            else ""
+        )
         raise SystemExit(f"error: {error}, writing {composed.output}{remedy}") from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: nothing was left at output") from None
+        raise SystemExit("interrupted: nothing stands at output; run it again to go on") from None
 
 
 def register() -> None:
