@@ -7,13 +7,29 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs.schema import SyntheticConfig, option, require
+from configs.table_schema import TableConfig
 
 
 class Layout(Enum):
     """What is turned into a dataset directory."""
 
     criteo = "criteo"
+    table = "table"
     synthetic = "synthetic"
+
+
+class EngineName(Enum):
+    """What runs the SQL."""
+
+    duckdb = "duckdb"
+    spark = "spark"
+
+
+class PreprocMode(Enum):
+    """Whether vocabularies and statistics are fitted, or taken from an earlier run."""
+
+    fit = "fit"
+    transform = "transform"
 
 
 class Split(Enum):
@@ -56,7 +72,18 @@ class StreamConfig:
 class PreprocConfig:
     """One dataset directory out of raw logs or of the synthetic stream."""
 
-    layout: Layout = option(Layout.criteo, "criteo (raw logs) or synthetic; set by dataset=...")
+    layout: Layout = option(Layout.criteo, "criteo, table or synthetic; set by dataset=...")
+    mode: PreprocMode = option(
+        PreprocMode.fit,
+        "fit: vocabularies and statistics from the training rows; transform: from fitted",
+    )
+    fitted: str | None = option(None, "with mode=transform: the dataset whose fit is applied")
+    engine: EngineName = option(
+        EngineName.duckdb, "duckdb (this machine) or spark (a cluster); both write the same bytes"
+    )
+    table: Any = option(
+        None, "sources, columns and transforms of layout=table; docs/preprocessing.md has them"
+    )
     output: str | None = option(None, "dataset directory to write (required)")
     overwrite: bool = option(False, "replace a dataset that output already holds")
     threads: int | None = option(None, "threads to work with; null: one a core")
@@ -117,10 +144,16 @@ class PreprocConfig:
             self.frequency_limit >= 0,
             f"frequency_limit must not be negative, got {self.frequency_limit}",
         )
+        require(
+            (self.mode is PreprocMode.transform) == (self.fitted is not None),
+            "mode=transform and fitted=DIR go together: DIR is the dataset whose fit is applied",
+        )
         if self.layout is Layout.synthetic:
             self._check_synthetic()
-        else:
+        elif self.layout is Layout.criteo:
             self._check_criteo()
+        else:
+            TableConfig.of(self.table)
 
     def _check_synthetic(self) -> None:
         for name in ("source", "test_source"):

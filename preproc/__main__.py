@@ -10,8 +10,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from configs.help import register_option_help
-from configs.preproc_schema import Layout, PreprocConfig
+from configs.preproc_schema import EngineName, Layout, PreprocConfig, PreprocMode
 from configs.schema import check_overrides, require, to_config
+from configs.table_schema import TableConfig
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME
 from preproc.report import Progress
@@ -32,10 +33,19 @@ def build(config: PreprocConfig) -> None:
         from preproc.synthetic import build_synthetic
 
         build_synthetic(config, progress)
-    else:
+    elif config.layout is Layout.table:
+        from preproc.table import build_table
+
+        build_table(config, TableConfig.of(config.table), progress)
+    elif config.engine is EngineName.duckdb and config.mode is PreprocMode.fit:
         from preproc.criteo import build_criteo
 
         build_criteo(config, progress)
+    else:
+        from preproc.criteo_table import criteo_table
+        from preproc.table import build_table
+
+        build_table(config, criteo_table(config), progress)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://configs", config_name="preproc")

@@ -19,7 +19,9 @@ import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
 from dataloading.feature_spec import CategoricalFeature
+from preproc.criteo_table import criteo_table
 from preproc.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
+from preproc.fitted import save_fitted
 from preproc.lines import blocks
 from preproc.output import GrowingFile, finish_dataset
 from preproc.parse import Staged, parse_files
@@ -206,6 +208,8 @@ def _write(
     bad_rows = work.state["parse"]["bad"]
     if config.on_bad is OnBad.quarantine:
         shutil.copyfile(work.directory / "bad_rows.tsv", dataset / "bad_rows.tsv")
+    # Nothing of the numericals is fitted: their transforms have no statistics.
+    save_fitted(dataset, criteo_table(config), {name: [[], []] for name in NUMERICAL})
     write_report(
         dataset,
         columns,

@@ -21,13 +21,14 @@ class RawFile:
     compression: str
 
 
-def find_files(source: str | Sequence[str], option: str) -> list[RawFile]:
+def find_files(source: str | Sequence[str], option: str, parquet: bool = False) -> list[RawFile]:
     """Return the files of `source`, each checked as far as that goes without reading it.
 
     Args:
         source: a path, a glob, or several of them. Matches of one glob are in natural order (day_2
             before day_10); several patterns keep the order in which they were given.
         option: name of the option that `source` came from, for messages.
+        parquet: want Parquet files, not text.
 
     Raises:
         ValueError: a path or glob that matches nothing, a directory, a file named twice, an empty
@@ -44,7 +45,7 @@ def find_files(source: str | Sequence[str], option: str) -> list[RawFile]:
     twice = [str(path) for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise ValueError(f"{option} names {twice[0]} twice; its rows would count twice")
-    return [_open(path, option) for path in paths]
+    return [_open(path, option, parquet) for path in paths]
 
 
 def refuse_copies(files: Sequence[RawFile]) -> None:
@@ -86,7 +87,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
-def _open(path: Path, option: str) -> RawFile:
+def _open(path: Path, option: str, parquet: bool) -> RawFile:
     if path.is_dir():
         raise ValueError(
             f"{path}: a directory; set {option} to the files in it, such as '{path}/*.gz'"
@@ -95,6 +96,10 @@ def _open(path: Path, option: str) -> RawFile:
         head = stream.read(6)
     if not head:
         raise ValueError(f"{path}: the file is empty; drop it from {option}, or fetch it again")
+    if parquet:
+        if not head.startswith(b"PAR1"):
+            raise ValueError(f"{path}: no Parquet file; set the source's format to csv or tsv")
+        return RawFile(path, "none")
     for magic, kind in FOREIGN.items():
         if head.startswith(magic):
             raise ValueError(

@@ -16,11 +16,15 @@ COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
 
 @dataclass(slots=True)
 class SplitSummary:
-    """One split: its rows, those labelled 1, and how many ids of each categorical feature are 0."""
+    """One split: its rows, those labelled 1, and how many ids of each categorical feature are 0.
+
+    `unseen` counts values that are there and have no id, where that was counted.
+    """
 
     rows: int
     clicks: int = 0
     zero_ids: dict[str, int] = field(default_factory=dict)
+    unseen: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
