@@ -59,7 +59,10 @@ def draw(
     middle.barh(names, [max(tables[n].distinct or 0, 1) for n in names], color="#d9d9d9")
     middle.barh(names, [max(tables[n].kept or 0, 1) for n in names], color="#2b6cb0", height=0.5)
     middle.set(title="values seen (grey) and kept (blue)", xscale="log")
+    middle.set_xlim(left=0.7)
     middle.tick_params(axis="y", labelsize=7)
+    for bars in (left, middle):
+        bars.margins(y=0.01)
     by_size = sorted(tables, key=lambda name: -(tables[name].distinct or 0))
     for rank, name in enumerate(by_size[:10]):
         column = tables[name]

@@ -22,22 +22,23 @@ from preproc.work import memory_bytes
 
 
 class SparkEngine:
-    """The session of `spark-submit` if there is one, else local threads."""
+    """With `threads` that many threads of this machine and `memory_limit`; else the cluster given."""
 
     # Small columns leave most of a cluster idle.
     columns_at_once = 8
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         session = SparkSession.builder.appName("preproc")
-        if SparkSession.getActiveSession() is None:
+        # Without `threads` everything is as spark-submit, or Spark's own configuration, says.
+        if config.threads:
             session = (
-                session.config("spark.sql.shuffle.partitions", config.threads or 8)
+                session.master(f"local[{config.threads}]")
+                .config("spark.sql.shuffle.partitions", config.threads)
                 .config("spark.ui.enabled", "false")
+                .config("spark.ui.showConsoleProgress", "false")
                 .config("spark.driver.memory", f"{max(memory_bytes(config) >> 20, 512)}m")
                 .config("spark.local.dir", str(directory / "spill"))
             )
-            if config.threads:
-                session = session.master(f"local[{config.threads}]")
         self._spark = session.getOrCreate()
         # Identifiers in double quotes, as in DuckDB; text comes as text, never as another type.
         self._spark.conf.set("spark.sql.ansi.enabled", "true")

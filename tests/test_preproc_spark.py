@@ -29,7 +29,11 @@ def spark():
         .config("spark.sql.files.maxPartitionBytes", "2048")
         .config("spark.sql.files.openCostInBytes", "0")
         .config("spark.driver.memory", "1g")
+        # Compiling a query takes longer than running it on so few rows.
         .config("spark.sql.adaptive.enabled", "false")
+        .config("spark.sql.codegen.wholeStage", "false")
+        .config("spark.sql.codegen.factoryMode", "NO_CODEGEN")
+        .config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         .getOrCreate()
     )
     yield session
