@@ -45,10 +45,6 @@ class Fields:
         """Lines of the block."""
         return self.ends.shape[1]
 
-    def bytes_of(self, column: int, row: int) -> bytes:
-        """Return one field as it stands in the block."""
-        return self.text[self.starts[column, row] : self.ends[column, row]].tobytes()
-
 
 def find_fields(block: bytes, num_columns: int) -> Fields:
     """Return the fields of whole lines.

@@ -25,6 +25,7 @@ from configs.preproc_schema import OnBad, PreprocConfig
 from preproc.fields import (
     NO_INTEGER,
     ODD,
+    PADDING,
     BadBlockError,
     find_fields,
     hexadecimal,
@@ -42,7 +43,7 @@ from preproc.work import Work
 TASK_BYTES = 1 << 22
 CHECKPOINT_SECONDS = 10.0
 # Odd texts held in memory before a checkpoint writes them.
-ODD_VALUES = 200_000
+ODD_VALUES = 500_000
 LABELS = slice(0, 1)
 INTEGERS = slice(1, 1 + len(NUMERICAL))
 CATEGORIES = slice(1 + len(NUMERICAL), len(COLUMNS))
@@ -82,11 +83,34 @@ class Staged:
 
 
 @dataclass(slots=True)
+class OddTexts:
+    """Texts that have no code: the number of their column, their row, themselves."""
+
+    columns: np.ndarray
+    rows: np.ndarray
+    texts: list[str]
+
+    @classmethod
+    def joined(cls, parts: "list[OddTexts]") -> "OddTexts":
+        """Return one after another."""
+        nothing = [np.empty(0, np.int64)]
+        return cls(
+            np.concatenate(nothing + [part.columns for part in parts]),
+            np.concatenate(nothing + [part.rows for part in parts]),
+            [text for part in parts for text in part.texts],
+        )
+
+    def moved(self, rows: int) -> "OddTexts":
+        """Return them with row numbers that are larger by `rows`."""
+        return OddTexts(self.columns, self.rows + rows, self.texts)
+
+
+@dataclass(slots=True)
 class Parsed:
-    """A piece of text as columns; `odd` holds (column, row in the piece, text)."""
+    """A piece of text as columns; `odd` counts rows within the piece."""
 
     columns: list[np.ndarray]
-    odd: list[tuple[int, int, str]]
+    odd: "OddTexts"
     bad: list[tuple[int, str, bytes]]
     num_lines: int
     num_bytes: int
@@ -228,8 +252,7 @@ class _Task:
             start = stop
             lines += found[-1]
             parts.append(found[:3])
-            for column, row, value in found[3]:
-                odd.append((column, rows + row, value))
+            odd.append(found[3].moved(rows))
             rows += len(found[0])
         label = np.concatenate([part[0] for part in parts])
         values = np.concatenate([part[1] for part in parts], axis=1)
@@ -238,7 +261,7 @@ class _Task:
         if missing.shape[1] == 1:
             missing = missing[:, 0]
         columns = [label, self._numericals(values), missing, *codes]
-        return Parsed(columns, odd, bad, lines, len(text))
+        return Parsed(columns, OddTexts.joined(odd), bad, lines, len(text))
 
     def _parse_block(self, block: bytes, bad: list, line: int) -> tuple:
         """Return labels, integers, codes, odd texts and lines; append what is bad, by line of the text."""
@@ -253,7 +276,7 @@ class _Task:
         if not found.good:
             nothing = np.empty((len(NUMERICAL), 0), np.int64)
             codes = np.empty((len(CATEGORICAL), 0), np.uint32)
-            return np.empty(0, np.uint8), nothing, codes, [], num_lines
+            return np.empty(0, np.uint8), nothing, codes, OddTexts.joined([]), num_lines
         return *_fields(found.good), num_lines
 
     def _numericals(self, values: np.ndarray) -> np.ndarray:
@@ -268,13 +291,15 @@ class _Task:
 
 
 def _fields(block: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, list]:
-    """Return labels [n], integers [13, n], codes [26, n] and odd texts (column, row, text)."""
+    """Return labels [n], integers [13, n], codes [26, n] and the odd texts."""
     fields = find_fields(block, len(COLUMNS))
     codes = hexadecimal(fields, CATEGORIES)
-    odd = [
-        (int(column), int(row), fields.bytes_of(CATEGORIES.start + column, row).decode())
-        for column, row in zip(*np.nonzero(codes == ODD), strict=True)
-    ]
+    columns, rows = np.nonzero(codes == ODD)
+    at = (columns + CATEGORIES.start, rows)
+    places = zip(fields.starts[at].tolist(), fields.ends[at].tolist(), strict=True)
+    # A place counts from before the block, where eight more bytes stand.
+    texts = [block[start - PADDING : end - PADDING].decode() for start, end in places]
+    odd = OddTexts(columns, rows, texts)
     return labels(fields, 0), integers(fields, INTEGERS), codes, odd
 
 
@@ -295,7 +320,8 @@ class _Writer:
         self._bad = bad.open("r+b" if bad.exists() else "wb")
         self._bad.truncate(state["bad_bytes"])
         self._bad.seek(0, os.SEEK_END)
-        self._odd: list[tuple[int, int, str]] = []
+        self._odd: list[OddTexts] = []
+        self._num_odd = 0
         self._saved = time.monotonic()
 
     def __enter__(self) -> "_Writer":
@@ -308,7 +334,9 @@ class _Writer:
     def append(self, parsed: Parsed) -> None:
         """Append one piece; it is on record only after the next checkpoint."""
         self._columns.append(parsed.columns)
-        self._odd += [(column, self._num_rows + row, text) for column, row, text in parsed.odd]
+        if parsed.odd.texts:
+            self._odd.append(parsed.odd.moved(self._num_rows))
+            self._num_odd += len(parsed.odd.texts)
         self._num_rows += parsed.num_rows
         self.state["rows"][-1] += parsed.num_rows
         self.state["offset"] += parsed.num_bytes
@@ -322,16 +350,17 @@ class _Writer:
     def checkpoint_if_due(self) -> None:
         """Make a checkpoint now and then."""
         due = time.monotonic() - self._saved > CHECKPOINT_SECONDS
-        if due or len(self._odd) > ODD_VALUES:
+        if due or self._num_odd > ODD_VALUES:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Bring everything to the disk, then record it."""
         self._columns.sync()
         if self._odd:
-            _write_odd(self._odd, self._odd_directory / f"{self.state['odd']}.parquet")
+            odd = OddTexts.joined(self._odd)
+            _write_odd(odd, self._odd_directory / f"{self.state['odd']}.parquet")
             self.state["odd"] += 1
-            self._odd = []
+            self._odd, self._num_odd = [], 0
         self._bad.flush()
         os.fsync(self._bad.fileno())
         self.state["bad_bytes"] = self._bad.tell()
@@ -339,13 +368,12 @@ class _Writer:
         self._saved = time.monotonic()
 
 
-def _write_odd(odd: list[tuple[int, int, str]], path: Path) -> None:
+def _write_odd(odd: OddTexts, path: Path) -> None:
     """Write texts that have no code, ordered by column and row."""
-    columns, rows, values = zip(*odd, strict=True)
     texts = {  # noqa: F841, the query reads it
-        "column": np.array(columns, np.int32),
-        "row": np.array(rows, np.int64),
-        "value": np.array(values, object),
+        "column": odd.columns.astype(np.int32),
+        "row": odd.rows,
+        "value": np.array(odd.texts, object),
     }
     name = str(path).replace("'", "''")
     with duckdb.connect(config={"threads": 1}) as connection:
