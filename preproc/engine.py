@@ -4,7 +4,9 @@ An engine reads sources, numbers rows, and writes the result of a query to Parqu
 the SQL itself and the dataset's files, is the same for all of them (`preproc/table.py`).
 """
 
+import csv
 import glob
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +15,7 @@ import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import Source
+from preproc.lines import blocks
 from preproc.raw_files import RawFile, cut_short
 from preproc.table_sql import quoted, text
 from preproc.work import connect, first_line, memory_bytes
@@ -52,6 +55,9 @@ class Engine(Protocol):
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the few rows of a query."""
+
+    def rejected(self) -> list[tuple[str, int, str, str]]:
+        """Return what could not be split into columns: file, line, reason, text; unless `on_bad=fail`."""
 
     def exploded(self, relation: str, row: str, column: str) -> str:
         """Return a query (row, position, value): a row for each item of a list column."""
@@ -101,16 +107,16 @@ class DuckDBEngine:
         )
 
     def _text(self, source: Source, file: RawFile, path: str) -> str:
-        csv = source.format == "csv"
+        is_csv = source.format == "csv"
         names = source.columns or _header(source, file)
         types = ", ".join(f"{text(column)}: 'VARCHAR'" for column in names)
-        quote = "'\"'" if csv else "''"
+        quote = "'\"'" if is_csv else "''"
         lenient = self._on_bad is not OnBad.fail
         return (
             f"read_csv({text(path)}, compression = '{file.compression}', columns = {{{types}}}, "
-            f"delim = {text(source.delimiter if csv else chr(9))}, quote = {quote}, "
+            f"delim = {text(source.delimiter if is_csv else chr(9))}, quote = {quote}, "
             f"escape = {quote}, comment = '', nullstr = '', header = {source.header}, "
-            f"auto_detect = false, strict_mode = true, ignore_errors = {lenient})"
+            f"auto_detect = false, strict_mode = true, store_rejects = {lenient}, rejects_limit = 0)"
         )
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
@@ -152,6 +158,19 @@ class DuckDBEngine:
         except duckdb.Error as error:
             raise _explained(None, error) from None
 
+    def rejected(self) -> list[tuple[str, int, str, str]]:
+        """Read DuckDB's own list of rejects, one entry a line."""
+        tables = self.rows(
+            "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
+        )
+        if tables == [(0,)]:
+            return []
+        return self.rows(
+            "SELECT any_value(s.file_path), e.line, min(e.error_message), any_value(e.csv_line) "
+            "FROM reject_errors AS e JOIN reject_scans AS s USING (scan_id, file_id) "
+            "GROUP BY e.scan_id, e.file_id, e.line ORDER BY e.scan_id, e.file_id, e.line"
+        )
+
     def exploded(self, relation: str, row: str, column: str) -> str:
         """Unnest the list beside its subscripts."""
         return (
@@ -166,19 +185,14 @@ class DuckDBEngine:
 
 def _header(source: Source, file: RawFile) -> list[str]:
     """Return the column names of a text file with a header line."""
-    path = glob.escape(str(file.path))
-    quote = "'\"'" if source.format == "csv" else "''"
-    delimiter = source.delimiter if source.format == "csv" else "\t"
-    with duckdb.connect() as connection:
-        try:
-            rows = connection.execute(
-                f"DESCRIBE FROM read_csv({text(path)}, compression = '{file.compression}', "
-                f"delim = {text(delimiter)}, quote = {quote}, header = true, all_varchar = true, "
-                "sample_size = 100, strict_mode = false)"
-            ).fetchall()
-        except duckdb.Error as error:
-            raise _explained(file, error) from None
-    return [row[0] for row in rows]
+    line = next(blocks(file, 0), b"\n").splitlines()[0]
+    try:
+        text_line = line.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file.path}, line 1: not UTF-8 text; correct the line") from None
+    if source.format == "tsv":
+        return text_line.split("\t")
+    return next(csv.reader([text_line], delimiter=source.delimiter))
 
 
 def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
@@ -188,7 +202,15 @@ def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
         return ValueError(cut_short(file.path))
     if isinstance(error, duckdb.IOException) and "CSV" not in message:
         return error
-    lines = [line for line in message.splitlines() if line.strip()]
+    named = re.search(r"^\s*file = (.+)$", message, flags=re.MULTILINE)
+    line = re.search(r"Error on Line: (\d+)", message)
+    if named and line:
+        wanted = re.search(r"Expected Number of Columns.*", message)
+        reason = (
+            wanted[0] if wanted else "not UTF-8 text" if "unicode" in message else first_line(error)
+        )
+        return ValueError(
+            f"{named[1]}, line {line[1]}: {reason}; correct or remove it, or set on_bad=quarantine"
+        )
     told = first_line(error)
-    told += "".join(f"; {line.strip()}" for line in lines[1:6] if "Line" in line or "file" in line)
     return ValueError(f"{f'{file.path}: ' if file else ''}{told}")

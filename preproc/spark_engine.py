@@ -155,6 +155,10 @@ class SparkEngine:
         except PySparkException as error:
             raise _explained(error) from None
 
+    def rejected(self) -> list[tuple[str, int, str, str]]:
+        """Return nothing: Spark drops such lines without a word, so their columns are its to judge."""
+        return []
+
     def exploded(self, relation: str, row: str, column: str) -> str:
         """Explode the list with its positions."""
         return (

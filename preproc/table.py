@@ -47,8 +47,16 @@ from preproc.table_sql import (
     transformed,
     value_of,
 )
-from preproc.work import Work, check_disk, growing_dataset, work_directory, work_directory_of
+from preproc.work import (
+    Work,
+    check_disk,
+    first_line,
+    growing_dataset,
+    work_directory,
+    work_directory_of,
+)
 
+REJECTED = "rejected.tsv"
 SPLIT_NAMES = ("train", "test", "validation")
 
 
@@ -296,7 +304,7 @@ class _Run:
             order = [f"key{i}_" for i in range(len(order))]
         else:
             checked += f" FROM ({rows})"
-        self._once("all_", lambda path: self.engine.number(checked, order, path))
+        self._once("all_", lambda path: self._number_all(checked, order, path))
         ((num_bad,),) = self.engine.rows("SELECT count(bad_) FROM all_")
         if num_bad and self.config.on_bad is OnBad.fail:
             self._refuse_bad()
@@ -306,7 +314,16 @@ class _Run:
             self._once("staged_", lambda path: self.engine.number(query, ["all_row_"], path))
         else:
             self.engine.view("staged_", self.work.directory / "all_")
-        return num_bad
+        return num_bad + self.work.state["rejected"]
+
+    def _number_all(self, query: str, order: list[str], path: Path) -> None:
+        """Write `query` numbered, and what the engine could not read beside it."""
+        self.engine.number(query, order, path)
+        rejected = self.engine.rejected()
+        self.work.state["rejected"] = len(rejected)
+        with (self.work.directory / REJECTED).open("w") as stream:
+            for file, line, reason, raw in rejected:
+                stream.write(f"{file}\t{line}\t{first_line(reason)}\t{raw}\n")
 
     def _columns(self, *more: str) -> str:
         numbers = [f"n{i}" for i in range(len(self.table.numerical))]
@@ -336,6 +353,7 @@ class _Run:
             for file, row, reason in rows:
                 where = "query" if self.table.query else paths[file]
                 stream.write(f"{where}\t{row + 1}\t{reason}\n")
+            stream.write((self.work.directory / REJECTED).read_text())
 
     def _order(self) -> None:
         """Write relation `rows_`: numbered so that each split is one range, the training rows first."""

@@ -180,6 +180,6 @@ def check_disk(directory: Path, needed_bytes: float, what: str) -> None:
         )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: Exception | str) -> str:
     """Return the first line of a message of DuckDB's."""
     return str(error).splitlines()[0]

@@ -307,6 +307,27 @@ def test_rows_without_a_label_or_with_text_for_a_number_are_bad(tmp_path, people
         ]
 
 
+def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
+    lines = people.read_bytes().splitlines()
+    bad = tmp_path / "bad.csv"
+    bad.write_bytes(
+        b"\n".join([*lines[:3], b"1,2,x", *lines[3:5], b"1,2,\xff,y", b"1,2,x,y,z", *lines[5:]])
+    )
+    with pytest.raises(
+        SystemExit, match=f"{bad}, line 4: Expected Number of Columns: 4 Found: 3; correct or"
+    ):
+        build(tmp_path / "out", described(bad))
+    wanted = build(tmp_path / "wanted", described(people))
+    assert build(tmp_path / "out", described(bad), "on_bad=quarantine") == wanted
+    kept = [line.split("\t") for line in (tmp_path / "out/bad_rows.tsv").read_text().splitlines()]
+    assert [(file, int(line)) for file, line, *_ in kept] == [
+        (str(bad), 4),
+        (str(bad), 7),
+        (str(bad), 8),
+    ]
+    assert json.loads((tmp_path / "out/report.json").read_text())["bad_rows"] == 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
