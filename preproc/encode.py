@@ -23,6 +23,8 @@ from preproc.staged import StagedColumn
 CHUNK_ROWS = 1 << 21
 # What stands between arrays of a chunk: codes, their sorted copy, values, counts, ids.
 CHUNK_BYTES = CHUNK_ROWS * 40
+# Partial counts of a column that are merged once there are so many, and four times those before.
+MERGE_ROWS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,22 @@ class ColumnEncoder:
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StagedColumn
     ) -> tuple[int, int, int, list[list[int]], bool]:
         cursor.execute(f"CREATE OR REPLACE TABLE partial_{name} (value UINTEGER, count BIGINT)")
-        has_odd = False
+        has_odd, held, merged = False, 0, 0
         for _, codes in column.chunks(self._counted, CHUNK_ROWS):
             values, counts = np.unique(codes, return_counts=True)
             has_odd |= bool(np.isin(np.uint32(ODD), values))
             numbers = values < ODD
             partial = {"value": values[numbers], "count": counts[numbers]}  # noqa: F841
             cursor.execute(f"INSERT INTO partial_{name} FROM partial")
+            held += int(numbers.sum())
+            if held > max(MERGE_ROWS, 4 * merged):
+                # Otherwise a value would stand there once for every piece of rows that holds it.
+                query = merge_counts(f"partial_{name}")
+                cursor.execute(f"CREATE TABLE merged_{name} AS {query}")
+                cursor.execute(f"DROP TABLE partial_{name}")
+                cursor.execute(f"ALTER TABLE merged_{name} RENAME TO partial_{name}")
+                (held,) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchone()
+                merged = held
         counts_of = merge_counts(f"partial_{name}")
         if has_odd:
             first, last = self._counted.start, self._counted.stop

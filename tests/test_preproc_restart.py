@@ -52,16 +52,27 @@ def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, s
     options = [f"source={tmp_path}/day_*", f"shuffle={shuffle}", "frequency_limit=3", "threads=2"]
     preproc(*options, f"output={tmp_path / 'wanted'}")
     draw, kills = random.Random(0), 0
+    state = tmp_path / ".out.preproc" / "state.json"
+
+    def recorded() -> int:
+        with suppress(FileNotFoundError):
+            return state.stat().st_mtime_ns
+        return 0
+
     while not (tmp_path / "out").exists():
         run = subprocess.Popen(
             [*COMMAND, *options, f"output={tmp_path / 'out'}"], cwd=ROOT, stdout=subprocess.DEVNULL
         )
-        # The first runs die while they start, later ones further on, so the end is reached.
-        time.sleep(0.5 + 0.12 * kills + 0.3 * draw.random())
+        # Some steps further than the last run, at any moment between two of them.
+        steps, last = draw.randint(2, 8), recorded()
+        while steps and run.poll() is None:
+            if recorded() != last:
+                steps, last = steps - 1, recorded()
+        time.sleep(0.03 * draw.random())
         run.send_signal(signal.SIGKILL)
         run.wait()
-        kills += run.returncode != 0
-        assert kills < 60
+        kills += run.returncode == -signal.SIGKILL
+        assert run.returncode in (0, -signal.SIGKILL)
     assert kills >= 3
     assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
 
@@ -179,6 +190,15 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
     monkeypatch.setattr("preproc.encode.ENTRY_BYTES", 1 << 29)
     preproc(f"source={source}", f"output={tmp_path / 'pieces'}", "memory_limit=2GB")
     assert data_files(tmp_path / "pieces") == data_files(tmp_path / "whole")
+
+
+def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "raw.tsv", noise(4000))
+    preproc(f"source={source}", f"output={tmp_path / 'whole'}", "frequency_limit=2")
+    monkeypatch.setattr("preproc.encode.CHUNK_ROWS", 100)
+    monkeypatch.setattr("preproc.encode.MERGE_ROWS", 150)
+    preproc(f"source={source}", f"output={tmp_path / 'merged'}", "frequency_limit=2")
+    assert all_files(tmp_path / "merged") == all_files(tmp_path / "whole")
 
 
 def test_more_values_than_fit_spill_within_the_memory_limit(tmp_path):
