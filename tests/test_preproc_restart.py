@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -78,17 +79,24 @@ def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, s
 
 
 def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_path, monkeypatch):
-    lines = noise(3000)
+    lines = noise(8000)
     source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
     preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
     monkeypatch.setattr(parse, "TASK_BYTES", 20_000)
-    monkeypatch.setattr(parse, "CHECKPOINT_SECONDS", 0.0)
+    calls = count(1)
+
+    def every_third(writer):
+        # So rows beyond the checkpoint are in the files when the run is stopped.
+        if next(calls) % 3 == 0:
+            writer.checkpoint()
+
+    monkeypatch.setattr(parse._Writer, "checkpoint_if_due", every_third)
     blocks, offsets = parse.blocks, []
 
     def stops(file, offset, size):
         offsets.append(offset)
         for number, block in enumerate(blocks(file, offset, size)):
-            if number == 4:
+            if number == 7:
                 raise KeyboardInterrupt
             yield block
 
