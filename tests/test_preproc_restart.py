@@ -96,7 +96,7 @@ def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_pat
     def stops(file, offset, size):
         offsets.append(offset)
         for number, block in enumerate(blocks(file, offset, size)):
-            if number == 7:
+            if number == 8:
                 raise KeyboardInterrupt
             yield block
 
