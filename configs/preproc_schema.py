@@ -7,13 +7,29 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs.schema import SyntheticConfig, option, require
+from configs.table_schema import TableConfig
 
 
 class Layout(Enum):
     """What is turned into a dataset directory."""
 
     criteo = "criteo"
+    table = "table"
     synthetic = "synthetic"
+
+
+class EngineName(Enum):
+    """What runs the SQL."""
+
+    duckdb = "duckdb"
+    spark = "spark"
+
+
+class PreprocMode(Enum):
+    """Whether vocabularies and statistics are fitted, or taken from an earlier run."""
+
+    fit = "fit"
+    transform = "transform"
 
 
 class Split(Enum):
@@ -28,6 +44,14 @@ class VocabularyRows(Enum):
 
     train = "train"
     all = "all"
+
+
+class OnBad(Enum):
+    """What happens to a row that cannot be read."""
+
+    fail = "fail"
+    skip = "skip"
+    quarantine = "quarantine"
 
 
 class NumericalType(Enum):
@@ -48,7 +72,18 @@ class StreamConfig:
 class PreprocConfig:
     """One dataset directory out of raw logs or of the synthetic stream."""
 
-    layout: Layout = option(Layout.criteo, "criteo (raw logs) or synthetic; set by dataset=...")
+    layout: Layout = option(Layout.criteo, "criteo, table or synthetic; set by dataset=...")
+    mode: PreprocMode = option(
+        PreprocMode.fit,
+        "fit: vocabularies and statistics from the training rows; transform: from fitted",
+    )
+    fitted: str | None = option(None, "with mode=transform: the dataset whose fit is applied")
+    engine: EngineName = option(
+        EngineName.duckdb, "duckdb (this machine) or spark (a cluster); both write the same bytes"
+    )
+    table: Any = option(
+        None, "sources, columns and transforms of layout=table; docs/preprocessing.md has them"
+    )
     output: str | None = option(None, "dataset directory to write (required)")
     overwrite: bool = option(False, "replace a dataset that output already holds")
     threads: int | None = option(None, "threads to work with; null: one a core")
@@ -74,13 +109,21 @@ class PreprocConfig:
     numerical_dtype: NumericalType = option(
         NumericalType.float16, "stored type of numerical features: float16 (NVIDIA's) or float32"
     )
+    shuffle: bool = option(
+        False, "write the training rows in a random order, the same for the same seed and rows"
+    )
+    on_bad: OnBad = option(
+        OnBad.fail,
+        "a row that cannot be read: fail; skip it; or quarantine it in output/bad_rows.tsv",
+    )
     memory_limit: str | None = option(
-        None, "memory DuckDB may use before it spills to disk, such as 8GB; null: 80 % of all"
+        None, "memory the run may take, such as 8GB; what needs more spills; null: 80 % of all"
     )
     temp_directory: str | None = option(
-        None, "where raw columns are staged and DuckDB spills; null: beside output"
+        None, "where columns are staged and DuckDB spills; null: beside output"
     )
-    seed: int = option(1, "seed of the synthetic stream")
+    plot: bool = option(True, "draw the report as output/report.png")
+    seed: int = option(1, "seed of shuffle and of the synthetic stream")
     data: StreamConfig = MISSING
 
     def __post_init__(self) -> None:
@@ -101,10 +144,16 @@ class PreprocConfig:
             self.frequency_limit >= 0,
             f"frequency_limit must not be negative, got {self.frequency_limit}",
         )
+        require(
+            (self.mode is PreprocMode.transform) == (self.fitted is not None),
+            "mode=transform and fitted=DIR go together: DIR is the dataset whose fit is applied",
+        )
         if self.layout is Layout.synthetic:
             self._check_synthetic()
-        else:
+        elif self.layout is Layout.criteo:
             self._check_criteo()
+        else:
+            TableConfig.of(self.table)
 
     def _check_synthetic(self) -> None:
         for name in ("source", "test_source"):

@@ -10,8 +10,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from configs.help import register_option_help
-from configs.preproc_schema import Layout, PreprocConfig
+from configs.preproc_schema import EngineName, Layout, PreprocConfig, PreprocMode
 from configs.schema import check_overrides, require, to_config
+from configs.table_schema import TableConfig
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME
 from preproc.report import Progress
@@ -32,10 +33,19 @@ def build(config: PreprocConfig) -> None:
         from preproc.synthetic import build_synthetic
 
         build_synthetic(config, progress)
-    else:
+    elif config.layout is Layout.table:
+        from preproc.table import build_table
+
+        build_table(config, TableConfig.of(config.table), progress)
+    elif config.engine is EngineName.duckdb and config.mode is PreprocMode.fit:
         from preproc.criteo import build_criteo
 
         build_criteo(config, progress)
+    else:
+        from preproc.criteo_table import criteo_table
+        from preproc.table import build_table
+
+        build_table(config, criteo_table(config), progress)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://configs", config_name="preproc")
@@ -46,10 +56,14 @@ def run(composed: DictConfig) -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
-        remedy = "; free some, or move output or temp_directory" if error.errno == ENOSPC else ""
+        remedy = (
+            "; free some and run it again (it goes on from here), or move output or temp_directory"
+            if error.errno == ENOSPC
+            else ""
+        )
         raise SystemExit(f"error: {error}, writing {composed.output}{remedy}") from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: nothing was left at output") from None
+        raise SystemExit("interrupted: nothing stands at output; run it again to go on") from None
 
 
 def register() -> None:

@@ -1,22 +1,31 @@
-"""Raw Criteo logs to a dataset directory, one column at a time and out of core.
+"""Raw Criteo logs to a dataset directory, out of core, in stages that survive the process.
 
-Raw lines are staged once in a DuckDB file; then each column is counted, encoded and written on its
-own, so memory holds one column's vocabulary at most, and DuckDB spills even that to disk when it
-passes its memory limit.
+parse: the lines become staged columns. shuffle: the training rows change places, if asked for.
+encode: each column is counted, ranked and written on its own. write: labels and numericals. At the
+end the spec is written and the directory renamed to its place. What a stage has done is on record
+(`preproc/work.py`), and a run that was killed goes on behind it.
 """
 
-from collections.abc import Iterator
+import os
+import shutil
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
 
-from configs.preproc_schema import PreprocConfig, Split, VocabularyRows
-from dataloading.dataset_directory import DatasetWriter, write_dataset
+from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
 from dataloading.feature_spec import CategoricalFeature
-from preproc.raw import create_staging, stage
-from preproc.raw_files import RawFile, find_files
+from preproc.criteo_table import criteo_table
+from preproc.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
+from preproc.fitted import save_fitted
+from preproc.lines import blocks
+from preproc.output import GrowingFile, finish_dataset
+from preproc.parse import Staged, parse_files
+from preproc.raw_files import RawFile, find_files, find_gap, refuse_copies
 from preproc.report import (
     ColumnSummary,
     Progress,
@@ -25,19 +34,24 @@ from preproc.report import (
     print_result,
     print_splits,
 )
-from preproc.sql import (
-    CATEGORICAL,
-    LABEL,
-    NUMERICAL,
-    count_values,
-    encode,
-    numerical,
-    vocabulary,
+from preproc.report_files import write_report
+from preproc.shuffle import shuffle_rows
+from preproc.sql import CATEGORICAL, LABEL, NUMERICAL
+from preproc.staged import StagedColumn
+from preproc.work import (
+    Work,
+    check_disk,
+    connect,
+    growing_dataset,
+    memory_bytes,
+    work_directory,
+    work_directory_of,
 )
-from preproc.staging import staging_database
 
-RAW = "raw"
-# Rows that pass from DuckDB to the writer at once: about 50 MB of numericals.
+# Python, NumPy and DuckDB themselves, and the text that is being parsed.
+BASE_BYTES = 200 << 20
+# A column at work: counts in DuckDB, a chunk and a vocabulary in NumPy.
+COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
 
 
@@ -45,50 +59,75 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     """Write the dataset that `config` describes and print its summary.
 
     Raises:
-        ValueError: bad sources, bad lines, a split without rows, an output that stands already.
+        ValueError: bad sources, bad lines, a split without rows, too little disk or memory.
     """
     assert config.output is not None
-    output = Path(config.output).absolute()
+    output = Path(config.output).resolve()
+    memory_bytes(config)
     files = find_files(config.source, "source")
     test_files = find_files(config.test_source, "test_source") if config.test_source else []
     shared = {file.path.resolve() for file in files} & {file.path.resolve() for file in test_files}
     if shared:
         raise ValueError(f"source and test_source both name {min(shared)}; test on other rows")
-    with staging_database(config, output) as connection:
-        rows = _stage_all(connection, files + test_files, progress)
-        splits = split_rows(config, rows[: len(files)], rows[len(files) :])
-        counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(sum(rows))
-        columns = _build_vocabularies(connection, counted, config.frequency_limit, progress)
-        with write_dataset(
-            output,
-            categorical=[
-                CategoricalFeature.of(name, _table_rows(columns[name])) for name in CATEGORICAL
-            ],
-            numerical=NUMERICAL,
-            label=LABEL,
-            numerical_dtype=config.numerical_dtype.name,
-            splits=tuple(splits),
-            metadata={
-                "frequency_limit": config.frequency_limit,
-                "vocabulary_rows": config.vocabulary.name,
-            },
-            overwrite=config.overwrite,
-        ) as dataset:
-            summaries = _write(connection, dataset, splits, progress)
-    print_columns(progress.console, columns, summaries, f"{config.vocabulary.name} rows")
-    print_splits(progress.console, summaries)
+    refuse_copies(files + test_files)
+    gap = find_gap(files)
+    if gap and config.split is Split.last_file and not test_files:
+        raise ValueError(gap)
+    if gap:
+        progress.console.print(f"warning: {gap}", highlight=False, markup=False, soft_wrap=True)
+    with work_directory(config, output, _identity(config, len(files))) as work:
+        staged = Staged.below(work.directory, config.numerical_dtype.name)
+        if not work.has_progress:
+            check_disk(
+                work_directory_of(config, output).parent,
+                disk_bytes(files + test_files, staged.row_bytes, config.shuffle),
+                "the run",
+            )
+        rows = parse_files(files + test_files, config, work, staged, progress)
+        try:
+            splits = split_rows(config, rows[: len(files)], rows[len(files) :])
+        except ValueError:
+            work.forget()  # other options or other files are another dataset
+            raise
+        _write(config, output, work, staged, splits, progress)
     print_result(progress.console, progress, output, sum(rows))
+
+
+def _identity(config: PreprocConfig, num_files: int) -> dict[str, Any]:
+    """Return what the dataset depends on, apart from the files themselves."""
+    keys = ("split", "train_fraction", "frequency_limit", "vocabulary", "numerical_dtype")
+    keys += ("shuffle", "on_bad", "seed", "plot")
+    options = {key: getattr(config, key) for key in keys}
+    return {key: getattr(value, "name", value) for key, value in options.items()} | {
+        "source_files": num_files,
+        "format": 1,
+    }
+
+
+def disk_bytes(files: list[RawFile], row_bytes: int, shuffle: bool) -> float:
+    """Return the bytes a run needs beside its sources, from the length of the first lines.
+
+    The staged columns stand once, twice while rows are shuffled; ids take no more than the codes
+    they replace, and labels and numericals are written a second time.
+    """
+    rows = 0.0
+    for file in files:
+        piece = next(blocks(file, 0), b"")
+        length = len(piece) / max(piece.count(b"\n"), 1)
+        plain = file.path.stat().st_size * (1 if file.compression == "none" else 3)
+        rows += plain / max(length, 1)
+    return rows * row_bytes * (2.0 if shuffle else 1.3)
 
 
 def split_rows(
     config: PreprocConfig, source_rows: list[int], test_rows: list[int]
 ) -> dict[str, range]:
-    """Return the rows of each split as a range over all staged rows.
+    """Return the rows of each split as a range over all staged rows; `train` begins at 0.
 
     Args:
         config: says how to split.
-        source_rows: lines of each file of `source`.
-        test_rows: lines of each file of `test_source`; none if it is not set.
+        source_rows: good lines of each file of `source`.
+        test_rows: good lines of each file of `test_source`; none if it is not set.
 
     Raises:
         ValueError: a split would have no rows.
@@ -118,114 +157,200 @@ def split_rows(
     return splits
 
 
-def _stage_all(
-    connection: duckdb.DuckDBPyConnection, files: list[RawFile], progress: Progress
-) -> list[int]:
-    """Stage all files in order; return the rows of each."""
-    create_staging(connection, RAW)
-    rows = []
-    with progress.stage("read") as current:
-        for file in files:
-            current.update(str(file.path))
-            rows.append(stage(connection, file, RAW))
-        what = str(files[0].path) if len(files) == 1 else f"{len(files)} files"
-        current.name = f"read {what}: {sum(rows):,} rows"
-    return rows
-
-
-def _build_vocabularies(
-    connection: duckdb.DuckDBPyConnection, counted: range, frequency_limit: int, progress: Progress
-) -> dict[str, ColumnSummary]:
-    """Create a table `vocabulary_<name>` (value, id, count) for each categorical column.
-
-    Returns:
-        A description of every feature over the rows `counted`.
-    """
-    present = ", ".join(f"count({name})" for name in NUMERICAL)
-    query = f"SELECT {present} FROM {RAW} WHERE {_within(counted)}"
-    columns = {
-        name: ColumnSummary(missing=1 - count / len(counted))
-        for name, count in zip(NUMERICAL, connection.execute(query).fetchone(), strict=True)
-    }
-    with progress.stage("build vocabularies") as current:
-        for name in CATEGORICAL:
-            current.update(name)
-            rows = f"(SELECT {name} FROM {RAW} WHERE {_within(counted)})"
-            connection.execute(f"CREATE TEMP TABLE counts AS {count_values(name, rows)}")
-            connection.execute(
-                f"CREATE TABLE vocabulary_{name} AS {vocabulary('counts', frequency_limit)}"
-            )
-            distinct, seen = connection.execute(
-                "SELECT count(*), coalesce(sum(count), 0) FROM counts"
-            ).fetchone()
-            (kept,) = connection.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchone()
-            connection.execute("DROP TABLE counts")
-            columns[name] = ColumnSummary(1 - int(seen) / len(counted), distinct, kept)
-    return columns
-
-
-def _table_rows(column: ColumnSummary) -> int:
-    """Return the cardinality of a categorical column: the kept values and id 0."""
-    assert column.kept is not None
-    return column.kept + 1
-
-
 def _write(
-    connection: duckdb.DuckDBPyConnection,
-    dataset: DatasetWriter,
+    config: PreprocConfig,
+    output: Path,
+    work: Work,
+    staged: Staged,
     splits: dict[str, range],
     progress: Progress,
-) -> dict[str, SplitSummary]:
-    """Write every column of every split, and the vocabularies beside them."""
-    summaries = {name: SplitSummary(len(rows)) for name, rows in splits.items()}
+) -> None:
+    """Write everything that follows from the staged columns, and put the dataset in place."""
+    num_rows = max(rows.stop for rows in splits.values())
+    memory = memory_bytes(config)
+    threads = config.threads or os.cpu_count() or 1
+    # Half of what the base leaves for DuckDB, half for arrays; far too little is for DuckDB to say.
+    spare = max(memory - BASE_BYTES, memory // 2)
+    dataset = growing_dataset(output)
+    for name in ("vocabulary", *splits):
+        (dataset / name).mkdir(parents=True, exist_ok=True)
+    with connect(config, work.directory, spare // 2) as connection:
+        _shuffle(config, work, staged, len(splits["train"]), threads, progress)
+        counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
+        _view_odd(connection, work, staged, len(splits["train"]) if config.shuffle else 0)
+        workers = max(1, min(threads, spare // COLUMN_BYTES))
+        encoder = ColumnEncoder(
+            connection,
+            dataset,
+            splits,
+            counted,
+            config.frequency_limit,
+            max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
+        )
+        encoded = _encode_all(encoder, work, staged, workers, progress)
+    plain, clicks = _write_plain(dataset, work, staged, splits, progress)
+    columns = _missing_numericals(staged, counted) | {
+        name: ColumnSummary(
+            1 - column.seen / len(counted),
+            column.distinct,
+            column.kept,
+            column.coverage,
+            len(counted),
+        )
+        for name, column in encoded.items()
+    }
+    summaries = {
+        split: SplitSummary(
+            len(rows), clicks[split], {name: encoded[name].zeros[split] for name in CATEGORICAL}
+        )
+        for split, rows in splits.items()
+    }
+    bad_rows = work.state["parse"]["bad"]
+    if config.on_bad is OnBad.quarantine:
+        shutil.copyfile(work.directory / "bad_rows.tsv", dataset / "bad_rows.tsv")
+    # Nothing of the numericals is fitted: their transforms have no statistics.
+    save_fitted(dataset, criteo_table(config), {name: [[], []] for name in NUMERICAL})
+    write_report(
+        dataset,
+        columns,
+        summaries,
+        counted=config.vocabulary.name,
+        frequency_limit=config.frequency_limit,
+        bad_rows=bad_rows,
+        plot=config.plot,
+    )
+    finish_dataset(
+        dataset,
+        output,
+        categorical=[CategoricalFeature.of(name, encoded[name].kept + 1) for name in CATEGORICAL],
+        numerical=NUMERICAL,
+        numerical_dtype=config.numerical_dtype.name,
+        label=LABEL,
+        rows={split: len(rows) for split, rows in splits.items()},
+        files=plain | {k: v for column in encoded.values() for k, v in column.files.items()},
+        metadata={
+            "frequency_limit": config.frequency_limit,
+            "vocabulary_rows": config.vocabulary.name,
+        }
+        | ({"shuffle_seed": config.seed} if config.shuffle else {}),
+    )
+    print_columns(progress.console, columns, summaries, f"{config.vocabulary.name} rows")
+    print_splits(progress.console, summaries)
+
+
+def _shuffle(
+    config: PreprocConfig,
+    work: Work,
+    staged: Staged,
+    num_rows: int,
+    threads: int,
+    progress: Progress,
+) -> None:
+    """Shuffle the training rows, if asked for and not done; texts without a code get a map."""
+    if not config.shuffle or work.state.get("shuffled"):
+        return
+    columns = list(staged.columns)
+    if work.state["parse"]["odd"]:
+        origin = _origin(staged)
+        if "shuffle" not in work.state:
+            with origin.path.open("wb") as stream:
+                for start in range(0, num_rows, CHUNK_ROWS):
+                    np.arange(start, min(start + CHUNK_ROWS, num_rows)).tofile(stream)
+        columns.append(origin)
+    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
+        # Two arrays of a bucket and their order are in memory in each thread.
+        workers = max(1, min(threads, memory_bytes(config) // COLUMN_BYTES))
+        shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
+    work.state["shuffled"] = True
+    work.save()
+
+
+def _origin(staged: Staged) -> StagedColumn:
+    """Return the column that says where a shuffled row stood before."""
+    return StagedColumn(staged.odd.with_name("origin.i64"), "<i8")
+
+
+def _view_odd(
+    connection: duckdb.DuckDBPyConnection, work: Work, staged: Staged, shuffled_rows: int
+) -> None:
+    """Make the relation `odd` (column, row, value): the texts that have no code, where they stand now."""
+    if not work.state["parse"]["odd"]:
+        connection.execute('CREATE TABLE odd ("column" INTEGER, "row" BIGINT, value VARCHAR)')
+        return
+    files = str(staged.odd / "*.parquet").replace("'", "''")
+    if not shuffled_rows:
+        connection.execute(f"CREATE VIEW odd AS FROM read_parquet('{files}')")
+        return
+    connection.execute(
+        f"CREATE TABLE odd AS FROM read_parquet('{files}') WHERE \"row\" >= {shuffled_rows}"
+    )
+    for start, rows in _origin(staged).chunks(range(shuffled_rows), CHUNK_ROWS):
+        moved = {"origin": rows, "now": np.arange(start, start + len(rows))}  # noqa: F841
+        connection.execute(
+            'INSERT INTO odd SELECT o."column", m.now, o.value '
+            f"FROM read_parquet('{files}') AS o JOIN moved AS m ON o.\"row\" = m.origin"
+        )
+
+
+def _encode_all(
+    encoder: ColumnEncoder, work: Work, staged: Staged, workers: int, progress: Progress
+) -> dict[str, EncodedColumn]:
+    """Encode the columns that are not on record, a few at a time; a staged column goes when it is."""
+    state = work.state.setdefault("encoded", {})
+    with progress.stage("count, rank and encode categoricals") as stage:
+        stage.total = len(CATEGORICAL)
+        with ThreadPoolExecutor(workers) as pool:
+            running = {
+                pool.submit(encoder, number, name, staged.codes[name]): name
+                for number, name in enumerate(CATEGORICAL)
+                if name not in state
+            }
+            try:
+                while running:
+                    for done in wait(running, return_when=FIRST_COMPLETED).done:
+                        name = running.pop(done)
+                        state[name] = asdict(done.result())
+                        work.save()
+                        staged.codes[name].path.unlink()
+                        stage.detail = name
+                        stage.update(len(state))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
+
+
+def _write_plain(
+    dataset: Path, work: Work, staged: Staged, splits: dict[str, range], progress: Progress
+) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """Write labels and numericals of every split; return the files and the clicks."""
+    state = work.state.setdefault("plain", {"files": {}, "clicks": {}})
     with progress.stage("write labels and numericals"):
-        expressions = ", ".join(f"{numerical(name)} AS {name}" for name in NUMERICAL)
         for split, rows in splits.items():
-            for chunk in _chunks(connection, f"{LABEL}, {expressions}", RAW, rows):
-                labels = chunk.pop(LABEL)
-                dataset[split].append(
-                    labels=labels, numerical=np.stack(list(chunk.values()), axis=1)
-                )
-                summaries[split].clicks += int(labels.sum())
-    with progress.stage("encode and write categoricals") as current:
-        (dataset.directory / "vocabulary").mkdir()
-        for name in CATEGORICAL:
-            current.update(name)
-            vocabulary_table = f"vocabulary_{name}"
-            path = str(dataset.directory / "vocabulary" / f"{name}.parquet").replace("'", "''")
-            connection.execute(
-                f"COPY (FROM {vocabulary_table} ORDER BY id) TO '{path}' "
-                "(FORMAT parquet, COMPRESSION zstd)"
-            )
-            connection.execute(
-                f"CREATE TABLE encoded AS {encode(name, RAW, 'rowid', vocabulary_table)}"
-            )
-            for split, rows in splits.items():
-                zeros = 0
-                for chunk in _chunks(connection, "id", "encoded", rows):
-                    dataset[split].append(ids={name: chunk["id"]})
-                    zeros += len(chunk["id"]) - int(np.count_nonzero(chunk["id"]))
-                summaries[split].zero_ids[name] = zeros
-            connection.execute(f"DROP TABLE encoded; DROP TABLE {vocabulary_table}")
-    return summaries
+            if split in state["clicks"]:
+                continue
+            clicks = 0
+            with GrowingFile(dataset, f"{split}/label.bin") as file:
+                for _, values in staged.label.chunks(rows, CHUNK_ROWS):
+                    clicks += int(values.sum())
+                    file.append(values)
+            state["files"] |= file.record
+            with GrowingFile(dataset, f"{split}/numerical.bin") as file:
+                for _, values in staged.numerical.chunks(rows, CHUNK_ROWS):
+                    file.append(values)
+            state["files"] |= file.record
+            state["clicks"][split] = clicks
+            work.save()
+    return state["files"], state["clicks"]
 
 
-def _chunks(
-    connection: duckdb.DuckDBPyConnection, columns: str, table: str, rows: range
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield `columns` of the rows `rows` of `table`, in order, some at a time.
-
-    The order of a plain scan is the order of insertion (DuckDB's `preserve_insertion_order`), and
-    the filter on rowid skips all other row groups.
-    """
-    for start in range(rows.start, rows.stop, CHUNK_ROWS):
-        part = range(start, min(start + CHUNK_ROWS, rows.stop))
-        chunk = connection.execute(
-            f"SELECT {columns} FROM {table} WHERE {_within(part)}"
-        ).fetchnumpy()
-        assert all(len(values) == len(part) for values in chunk.values())
-        yield chunk
-
-
-def _within(rows: range) -> str:
-    return f"rowid >= {rows.start} AND rowid < {rows.stop}"
+def _missing_numericals(staged: Staged, counted: range) -> dict[str, ColumnSummary]:
+    """Return how much of each numerical is missing in the rows `counted`."""
+    missing = np.zeros(len(NUMERICAL), np.int64)
+    for _, bits in staged.missing.chunks(counted, CHUNK_ROWS):
+        bits = bits.reshape(len(bits), -1)
+        missing += np.unpackbits(bits, axis=1, count=len(NUMERICAL)).sum(axis=0, dtype=np.int64)
+    return {
+        name: ColumnSummary(int(count) / len(counted), rows=len(counted))
+        for name, count in zip(NUMERICAL, missing, strict=True)
+    }

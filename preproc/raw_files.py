@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+ENDS_BYTES = 1 << 16
 FOREIGN = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
 
 
@@ -20,13 +21,14 @@ class RawFile:
     compression: str
 
 
-def find_files(source: str | Sequence[str], option: str) -> list[RawFile]:
+def find_files(source: str | Sequence[str], option: str, parquet: bool = False) -> list[RawFile]:
     """Return the files of `source`, each checked as far as that goes without reading it.
 
     Args:
         source: a path, a glob, or several of them. Matches of one glob are in natural order (day_2
             before day_10); several patterns keep the order in which they were given.
         option: name of the option that `source` came from, for messages.
+        parquet: want Parquet files, not text.
 
     Raises:
         ValueError: a path or glob that matches nothing, a directory, a file named twice, an empty
@@ -43,7 +45,40 @@ def find_files(source: str | Sequence[str], option: str) -> list[RawFile]:
     twice = [str(path) for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise ValueError(f"{option} names {twice[0]} twice; its rows would count twice")
-    return [_open(path, option) for path in paths]
+    return [_open(path, option, parquet) for path in paths]
+
+
+def refuse_copies(files: Sequence[RawFile]) -> None:
+    """Raise ValueError if two files are the same, as far as their length and both their ends tell."""
+    seen: dict[tuple[int, bytes, bytes], Path] = {}
+    for file in files:
+        size = file.path.stat().st_size
+        with file.path.open("rb") as stream:
+            head = stream.read(ENDS_BYTES)
+            stream.seek(max(0, size - ENDS_BYTES))
+            key = (size, head, stream.read(ENDS_BYTES))
+        if key in seen:
+            raise ValueError(
+                f"{file.path} is a copy of {seen[key]}; its rows would count twice, so drop one"
+            )
+        seen[key] = file.path
+
+
+def find_gap(files: Sequence[RawFile]) -> str | None:
+    """Return what is missing if names that differ in one number only leave out a number."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for file in files:
+        match = re.fullmatch(r"(.*?)(\d+)(\D*)", file.path.name)
+        if match:
+            numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
+    for (before, after), found in numbers.items():
+        gaps = sorted(set(range(min(found), max(found))) - set(found))
+        if gaps:
+            return (
+                f"{before}{gaps[0]}{after} is missing between {before}{min(found)}{after} and "
+                f"{before}{max(found)}{after}; fetch it, or give the files one by one"
+            )
+    return None
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -52,7 +87,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
-def _open(path: Path, option: str) -> RawFile:
+def _open(path: Path, option: str, parquet: bool) -> RawFile:
     if path.is_dir():
         raise ValueError(
             f"{path}: a directory; set {option} to the files in it, such as '{path}/*.gz'"
@@ -61,6 +96,10 @@ def _open(path: Path, option: str) -> RawFile:
         head = stream.read(6)
     if not head:
         raise ValueError(f"{path}: the file is empty; drop it from {option}, or fetch it again")
+    if parquet:
+        if not head.startswith(b"PAR1"):
+            raise ValueError(f"{path}: no Parquet file; set the source's format to csv or tsv")
+        return RawFile(path, "none")
     for magic, kind in FOREIGN.items():
         if head.startswith(magic):
             raise ValueError(

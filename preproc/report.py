@@ -1,7 +1,7 @@
 """What a run tells: a line a stage while it goes on, a table at the end."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +10,21 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+# Frequency limits that the report tries: what would be kept, and how many rows that covers.
+COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
+
 
 @dataclass(slots=True)
 class SplitSummary:
-    """One split: its rows, those labelled 1, and how many ids of each categorical feature are 0."""
+    """One split: its rows, those labelled 1, and how many ids of each categorical feature are 0.
+
+    `unseen` counts values that are there and have no id, where that was counted.
+    """
 
     rows: int
     clicks: int = 0
     zero_ids: dict[str, int] = field(default_factory=dict)
+    unseen: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -28,15 +35,23 @@ class ColumnSummary:
         missing: part of the rows without a value.
         distinct: values seen, of a categorical feature.
         kept: values with an id of their own, of a categorical feature.
+        coverage: of a categorical feature, for each of `COVERAGE_LIMITS` the values that are seen at
+            least so often, and the rows they make.
+        rows: rows that were looked at.
     """
 
     missing: float
     distinct: int | None = None
     kept: int | None = None
+    coverage: list[list[int]] | None = None
+    rows: int = 0
 
 
 class Progress:
-    """Prints a line as each stage ends; on a terminal the running stage is shown below it."""
+    """Prints a line as each stage ends; while it runs, how far it is, its rate and the time left.
+
+    On a terminal that is a line that changes; elsewhere, in a log, a new line a minute.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -52,22 +67,55 @@ class Progress:
         """Time the block as a stage called `name`."""
         began = time.perf_counter()
         with self.console.status(f"{name} ...") as status:
-            stage = Stage(name, status.update)
+            stage = Stage(name, status.update if self.console.is_terminal else self._log)
             yield stage
         seconds = time.perf_counter() - began
         self.console.print(f"{seconds:8.2f} s  {stage.name}", highlight=False, markup=False)
 
+    def _log(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
 
 class Stage:
-    """A stage that runs; `name` may be completed before it ends."""
+    """A stage that runs; `name` may be completed before it ends.
 
-    def __init__(self, name: str, show) -> None:
+    Attributes:
+        name: what is printed when it ends.
+        detail: what it is busy with.
+        total: work in all, in any unit; None if that is not known.
+    """
+
+    def __init__(self, name: str, show: Callable[[str], object]) -> None:
         self.name = name
+        self.detail = ""
+        self.total: float | None = None
         self._show = show
+        self._began = self._shown = time.monotonic()
+        self._first: float | None = None
 
-    def update(self, detail: str) -> None:
-        """Show what the stage is busy with (on a terminal only)."""
-        self._show(f"{self.name}: {detail} ...")
+    def update(self, done: float, rows: int | None = None) -> None:
+        """Show that `done` of `total` is done, and `rows` rows, but not more often than it can be read."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = done  # what an earlier run did took none of this one's time
+        interval = 0.2 if getattr(self._show, "__name__", "") == "update" else 60
+        if now - self._shown < interval:
+            return
+        self._shown = now
+        self._show(self.describe(done, now - self._began, rows))
+
+    def describe(self, done: float, seconds: float, rows: int | None = None) -> str:
+        """Return the line that is shown: part done, rows and their rate, time left."""
+        text = f"{self.name}: {self.detail}" if self.detail else self.name
+        if rows:
+            text += f", {rows:,} rows ({rows / max(seconds, 1e-9):,.0f} rows/s)"
+        if self.total:
+            text += f", {100 * done / self.total:.1f} %"
+            advanced = done - (self._first or 0)
+            if advanced > 0:
+                left = int(seconds * (self.total - done) / advanced)
+                text += f", {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        return text
 
 
 def print_columns(

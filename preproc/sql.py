@@ -8,8 +8,10 @@ ties broken.
   that order open, so two runs of theirs differ). Missing, rare and unseen values get id 0.
 * A numerical x becomes ln(x + 3); missing and x <= -3 become 0.
 
-Reading and checking raw lines is an engine's own business and stands in `preproc/raw.py`.
+Reading and checking raw lines is an engine's own business and stands in `preproc/parse.py`.
 """
+
+from collections.abc import Sequence
 
 NUM_NUMERICAL = 13
 NUM_CATEGORICAL = 26
@@ -36,6 +38,26 @@ def count_values(column: str, rows: str) -> str:
         f"SELECT {column} AS value, count(*) AS count FROM {rows} "
         f"WHERE {column} IS NOT NULL GROUP BY {column}"
     )
+
+
+def merge_counts(partial: str) -> str:
+    """Return a query (value, count) that adds up the relation `partial` of the same columns."""
+    return f"SELECT value, CAST(sum(count) AS BIGINT) AS count FROM {partial} GROUP BY value"
+
+
+def coverage(counts: str, limits: Sequence[int]) -> str:
+    """Return a query of one row: values, rows, and for each limit those of values seen so often.
+
+    Args:
+        counts: relation (value, count).
+        limits: frequency limits to try.
+    """
+    at_least = [
+        f"sum(CASE WHEN count >= {limit} THEN {what} ELSE 0 END)"
+        for limit in limits
+        for what in ("1", "count")
+    ]
+    return f"SELECT count(*), sum(count), {', '.join(at_least)} FROM {counts}"
 
 
 def vocabulary(counts: str, frequency_limit: int) -> str:

@@ -15,7 +15,7 @@ def preproc(*overrides: str) -> None:
     """Run the command with these overrides; a user's mistake raises SystemExit with its message."""
     register()
     with initialize_config_module("configs", version_base="1.3"):
-        composed = compose("preproc", overrides=list(overrides))
+        composed = compose("preproc", overrides=["plot=false", *overrides])
     run(composed)
 
 

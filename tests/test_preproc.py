@@ -130,7 +130,7 @@ def test_two_runs_on_one_and_two_threads_write_the_same_bytes(tmp_path, lines):
         }
         for n in "12"
     )
-    assert len(one) == 2 * 28 + 26 + 1
+    assert len(one) == 2 * 28 + 26 + 3
     assert one == two
 
 

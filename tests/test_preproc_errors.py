@@ -1,6 +1,7 @@
 """Bad input to `python -m preproc`: one message each, and nothing left behind."""
 
 import errno
+import json
 import re
 import signal
 import subprocess
@@ -8,15 +9,16 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import duckdb
 import pytest
 
 from configs.preproc_schema import PreprocConfig
 from configs.schema import describe
-from preproc import criteo
+from preproc import criteo, parse, work
+from preproc import output as output_module
 from preproc.raw_files import zstd_is_whole
-from preproc.staging import staging_directory
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
 
 GOOD = [raw_line(i % 2, i1=i, c1=f"{i % 7:08x}") for i in range(100)]
@@ -92,12 +94,23 @@ def test_line_numbers_count_blank_lines_and_all_of_a_large_file(tmp_path, output
     fails(f"{source}, line 123456: column 1 .*", f"source={source}", f"output={output}")
 
 
-def test_the_file_among_many_is_named(tmp_path, output):
+def test_the_file_among_many_is_named_and_only_it_is_read_again(tmp_path, monkeypatch):
+    output = tmp_path / "out"
     write_lines(tmp_path / "day_0", GOOD)
     write_lines(tmp_path / "day_1", [*GOOD, raw_line(7)])
     fails(
         f"{tmp_path}/day_1, line 101: column 1 .*", f"source={tmp_path}/day_*", f"output={output}"
     )
+    assert not output.exists()
+    write_lines(tmp_path / "day_1", [*GOOD, raw_line(1)])
+    read = []
+    blocks = parse.blocks
+    monkeypatch.setattr(
+        parse, "blocks", lambda file, *more: read.append(file) or blocks(file, *more)
+    )
+    preproc(f"source={tmp_path}/day_*", f"output={output}")
+    assert [file.path.name for file in read] == ["day_1"]
+    assert len(data_files(output)["train/label.bin"] + data_files(output)["test/label.bin"]) == 201
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path, output):
@@ -304,15 +317,15 @@ def test_an_option_that_cannot_be_is_refused(output, overrides, message):
 def test_a_memory_limit_that_is_no_size_is_refused(tmp_path, output):
     source = write_lines(tmp_path / "raw.tsv", GOOD)
     fails(
-        r"memory_limit=lots: write it as 8GB or 512MB \(.*\)",
+        r"memory_limit=lots: write it as 8GB or 512MB \(a number and a unit\)",
         f"source={source}",
         f"output={output}",
         "memory_limit=lots",
     )
 
 
-def test_too_little_memory_is_told(tmp_path, output):
-    source = write_lines(tmp_path / "raw.tsv", GOOD)
+def test_too_little_memory_is_told(tmp_path):
+    source, output = write_lines(tmp_path / "raw.tsv", GOOD), tmp_path / "out"
     fails(
         r"DuckDB ran out of memory; raise memory_limit \(now 1MB\) or lower threads: .*",
         f"source={source}",
@@ -325,24 +338,118 @@ def test_an_interrupted_query_leaves_nothing(tmp_path, output, monkeypatch):
     def interrupted(*_):
         raise RuntimeError("Query interrupted")  # what DuckDB raises at Ctrl-C
 
-    monkeypatch.setattr(criteo, "stage", interrupted)
+    monkeypatch.setattr(criteo, "parse_files", interrupted)
     source = write_lines(tmp_path / "raw.tsv", GOOD)
-    with pytest.raises(SystemExit, match="interrupted: nothing was left at output"):
+    with pytest.raises(
+        SystemExit, match="interrupted: nothing stands at output; run it again to go on"
+    ):
         preproc(f"source={source}", f"output={output}")
 
 
-def test_a_full_disk_is_told(tmp_path, output, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", GOOD), tmp_path / "out"
+    with monkeypatch.context() as patch:
 
-    monkeypatch.setattr(criteo, "_write", full)
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(output_module.GrowingFile, "append", full)
+        fails(
+            rf"\[Errno 28\] No space left on device, writing {output}; free some and run it again "
+            "\\(it goes on from here\\), or move output or temp_directory",
+            f"source={source}",
+            f"output={output}",
+        )
+    assert not output.exists()
+    monkeypatch.setattr(parse, "blocks", None)  # the lines are not read again
+    preproc(f"source={source}", f"output={output}")
+    assert len(data_files(output)) == 2 * 28
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, output, monkeypatch):
+    monkeypatch.setattr(work.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     source = write_lines(tmp_path / "raw.tsv", GOOD)
     fails(
-        rf"\[Errno 28\] No space left on device, writing {output}; free some, or move output or "
-        "temp_directory",
+        rf"the run needs about 0.00 GB at {tmp_path}, where 0.00 GB are free; free some, or move "
+        "output or temp_directory",
         f"source={source}",
         f"output={output}",
     )
+
+
+def test_a_copy_of_a_file_is_refused(tmp_path, output):
+    first = write_lines(tmp_path / "day_0", GOOD)
+    second = write_lines(tmp_path / "day_1", GOOD)
+    fails(
+        f"{second} is a copy of {first}; its rows would count twice, so drop one",
+        f"source={tmp_path}/day_*",
+        f"output={output}",
+    )
+
+
+def test_a_missing_day_is_refused(tmp_path, output):
+    for day in (0, 1, 3):
+        write_lines(tmp_path / f"day_{day}", GOOD[day:])
+    fails(
+        "day_2 is missing between day_0 and day_3; fetch it, or give the files one by one",
+        "dataset=criteo_1tb",
+        f"source={tmp_path}/day_*",
+        f"output={output}",
+    )
+
+
+def test_a_header_line_is_named(tmp_path, output):
+    source = write_lines(tmp_path / "raw.tsv", [raw_line("label", i1="I1"), *GOOD])
+    fails(
+        rf"{source}, line 1: column 1 \(label\) is 'label', wanted 0 or 1; correct or remove the "
+        r"line \(a header line\? on_bad=skip leaves it out\)",
+        f"source={source}",
+        f"output={output}",
+    )
+
+
+def test_a_damaged_gzip_is_named(tmp_path, output):
+    source = write_lines(tmp_path / "raw.tsv.gz", GOOD * 20, compress=True)
+    packed = bytearray(source.read_bytes())
+    packed[-7] ^= 1  # its checksum: the text itself is whole
+    source.write_bytes(packed)
+    fails(
+        rf"{source}: damaged gzip data \(.*\); fetch it again",
+        f"source={source}",
+        f"output={output}",
+    )
+
+
+BAD = {
+    2: b"label\tI1",
+    11: GOOD[3].encode() + b"\tx",
+    12: raw_line(2).encode(),
+    30: raw_line(1, i3="1e3").encode(),
+    31: b"\xff" + GOOD[0].encode(),
+    99: raw_line(1, i3="9" * 19).encode(),
+}
+
+
+@pytest.mark.parametrize("on_bad", ["skip", "quarantine"])
+def test_bad_rows_are_left_out_counted_and_kept_aside(tmp_path, on_bad):
+    lines = [BAD.get(number, line.encode()) for number, line in enumerate(GOOD, start=1)]
+    source = tmp_path / "raw.tsv"
+    source.write_bytes(b"\r\n".join(lines))
+    preproc(f"source={source}", f"output={tmp_path / 'out'}", f"on_bad={on_bad}")
+    good = write_lines(
+        tmp_path / "good", [line for n, line in enumerate(GOOD, start=1) if n not in BAD]
+    )
+    preproc(f"source={good}", f"output={tmp_path / 'wanted'}")
+    assert data_files(tmp_path / "out") == data_files(tmp_path / "wanted")
+    assert json.loads((tmp_path / "out/report.json").read_text())["bad_rows"] == len(BAD)
+    aside = tmp_path / "out" / "bad_rows.tsv"
+    if on_bad == "skip":
+        assert not aside.exists()
+        return
+    kept = [line.split(b"\t", 3) for line in aside.read_bytes().splitlines()]
+    assert [(int(line), text) for _, line, _, text in kept] == list(BAD.items())
+    assert {Path(file.decode()) for file, *_ in kept} == {source}
+    assert kept[3][2].startswith(b"column 4 (num_2) is '1e3', wanted an integer")
 
 
 def test_the_command_says_what_is_wrong_in_one_line_and_fails(tmp_path, output):
@@ -370,15 +477,14 @@ def test_a_killed_run_leaves_nothing_that_looks_whole_and_the_next_one_works(tmp
     run.wait()
     assert not output.exists()
     assert not list(tmp_path.rglob("feature_spec.yaml"))
-    assert staging_directory(tmp_path, output).exists()
     preproc(f"source={source}", f"output={output}")
     assert len(data_files(output)) == 2 * 28
-    assert not staging_directory(tmp_path, output).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "raw.tsv"]
 
 
 def test_two_runs_to_one_output_do_not_mix(tmp_path, output):
     source = write_lines(tmp_path / "raw.tsv", GOOD)
-    staging = staging_directory(tmp_path, output)
+    staging = tmp_path / ".out.preproc"
     staging.mkdir()
     holder = (
         "import fcntl, os, sys; "

@@ -77,6 +77,8 @@ TF2_FLAGS = [
 TRAINING_KEYS = {key for key, _ in describe(Config)}
 # Named in docs/architecture.md as not there: when they come, that page has to change.
 NOT_YET = {"checkpoint.save_every", "checkpoint.keep"}
+# A dataset that a page has the reader write.
+OF_THE_READER = {("dataset", "shop")}
 PREPROC_KEYS = {key for key, _ in describe(PreprocConfig)}
 
 
@@ -165,7 +167,9 @@ def test_every_experiment_and_group_that_a_page_names_exists():
     named = set(re.findall(r"\b(experiment|data|dataset)=([a-z][a-z0-9_]*)", text))
     assert ("experiment", "dlrm_criteo_t15") in named
     assert [
-        each for each in named if not (ROOT / f"configs/{each[0]}/{each[1]}.yaml").exists()
+        each
+        for each in named - OF_THE_READER
+        if not (ROOT / f"configs/{each[0]}/{each[1]}.yaml").exists()
     ] == []
 
 

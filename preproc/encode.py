@@ -1,0 +1,234 @@
+"""One categorical column: count its values, rank them, write the ids. Several columns at a time.
+
+Counting and ranking are the SQL of `preproc/sql.py` in DuckDB, which spills when it has to; it is
+given one partial count a piece of rows. Encoding is the join with the vocabulary, done as a
+`Lookup`, in as many passes over the column as the vocabulary has pieces that fit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import numpy as np
+
+from dataloading.feature_spec import CategoricalFeature
+from preproc.fields import ODD
+from preproc.lookup import ENTRY_BYTES, Lookup
+from preproc.output import GrowingFile
+from preproc.report import COVERAGE_LIMITS
+from preproc.sql import coverage, merge_counts, vocabulary
+from preproc.staged import StagedColumn
+
+CHUNK_ROWS = 1 << 21
+# What stands between arrays of a chunk: codes, their sorted copy, values, counts, ids.
+CHUNK_BYTES = CHUNK_ROWS * 40
+# Partial counts of a column that are merged once there are so many, and four times those before.
+MERGE_ROWS = 1 << 25
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedColumn:
+    """What is recorded of a column that is written.
+
+    Attributes:
+        seen: counted rows that have a value.
+        distinct: values among them.
+        kept: values with an id.
+        coverage: for each of `COVERAGE_LIMITS`, values seen at least so often, and rows they make.
+        zeros: ids that are 0, by split.
+        files: bytes and CRC-32 of each file written.
+    """
+
+    seen: int
+    distinct: int
+    kept: int
+    coverage: list[list[int]]
+    zeros: dict[str, int]
+    files: dict[str, dict]
+
+
+class ColumnEncoder:
+    """Encodes columns into the growing dataset; several threads may call it."""
+
+    def __init__(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        dataset: Path,
+        splits: dict[str, range],
+        counted: range,
+        frequency_limit: int,
+        lookup_bytes: int,
+    ) -> None:
+        """Say where to and by which rules.
+
+        Args:
+            connection: database with a view `odd` (column, row, value).
+            dataset: directory of the growing dataset.
+            splits: rows of each split.
+            counted: rows whose values make the vocabulary.
+            frequency_limit: values seen less often get id 0.
+            lookup_bytes: memory for the vocabulary of one column.
+        """
+        self._connection = connection
+        self._dataset = dataset
+        self._splits = splits
+        self._counted = counted
+        self._limit = frequency_limit
+        self._piece = max(1, lookup_bytes // ENTRY_BYTES)
+
+    def __call__(self, number: int, name: str, column: StagedColumn) -> EncodedColumn:
+        """Count and encode categorical column `number`, called `name`."""
+        with self._connection.cursor() as cursor:
+            seen, distinct, kept, covered, has_odd = self._build_vocabulary(
+                cursor, number, name, column
+            )
+            feature = CategoricalFeature.of(name, kept + 1)
+            files, zeros = self._encode(cursor, number, name, column, feature.dtype, has_odd)
+            cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
+        return EncodedColumn(seen, distinct, kept, covered, zeros, files)
+
+    def _build_vocabulary(
+        self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StagedColumn
+    ) -> tuple[int, int, int, list[list[int]], bool]:
+        cursor.execute(f"CREATE OR REPLACE TABLE partial_{name} (value UINTEGER, count BIGINT)")
+        has_odd, held, merged = False, 0, 0
+        for _, codes in column.chunks(self._counted, CHUNK_ROWS):
+            values, counts = np.unique(codes, return_counts=True)
+            has_odd |= bool(np.isin(np.uint32(ODD), values))
+            numbers = values < ODD
+            partial = {"value": values[numbers], "count": counts[numbers]}  # noqa: F841
+            cursor.execute(f"INSERT INTO partial_{name} FROM partial")
+            held += int(numbers.sum())
+            if held > max(MERGE_ROWS, 4 * merged):
+                # Otherwise a value would stand there once for every piece of rows that holds it.
+                query = merge_counts(f"partial_{name}")
+                cursor.execute(f"CREATE TABLE merged_{name} AS {query}")
+                cursor.execute(f"DROP TABLE partial_{name}")
+                cursor.execute(f"ALTER TABLE merged_{name} RENAME TO partial_{name}")
+                (held,) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchone()
+                merged = held
+        counts_of = merge_counts(f"partial_{name}")
+        if has_odd:
+            first, last = self._counted.start, self._counted.stop
+            counts_of = merge_counts(
+                f"(SELECT printf('%08x', value) AS value, count FROM partial_{name} UNION ALL "
+                f'SELECT value, 1 AS count FROM odd WHERE "column" = {number} '
+                f'AND "row" >= {first} AND "row" < {last})'
+            )
+        cursor.execute(f"CREATE OR REPLACE TABLE counts_{name} AS {counts_of}")
+        cursor.execute(f"DROP TABLE partial_{name}")
+        cursor.execute(
+            f"CREATE OR REPLACE TABLE vocabulary_{name} AS "
+            f"{vocabulary(f'counts_{name}', self._limit)}"
+        )
+        summary = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchone()
+        distinct, seen, *covered = [int(each or 0) for each in summary]
+        cursor.execute(f"DROP TABLE counts_{name}")
+        (kept,) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchone()
+        path = str(self._dataset / "vocabulary" / f"{name}.parquet").replace("'", "''")
+        text = "value" if has_odd else "printf('%08x', value)"
+        cursor.execute(
+            f"COPY (SELECT {text} AS value, id, count FROM vocabulary_{name} ORDER BY id) "
+            f"TO '{path}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
+        )
+        pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
+        return seen, distinct, kept, pairs, has_odd
+
+    def _encode(
+        self,
+        cursor: duckdb.DuckDBPyConnection,
+        number: int,
+        name: str,
+        column: StagedColumn,
+        dtype: np.dtype,
+        has_odd: bool,
+    ) -> tuple[dict[str, dict], dict[str, int]]:
+        """Write the ids of every split; return the files and how many ids are 0."""
+        lookups = self._lookups(cursor, name, has_odd)
+        lookup = next(lookups)
+        partial_ids: dict[str, Path] = {}
+        rest = next(lookups, None)
+        while (
+            rest is not None
+        ):  # the vocabulary comes in pieces: all but the last leave their ids here
+            for split, rows in self._splits.items():
+                self._add_piece(column, rows, lookup, partial_ids, name, split)
+            lookup, rest = rest, next(lookups, None)
+        files, zeros = {}, {}
+        for split, rows in self._splits.items():
+            zeros[split] = 0
+            with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
+                for start, codes in column.chunks(rows, CHUNK_ROWS):
+                    ids = lookup(codes)
+                    if split in partial_ids:
+                        ids += StagedColumn(partial_ids[split], "<i4").read(
+                            start - rows.start, start - rows.start + len(codes)
+                        )
+                    if has_odd and (codes == ODD).any():
+                        self._patch(cursor, number, name, start, ids)
+                    zeros[split] += len(ids) - int(np.count_nonzero(ids))
+                    file.append(ids.astype(dtype.newbyteorder("<")))
+            files |= file.record
+        for path in partial_ids.values():
+            path.unlink()
+        return files, zeros
+
+    def _lookups(
+        self, cursor: duckdb.DuckDBPyConnection, name: str, has_odd: bool
+    ) -> Iterator[Lookup]:
+        """Yield the vocabulary as lookups, one after another; the last one may be empty."""
+        values = f"SELECT value, id FROM vocabulary_{name}"
+        if has_odd:  # only what has a code; the rest is patched in by `_patch`
+            values = (
+                f"SELECT CAST('0x' || value AS UINTEGER) AS value, id FROM vocabulary_{name} "
+                "WHERE regexp_full_match(value, '[0-9a-f]{8}') "
+                f"AND value < '{ODD:08x}'"
+            )
+        (last,) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM ({values})").fetchone()
+        for piece in range(max(1, -(-last // self._piece))):
+            part = cursor.execute(
+                f"SELECT value, CAST(id AS INTEGER) AS id FROM ({values}) "
+                + (
+                    f"WHERE id > {piece * self._piece} AND id <= {(piece + 1) * self._piece}"
+                    if last > self._piece
+                    else ""
+                )
+            ).fetchnumpy()
+            yield Lookup(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
+
+    def _add_piece(
+        self,
+        column: StagedColumn,
+        rows: range,
+        lookup: Lookup,
+        partial_ids: dict[str, Path],
+        name: str,
+        split: str,
+    ) -> None:
+        """Add the ids of one piece of the vocabulary to what the pieces before it gave."""
+        path = column.path.with_name(f"{name}.{split}.ids")
+        before = StagedColumn(path, "<i4") if split in partial_ids else None
+        with path.open("r+b" if before else "wb") as stream:
+            for start, codes in column.chunks(rows, CHUNK_ROWS):
+                ids = lookup(codes)
+                if before:
+                    ids += before.read(start - rows.start, start - rows.start + len(codes))
+                stream.write(ids.data)
+        partial_ids[split] = path
+
+    def _patch(
+        self,
+        cursor: duckdb.DuckDBPyConnection,
+        number: int,
+        name: str,
+        start: int,
+        ids: np.ndarray,
+    ) -> None:
+        """Put in the ids of texts that have no code, for the rows from `start` on."""
+        found = cursor.execute(
+            f'SELECT o."row" - {start} AS at, v.id AS id FROM odd AS o '
+            f"JOIN vocabulary_{name} AS v ON o.value = v.value "
+            f'WHERE o."column" = {number} AND o."row" >= {start} AND o."row" < {start + len(ids)}'
+        ).fetchnumpy()
+        ids[found["at"]] = found["id"]

@@ -1,0 +1,216 @@
+"""What runs the SQL of table datasets: a small interface, and DuckDB behind it.
+
+An engine reads sources, numbers rows, and writes the result of a query to Parquet. Everything else,
+the SQL itself and the dataset's files, is the same for all of them (`preproc/table.py`).
+"""
+
+import csv
+import glob
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import duckdb
+
+from configs.preproc_schema import OnBad, PreprocConfig
+from configs.table_schema import Source
+from preproc.lines import blocks
+from preproc.raw_files import RawFile, cut_short
+from preproc.table_sql import quoted, text
+from preproc.work import connect, first_line, memory_bytes
+
+# Python and NumPy beside DuckDB.
+BASE_BYTES = 200 << 20
+
+
+def nulls_first(order_by: list[str]) -> str:
+    """Return the ORDER BY list that means the same to every engine."""
+    return ", ".join(f"{each} NULLS FIRST" for each in order_by)
+
+
+class Engine(Protocol):
+    """Runs queries. Relations have names; every result that is to stay is a directory of Parquet.
+
+    Attributes:
+        columns_at_once: threads that may call it at the same time.
+    """
+
+    columns_at_once: int
+
+    def read(self, name: str, source: Source, files: list[RawFile]) -> None:
+        """Make relation `name` of the files' rows in their order, with `file_` and `order_`.
+
+        `(file_, order_)` orders the rows; all columns of text files are text, missing where empty.
+        """
+
+    def number(self, query: str, order_by: list[str], path: Path) -> None:
+        """Write `query` in the order of `order_by` with `row_`, 0, 1, ..., as the first column."""
+
+    def write(self, query: str, path: Path) -> None:
+        """Write the result of `query`, in the order that it asks for."""
+
+    def view(self, name: str, path: Path) -> None:
+        """Make relation `name` of what was written to `path`."""
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Return the few rows of a query."""
+
+    def rejected(self) -> list[tuple[str, int, str, str]]:
+        """Return what could not be split into columns: file, line, reason, text; unless `on_bad=fail`."""
+
+    def exploded(self, relation: str, row: str, column: str) -> str:
+        """Return a query (row, position, value): a row for each item of a list column."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class DuckDBEngine:
+    """One process, within `memory_limit`, spilling to the work directory."""
+
+    # One query takes all threads; several at once would share its memory.
+    columns_at_once = 1
+
+    def __init__(self, config: PreprocConfig, directory: Path) -> None:
+        memory = memory_bytes(config)
+        self._on_bad = config.on_bad
+        self._connection = connect(config, directory, max(memory - BASE_BYTES, memory // 2))
+        self._connection.execute(
+            "SET preserve_insertion_order = true; "
+            "CREATE MACRO hex_number(digits) AS CAST('0x' || digits AS BIGINT); "
+            "CREATE MACRO split_text(value, separator) AS string_split(value, separator)"
+        )
+
+    def read(self, name: str, source: Source, files: list[RawFile]) -> None:
+        """Read each file by itself, so that an error names it."""
+        parts = []
+        for number, file in enumerate(files):
+            path = glob.escape(str(file.path))
+            if source.format == "parquet":
+                relation = f"read_parquet({text(path)}, file_row_number = true)"
+                parts.append(
+                    f"SELECT {number} AS file_, file_row_number AS order_, "
+                    f"* EXCLUDE (file_row_number) FROM {relation}"
+                )
+                continue
+            relation = self._text(source, file, path)
+            try:
+                self._connection.execute(f"FROM {relation} LIMIT 0")
+            except duckdb.Error as error:
+                raise _explained(file, error) from None
+            parts.append(
+                f"SELECT {number} AS file_, row_number() OVER () AS order_, * FROM {relation}"
+            )
+        self._connection.execute(
+            f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS {' UNION ALL '.join(parts)}"
+        )
+
+    def _text(self, source: Source, file: RawFile, path: str) -> str:
+        is_csv = source.format == "csv"
+        names = source.columns or _header(source, file)
+        types = ", ".join(f"{text(column)}: 'VARCHAR'" for column in names)
+        quote = "'\"'" if is_csv else "''"
+        lenient = self._on_bad is not OnBad.fail
+        return (
+            f"read_csv({text(path)}, compression = '{file.compression}', columns = {{{types}}}, "
+            f"delim = {text(source.delimiter if is_csv else chr(9))}, quote = {quote}, "
+            f"escape = {quote}, comment = '', nullstr = '', header = {source.header}, "
+            f"auto_detect = false, strict_mode = true, store_rejects = {lenient}, rejects_limit = 0)"
+        )
+
+    def number(self, query: str, order_by: list[str], path: Path) -> None:
+        """Number the rows in one streaming pass behind the sort."""
+        self.write(
+            f"SELECT row_number() OVER () - 1 AS row_, * FROM (SELECT * FROM ({query}) "
+            f"ORDER BY {nulls_first(order_by)})",
+            path,
+        )
+
+    def write(self, query: str, path: Path) -> None:
+        """Write one Parquet file below `path`."""
+        temporary = path.with_name(f"{path.name}.new")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        file = text(str(temporary / "0.parquet"))
+        try:
+            self._connection.execute(f"COPY ({query}) TO {file} (FORMAT parquet)")
+        except duckdb.OutOfMemoryException:
+            raise
+        except duckdb.Error as error:
+            raise _explained(None, error) from None
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+
+    def view(self, name: str, path: Path) -> None:
+        """Read all Parquet files below `path`."""
+        files = text(glob.escape(str(path)) + "/*.parquet")
+        self._connection.execute(
+            f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS FROM read_parquet({files})"
+        )
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Return the rows as Python values."""
+        try:
+            return self._connection.execute(query).fetchall()
+        except duckdb.OutOfMemoryException:
+            raise
+        except duckdb.Error as error:
+            raise _explained(None, error) from None
+
+    def rejected(self) -> list[tuple[str, int, str, str]]:
+        """Read DuckDB's own list of rejects, one entry a line."""
+        tables = self.rows(
+            "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
+        )
+        if tables == [(0,)]:
+            return []
+        return self.rows(
+            "SELECT any_value(s.file_path), e.line, min(e.error_message), any_value(e.csv_line) "
+            "FROM reject_errors AS e JOIN reject_scans AS s USING (scan_id, file_id) "
+            "GROUP BY e.scan_id, e.file_id, e.line ORDER BY e.scan_id, e.file_id, e.line"
+        )
+
+    def exploded(self, relation: str, row: str, column: str) -> str:
+        """Unnest the list beside its subscripts."""
+        return (
+            f"SELECT {row}, CAST(generate_subscripts({column}, 1) - 1 AS INTEGER) AS position_, "
+            f"nullif(CAST(unnest({column}) AS STRING), '') AS value FROM {relation}"
+        )
+
+    def close(self) -> None:
+        """Close the database."""
+        self._connection.close()
+
+
+def _header(source: Source, file: RawFile) -> list[str]:
+    """Return the column names of a text file with a header line."""
+    line = next(blocks(file, 0), b"\n").splitlines()[0]
+    try:
+        text_line = line.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file.path}, line 1: not UTF-8 text; correct the line") from None
+    if source.format == "tsv":
+        return text_line.split("\t")
+    return next(csv.reader([text_line], delimiter=source.delimiter))
+
+
+def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
+    """Return the error to raise: what the user can mend as a ValueError, the rest as it is."""
+    message = str(error)
+    if "GZIP" in message and file:
+        return ValueError(cut_short(file.path))
+    if isinstance(error, duckdb.IOException) and "CSV" not in message:
+        return error
+    named = re.search(r"^\s*file = (.+)$", message, flags=re.MULTILINE)
+    line = re.search(r"Error on Line: (\d+)", message)
+    if named and line:
+        wanted = re.search(r"Expected Number of Columns.*", message)
+        reason = (
+            wanted[0] if wanted else "not UTF-8 text" if "unicode" in message else first_line(error)
+        )
+        return ValueError(
+            f"{named[1]}, line {line[1]}: {reason}; correct or remove it, or set on_bad=quarantine"
+        )
+    told = first_line(error)
+    return ValueError(f"{f'{file.path}: ' if file else ''}{told}")

@@ -1,0 +1,56 @@
+"""What a run learned from its training rows, beside its dataset, for `mode=transform` to apply again.
+
+`preproc.json` holds the statistics and the description of the features that they belong to; the
+vocabularies stand in `vocabulary/`.
+"""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from configs.preproc_schema import PreprocConfig
+from configs.table_schema import TableConfig
+from dataloading.feature_spec import SPEC_NAME
+
+FITTED = "preproc.json"
+
+
+def features_of(table: TableConfig) -> dict[str, Any]:
+    """Return what a fitted state is bound to, as plain JSON."""
+    whole = asdict(table)
+    return json.loads(json.dumps({key: whole[key] for key in ("numerical", "categorical")}))
+
+
+def save_fitted(directory: Path, table: TableConfig, statistics: dict[str, Any]) -> None:
+    """Write preproc.json below `directory`."""
+    saved = {"features": features_of(table), "statistics": statistics}
+    (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def load_fitted(config: PreprocConfig, table: TableConfig) -> dict[str, Any]:
+    """Return `statistics` of an earlier run and its `directory`.
+
+    Raises:
+        ValueError: there is none at `fitted`, or it belongs to other features.
+    """
+    directory = Path(config.fitted or "")
+    path = directory / FITTED
+    if not config.fitted or not path.exists() or not (directory / SPEC_NAME).exists():
+        raise ValueError(
+            f"fitted={config.fitted}: no dataset with a {FITTED} there; set it to the output of a "
+            "run with mode=fit"
+        )
+    saved = json.loads(path.read_text())
+    if saved["features"] != features_of(table):
+        raise ValueError(
+            f"{path}: fitted on other features or transforms; use the configuration of that run"
+        )
+    return saved | {"directory": directory}
+
+
+def copy_vocabulary(directory: Path, name: str, path: Path) -> None:
+    """Make relation directory `path` of the fitted vocabulary of feature `name`."""
+    path.mkdir(exist_ok=True)
+    shutil.copyfile(directory / "vocabulary" / f"{name}.parquet", path / "0.parquet")

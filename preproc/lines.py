@@ -1,0 +1,146 @@
+"""A raw file as blocks of whole lines, from any offset on, and what is wrong with a line.
+
+A block is about half a megabyte: small enough that the field parser works in the processor's cache.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import duckdb
+
+from preproc.raw_files import RawFile, cut_short
+from preproc.sql import COLUMNS, NUM_CATEGORICAL, NUM_NUMERICAL, NUMERICAL
+
+BLOCK_BYTES = 1 << 19
+LONGEST_LINE_BYTES = 1 << 26
+# 18 digits always fit 64 bits.
+INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
+REMOVE = "correct or remove the line"
+
+
+@dataclass(slots=True)
+class Sorted:
+    """The lines of a block, the good ones as a clean block and the bad ones apart."""
+
+    good: bytes
+    bad: list[tuple[int, str, bytes]] = field(default_factory=list)  # index, reason, line
+
+
+def blocks(file: RawFile, offset: int, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """Yield the text of `file` from byte `offset` of the plain text on, in whole lines.
+
+    The last line gets a line end if it has none.
+
+    Raises:
+        ValueError: a compressed file that is cut short or damaged, a line without an end.
+    """
+    try:
+        with _open(file) as stream:
+            stream.seek(offset)
+            rest = b""
+            while data := stream.read(size):
+                end = data.rfind(b"\n") + 1
+                if end:
+                    yield rest + data[:end]
+                    rest = data[end:]
+                else:
+                    rest += data
+                if len(rest) > LONGEST_LINE_BYTES:
+                    raise ValueError(
+                        f"{file.path}: not tab-separated text: no line end within "
+                        f"{LONGEST_LINE_BYTES >> 20} MiB; give text files"
+                    )
+            if rest:
+                yield rest + b"\n"
+    except EOFError:
+        raise ValueError(cut_short(file.path)) from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{file.path}: damaged gzip data ({error}); fetch it again") from None
+
+
+def _open(file: RawFile) -> BinaryIO:
+    if file.compression == "gzip":
+        return gzip.open(file.path)
+    if file.compression == "zstd":
+        return _Zstandard(file)  # type: ignore[return-value]
+    return file.path.open("rb", buffering=0)
+
+
+class _Zstandard:
+    """Reads a Zstandard file through DuckDB, since Python has no reader for it before 3.14."""
+
+    def __init__(self, file: RawFile) -> None:
+        self._connection = duckdb.connect(config={"threads": 1})
+        path = str(file.path).replace("'", "''")
+        self._result = self._connection.execute(
+            f"SELECT line FROM read_csv('{path}', compression = 'zstd', columns = "
+            "{'line': 'VARCHAR'}, delim = '\x01', quote = '', escape = '', comment = '', "
+            "header = false, auto_detect = false, max_line_size = 67108864)"
+        )
+        self._rest = b""
+
+    def __enter__(self) -> "_Zstandard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def seek(self, offset: int) -> None:
+        while offset > 0 and (text := self.read(0)):
+            self._rest = text[offset:]
+            offset -= len(text)
+
+    def read(self, _size: int) -> bytes:
+        """Return the next 2,048 lines (one vector of DuckDB's)."""
+        if self._rest:
+            text, self._rest = self._rest, b""
+            return text
+        rows = self._result.fetchmany(2048)
+        return "".join(f"{line or ''}\n" for (line,) in rows).encode()
+
+
+def sort_lines(block: bytes) -> Sorted:
+    """Sort the lines of a block one by one: carriage returns at line ends and blank lines go."""
+    good: list[bytes] = []
+    found = Sorted(b"")
+    for index, raw in enumerate(block.split(b"\n")[:-1]):
+        line = raw.removesuffix(b"\r")
+        if not line:
+            continue
+        reason = what_is_wrong(line)
+        if reason is None:
+            good.append(line + b"\n")
+        else:
+            found.bad.append((index, reason, line))
+    found.good = b"".join(good)
+    return found
+
+
+def what_is_wrong(line: bytes) -> str | None:
+    """Return what is wrong with a line and what to do, or None."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return f"not UTF-8 text; {REMOVE}"
+    if "\r" in text:
+        return f"not tab-separated text: a carriage return within the line; {REMOVE}"
+    fields = text.split("\t")
+    if len(fields) != len(COLUMNS):
+        unlabelled = ", or give a file that has labels" if len(fields) == len(COLUMNS) - 1 else ""
+        return (
+            f"{len(fields)} columns, wanted {len(COLUMNS)} (label, {NUM_NUMERICAL} integers, "
+            f"{NUM_CATEGORICAL} categories, separated by tabs); {REMOVE}{unlabelled}"
+        )
+    if fields[0] not in ("0", "1"):
+        return f"column 1 (label) is {fields[0]!r}, wanted 0 or 1; {REMOVE}"
+    for column, name in enumerate(NUMERICAL, start=1):
+        if fields[column] and not INTEGER.fullmatch(fields[column]):
+            return (
+                f"column {column + 1} ({name}) is {fields[column]!r}, wanted an integer of at most "
+                "18 digits; correct it or leave the field empty"
+            )
+    return None

@@ -1,0 +1,102 @@
+"""A random order of all training rows, out of core: a pure function of the seed and the rows.
+
+Each row draws a bucket, and each bucket is permuted in memory; the buckets stand one after another.
+If buckets are drawn independently and uniformly, and permutations too, every order of all rows is
+equally likely: this is the first step of a radix sort by random numbers. How many buckets there are
+depends on the rows alone, never on the memory or the threads, so the order does not either.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from dataloading.randomness import stream_key, uniform
+from preproc.report import Stage
+from preproc.staged import StagedColumn, bytes_of
+from preproc.work import Work
+
+BUCKET_ROWS = 1 << 22
+CHUNK_ROWS = 1 << 21
+
+
+def num_buckets(num_rows: int) -> int:
+    """Return how many buckets `num_rows` rows are dealt to."""
+    return -(-num_rows // BUCKET_ROWS)
+
+
+def buckets_of(seed: int, start: int, stop: int, buckets: int) -> np.ndarray:
+    """Return the bucket of each row from `start` to `stop`, uint16."""
+    numbers = uniform(stream_key("shuffle", seed, buckets), np.arange(start, stop, dtype=np.uint64))
+    numbers *= buckets
+    return numbers.astype(np.uint16)
+
+
+def order_within(seed: int, bucket: int, num_rows: int) -> np.ndarray:
+    """Return the order of the rows of one bucket."""
+    return np.random.default_rng([seed, bucket]).permutation(num_rows)
+
+
+def shuffle_rows(
+    columns: list[StagedColumn], num_rows: int, seed: int, threads: int, work: Work, stage: Stage
+) -> None:
+    """Put the first `num_rows` rows of all columns into the random order of `seed`.
+
+    First every column is dealt into a second file, bucket after bucket; once that is on record, each
+    bucket is permuted back into the first one. Both steps can be repeated from their start.
+    """
+    state = work.state.setdefault("shuffle", {"dealt": [], "permuted": []})
+    buckets = num_buckets(num_rows)
+    sizes = np.zeros(buckets, np.int64)
+    for start in range(0, num_rows, CHUNK_ROWS):
+        dealt = buckets_of(seed, start, min(start + CHUNK_ROWS, num_rows), buckets)
+        sizes += np.bincount(dealt, minlength=buckets)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    stage.total = 2 * len(columns)
+
+    def deal(column: StagedColumn) -> None:
+        ends = starts[:-1].copy()
+        with _dealt(column).open("wb", buffering=0) as stream:
+            for start, values in column.chunks(range(num_rows), CHUNK_ROWS):
+                dealt = buckets_of(seed, start, start + len(values), buckets)
+                # Stable, so rows of a bucket keep their order whatever the size of a chunk is.
+                values = values[np.argsort(dealt, kind="stable")]
+                at = 0
+                for bucket, count in enumerate(np.bincount(dealt, minlength=buckets)):
+                    part = np.ascontiguousarray(values[at : at + count])
+                    _write_at(stream.fileno(), part, int(ends[bucket]) * column.row_bytes)
+                    ends[bucket] += count
+                    at += count
+            os.fsync(stream.fileno())
+
+    def permute(column: StagedColumn) -> None:
+        source = StagedColumn(_dealt(column), column.dtype.str, column.width)
+        with column.path.open("r+b", buffering=0) as stream:
+            for bucket in range(buckets):
+                first, last = int(starts[bucket]), int(starts[bucket + 1])
+                values = source.read(first, last)[order_within(seed, bucket, last - first)]
+                _write_at(stream.fileno(), values, first * column.row_bytes)
+            os.fsync(stream.fileno())
+
+    with ThreadPoolExecutor(threads) as pool:
+        for name, step in (("dealt", deal), ("permuted", permute)):
+            waiting = [each for each in columns if each.path.name not in state[name]]
+            done = pool.map(step, waiting)
+            for column, _ in zip(waiting, done, strict=True):
+                state[name].append(column.path.name)
+                work.save()
+                if step is permute:
+                    _dealt(column).unlink(missing_ok=True)
+                stage.update(len(state["dealt"]) + len(state["permuted"]))
+
+
+def _dealt(column: StagedColumn) -> Path:
+    return column.path.with_name(f"{column.path.name}.dealt")
+
+
+def _write_at(descriptor: int, values: np.ndarray, offset: int) -> None:
+    data = bytes_of(values)
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,176 @@
+"""Spark behind the interface of `preproc/engine.py`: the same SQL, on a cluster.
+
+`python -m preproc engine=spark` starts it on this machine; `spark-submit` gives it a cluster, whose
+workers must see sources and `temp_directory` under the same paths. docs/preprocessing.md has both,
+and the settings of the RAPIDS accelerator.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from configs.preproc_schema import OnBad, PreprocConfig
+from configs.table_schema import Source
+from preproc.engine import nulls_first
+from preproc.raw_files import RawFile
+from preproc.table_sql import quoted
+from preproc.work import memory_bytes
+
+
+class SparkEngine:
+    """With `threads` that many threads of this machine and `memory_limit`; else the cluster given."""
+
+    # Small columns leave most of a cluster idle.
+    columns_at_once = 8
+
+    def __init__(self, config: PreprocConfig, directory: Path) -> None:
+        session = SparkSession.builder.appName("preproc")
+        # Without `threads` everything is as spark-submit, or Spark's own configuration, says.
+        if config.threads:
+            session = (
+                session.master(f"local[{config.threads}]")
+                .config("spark.sql.shuffle.partitions", config.threads)
+                .config("spark.ui.enabled", "false")
+                .config("spark.ui.showConsoleProgress", "false")
+                .config("spark.driver.memory", f"{max(memory_bytes(config) >> 20, 512)}m")
+                .config("spark.local.dir", str(directory / "spill"))
+            )
+        self._spark = session.getOrCreate()
+        # Identifiers in double quotes, as in DuckDB; text comes as text, never as another type.
+        self._spark.conf.set("spark.sql.ansi.enabled", "true")
+        self._spark.conf.set("spark.sql.ansi.doubleQuotedIdentifiers", "true")
+        self._spark.conf.set("spark.sql.session.timeZone", "UTC")
+        self._spark.sparkContext.setLogLevel("ERROR")
+        self._on_bad = config.on_bad
+        self._sql(
+            "CREATE OR REPLACE TEMPORARY FUNCTION hex_number(digits STRING) RETURNS BIGINT "
+            "RETURN CAST(conv(digits, 16, 10) AS BIGINT)"
+        )
+        # split() takes a regular expression; \\Q and \\E make it literal.
+        self._sql(
+            "CREATE OR REPLACE TEMPORARY FUNCTION split_text(value STRING, separator STRING) "
+            "RETURNS ARRAY<STRING> RETURN split(value, concat('\\\\Q', separator, '\\\\E'))"
+        )
+
+    def read(self, name: str, source: Source, files: list[RawFile]) -> None:
+        """Read each file by itself; `order_` is its place in the file, by block and within it."""
+        parts = []
+        for number, file in enumerate(files):
+            if file.compression == "zstd":
+                raise ValueError(f"{file.path}: Spark reads plain text and gzip; unpack it first")
+            path = str(file.path.absolute())
+            if source.format == "parquet":
+                frame = self._spark.read.parquet(path)
+                names = frame.columns
+            else:
+                frame, names = self._text(source, path)
+            parts.append(
+                frame.select(
+                    F.lit(number).alias("file_"),
+                    # Blocks stand at their offset; the rows of a block are read one after another.
+                    F.struct(
+                        F.col("_metadata.file_block_start"), F.monotonically_increasing_id()
+                    ).alias("order_"),
+                    *(F.col(f"`{each}`") for each in names),
+                )
+            )
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = whole.unionByName(part)
+        whole.createOrReplaceTempView(quoted(name) if not name.isidentifier() else name)
+
+    def _text(self, source: Source, path: str) -> tuple[DataFrame, list[str]]:
+        csv = source.format == "csv"
+        reader = self._spark.read.option("header", source.header)
+        reader = reader.option("sep", source.delimiter if csv else "\t")
+        # An empty quote turns quoting off; Spark writes it as the null character.
+        reader = reader.option("quote", '"' if csv else "\u0000").option(
+            "escape", '"' if csv else "\u0000"
+        )
+        reader = reader.option(
+            "mode", "FAILFAST" if self._on_bad is OnBad.fail else "DROPMALFORMED"
+        )
+        reader = reader.option("nullValue", "").option("emptyValue", "")
+        names = source.columns or reader.csv(path).columns
+        schema = ", ".join(f"`{column}` STRING" for column in names)
+        return reader.schema(schema).csv(path), names
+
+    def number(self, query: str, order_by: list[str], path: Path) -> None:
+        """Sort over partitions, then number them: no single task sees all rows."""
+        ordered = path.with_name(f"{path.name}.ordered")
+        frame = self._sql(f"SELECT * FROM ({query}) ORDER BY {nulls_first(order_by)}")
+        frame = frame.withColumn("id_", F.monotonically_increasing_id())
+        self._write(frame, ordered)
+        stored = self._spark.read.parquet(str(ordered)).withColumn("part_", F.shiftright("id_", 33))
+        counts = sorted(
+            (row["part_"], row["count"]) for row in stored.groupBy("part_").count().collect()
+        )
+        firsts, total = {}, 0
+        for part, count in counts:
+            firsts[part] = total
+            total += count
+        starts = (
+            F.create_map(*(F.lit(each) for pair in firsts.items() for each in pair))
+            if firsts
+            else F.lit(None)
+        )
+        # Within a partition the lower 33 bits count the rows.
+        row = F.element_at(starts, F.col("part_")) + F.col("id_").bitwiseAND(2**33 - 1)
+        names = [each for each in stored.columns if each not in ("id_", "part_")]
+        numbered = stored.select(row.cast("bigint").alias("row_"), *names)
+        self._write(numbered, path)
+        shutil.rmtree(ordered)
+
+    def write(self, query: str, path: Path) -> None:
+        """Write Parquet files, one a partition."""
+        self._write(self._sql(query), path)
+
+    def _write(self, frame: DataFrame, path: Path) -> None:
+        temporary = path.with_name(f"{path.name}.new")
+        try:
+            frame.write.mode("overwrite").parquet(str(temporary))
+        except PySparkException as error:
+            raise _explained(error) from None
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+
+    def _sql(self, query: str) -> DataFrame:
+        try:
+            return self._spark.sql(query)
+        except PySparkException as error:
+            raise _explained(error) from None
+
+    def view(self, name: str, path: Path) -> None:
+        """Read all Parquet files below `path`."""
+        self._spark.read.parquet(str(path)).createOrReplaceTempView(name)
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Return the rows as Python values."""
+        try:
+            return [tuple(row) for row in self._sql(query).collect()]
+        except PySparkException as error:
+            raise _explained(error) from None
+
+    def rejected(self) -> list[tuple[str, int, str, str]]:
+        """Return nothing: Spark drops such lines without a word, so their columns are its to judge."""
+        return []
+
+    def exploded(self, relation: str, row: str, column: str) -> str:
+        """Explode the list with its positions."""
+        return (
+            f"SELECT {row}, position_, nullif(CAST(item_ AS STRING), '') AS value FROM "
+            f"(SELECT {row}, posexplode({column}) AS (position_, item_) FROM {relation})"
+        )
+
+    def close(self) -> None:
+        """Leave the session to whoever started it: it ends with the process."""
+
+
+def _explained(error: PySparkException) -> Exception:
+    """Return the first lines of a Spark error, which says in them what is wrong."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return ValueError(f"Spark: {' '.join(lines[:2])}")

@@ -1,0 +1,77 @@
+"""Columns on disk between the stages: bare arrays that grow, can be cut, and are read in pieces."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+
+def bytes_of(values: np.ndarray) -> memoryview:
+    """Return the bytes of an array, row-major."""
+    # An empty array cannot be cast.
+    return memoryview(np.ascontiguousarray(values)).cast("B") if values.size else memoryview(b"")
+
+
+class StagedColumn:
+    """One file of fixed-width rows.
+
+    Attributes:
+        path: the file.
+        dtype: of an item.
+        width: items a row.
+    """
+
+    def __init__(self, path: Path, dtype: str, width: int = 1) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.width = width
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes a row."""
+        return self.dtype.itemsize * self.width
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return rows [stop - start] or [stop - start, width]."""
+        values = np.fromfile(
+            self.path, self.dtype, (stop - start) * self.width, offset=start * self.row_bytes
+        )
+        assert len(values) == (stop - start) * self.width, f"{self.path} is too short"
+        return values if self.width == 1 else values.reshape(-1, self.width)
+
+    def chunks(self, rows: range, size: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first row and the values of pieces of `rows`."""
+        for start in range(rows.start, rows.stop, size):
+            yield start, self.read(start, min(start + size, rows.stop))
+
+
+class ColumnAppender:
+    """Appends to the files of several staged columns, all at the same row."""
+
+    def __init__(self, columns: list[StagedColumn], num_rows: int) -> None:
+        """Open the columns and cut what stands behind row `num_rows`."""
+        self._columns = columns
+        self._streams = []
+        for column in columns:
+            stream = column.path.open("r+b" if column.path.exists() else "wb", buffering=0)
+            stream.truncate(num_rows * column.row_bytes)
+            stream.seek(0, os.SEEK_END)
+            self._streams.append(stream)
+
+    def append(self, values: list[np.ndarray]) -> None:
+        """Append to each column its array."""
+        for stream, each in zip(self._streams, values, strict=True):
+            data = bytes_of(each)
+            while data:
+                data = data[stream.write(data) :]
+
+    def sync(self) -> None:
+        """Return once everything is on the disk."""
+        for stream in self._streams:
+            os.fsync(stream.fileno())
+
+    def close(self) -> None:
+        """Close the files."""
+        for stream in self._streams:
+            stream.close()

@@ -1,0 +1,517 @@
+"""Any table to a dataset directory: sources, SQL, and an engine that runs it.
+
+stage: the query's rows get a number and go to Parquet. order: splits stand one after another, the
+training rows first, shuffled if asked for. fit: statistics and vocabularies of the training rows,
+or those of an earlier run (`mode=transform`). encode: ids, numbers. write: the dataset's files.
+Each relation that is written is on record, so a run that was killed goes on behind the last one.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from configs.preproc_schema import EngineName, OnBad, PreprocConfig, PreprocMode, VocabularyRows
+from configs.table_schema import Categorical, TableConfig, transform_of
+from dataloading.feature_spec import CategoricalFeature
+from preproc.engine import DuckDBEngine, Engine
+from preproc.fitted import copy_vocabulary, load_fitted, save_fitted
+from preproc.output import finish_dataset
+from preproc.raw_files import RawFile, find_files, refuse_copies
+from preproc.report import (
+    COVERAGE_LIMITS,
+    ColumnSummary,
+    Progress,
+    SplitSummary,
+    print_columns,
+    print_result,
+    print_splits,
+)
+from preproc.report_files import write_report
+from preproc.sql import count_values, coverage
+from preproc.table_files import TableFiles
+from preproc.table_sql import (
+    bucket,
+    extremes,
+    fixed_point_sums,
+    kept_values,
+    mean_and_deviation,
+    not_a_number,
+    number_of,
+    quoted,
+    random_number,
+    split_of,
+    text,
+    transformed,
+    value_of,
+)
+from preproc.work import (
+    Work,
+    check_disk,
+    first_line,
+    growing_dataset,
+    work_directory,
+    work_directory_of,
+)
+
+REJECTED = "rejected.tsv"
+SPLIT_NAMES = ("train", "test", "validation")
+
+
+def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -> None:
+    """Write the dataset that `table` describes and print its summary.
+
+    Raises:
+        ValueError: sources, columns or rows that are not as described; SQL that an engine refuses;
+            a split without rows; too little disk or memory.
+    """
+    assert config.output is not None
+    output = Path(config.output).resolve()
+    files = {
+        name: find_files(source.files, "source", parquet=source.format == "parquet")
+        for name, source in table.sources.items()
+    }
+    for each in files.values():
+        refuse_copies(each)
+    every = [file for each in files.values() for file in each]
+    identity = _identity(config, table, every)
+    with work_directory(config, output, identity) as work:
+        if not work.has_progress:
+            # Staged, sorted and numbered, encoded: each about as large as the plain text.
+            packed = sum(
+                file.path.stat().st_size * (1 if file.compression == "none" else 3)
+                for file in every
+            )
+            check_disk(work_directory_of(config, output).parent, 3.0 * packed, "the run")
+        engine = _engine(config, work.directory)
+        try:
+            run = _Run(config, table, engine, work, progress, files)
+            rows = run.build(output)
+        finally:
+            engine.close()
+    print_result(progress.console, progress, output, rows)
+
+
+def _engine(config: PreprocConfig, directory: Path) -> Engine:
+    if config.engine is EngineName.duckdb:
+        return DuckDBEngine(config, directory)
+    try:
+        from preproc.spark_engine import SparkEngine
+    except ImportError:
+        raise ValueError(
+            "engine=spark needs PySpark and Java 17: pip install -e .[spark]; or take engine=duckdb"
+        ) from None
+    return SparkEngine(config, directory)
+
+
+def _identity(config: PreprocConfig, table: TableConfig, files: list[RawFile]) -> dict[str, Any]:
+    keys = ("train_fraction", "frequency_limit", "vocabulary", "numerical_dtype", "shuffle")
+    options = {key: getattr(config, key) for key in (*keys, "on_bad", "seed", "mode", "fitted")}
+    return {
+        "options": {key: getattr(value, "name", value) for key, value in options.items()},
+        "table": asdict(table),
+        "engine": config.engine.name,
+        "files": [
+            [str(file.path.resolve()), file.path.stat().st_size, file.path.stat().st_mtime_ns]
+            for file in files
+        ],
+    }
+
+
+@dataclass(slots=True)
+class _Values:
+    """What is known of a categorical: names of its relations, its summary, rows of its table."""
+
+    relation: str
+    summary: ColumnSummary
+    num_embeddings: int
+    vocabulary: str | None
+
+
+class _Run:
+    """One run: the relations that it writes have the names of their directories."""
+
+    def __init__(
+        self,
+        config: PreprocConfig,
+        table: TableConfig,
+        engine: Engine,
+        work: Work,
+        progress: Progress,
+        files: dict[str, list[RawFile]],
+    ) -> None:
+        self.config = config
+        self.table = table
+        self.engine = engine
+        self.work = work
+        self.progress = progress
+        self.files = files
+        self.splits: dict[str, range] = {}
+        self._recording = Lock()
+
+    def build(self, output: Path) -> int:
+        """Write everything and return the number of rows."""
+        config, table = self.config, self.table
+        fitted = load_fitted(config, table) if config.mode is PreprocMode.transform else None
+        with self.progress.stage(f"stage with {config.engine.name}") as stage:
+            num_bad = self._stage()
+            self._order()
+            num_rows = max(rows.stop for rows in self.splits.values())
+            stage.name += f": {num_rows:,} rows" + (
+                f", {num_bad:,} bad ones left out" if num_bad else ""
+            )
+        counted = (
+            self.splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
+        )
+        with self.progress.stage("fit and transform numericals"):
+            statistics = fitted["statistics"] if fitted else {}
+            columns = self._numericals(statistics, counted, fit=fitted is None)
+        dataset = growing_dataset(output)
+        with self.progress.stage("count, rank and encode categoricals") as stage:
+            stage.total = len(table.categorical)
+            values = {}
+            with ThreadPoolExecutor(self.engine.columns_at_once) as pool:
+                found = pool.map(
+                    lambda numbered: self._categorical(*numbered, counted, fitted),
+                    enumerate(table.categorical),
+                )
+                for feature, each in zip(table.categorical, found, strict=True):
+                    values[feature.name] = each
+                    stage.detail = feature.name
+                    stage.update(len(values))
+        columns |= {name: each.summary for name, each in values.items()}
+        for name in ("vocabulary", *self.splits):
+            (dataset / name).mkdir(parents=True, exist_ok=True)
+        categorical = [
+            CategoricalFeature.of(
+                feature.name,
+                values[feature.name].num_embeddings,
+                feature.hotness if feature.is_list else 1,
+            )
+            for feature in table.categorical
+        ]
+        with (
+            self.progress.stage("write") as stage,
+            TableFiles(self.work, dataset, self.splits) as files,
+        ):
+            clicks = files.write_labels("rows_")
+            if table.numerical:
+                dtype = config.numerical_dtype.name
+                files.write_numericals("numerical_", [n.name for n in table.numerical], dtype)
+            zeros = {split: {} for split in self.splits}
+            ids = {split: {} for split in self.splits}
+            for number, feature in enumerate(categorical):
+                found = files.write_ids(
+                    f"encoded_{number}", feature, table.categorical[number].is_list
+                )
+                for split, (total, zero) in found.items():
+                    ids[split][feature.name], zeros[split][feature.name] = total, zero
+                source = values[feature.name].vocabulary
+                if source:
+                    files.write_vocabulary(source, feature.name)
+            records = files.records
+        summaries = {
+            split: SplitSummary(len(rows), clicks[split], zeros[split])
+            for split, rows in self.splits.items()
+        }
+        self._count_unseen(summaries, values, ids)
+        if config.on_bad is OnBad.quarantine:
+            self._write_bad(dataset)
+        save_fitted(dataset, table, statistics)
+        counted_name = "the fitted run's" if fitted else config.vocabulary.name
+        write_report(
+            dataset,
+            columns,
+            summaries,
+            counted=counted_name,
+            frequency_limit=config.frequency_limit,
+            bad_rows=num_bad,
+            plot=config.plot,
+        )
+        finish_dataset(
+            dataset,
+            output,
+            categorical=categorical,
+            numerical=tuple(feature.name for feature in table.numerical),
+            numerical_dtype=config.numerical_dtype.name,
+            label=table.label.name,
+            rows={split: len(rows) for split, rows in self.splits.items()},
+            files=records,
+            metadata={
+                "frequency_limit": config.frequency_limit,
+                "vocabulary_rows": config.vocabulary.name,
+            }
+            | ({"shuffle_seed": config.seed} if config.shuffle else {}),
+        )
+        print_columns(self.progress.console, columns, summaries, f"{counted_name} rows")
+        print_splits(self.progress.console, summaries)
+        return num_rows
+
+    def _once(self, name: str, write: Callable[[Path], None]) -> None:
+        """Write relation `name` unless it is on record, then make it visible to queries."""
+        done = self.work.state.setdefault("relations", [])
+        path = self.work.directory / name
+        if name not in done:
+            write(path)
+            with self._recording:
+                done.append(name)
+                self.work.save()
+        self.engine.view(name, path)
+
+    def _query(self, name: str, query: str) -> None:
+        self._once(name, lambda path: self.engine.write(query, path))
+
+    def _stage(self) -> int:
+        """Write relation `staged_`, the good rows numbered; return how many are bad."""
+        table, relations = self.table, self.work.state.setdefault("relations", [])
+        if "all_" not in relations:
+            for name, source in table.sources.items():
+                self.engine.read(name, source, self.files[name])
+        if table.query:
+            rows, order = table.query, table.order_by
+            file = "0"
+        else:
+            rows, order = f"SELECT * FROM {quoted(next(iter(table.sources)))}", ["file_", "order_"]
+            file = "file_"
+        label = table.label.expression or quoted(table.label.name)
+        said = f"lower(CAST(({label}) AS STRING))"
+        values = [f"{file} AS file_"] if table.query else ["file_", "order_"]
+        values.append(
+            f"CASE WHEN {said} IN ('1', '1.0', 'true') THEN 1 "
+            f"WHEN {said} IN ('0', '0.0', 'false') THEN 0 END AS label_"
+        )
+        values += [f"{number_of(each)} AS n{i}" for i, each in enumerate(table.numerical)]
+        values += [f"{value_of(each)} AS c{i}" for i, each in enumerate(table.categorical)]
+        if table.split.by == "column":
+            values.append(f"CAST(({table.split.expression}) AS STRING) AS split_")
+        reasons = [f"WHEN {said} IS NULL THEN 'the label is missing'"]
+        reasons.append(
+            f"WHEN {said} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
+            f"THEN 'the label is ' || {said} || ', wanted 0 or 1'"
+        )
+        for each in table.numerical:
+            shown = f"CAST(({each.expression or quoted(each.name)}) AS STRING)"
+            reasons.append(
+                f"WHEN {not_a_number(each)} THEN {text(each.name + ' is ')} || {shown} "
+                "|| ', wanted a number'"
+            )
+        checked = f"SELECT {', '.join(values)}, CASE {' '.join(reasons)} END AS bad_"
+        if table.query:
+            keys = ", ".join(f"({each}) AS key{i}_" for i, each in enumerate(order))
+            checked += f", {keys} FROM ({rows})"
+            order = [f"key{i}_" for i in range(len(order))]
+        else:
+            checked += f" FROM ({rows})"
+        self._once("all_", lambda path: self._number_all(checked, order, path))
+        ((num_bad,),) = self.engine.rows("SELECT count(bad_) FROM all_")
+        if num_bad and self.config.on_bad is OnBad.fail:
+            self._refuse_bad()
+        if num_bad:
+            kept = self._columns("split_") if table.split.by == "column" else self._columns()
+            query = f"SELECT {kept}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
+            self._once("staged_", lambda path: self.engine.number(query, ["all_row_"], path))
+        else:
+            self.engine.view("staged_", self.work.directory / "all_")
+        return num_bad + self.work.state["rejected"]
+
+    def _number_all(self, query: str, order: list[str], path: Path) -> None:
+        """Write `query` numbered, and what the engine could not read beside it."""
+        self.engine.number(query, order, path)
+        rejected = self.engine.rejected()
+        self.work.state["rejected"] = len(rejected)
+        with (self.work.directory / REJECTED).open("w") as stream:
+            for file, line, reason, raw in rejected:
+                stream.write(f"{file}\t{line}\t{first_line(reason)}\t{raw}\n")
+
+    def _columns(self, *more: str) -> str:
+        numbers = [f"n{i}" for i in range(len(self.table.numerical))]
+        values = [f"c{i}" for i in range(len(self.table.categorical))]
+        return ", ".join(["file_", "label_", *numbers, *values, *more])
+
+    def _refuse_bad(self) -> None:
+        (row, file, reason), *_ = self.engine.rows(
+            "SELECT row_, file_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
+        )
+        self.work.forget()
+        where = "the query's result"
+        if not self.table.query:
+            where = str(next(iter(self.files.values()))[file].path)
+            ((first,),) = self.engine.rows(f"SELECT min(row_) FROM all_ WHERE file_ = {file}")
+            row -= first
+        raise ValueError(
+            f"{where}, row {row + 1}: {reason}; correct or remove it, or set on_bad=quarantine"
+        )
+
+    def _write_bad(self, dataset: Path) -> None:
+        rows = self.engine.rows(
+            "SELECT file_, row_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_"
+        )
+        paths = [file.path for file in next(iter(self.files.values()))]
+        with (dataset / "bad_rows.tsv").open("w") as stream:
+            for file, row, reason in rows:
+                where = "query" if self.table.query else paths[file]
+                stream.write(f"{where}\t{row + 1}\t{reason}\n")
+            stream.write((self.work.directory / REJECTED).read_text())
+
+    def _order(self) -> None:
+        """Write relation `rows_`: numbered so that each split is one range, the training rows first."""
+        rule, config = self.table.split, self.config
+        ((rows, last),) = self.engine.rows("SELECT count(*), max(file_) FROM staged_")
+        ((last_rows,),) = self.engine.rows(
+            f"SELECT count(*) FROM staged_ WHERE file_ = {last if last is not None else 0}"
+        )
+        expression = split_of(rule, rows, last_rows, config.train_fraction, config.seed)
+        staged = f"(SELECT *, {expression} AS name_ FROM staged_)"
+        found = dict(self.engine.rows(f"SELECT name_, count(*) FROM {staged} GROUP BY name_"))
+        unknown = sorted(set(found) - {*SPLIT_NAMES, None})
+        problem = None
+        if unknown:
+            problem = f"got split {unknown[0]!r}, want {', '.join(SPLIT_NAMES)} or null"
+        for name in ("train", "test"):
+            if not found.get(name):
+                problem = problem or f"no rows are left for {name} of {rows}; change the split"
+        if problem:
+            self.work.forget()
+            raise ValueError(f"table.split: {problem}")
+        start = 0
+        for name in SPLIT_NAMES:
+            if found.get(name):
+                self.splits[name] = range(start, start + found[name])
+                start += found[name]
+        if rule.by in ("fraction", "last_file") and not config.shuffle:
+            # Already in this order.
+            path = "staged_" if "staged_" in self.work.state["relations"] else "all_"
+            self.engine.view("rows_", self.work.directory / path)
+            self.work.state["rows_in"] = path
+            return
+        rank = " ".join(f"WHEN {text(name)} THEN {i}" for i, name in enumerate(SPLIT_NAMES))
+        number = random_number(config.seed, "row_ + 1000000007")
+        place = f"CASE WHEN name_ = 'train' THEN {number} ELSE 0 END" if config.shuffle else "0"
+        query = (
+            f"SELECT {self._columns()}, CASE name_ {rank} END AS rank_, {place} AS place_, "
+            f"row_ AS before_ FROM {staged} WHERE name_ IS NOT NULL"
+        )
+        self._once(
+            "rows_", lambda path: self.engine.number(query, ["rank_", "place_", "before_"], path)
+        )
+        self.work.state["rows_in"] = "rows_"
+
+    def _of(self, rows: range, relation: str = "rows_") -> str:
+        return f"(SELECT * FROM {relation} WHERE row_ >= {rows.start} AND row_ < {rows.stop})"
+
+    def _numericals(
+        self, statistics: dict[str, Any], counted: range, fit: bool
+    ) -> dict[str, ColumnSummary]:
+        """Write relation `numerical_`; fill `statistics` with what was fitted on training rows."""
+        features = self.table.numerical
+        if not features:
+            return {}
+        train = self._of(self.splits["train"])
+        expressions = []
+        for number, feature in enumerate(features):
+            expression = f"n{number}"
+            fitted = statistics.setdefault(feature.name, [])
+            for place, transform in enumerate(feature.transforms):
+                if fit:
+                    fitted.append(self._fit(transform, expression, train))
+                expression = transformed(expression, transform, fitted[place])
+            expressions.append(f"CAST(coalesce({expression}, 0) AS FLOAT) AS n{number}")
+        self._query("numerical_", f"SELECT row_, {', '.join(expressions)} FROM rows_ ORDER BY row_")
+        present = ", ".join(f"count(n{i})" for i in range(len(features)))
+        (counts,) = self.engine.rows(f"SELECT {present} FROM {self._of(counted)}")
+        return {
+            feature.name: ColumnSummary(1 - count / len(counted), rows=len(counted))
+            for feature, count in zip(features, counts, strict=True)
+        }
+
+    def _fit(self, transform: Any, expression: str, train: str) -> list[float]:
+        """Return the two numbers of a fitted transform, none of the others."""
+        name, _ = transform_of(transform)
+        if name not in ("minmax", "standardise"):
+            return []
+        ((count, low, high),) = self.engine.rows(extremes(expression, train))
+        if not count:
+            return [0.0, 1.0]
+        if name == "minmax":
+            return [low, high - low]
+        ((first, second),) = self.engine.rows(fixed_point_sums(expression, low, high, train))
+        return list(mean_and_deviation(count, low, high, (int(first), int(second))))
+
+    def _categorical(
+        self, number: int, feature: Categorical, counted: range, fitted: dict[str, Any] | None
+    ) -> _Values:
+        """Write relations `vocabulary_<number>` and `encoded_<number>`."""
+        relation, position = f"(SELECT row_, c{number} AS value FROM rows_)", ""
+        if feature.is_list:
+            self._query(f"items_{number}", self.engine.exploded("rows_", "row_", f"c{number}"))
+            relation, position = f"items_{number}", ", r.position_"
+        counted_values = self._of(counted, relation)
+        if feature.buckets:
+            ids = bucket("r.value", feature.buckets)
+            query = f"SELECT r.row_{position}, CAST({ids} AS INTEGER) AS id FROM {relation} AS r"
+            self._query(f"encoded_{number}", f"{query} ORDER BY r.row_{position}")
+            ((seen, distinct),) = self.engine.rows(
+                f"SELECT count(value), count(DISTINCT value) FROM {counted_values}"
+            )
+            missing = self._missing(feature, seen, len(counted), number, counted)
+            summary = ColumnSummary(missing, distinct, feature.buckets, rows=len(counted))
+            return _Values(relation, summary, feature.buckets + 1, None)
+        name = f"vocabulary_{number}"
+        limit = self.config.frequency_limit
+        limit = limit if feature.frequency_limit is None else feature.frequency_limit
+        self._query(f"counts_{number}", count_values("value", counted_values))
+        if fitted:
+            self._once(name, lambda path: copy_vocabulary(fitted["directory"], feature.name, path))
+        else:
+            kept = kept_values(f"counts_{number}", limit, feature.max_size)
+            self._query(name, f"{kept} ORDER BY id")
+        self._query(
+            f"encoded_{number}",
+            f"SELECT r.row_{position}, CAST(coalesce(v.id, 0) AS INTEGER) AS id "
+            f"FROM {relation} AS r LEFT JOIN {name} AS v ON r.value = v.value "
+            f"ORDER BY r.row_{position}",
+        )
+        summary = coverage(f"counts_{number}", COVERAGE_LIMITS)
+        (found,) = self.engine.rows(
+            f"SELECT * FROM ({summary}) CROSS JOIN (SELECT count(*) FROM {name})"
+        )
+        distinct, seen, *covered, kept_rows = [int(each or 0) for each in found]
+        pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
+        missing = self._missing(feature, seen, len(counted), number, counted)
+        summary = ColumnSummary(missing, distinct, kept_rows, pairs, len(counted))
+        return _Values(relation, summary, kept_rows + 1, name)
+
+    def _missing(
+        self, feature: Categorical, seen: int, rows: int, number: int, counted: range
+    ) -> float:
+        """Return the part of rows without any value."""
+        if feature.is_list:
+            ((seen,),) = self.engine.rows(
+                f"SELECT count(DISTINCT row_) FROM {self._of(counted, f'items_{number}')} "
+                "WHERE value IS NOT NULL"
+            )
+        return 1 - seen / rows
+
+    def _count_unseen(
+        self,
+        summaries: dict[str, SplitSummary],
+        values: dict[str, _Values],
+        ids: dict[str, dict[str, int]],
+    ) -> None:
+        """Note how many values of each split have no id."""
+        names = [feature.name for feature in self.table.categorical]
+        lists = [f.name for f in self.table.categorical if f.is_list]
+        single = [f"count(c{i})" for i, name in enumerate(names) if name not in lists]
+        for split, rows in self.splits.items():
+            present = {}
+            if single:
+                (found,) = self.engine.rows(f"SELECT {', '.join(single)} FROM {self._of(rows)}")
+                present = dict(zip((n for n in names if n not in lists), found, strict=True))
+            for name in lists:
+                ((present[name],),) = self.engine.rows(
+                    f"SELECT count(value) FROM {self._of(rows, values[name].relation)}"
+                )
+            unseen = {name: present[name] - ids[split][name] for name in names}
+            summaries[split].unseen |= unseen

@@ -1,0 +1,141 @@
+"""The files of a table dataset, from what an engine wrote as Parquet: the same bytes from any engine."""
+
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+
+from dataloading.feature_spec import CategoricalFeature
+from preproc.output import GrowingFile
+from preproc.table_sql import text
+from preproc.work import Work
+
+CHUNK_ROWS = 1 << 20
+
+
+class TableFiles:
+    """Writes the files of all splits.
+
+    Attributes:
+        records: bytes and CRC-32 of each file written.
+    """
+
+    def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
+        self._directory = work.directory
+        self._rows_in = work.state["rows_in"]
+        self._dataset = dataset
+        self._splits = splits
+        self.records: dict[str, dict[str, Any]] = {}
+        self._connection = duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})
+        self._connection.execute("SET preserve_insertion_order = true")
+
+    def __enter__(self) -> "TableFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def _chunks(self, relation: str, columns: str, rows: range, order: str = "row_"):
+        """Yield the first row and the columns of pieces of `rows`; relations are stored in order."""
+        files = text(str(self._directory / relation / "*.parquet"))
+        for start in range(rows.start, rows.stop, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, rows.stop)
+            yield (
+                range(start, stop),
+                self._connection.execute(
+                    f"SELECT {columns} FROM read_parquet({files}) "
+                    f"WHERE row_ >= {start} AND row_ < {stop} ORDER BY {order}"
+                ).fetchnumpy(),
+            )
+
+    def write_labels(self, relation: str) -> dict[str, int]:
+        """Write the labels of relation `rows_`; return the clicks of each split."""
+        clicks = {}
+        for split, rows in self._splits.items():
+            clicks[split] = 0
+            with GrowingFile(self._dataset, f"{split}/label.bin") as file:
+                for part, chunk in self._chunks(self._rows_in, "label_", rows):
+                    values = np.asarray(chunk["label_"], np.uint8)
+                    assert len(values) == len(part), relation
+                    clicks[split] += int(values.sum())
+                    file.append(values)
+            self.records |= file.record
+        return clicks
+
+    def write_numericals(self, relation: str, names: list[str], dtype: str) -> None:
+        """Write the numericals, row-major; ValueError for one that `dtype` cannot hold."""
+        columns = ", ".join(f"n{i}" for i in range(len(names)))
+        for split, rows in self._splits.items():
+            with GrowingFile(self._dataset, f"{split}/numerical.bin") as file:
+                for part, chunk in self._chunks(relation, columns, rows):
+                    with np.errstate(over="ignore"):
+                        values = np.stack(
+                            [np.asarray(each).astype(dtype) for each in chunk.values()], axis=1
+                        )
+                    assert len(values) == len(part)
+                    if not np.isfinite(values).all():
+                        row, column = np.argwhere(~np.isfinite(values))[0]
+                        raise ValueError(
+                            f"numerical feature '{names[column]}': "
+                            f"{chunk[f'n{column}'][row]} is not finite as {dtype}; scale or clip "
+                            "it, or set numerical_dtype=float32"
+                        )
+                    file.append(values)
+            self.records |= file.record
+
+    def write_ids(
+        self, relation: str, feature: CategoricalFeature, is_list: bool
+    ) -> dict[str, tuple[int, int]]:
+        """Write the ids of a feature; return for each split its ids that are not 0, and zeros."""
+        found = {}
+        dtype = feature.dtype.newbyteorder("<")
+        for split, rows in self._splits.items():
+            nonzero = zeros = total = 0
+            with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
+                offsets = GrowingFile(self._dataset, f"{split}/{feature.name}.offsets.bin")
+                if feature.hotness is None:
+                    offsets.__enter__()
+                    offsets.append(np.zeros(1, "<i8"))
+                order = "row_, position_" if is_list else "row_"
+                for part, chunk in self._chunks(relation, "row_, id", rows, order):
+                    ids = np.asarray(chunk["id"], np.int32)
+                    nonzero += int(np.count_nonzero(ids))
+                    if is_list:
+                        lengths = np.bincount(chunk["row_"] - part.start, minlength=len(part))
+                        if feature.hotness is None:
+                            ends = total + np.cumsum(lengths, dtype=np.int64)
+                            offsets.append(ends.astype("<i8"))
+                            total += len(ids)
+                        else:
+                            ids = _fixed(ids, lengths, feature.hotness)
+                    else:
+                        assert len(ids) == len(part), feature.name
+                    zeros += ids.size - int(np.count_nonzero(ids))
+                    file.append(ids.astype(dtype))
+                if feature.hotness is None:
+                    offsets.__exit__(None)
+                    self.records |= offsets.record
+            self.records |= file.record
+            found[split] = (nonzero, zeros)
+        return found
+
+    def write_vocabulary(self, relation: str, name: str) -> None:
+        """Write vocabulary/NAME.parquet: value, id and count, in the order of ids."""
+        files = text(str(self._directory / relation / "*.parquet"))
+        path = text(str(self._dataset / "vocabulary" / f"{name}.parquet"))
+        self._connection.execute(
+            "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "
+            f"CAST(count AS BIGINT) AS count FROM read_parquet({files}) ORDER BY id) TO {path} "
+            "(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
+        )
+
+
+def _fixed(ids: np.ndarray, lengths: np.ndarray, hotness: int) -> np.ndarray:
+    """Return ids [rows, hotness]: what is too long is cut, what is too short is filled with 0."""
+    place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    fixed = np.zeros((len(lengths), hotness), ids.dtype)
+    inside = place < hotness
+    fixed[row[inside], place[inside]] = ids[inside]
+    return fixed

@@ -1,0 +1,142 @@
+"""The transformations of table datasets, as SQL that DuckDB and Spark both take, word for word.
+
+What the two call differently stands behind functions that each engine defines for itself:
+`hex_number(text)`, `split_text(text, separator)`. Sums are taken over whole numbers, so that they
+do not depend on the order in which an engine adds.
+
+A value's text is what is counted; the empty text is missing, as null is.
+"""
+
+from fractions import Fraction
+
+from configs.table_schema import Categorical, Numerical, SplitRule, transform_of
+from preproc.sql import vocabulary
+
+# Stands between the values of a cross; no text holds it.
+UNIT_SEPARATOR = "chr(31)"
+FIXED_POINT = 2.0**40
+
+
+def quoted(name: str) -> str:
+    """Return an identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def text(value: str) -> str:
+    """Return a literal."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def double(value: float) -> str:
+    """Return a literal that both engines read as the same double."""
+    return f"CAST('{float(value)!r}' AS DOUBLE)"
+
+
+def value_of(feature: Categorical) -> str:
+    """Return the expression of a categorical's text, or of its list."""
+    if feature.list:
+        return feature.expression or quoted(feature.name)
+    if feature.cross:
+        parts = [f"nullif(CAST({quoted(name)} AS STRING), '')" for name in feature.cross]
+        return f" || {UNIT_SEPARATOR} || ".join(parts)
+    expression = feature.expression or quoted(feature.name)
+    value = f"nullif(CAST({expression} AS STRING), '')"
+    return f"split_text({value}, {text(feature.separator)})" if feature.separator else value
+
+
+def number_of(feature: Numerical) -> str:
+    """Return the expression of a numerical as a double before any transform; null if it is none."""
+    return f"try_cast({feature.expression or quoted(feature.name)} AS DOUBLE)"
+
+
+def not_a_number(feature: Numerical) -> str:
+    """Return the condition that a field holds something, but no number."""
+    expression = feature.expression or quoted(feature.name)
+    number = number_of(feature)
+    nothing = f"({expression}) IS NULL OR CAST({expression} AS STRING) = ''"
+    finite = f"{number} IS NOT NULL AND abs({number}) <= 1.7976931348623157e308"
+    return f"NOT ({nothing}) AND NOT ({finite})"
+
+
+def transformed(expression: str, transform: object, fitted: list[float]) -> str:
+    """Return `expression` after one transform; `fitted` are the two numbers of a fitted one."""
+    name, argument = transform_of(transform)
+    if name == "fill":
+        return f"coalesce({expression}, {double(argument)})"
+    if name == "clip":
+        low, high = map(double, argument)
+        # Without the case, least and greatest would pass over a missing value.
+        clipped = f"least(greatest({expression}, {low}), {high})"
+        return f"(CASE WHEN {expression} IS NOT NULL THEN {clipped} END)"
+    if name == "log":
+        inner = f"({expression}) + {double(argument)}"
+        return f"(CASE WHEN {inner} > 0 THEN ln({inner}) END)"
+    low, size = fitted
+    # A column of one value only has no size: it becomes 0.
+    return f"((({expression}) - {double(low)}) / {double(size or 1.0)})"
+
+
+def extremes(expression: str, rows: str) -> str:
+    """Return a query of one row: values, smallest, largest."""
+    return f"SELECT count(x), min(x), max(x) FROM (SELECT {expression} AS x FROM {rows})"
+
+
+def fixed_point_sums(expression: str, low: float, high: float, rows: str) -> str:
+    """Return a query of one row: sums of u and u * u in units of 2**-40, u = x scaled to [0, 1].
+
+    Whole numbers add up to the same sum in any order, so it is the same on any engine and cluster.
+    """
+    size = double((high - low) or 1.0)
+    unit = f"(x - {double(low)}) / {size}"
+    terms = (f"u * {double(FIXED_POINT)}", f"u * u * {double(FIXED_POINT)}")
+    sums = ", ".join(f"sum(CAST(floor({term}) AS DECIMAL(38, 0)))" for term in terms)
+    return f"SELECT {sums} FROM (SELECT {unit} AS u FROM (SELECT {expression} AS x FROM {rows}))"
+
+
+def mean_and_deviation(
+    count: int, low: float, high: float, sums: tuple[int, int]
+) -> tuple[float, float]:
+    """Return mean and standard deviation (of the population) from `fixed_point_sums`."""
+    first, second = (int(each) / FIXED_POINT / count for each in sums)
+    size = (high - low) or 1.0
+    return low + size * first, size * max(second - first * first, 0.0) ** 0.5
+
+
+def random_number(seed: int, row: str) -> str:
+    """Return an expression in [0, 1) that depends on the seed and the row's number."""
+    digits = f"substr(md5('{int(seed)}:' || CAST({row} AS STRING)), 1, 13)"
+    return f"(CAST(hex_number({digits}) AS DOUBLE) / {double(2.0**52)})"
+
+
+def split_of(
+    rule: SplitRule, rows: int, last_file_rows: int, train_fraction: float, seed: int
+) -> str:
+    """Return the expression of a row's split, over the columns `row_` and, by column, `split_`."""
+    train = rule.train if rule.train is not None else train_fraction
+    if rule.by == "column":
+        return "split_"
+    if rule.by == "random":
+        number = random_number(seed, "row_")
+        return (
+            f"CASE WHEN {number} < {double(train)} THEN 'train' "
+            f"WHEN {number} < {double(train + rule.validation)} THEN 'validation' ELSE 'test' END"
+        )
+    if rule.by == "last_file":
+        first = rows - last_file_rows
+        return (
+            f"CASE WHEN row_ < {first} THEN 'train' "
+            f"WHEN row_ < {first + last_file_rows // 2} THEN 'test' ELSE 'validation' END"
+        )
+    return f"CASE WHEN row_ < {int(rows * Fraction(str(train)))} THEN 'train' ELSE 'test' END"
+
+
+def kept_values(counts: str, frequency_limit: int, max_size: int | None) -> str:
+    """Return a query (value, id, count): the vocabulary, at most `max_size` values."""
+    query = vocabulary(counts, frequency_limit)
+    return query if max_size is None else f"SELECT * FROM ({query}) WHERE id <= {max_size}"
+
+
+def bucket(value: str, buckets: int) -> str:
+    """Return the id of a value among hash buckets: 1 to `buckets`, 0 for what is missing."""
+    digits = f"substr(md5({value}), 1, 15)"
+    return f"coalesce(hex_number({digits}) % {buckets} + 1, 0)"

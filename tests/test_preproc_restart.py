@@ -1,0 +1,250 @@
+"""A run that is killed goes on, and writes what an uninterrupted one writes; memory stays in bounds."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from preproc import parse
+from preproc.lookup import Lookup
+from preproc.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
+from preproc.staged import StagedColumn
+from tests.preproc_command import data_files, preproc, raw_line, write_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "preproc", "plot=false"]
+
+
+def noise(num_rows: int, seed: int = 0) -> list[str]:
+    """Lines of two columns with many values, and texts that are no hexadecimals now and then."""
+    draw = random.Random(seed)
+    return [
+        raw_line(
+            draw.randint(0, 1),
+            i1=draw.choice(["", draw.randint(-5, 10**12)]),
+            c1=f"{draw.randint(0, 3000):08x}",
+            c2=draw.choice(["", "x", "ffffffff", f"{draw.randint(0, 30):08x}"]),
+        )
+        for _ in range(num_rows)
+    ]
+
+
+def all_files(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("shuffle", ["false", "true"])
+def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, shuffle):
+    for day in range(3):
+        write_lines(tmp_path / f"day_{day}.gz", noise(20_000, day), compress=True)
+    options = [f"source={tmp_path}/day_*", f"shuffle={shuffle}", "frequency_limit=3", "threads=2"]
+    preproc(*options, f"output={tmp_path / 'wanted'}")
+    draw, kills = random.Random(0), 0
+    state = tmp_path / ".out.preproc" / "state.json"
+
+    def recorded() -> int:
+        with suppress(FileNotFoundError):
+            return state.stat().st_mtime_ns
+        return 0
+
+    while not (tmp_path / "out").exists():
+        run = subprocess.Popen(
+            [*COMMAND, *options, f"output={tmp_path / 'out'}"], cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+        # Some steps further than the last run, at any moment between two of them.
+        steps, last = draw.randint(2, 8), recorded()
+        while steps and run.poll() is None:
+            if recorded() != last:
+                steps, last = steps - 1, recorded()
+        time.sleep(0.03 * draw.random())
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        kills += run.returncode == -signal.SIGKILL
+        assert run.returncode in (0, -signal.SIGKILL)
+    assert kills >= 3
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+
+
+def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_path, monkeypatch):
+    lines = noise(8000)
+    source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
+    preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
+    monkeypatch.setattr(parse, "TASK_BYTES", 20_000)
+    calls = count(1)
+
+    def every_third(writer):
+        # So rows beyond the checkpoint are in the files when the run is stopped.
+        if next(calls) % 3 == 0:
+            writer.checkpoint()
+
+    monkeypatch.setattr(parse._Writer, "checkpoint_if_due", every_third)
+    blocks, offsets = parse.blocks, []
+
+    def stops(file, offset, size):
+        offsets.append(offset)
+        for number, block in enumerate(blocks(file, offset, size)):
+            if number == 8:
+                raise KeyboardInterrupt
+            yield block
+
+    monkeypatch.setattr(parse, "blocks", stops)
+    for _ in range(20):
+        if output.exists():
+            break
+        with suppress(SystemExit):
+            preproc(f"source={source}", f"output={output}", "threads=1")
+    assert len(offsets) > 2
+    assert offsets == sorted(set(offsets))
+    assert all_files(output) == all_files(tmp_path / "wanted")
+
+
+def test_other_options_begin_anew(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("preproc.criteo._write", lambda *_: (_ for _ in ()).throw(OSError("stop")))
+        with pytest.raises(SystemExit):
+            preproc(f"source={source}", f"output={output}")
+    preproc(f"source={source}", f"output={output}", "frequency_limit=5")
+    preproc(f"source={source}", f"output={tmp_path / 'wanted'}", "frequency_limit=5")
+    assert all_files(output) == all_files(tmp_path / "wanted")
+
+
+def test_shuffling_moves_whole_training_rows_and_nothing_else(tmp_path):
+    source = write_lines(tmp_path / "raw.tsv", noise(2000))
+    for name, *options in (
+        ["plain", "shuffle=false"],
+        ["one", "shuffle=true", "threads=1"],
+        ["two", "shuffle=true", "threads=2", "memory_limit=1GB"],
+        ["other", "shuffle=true", "seed=2"],
+    ):
+        preproc(f"source={source}", f"output={tmp_path / name}", *options)
+    plain, one, two, other = (data_files(tmp_path / n) for n in ("plain", "one", "two", "other"))
+    assert one == two
+    assert {name for name in plain if plain[name] != one[name]} == {
+        "train/label.bin",
+        "train/numerical.bin",
+        "train/cat_0.bin",
+        "train/cat_1.bin",
+    }
+    order = order_within(1, 0, 1800)
+    for name, dtype in (("label", "u1"), ("cat_0", "<i2"), ("cat_1", "i1")):
+        rows = np.frombuffer(plain[f"train/{name}.bin"], dtype)
+        assert one[f"train/{name}.bin"] == rows[order].tobytes()
+    numerical = np.frombuffer(plain["train/numerical.bin"], "<f2").reshape(-1, 13)
+    assert one["train/numerical.bin"] == numerical[order].tobytes()
+    assert one["train/label.bin"] != other["train/label.bin"]
+
+
+def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_path, monkeypatch):
+    from preproc import shuffle
+    from preproc.report import Stage
+    from preproc.work import Work
+
+    monkeypatch.setattr(shuffle, "BUCKET_ROWS", 1000)
+    monkeypatch.setattr(shuffle, "CHUNK_ROWS", 777)
+    column = StagedColumn(tmp_path / "rows", "<i4")
+    np.arange(10_500, dtype="<i4").tofile(column.path)
+    work = Work(tmp_path, {})
+    shuffle.shuffle_rows([column], 10_000, 5, 2, work, Stage("", print))
+    rows = column.read(0, 10_500)
+    assert (rows[10_000:] == np.arange(10_000, 10_500)).all()
+    assert (np.sort(rows[:10_000]) == np.arange(10_000)).all()
+    # Correlation of place and row, and fixed points: about 0 (sd 0.01) and about 1.
+    assert abs(np.corrcoef(np.arange(10_000), rows[:10_000])[0, 1]) < 0.05
+    assert (rows[:10_000] == np.arange(10_000)).sum() < 8
+
+
+def test_buckets_depend_on_the_rows_alone():
+    assert num_buckets(BUCKET_ROWS + 1) == 2
+    whole = buckets_of(3, 0, 5000, 7)
+    assert (np.concatenate([buckets_of(3, 0, 100, 7), buckets_of(3, 100, 5000, 7)]) == whole).all()
+    assert np.bincount(whole, minlength=7).min() > 600
+
+
+@pytest.mark.parametrize("kind", ["random", "dense", "colliding", "none"])
+def test_a_lookup_is_a_dictionary(kind):
+    draw = np.random.default_rng(0)
+    codes = {
+        "random": np.unique(draw.integers(0, 2**32 - 2, 5000).astype(np.uint32)),
+        "dense": np.arange(3000, dtype=np.uint32),
+        # The first bits of their products are all the same, so they share one bucket.
+        "colliding": (np.arange(60, dtype=np.uint32) * np.uint32(pow(2654435769, -1, 2**32))),
+        "none": np.empty(0, np.uint32),
+    }[kind]
+    draw.shuffle(codes)
+    known = codes[: len(codes) // 2]
+    wanted = dict(zip(known.tolist(), range(1, len(known) + 1), strict=True))
+    lookup = Lookup(known, np.arange(1, len(known) + 1, dtype=np.int32))
+    asked = np.concatenate([codes, codes, np.array([0, 1, 2**32 - 3], np.uint32)])
+    assert lookup(asked).tolist() == [wanted.get(code, 0) for code in asked.tolist()]
+
+
+def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "raw.tsv", noise(4000))
+    preproc(f"source={source}", f"output={tmp_path / 'whole'}")
+    monkeypatch.setattr("preproc.encode.ENTRY_BYTES", 1 << 29)
+    preproc(f"source={source}", f"output={tmp_path / 'pieces'}", "memory_limit=2GB")
+    assert data_files(tmp_path / "pieces") == data_files(tmp_path / "whole")
+
+
+def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "raw.tsv", noise(4000))
+    preproc(f"source={source}", f"output={tmp_path / 'whole'}", "frequency_limit=2")
+    monkeypatch.setattr("preproc.encode.CHUNK_ROWS", 100)
+    monkeypatch.setattr("preproc.encode.MERGE_ROWS", 150)
+    preproc(f"source={source}", f"output={tmp_path / 'merged'}", "frequency_limit=2")
+    assert all_files(tmp_path / "merged") == all_files(tmp_path / "whole")
+
+
+def test_more_values_than_fit_spill_within_the_memory_limit(tmp_path):
+    # 1.2 million distinct values in each of three columns, in 256 MB over the base of Python itself.
+    lines = [
+        f"1{chr(9) * 13}\t{i * 2654435761 % 2**32:08x}\t{i * 40503 % 2**32:08x}\t{i:08x}{chr(9) * 23}"
+        for i in range(1_200_000)
+    ]
+    source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
+    measured = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import resource, subprocess, sys\n"
+            "subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
+            "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)",
+            *COMMAND,
+            f"source={source}",
+            f"output={output}",
+            "memory_limit=450MB",
+            "threads=2",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(measured.stdout) < 450e6
+    report = json.loads((output / "report.json").read_text())
+    assert [report["columns"][f"cat_{i}"]["kept"] for i in range(3)] == [1_080_000] * 3
+
+
+def test_a_stage_tells_its_rate_and_the_time_left():
+    from preproc.report import Stage
+
+    stage = Stage("parse", print)
+    stage.total, stage.detail = 400.0, "day_3"
+    stage.update(100.0)
+    told = stage.describe(200.0, 60.0, rows=6_000_000)
+    assert told == "parse: day_3, 6,000,000 rows (100,000 rows/s), 50.0 %, 0:02:00 left"
+    assert re.search(r"0:01:00 left", stage.describe(250.0, 60.0))
