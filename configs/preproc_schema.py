@@ -9,6 +9,13 @@ from omegaconf import MISSING
 from configs.schema import SyntheticConfig, option, require
 
 
+class Mode(Enum):
+    """What the command does."""
+
+    build = "build"
+    verify = "verify"
+
+
 class Layout(Enum):
     """What is turned into a dataset directory."""
 
@@ -46,8 +53,10 @@ class StreamConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PreprocConfig:
-    """One dataset directory out of raw logs or of the synthetic stream."""
+    """One dataset directory out of raw logs or of the synthetic stream, or a look at one that stands."""
 
+    mode: Mode = option(Mode.build, "build (a dataset) or verify (read one, say what is wrong)")
+    path: str | None = option(None, "dataset directory to verify")
     layout: Layout = option(Layout.criteo, "criteo (raw logs) or synthetic; set by dataset=...")
     output: str | None = option(None, "dataset directory to write (required)")
     overwrite: bool = option(False, "replace a dataset that output already holds")
@@ -85,12 +94,15 @@ class PreprocConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.output is not None,
-            "no output: set output=DIR, the dataset directory to write",
-        )
-        require(
             self.threads is None or self.threads > 0,
             f"threads must be positive or null, got {self.threads}",
+        )
+        if self.mode is Mode.verify:
+            require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
+            return
+        require(
+            self.output is not None,
+            "no output: set output=DIR, the dataset directory to write",
         )
         require(
             0 < self.train_fraction < 1,

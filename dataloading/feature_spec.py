@@ -120,8 +120,15 @@ class FeatureSpec:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @classmethod
-    def load(cls, root: Path | str, filename: str = SPEC_NAME) -> "FeatureSpec":
+    def load(
+        cls, root: Path | str, filename: str = SPEC_NAME, *, measure: bool = True
+    ) -> "FeatureSpec":
         """Read and check the spec in `root`, and the sizes of every file that it names.
+
+        Args:
+            root: dataset directory.
+            filename: name of the spec in it.
+            measure: False leaves sizes unchecked and rows uncounted, for those who want to look at wrong files too.
 
         Raises:
             ValueError: anything that is missing, malformed or contradicts itself, with file, key, got and wanted.
@@ -130,7 +137,8 @@ class FeatureSpec:
         path = root / filename
         document = _read_yaml(path)
         try:
-            return _parse(root, document)
+            spec = _parse(root, document)
+            return _measured(spec) if measure else spec
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -164,7 +172,7 @@ def _section(document: object, key: str) -> Mapping[str, Any]:
 
 
 def _parse(root: Path, document: object) -> FeatureSpec:
-    """Return the checked spec of `document`; errors start with the key."""
+    """Return the checked spec of `document`, its rows not counted yet; errors start with the key."""
     features, sources = _section(document, "feature_spec"), _section(document, "source_spec")
     channels = _section(document, "channel_spec")
     metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
@@ -204,9 +212,7 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     }
     if "validation" not in splits:
         splits |= unnamed_validation(root, splits["test"])
-    return _measured(
-        FeatureSpec(root, numerical, np.dtype(used[0]), labels[0], tables, splits, metadata)
-    )
+    return FeatureSpec(root, numerical, np.dtype(used[0]), labels[0], tables, splits, metadata)
 
 
 def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:

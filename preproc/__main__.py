@@ -1,4 +1,4 @@
-"""`python -m preproc`: compose the options, check them, write one dataset directory."""
+"""`python -m preproc`: compose the options, check them, write one dataset directory or verify it."""
 
 import sys
 from errno import ENOSPC
@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from configs.help import register_option_help
-from configs.preproc_schema import Layout, PreprocConfig
+from configs.preproc_schema import Layout, Mode, PreprocConfig
 from configs.schema import check_overrides, require, to_config
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME
@@ -38,18 +38,30 @@ def build(config: PreprocConfig) -> None:
         build_criteo(config, progress)
 
 
+def execute(config: PreprocConfig) -> None:
+    """Do what `config.mode` asks for; each mode imports what it needs."""
+    if config.mode is Mode.verify:
+        from preproc.verify import run_verify
+
+        run_verify(config, Progress(Console()))
+    else:
+        build(config)
+
+
 @hydra.main(version_base="1.3", config_path="pkg://configs", config_name="preproc")
 def run(composed: DictConfig) -> None:
     """Turn the composed yaml into checked options and build; say what is wrong in one line."""
     try:
-        build(to_config(composed))
+        execute(to_config(composed))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
         remedy = "; free some, or move output or temp_directory" if error.errno == ENOSPC else ""
-        raise SystemExit(f"error: {error}, writing {composed.output}{remedy}") from None
+        where = f", writing {composed.output}" if composed.output else ""
+        raise SystemExit(f"error: {error}{where}{remedy}") from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: nothing was left at output") from None
+        left = ": nothing was left at output" if composed.output else ""
+        raise SystemExit(f"interrupted{left}") from None
 
 
 def register() -> None:

@@ -1,0 +1,338 @@
+"""Reads a whole dataset directory and says which file and row is wrong.
+
+Opening a dataset checks its spec and sizes and stops at the first mistake; this reads every byte once, in chunks, and
+counts every mistake. A directory without `metadata`, as NVIDIA's preprocessing writes it, has no checksums to compare
+with; everything else is checked in it too.
+"""
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from configs.preproc_schema import PreprocConfig
+from dataloading.binary import LABEL_DTYPE
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.split_files import OFFSET_DTYPE, SplitFiles, expect
+from preproc.report import Progress, SplitSummary, print_splits
+
+CHUNK_BYTES = 1 << 22
+"""Read at once by each thread; memory is a few times that a thread, whatever the dataset's size."""
+
+Wrong = Callable[[np.ndarray], np.ndarray]
+"""Items of a chunk -> which of them cannot be, bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What the items of a file must be.
+
+    Attributes:
+        dtype: of one item.
+        wrong: tells the items that cannot be.
+        kind: what such an item is called, such as `ids outside [0, 10)`.
+        place: index of an item -> where that is, in words.
+    """
+
+    dtype: np.dtype
+    wrong: Wrong
+    kind: str
+    place: Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTask:
+    """One file to read.
+
+    Attributes:
+        path: of the file.
+        num_bytes: its right size; None if nothing says so.
+        crc32: of its right bytes, hexadecimal; None if the spec lists none.
+        column: what it holds; None: the checksum alone is compared.
+        split: to whose label rate it counts; None unless these are labels.
+    """
+
+    path: Path
+    num_bytes: int | None = None
+    crc32: str | None = None
+    column: Column | None = None
+    split: str | None = None
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is wrong, and what the labels say.
+
+    Attributes:
+        num_wrong: wrong values and files in all.
+        lines: one a file and kind of mistake: how many, and where the first stands.
+        splits: rows and clicks.
+    """
+
+    num_wrong: int = 0
+    lines: list[str] = field(default_factory=list)
+    splits: dict[str, SplitSummary] = field(default_factory=dict)
+
+    def add(self, path: Path, text: str, count: int = 1) -> None:
+        """Count `count` mistakes of one kind in `path`."""
+        self.num_wrong += count
+        self.lines.append(f"{path}: {text}")
+
+
+def run_verify(config: PreprocConfig, progress: Progress) -> None:
+    """Verify `config.path` and print what was found; SystemExit(1) if anything is wrong.
+
+    Raises:
+        ValueError: the spec cannot be read, or a file that it names is missing: then no data is read.
+    """
+    assert config.path is not None
+    spec = FeatureSpec.load(config.path, measure=False)
+    tasks = list(_tasks(spec))
+    total = sum(task.path.stat().st_size for task in tasks)
+    with progress.stage("verify") as stage:
+        meter = _Meter(progress, total, stage.update)
+        findings = verify(tasks, config.threads or os.cpu_count() or 1, meter.advance)
+        stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
+    for name, split in findings.splits.items():
+        if split.clicks in (0, split.rows):
+            labels = spec.splits[name].label
+            assert labels is not None
+            findings.add(
+                labels, f"every label is {int(split.clicks > 0)}; nothing to learn or score"
+            )
+    say = progress.console.print
+    for line in sorted(findings.lines):
+        say(f"wrong: {line}", highlight=False, markup=False, soft_wrap=True)
+    print_splits(progress.console, findings.splits)
+    if not _listed(spec, "files"):
+        say("the spec lists no checksums (metadata.files), so only sizes and values were checked")
+    rate = total / max(progress.seconds, 1e-9) / 1e6
+    outcome = f"{findings.num_wrong:,} wrong" if findings.num_wrong else "nothing wrong"
+    say(
+        f"{config.path}: {outcome} ({rate:,.0f} MB/s)",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    if findings.num_wrong:
+        raise SystemExit(1)
+
+
+def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) -> Findings:
+    """Read every file of `tasks`, several at a time.
+
+    Args:
+        tasks: files; of the same path at most one.
+        threads: files read at a time.
+        advance: told the bytes of each chunk that was read.
+    """
+    findings = Findings()
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(_verify_file, task, advance) for task in tasks]
+        try:
+            for done in as_completed(running):
+                part = done.result()
+                findings.num_wrong += part.num_wrong
+                findings.lines += part.lines
+                findings.splits |= part.splits
+        finally:
+            pool.shutdown(cancel_futures=True)
+    order = [task.split for task in tasks if task.split]
+    findings.splits = {split: findings.splits[split] for split in order}
+    return findings
+
+
+def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
+    findings = Findings()
+    crc32 = ones = num_wrong = num_items = 0
+    first = ""
+    for data in _chunks(task.path):
+        advance(len(data))
+        if task.crc32 is not None:
+            crc32 = zlib.crc32(data, crc32)
+        if task.column is None:
+            continue
+        column = task.column
+        items = np.frombuffer(data, column.dtype, len(data) // column.dtype.itemsize)
+        wrong = column.wrong(items)
+        if not num_wrong and wrong.any():
+            at = int(wrong.argmax())
+            first = f"{items[at]} at {column.place(num_items + at)}"
+        num_wrong += int(np.count_nonzero(wrong))
+        ones += int(np.count_nonzero(items == 1)) if task.split else 0
+        num_items += len(items)
+    got = task.path.stat().st_size
+    if task.num_bytes is not None and got != task.num_bytes:
+        state = "truncated" if got < task.num_bytes else "too long"
+        findings.add(task.path, f"{state}: {got:,} bytes, want {task.num_bytes:,}")
+    elif task.crc32 is not None and f"{crc32:08x}" != task.crc32:
+        findings.add(
+            task.path,
+            f"its bytes have changed since it was written: CRC-32 {crc32:08x}, want {task.crc32}",
+        )
+    if num_wrong:
+        assert task.column is not None
+        findings.add(task.path, f"{num_wrong:,} {task.column.kind}, the first {first}", num_wrong)
+    if task.split:
+        findings.splits[task.split] = SplitSummary(num_items, ones)
+    return findings
+
+
+def _chunks(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of `path`; each chunk is valid until the next is asked for."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while True:
+            filled = 0
+            while filled < CHUNK_BYTES and (count := stream.readinto(buffer[filled:])):
+                filled += count
+            if not filled:
+                return
+            yield buffer[:filled]
+
+
+def _tasks(spec: FeatureSpec) -> Iterator[FileTask]:
+    """Yield every file that the spec names or lists a checksum of."""
+    assert spec.root is not None
+    listed = {spec.root / name: entry for name, entry in _listed(spec, "files").items()}
+
+    def task(path: Path, column: Column, num_bytes: int, split: str | None = None) -> FileTask:
+        return FileTask(path, num_bytes, listed.pop(path, {}).get("crc32"), column, split)
+
+    for split, files in spec.splits.items():
+        num_rows = _num_rows(spec, split, files)
+        assert files.label is not None
+        label = Column(LABEL_DTYPE, lambda items: items > 1, "labels other than 0 and 1", _row)
+        yield task(files.label, label, num_rows, split)
+        if files.numerical is not None:
+            yield task(files.numerical, _numerical(spec), num_rows * _row_bytes(spec))
+        for feature in spec.categorical:
+            ids = files.ids[feature.name]
+            offsets = files.offsets.get(feature.name)
+            if offsets is None:
+                size = num_rows * feature.dtype.itemsize * (feature.hotness or 1)
+                yield task(ids, _ids(feature, None), size)
+            else:
+                ends = _mapped(offsets)
+                num_ids = int(ends[-1]) if len(ends) else 0
+                yield task(ids, _ids(feature, ends), num_ids * feature.dtype.itemsize)
+                yield task(offsets, _offsets(), (num_rows + 1) * OFFSET_DTYPE.itemsize)
+    for path, entry in listed.items():
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing, but metadata.files lists it; copy the dataset again"
+            )
+        yield FileTask(path, entry["bytes"], entry["crc32"])
+
+
+def _listed(spec: FeatureSpec, key: str) -> Mapping[str, Any]:
+    """Return a mapping of the spec's metadata, empty where there is none, as in NVIDIA's directories."""
+    listed = spec.metadata.get(key) or {}
+    expect(isinstance(listed, Mapping), f"{spec.root}: metadata.{key}", listed, "a mapping")
+    return listed
+
+
+def _num_rows(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
+    """Return the rows that a split should have: as written in the spec, else as most of its files have."""
+    written = _listed(spec, "rows").get(split)
+    if written is not None:
+        return int(written)
+    assert files.label is not None
+    rows = [files.label.stat().st_size]
+    if files.numerical is not None:
+        rows.append(files.numerical.stat().st_size // _row_bytes(spec))
+    for feature in spec.categorical:
+        if feature.name in files.offsets:
+            rows.append(files.offsets[feature.name].stat().st_size // OFFSET_DTYPE.itemsize - 1)
+        else:
+            width = feature.dtype.itemsize * (feature.hotness or 1)
+            rows.append(files.ids[feature.name].stat().st_size // width)
+    return Counter(rows).most_common(1)[0][0]
+
+
+def _row_bytes(spec: FeatureSpec) -> int:
+    return len(spec.numerical) * spec.numerical_dtype.itemsize
+
+
+def _row(index: int) -> str:
+    return f"row {index:,}"
+
+
+def _numerical(spec: FeatureSpec) -> Column:
+    names = spec.numerical
+
+    def place(index: int) -> str:
+        row, column = divmod(index, len(names))
+        return f"row {row:,} of {names[column]}"
+
+    dtype = spec.numerical_dtype.newbyteorder("<")
+    return Column(dtype, lambda items: ~np.isfinite(items), "numericals that are not finite", place)
+
+
+def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
+    """Return what the ids of `feature` must be; `offsets` of a ragged one, int64 [N + 1]."""
+
+    def wrong(ids: np.ndarray) -> np.ndarray:
+        # As unsigned numbers, so that a negative id is too large as well.
+        return ids.view(f"<u{ids.itemsize}") >= feature.cardinality
+
+    def place(index: int) -> str:
+        if offsets is None:
+            return _row(index // (feature.hotness or 1))
+        return _row(int(offsets.searchsorted(index, "right")) - 1)
+
+    kind = f"ids of '{feature.name}' outside [0, {feature.cardinality})"
+    return Column(feature.dtype.newbyteorder("<"), wrong, kind, place)
+
+
+def _offsets() -> Column:
+    last = 0
+    begun = False
+
+    def wrong(ends: np.ndarray) -> np.ndarray:
+        nonlocal last, begun
+        falls = np.diff(ends, prepend=last) < 0
+        if not begun and len(ends):
+            falls[0] = ends[0] != 0
+            begun = True
+        last = int(ends[-1]) if len(ends) else last
+        return falls
+
+    kind = "offsets that do not start at 0 or decrease"
+    return Column(OFFSET_DTYPE, wrong, kind, lambda index: _row(max(index - 1, 0)))
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Map a file of offsets, whatever its size."""
+    count = path.stat().st_size // OFFSET_DTYPE.itemsize
+    return (
+        np.memmap(path, OFFSET_DTYPE, "r", shape=(count,)) if count else np.empty(0, OFFSET_DTYPE)
+    )
+
+
+class _Meter:
+    """Tells how far the bytes are, how fast they go and how long they will take."""
+
+    def __init__(self, progress: Progress, total: int, show: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._total = total
+        self._show = show
+        self._done = 0
+        self._lock = Lock()
+
+    def advance(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            rate = self._done / max(self._progress.seconds, 1e-9)
+            left = (self._total - self._done) / rate
+            self._show(
+                f"{self._done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s, "
+                f"{left:,.0f} s left"
+            )
