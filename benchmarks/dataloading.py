@@ -3,8 +3,8 @@
     python -m benchmarks.dataloading rows=4194304 batch_size=65536 threads=4
 
 writes random rows in the layout of Criteo 1TB at frequency limit 15 (13 float16 numericals, 26 ids of 1, 2 or 4 bytes,
-89 bytes a row) to a temporary directory, reads it for some epochs with and without the check of ids, and prints rows/s
-and GB/s (bytes on disk) as min / median / max over the epochs.
+89 bytes a row) to a temporary directory, reads it for some epochs with and without the check of ids, then the same rows
+from Parquet, and prints rows/s and GB/s (bytes on disk) as min / median / max over the epochs.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 
 from dataloading.binary import BinarySource
 from dataloading.dataset_directory import write_dataset
+from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
 
@@ -64,14 +65,16 @@ class UncheckedSource(BinarySource):
         return False
 
 
-def write_rows(root: Path, num_rows: int) -> None:
+def write_rows(root: Path, num_rows: int, file_format: str) -> None:
     """Write `num_rows` training rows, and a few for the test split."""
     generator = np.random.default_rng(0)
     features = [
         CategoricalFeature.of(f"cat_{i}.bin", rows) for i, rows in enumerate(T15_CARDINALITIES)
     ]
     numerical = [f"num_{i}" for i in range(13)]
-    with write_dataset(root, categorical=features, numerical=numerical) as dataset:
+    with write_dataset(
+        root, categorical=features, numerical=numerical, file_format=file_format
+    ) as dataset:
         for split, rows in (("train", num_rows), ("test", 1)):
             for start in range(0, rows, WRITE_ROWS):
                 count = min(WRITE_ROWS, rows - start)
@@ -101,7 +104,7 @@ def report(name: str, rates: list[float], row_bytes: float) -> None:
     numbers = (min(rates), statistics.median(rates), max(rates))
     rows = " / ".join(f"{rate / 1e6:6.2f}" for rate in numbers)
     volume = " / ".join(f"{rate * row_bytes / 1e9:5.2f}" for rate in numbers)
-    print(f"{name:28s} {rows} M rows/s   {volume} GB/s   (min / median / max)", flush=True)
+    print(f"{name:36s} {rows} M rows/s   {volume} GB/s   (min / median / max)", flush=True)
 
 
 def main() -> None:
@@ -127,32 +130,38 @@ def main() -> None:
         options[key] = int(value)
     threads = options["threads"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "dataset"
-        write_rows(root, options["rows"])
-        spec = FeatureSpec.load(root)
-        row_bytes = (
-            sum(path.stat().st_size for path in (root / "train").iterdir()) / options["rows"]
-        )
-        print(f"{options}; {row_bytes:.0f} bytes a row on disk; destination memory for {device}")
-        for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
-            for check, source in (
-                ("checked", BinarySource(spec)),
-                ("unchecked", UncheckedSource(spec)),
-            ):
-                loader = Loader(
-                    source,
-                    "train",
-                    batch_size=options["batch_size"],
-                    device=device,
-                    shuffle_block=block,
-                    prefetch=options["prefetch"] or 2 * threads,
-                    threads=threads,
-                )
-                rates = [
-                    options["rows"] / each for each in epoch_seconds(loader, options["epochs"])
-                ]
-                report(f"{order}, {check}", rates, row_bytes)
+    print(f"{options}; destination memory for {device}")
+    medians = {}
+    for file_format in ("binary", "parquet"):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder) / "dataset"
+            write_rows(root, options["rows"], file_format)
+            spec = FeatureSpec.load(root)
+            size = sum(path.stat().st_size for path in (root / "train").iterdir())
+            row_bytes = size / options["rows"]
+            print(f"{file_format}: {row_bytes:.0f} bytes a row on disk")
+            sources = {"checked": open_dataset(spec)}
+            if file_format == "binary":
+                sources["unchecked"] = UncheckedSource(spec)
+            for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
+                for check, source in sources.items():
+                    loader = Loader(
+                        source,
+                        "train",
+                        batch_size=options["batch_size"],
+                        device=device,
+                        shuffle_block=block,
+                        prefetch=options["prefetch"] or 2 * threads,
+                        threads=threads,
+                    )
+                    rates = [
+                        options["rows"] / each for each in epoch_seconds(loader, options["epochs"])
+                    ]
+                    report(f"{file_format}, {order}, {check}", rates, row_bytes)
+                    medians[file_format, order, check] = statistics.median(rates)
+    for order in ("order on disk", "shuffled"):
+        fraction = medians["parquet", order, "checked"] / medians["binary", order, "checked"]
+        print(f"parquet reads {order} at {fraction:.2f} of the binary format's speed")
     print(f"peer: {PEER}")
 
 

@@ -12,7 +12,7 @@ from configs.schema import SyntheticConfig, option, require
 class Mode(Enum):
     """What the command does."""
 
-    build = "build"
+    fit = "fit"
     verify = "verify"
 
 
@@ -55,7 +55,7 @@ class StreamConfig:
 class PreprocConfig:
     """One dataset directory out of raw logs or of the synthetic stream, or a look at one that stands."""
 
-    mode: Mode = option(Mode.build, "build (a dataset) or verify (read one, say what is wrong)")
+    mode: Mode = option(Mode.fit, "fit (make a dataset) or verify (read one, say what is wrong)")
     path: str | None = option(None, "dataset directory to verify")
     layout: Layout = option(Layout.criteo, "criteo (raw logs) or synthetic; set by dataset=...")
     output: str | None = option(None, "dataset directory to write (required)")

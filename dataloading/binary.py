@@ -24,7 +24,7 @@ from dataloading.split_files import OFFSET_DTYPE, SplitFiles
 LABEL_DTYPE = np.dtype(np.uint8)
 
 
-class _File:
+class GrowingFile:
     """One growing file: its rows, bytes and CRC-32."""
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +36,7 @@ class _File:
         self._stream = path.open("xb")
 
     def append(self, values: np.ndarray, num_rows: int) -> None:
+        """Append the items of `num_rows` rows, checked and cast already."""
         data = np.ascontiguousarray(values).data.cast("B") if values.size else b""
         self._stream.write(data)
         self.crc32 = zlib.crc32(data, self.crc32)
@@ -61,6 +62,8 @@ class SplitWriter:
     append to different columns at the same time.
     """
 
+    file_type: type[GrowingFile] = GrowingFile
+
     def __init__(self, directory: Path, split: str, spec: FeatureSpec) -> None:
         self.split = split
         self.spec = spec
@@ -74,13 +77,13 @@ class SplitWriter:
         if twice:
             raise ValueError(f"two features would share the file {twice[0]}; rename one of them")
         folder = directory / split
-        self._label = _File(folder / "label.bin")
-        self._numerical = _File(folder / "numerical.bin") if spec.numerical else None
-        self._ids = {name: _File(folder / file_name(name)) for name in self._features}
-        self._offsets: dict[str, _File] = {}
+        self._label = self.file_type(folder / "label.bin")
+        self._numerical = self.file_type(folder / "numerical.bin") if spec.numerical else None
+        self._ids = {name: self.file_type(folder / file_name(name)) for name in self._features}
+        self._offsets: dict[str, GrowingFile] = {}
         for feature in spec.categorical:
             if feature.hotness is None:
-                offsets = _File(folder / f"{file_name(feature.name)[:-4]}.offsets.bin")
+                offsets = self.file_type(folder / f"{file_name(feature.name)[:-4]}.offsets.bin")
                 offsets.append(np.zeros(1, OFFSET_DTYPE), 0)
                 self._offsets[feature.name] = offsets
 
@@ -116,23 +119,20 @@ class SplitWriter:
 
     def close(self) -> SplitFiles:
         """Close all files and return them; ValueError unless every column holds the same rows."""
-        num_rows = self._label.num_rows
         for file in self._files():
             file.close()
-            if file.num_rows != num_rows:
-                raise ValueError(
-                    f"split '{self.split}': {file.path.name} holds {file.num_rows} rows and label.bin {num_rows}; "
-                    "append the same rows to every column"
-                )
-        if not num_rows:
-            raise ValueError(f"split '{self.split}' has no rows; append some before the end")
         return SplitFiles(
-            num_rows,
+            self._checked_rows(),
             self._numerical.path if self._numerical else None,
             self._label.path,
             {name: file.path for name, file in self._ids.items()},
             {name: file.path for name, file in self._offsets.items()},
         )
+
+    def mean_hotness(self, name: str) -> float:
+        """Return the mean ids a row of feature `name` so far."""
+        file = self._ids[name]
+        return file.num_bytes / self._features[name].dtype.itemsize / file.num_rows
 
     def abandon(self) -> None:
         """Close all files without a check."""
@@ -149,7 +149,20 @@ class SplitWriter:
             for file in self._files()
         }
 
-    def _files(self) -> list[_File]:
+    def _checked_rows(self) -> int:
+        """Return the rows that every column holds; ValueError if they disagree or there are none."""
+        num_rows = self._label.num_rows
+        for file in self._files():
+            if file.num_rows != num_rows:
+                raise ValueError(
+                    f"split '{self.split}': {file.path.name} holds {file.num_rows} rows and label.bin {num_rows}; "
+                    "append the same rows to every column"
+                )
+        if not num_rows:
+            raise ValueError(f"split '{self.split}' has no rows; append some before the end")
+        return num_rows
+
+    def _files(self) -> list[GrowingFile]:
         numerical = [self._numerical] if self._numerical else []
         return [self._label, *numerical, *self._ids.values(), *self._offsets.values()]
 
@@ -248,6 +261,10 @@ class BinarySource:
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
         return self.spec.rows_of(split)
+
+    def granule(self, split: str) -> int:
+        """Return 1: any row is read by itself."""
+        return 1
 
     def read(
         self,

@@ -265,7 +265,10 @@ def _measured(spec: FeatureSpec) -> FeatureSpec:
         ids={f.name: f.dtype.itemsize * (f.hotness or 1) for f in spec.categorical},
     )
     splits = {
-        name: replace(files, num_rows=count_rows(files, widths))
+        name: replace(
+            files,
+            num_rows=_parquet_rows(spec, files) if files.parquet else count_rows(files, widths),
+        )
         for name, files in spec.splits.items()
     }
     rows = spec.metadata.get("rows") or {}
@@ -275,7 +278,33 @@ def _measured(spec: FeatureSpec) -> FeatureSpec:
         want = f"the {held} rows that its files hold; copy or write the dataset again"
         expect(held == written, f"metadata.rows.{name}", written, want)
     tables = tuple(
-        replace(f, mean_hotness=f.mean_hotness or splits["train"].mean_hotness(f.name, f.dtype))
+        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(f, splits["train"]))
         for f in spec.categorical
     )
     return replace(spec, splits=splits, categorical=tables)
+
+
+def _mean_hotness(feature: CategoricalFeature, train: SplitFiles) -> float:
+    if not train.parquet:
+        return train.mean_hotness(feature.name, feature.dtype)
+    from dataloading.parquet_files import mean_hotness
+
+    return mean_hotness(train.parquet, feature.name)
+
+
+def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
+    """Return the rows of a split in Parquet, its columns checked against `spec`."""
+    # Only those who have such a dataset need pyarrow.
+    from dataloading.parquet_files import count_rows
+
+    return count_rows(files.parquet, parquet_columns(spec))
+
+
+def parquet_columns(spec: FeatureSpec) -> dict[str, Any]:
+    """Return the `ColumnKind` of each column of a Parquet file of `spec`."""
+    from dataloading.parquet_files import ColumnKind
+
+    kinds = dict.fromkeys(spec.numerical, ColumnKind.number) | {spec.label: ColumnKind.label}
+    return kinds | {
+        f.name: ColumnKind.id if f.hotness == 1 else ColumnKind.ids for f in spec.categorical
+    }

@@ -56,6 +56,7 @@ class FileTask:
         num_bytes: its right size; None if nothing says so.
         crc32: of its right bytes, hexadecimal; None if the spec lists none.
         column: what it holds; None: the checksum alone is compared.
+        parquet: the spec of the columns in it, if it is a Parquet file.
         split: to whose label rate it counts; None unless these are labels.
     """
 
@@ -63,6 +64,7 @@ class FileTask:
     num_bytes: int | None = None
     crc32: str | None = None
     column: Column | None = None
+    parquet: FeatureSpec | None = None
     split: str | None = None
 
 
@@ -101,16 +103,20 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         findings = verify(tasks, config.threads or os.cpu_count() or 1, meter.advance)
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     for name, split in findings.splits.items():
-        if split.clicks in (0, split.rows):
-            labels = spec.splits[name].label
-            assert labels is not None
+        files = spec.splits[name]
+        where = files.label or files.parquet[0].parent
+        if split.rows and split.clicks in (0, split.rows):
             findings.add(
-                labels, f"every label is {int(split.clicks > 0)}; nothing to learn or score"
+                where, f"every label is {int(split.clicks > 0)}; nothing to learn or score"
             )
+        written = _listed(spec, "rows").get(name, split.rows)
+        if files.parquet and written != split.rows:
+            findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
     say = progress.console.print
     for line in sorted(findings.lines):
         say(f"wrong: {line}", highlight=False, markup=False, soft_wrap=True)
-    print_splits(progress.console, findings.splits)
+    readable = {name: split for name, split in findings.splits.items() if split.rows}
+    print_splits(progress.console, readable)
     if not _listed(spec, "files"):
         say("the spec lists no checksums (metadata.files), so only sizes and values were checked")
     rate = total / max(progress.seconds, 1e-9) / 1e6
@@ -141,10 +147,13 @@ def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) 
                 part = done.result()
                 findings.num_wrong += part.num_wrong
                 findings.lines += part.lines
-                findings.splits |= part.splits
+                for split, summary in part.splits.items():
+                    whole = findings.splits.setdefault(split, SplitSummary(0))
+                    whole.rows += summary.rows
+                    whole.clicks += summary.clicks
         finally:
             pool.shutdown(cancel_futures=True)
-    order = [task.split for task in tasks if task.split]
+    order = dict.fromkeys(task.split for task in tasks if task.split)
     findings.splits = {split: findings.splits[split] for split in order}
     return findings
 
@@ -180,6 +189,12 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
     if num_wrong:
         assert task.column is not None
         findings.add(task.path, f"{num_wrong:,} {task.column.kind}, the first {first}", num_wrong)
+    if task.parquet:
+        from preproc.verify_parquet import check_values
+
+        num_items, ones, found = check_values(task.path, task.parquet)
+        for text, count in found:
+            findings.add(task.path, text, count)
     if task.split:
         findings.splits[task.split] = SplitSummary(num_items, ones)
     return findings
@@ -204,9 +219,16 @@ def _tasks(spec: FeatureSpec) -> Iterator[FileTask]:
     listed = {spec.root / name: entry for name, entry in _listed(spec, "files").items()}
 
     def task(path: Path, column: Column, num_bytes: int, split: str | None = None) -> FileTask:
-        return FileTask(path, num_bytes, listed.pop(path, {}).get("crc32"), column, split)
+        return FileTask(path, num_bytes, listed.pop(path, {}).get("crc32"), column, split=split)
 
     for split, files in spec.splits.items():
+        if files.parquet:
+            for path in files.parquet:
+                entry = listed.pop(path, {})
+                yield FileTask(
+                    path, entry.get("bytes"), entry.get("crc32"), parquet=spec, split=split
+                )
+            continue
         num_rows = _num_rows(spec, split, files)
         assert files.label is not None
         label = Column(LABEL_DTYPE, lambda items: items > 1, "labels other than 0 and 1", _row)

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -176,6 +178,77 @@ def test_a_missing_file_ends_it_before_anything_is_read(dataset):
     (dataset / "test/user.bin").unlink()
     with pytest.raises(SystemExit, match=r"test/user.bin' is missing"):
         preproc("mode=verify", f"path={dataset}")
+
+
+@pytest.fixture
+def in_parquet(tmp_path) -> Path:
+    """Two splits of 50 rows in row groups of 50, with a float label so that any number can be put there."""
+    features = [CategoricalFeature.of("user", 40), CategoricalFeature.of("tags", 300, hotness=None)]
+    rows = np.arange(ROWS)
+    with write_dataset(
+        tmp_path / "data", categorical=features, numerical=("x",), file_format="parquet"
+    ) as writer:
+        for split in ("train", "test"):
+            writer[split].append(
+                numerical=rows[:, None] / 8,
+                labels=rows % 2,
+                ids={"user": rows % 40, "tags": np.repeat(rows, 2)},
+                lengths={"tags": np.full(ROWS, 2)},
+            )
+    return tmp_path / "data"
+
+
+def replace_column(path: Path, name: str, row: int, value: object) -> None:
+    """Write a Parquet file anew with one value changed, in row groups of 8 rows."""
+    table = pq.read_table(path)
+    index = table.schema.get_field_index(name)
+    values = table.column(name).to_pylist()
+    values[row] = value
+    kind = table.schema.field(name).type
+    table = table.set_column(index, name, pa.array(values, kind))
+    pq.write_table(table, path, row_group_size=8)
+
+
+def test_a_whole_parquet_dataset_passes(in_parquet, capsys):
+    preproc("mode=verify", f"path={in_parquet}")
+    out = capsys.readouterr().out
+    assert "nothing wrong" in out
+    assert out.count("50.000") == 2
+
+
+def test_a_flipped_byte_of_parquet_is_found_by_the_checksum(in_parquet, capsys):
+    plant(in_parquet / "train/part_0.parquet", 40, 9, "uint8")
+    status, lines = found(in_parquet, capsys)
+    assert status == 1
+    assert lines[0].startswith("train/part_0.parquet: its bytes have changed")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("user", 40, "1 ids of 'user' outside [0, 40), the first 40 at row 27"),
+        ("user", None, "1 missing values of 'user', the first None at row 27"),
+        ("tags", [4, 300], "1 ids of 'tags' outside [0, 300), the first 300 at row 27"),
+        ("tags", [4, None], "1 missing ids of 'tags', the first None at row 27"),
+        ("x", float("inf"), "1 numericals of 'x' that are not finite, the first inf at row 27"),
+        ("label", 2, "1 labels other than 0 and 1, the first 2 at row 27"),
+    ],
+)
+def test_a_wrong_value_in_parquet_is_located(in_parquet, column, value, text, capsys):
+    forget_checksums(in_parquet)
+    replace_column(in_parquet / "test/part_0.parquet", column, 27, value)
+    status, lines = found(in_parquet, capsys)
+    assert (status, lines) == (1, [f"test/part_0.parquet: {text}"])
+
+
+def test_a_truncated_parquet_file_is_named_and_the_others_are_still_read(in_parquet, capsys):
+    forget_checksums(in_parquet)
+    path = in_parquet / "train/part_0.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    replace_column(in_parquet / "test/part_0.parquet", "user", 3, 99 - 50)
+    _, lines = found(in_parquet, capsys)
+    assert any(each.startswith("train/part_0.parquet: not a whole Parquet file") for each in lines)
+    assert any("the first 49 at row 3" in each for each in lines)
 
 
 def test_a_path_is_asked_for():
