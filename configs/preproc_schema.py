@@ -14,6 +14,15 @@ class Mode(Enum):
 
     fit = "fit"
     verify = "verify"
+    convert = "convert"
+
+
+class Format(Enum):
+    """What `mode=convert` writes."""
+
+    binary = "binary"
+    parquet = "parquet"
+    csv = "csv"
 
 
 class Layout(Enum):
@@ -55,8 +64,16 @@ class StreamConfig:
 class PreprocConfig:
     """One dataset directory out of raw logs or of the synthetic stream, or a look at one that stands."""
 
-    mode: Mode = option(Mode.fit, "fit (make a dataset) or verify (read one, say what is wrong)")
-    path: str | None = option(None, "dataset directory to verify")
+    mode: Mode = option(
+        Mode.fit,
+        "fit (make a dataset), verify (read one, say what is wrong) or convert (path to output)",
+    )
+    path: str | None = option(
+        None,
+        "dataset directory to verify, or what to convert: a dataset directory, NVIDIA's CSV with its spec, "
+        "Merlin's Parquet, MLPerf's npy files",
+    )
+    to: Format = option(Format.binary, "what to convert to: binary, parquet or csv (NVIDIA's)")
     layout: Layout = option(Layout.criteo, "criteo (raw logs) or synthetic; set by dataset=...")
     output: str | None = option(None, "dataset directory to write (required)")
     overwrite: bool = option(False, "replace a dataset that output already holds")
@@ -101,6 +118,10 @@ class PreprocConfig:
             require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
             return
         require(
+            self.mode is not Mode.convert or self.path is not None,
+            "no path: set path=DIR, the directory to convert",
+        )
+        require(
             self.output is not None,
             "no output: set output=DIR, the dataset directory to write",
         )
@@ -113,6 +134,8 @@ class PreprocConfig:
             self.frequency_limit >= 0,
             f"frequency_limit must not be negative, got {self.frequency_limit}",
         )
+        if self.mode is Mode.convert:
+            return
         if self.layout is Layout.synthetic:
             self._check_synthetic()
         else:

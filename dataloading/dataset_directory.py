@@ -140,7 +140,7 @@ def write_dataset(
             dataset.finish()
         finally:
             dataset.abandon()
-        _put_in_place(temporary, root)
+        put_in_place(temporary, root)
     finally:
         os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -194,7 +194,7 @@ def _clear_leftovers(root: Path) -> None:
             os.close(lock)
 
 
-def _put_in_place(temporary: Path, root: Path) -> None:
+def put_in_place(temporary: Path, root: Path) -> None:
     """Rename `temporary` to `root`; a dataset that stood there is removed only after the new one stands."""
     replaced = temporary.with_name(temporary.name.replace(".partial-", ".replaced-"))
     if root.exists():

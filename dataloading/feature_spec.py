@@ -138,7 +138,7 @@ class FeatureSpec:
         document = _read_yaml(path)
         try:
             spec = _parse(root, document)
-            return _measured(spec) if measure else spec
+            return measured(spec) if measure else spec
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -258,8 +258,8 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
     return CategoricalFeature(name, entry.get("cardinality"), np.dtype(dtype), hotness, mean)
 
 
-def _measured(spec: FeatureSpec) -> FeatureSpec:
-    """Return `spec` with the rows of every split, and the means that its yaml leaves out."""
+def measured(spec: FeatureSpec) -> FeatureSpec:
+    """Return `spec` with the rows of every split, and the means that are not known; ValueError at sizes that disagree."""
     widths = RowBytes(
         numerical=len(spec.numerical) * spec.numerical_dtype.itemsize,
         ids={f.name: f.dtype.itemsize * (f.hotness or 1) for f in spec.categorical},

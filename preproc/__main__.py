@@ -1,4 +1,4 @@
-"""`python -m preproc`: compose the options, check them, write one dataset directory or verify it."""
+"""`python -m preproc`: compose the options, check them, make, verify or convert a dataset directory."""
 
 import sys
 from errno import ENOSPC
@@ -44,6 +44,10 @@ def execute(config: PreprocConfig) -> None:
         from preproc.verify import run_verify
 
         run_verify(config, Progress(Console()))
+    elif config.mode is Mode.convert:
+        from preproc.convert import run_convert
+
+        run_convert(config, Progress(Console()))
     else:
         build(config)
 
