@@ -11,6 +11,7 @@ Every file is a plain little-endian array, row i of each file is sample i; no he
 import os
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +253,19 @@ class BinarySource:
 
     Ids are checked where they are read, on every batch: one maximum over an unsigned view, so that negative ids are
     too large as well.
+
+    Args:
+        spec: of the dataset.
+        columns: of each split that is read, if they are in memory; None: the files are mapped.
     """
 
-    def __init__(self, spec: FeatureSpec) -> None:
+    def __init__(
+        self, spec: FeatureSpec, columns: Mapping[str, "SplitColumns"] | None = None
+    ) -> None:
         self.spec = spec
-        self._columns = {split: _SplitColumns(spec, files) for split, files in spec.splits.items()}
+        self._columns = columns or {
+            split: SplitColumns.mapped(spec, files) for split, files in spec.splits.items()
+        }
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
@@ -338,10 +347,28 @@ class BinarySource:
         )
 
 
-class _SplitColumns:
-    """Memory maps of one split's files."""
+@dataclass(frozen=True, slots=True)
+class SplitColumns:
+    """The columns of one split as arrays.
 
-    def __init__(self, spec: FeatureSpec, files: SplitFiles) -> None:
+    Attributes:
+        label: uint8 [N].
+        numerical: floats [N, num_numerical]; None without numericals.
+        ids: integers by feature: [N], [N, hotness], or flat for a ragged feature.
+        offsets: int64 [N + 1] of each ragged feature.
+        files: where they come from, for messages.
+    """
+
+    label: np.ndarray
+    numerical: np.ndarray | None
+    ids: dict[str, np.ndarray]
+    offsets: dict[str, np.ndarray]
+    files: SplitFiles
+
+    @classmethod
+    def mapped(cls, spec: FeatureSpec, files: SplitFiles) -> "SplitColumns":
+        """Return memory maps of the files of a split."""
+
         def column(path: Path, dtype: np.dtype, width: int | None = None) -> np.ndarray:
             if path.stat().st_size == 0:  # a ragged feature without a single id
                 return np.empty(0, dtype)
@@ -349,17 +376,19 @@ class _SplitColumns:
             return mapped if width is None else mapped.reshape(-1, width)
 
         assert files.label is not None
-        self.label = column(files.label, LABEL_DTYPE)
         width = len(spec.numerical)
-        self.numerical = files.numerical and column(files.numerical, spec.numerical_dtype, width)
-        self.ids = {
-            f.name: column(
-                files.ids[f.name], f.dtype, None if f.hotness in (1, None) else f.hotness
-            )
-            for f in spec.categorical
-        }
-        self.offsets = {name: column(path, OFFSET_DTYPE) for name, path in files.offsets.items()}
-        self._files = files
+        return cls(
+            label=column(files.label, LABEL_DTYPE),
+            numerical=files.numerical and column(files.numerical, spec.numerical_dtype, width),
+            ids={
+                f.name: column(
+                    files.ids[f.name], f.dtype, None if f.hotness in (1, None) else f.hotness
+                )
+                for f in spec.categorical
+            },
+            offsets={name: column(path, OFFSET_DTYPE) for name, path in files.offsets.items()},
+            files=files,
+        )
 
     def id_runs(self, name: str, rows: Selection) -> tuple[np.ndarray, np.ndarray]:
         """Return the runs of ids (int64 [K, 2]) and the lengths (int64 [num_rows]) of `rows` in a ragged feature."""
@@ -376,7 +405,7 @@ class _SplitColumns:
             at = int(wrong.argmax())
             raise ValueError(
                 f"feature '{name}': row {rows.row_at(at)} runs from {starts[at]} to {ends[at]} in "
-                f"{self._files.offsets[name]}; want offsets that do not decrease, up to {len(self.ids[name])}"
+                f"{self.files.offsets[name]}; want offsets that do not decrease, up to {len(self.ids[name])}"
             )
         breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
         first = np.concatenate([starts[:1], starts[breaks]])

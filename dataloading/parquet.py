@@ -1,7 +1,8 @@
 """Rows of a Parquet dataset directory.
 
-Parquet is read a row group at a time, so runs of rows are cut out of decoded row groups. A shuffled epoch asks for
-whole ones (`granule`), and a row group that two batches share is decoded once: the last few are kept.
+Parquet is read a row group at a time. A split that is small when decoded is decoded once and stays in memory. Of a larger
+one, runs of rows are cut out of decoded row groups: a shuffled epoch asks for whole ones (`granule`), and a row group
+that two batches share is decoded once, since the last few are kept.
 """
 
 from bisect import bisect_right
@@ -16,12 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataloading.binary import LABEL_DTYPE, BinarySource, SplitColumns
 from dataloading.columns import Allocate, Columns
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.parquet_files import open_file
+from dataloading.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
-"""Decoded row groups that are kept for the next batch."""
+"""Decoded rows that are kept: a whole split if it fits, else the row groups that were read last."""
 LEAST_KEPT = 4
 
 
@@ -55,14 +58,19 @@ class ParquetSource:
         ids = sum(feature.mean_hotness for feature in spec.categorical)
         row_bytes = 4 * (1 + len(spec.numerical)) + spec.ids_dtype.itemsize * ids
         self._groups = _GroupCache(max(LEAST_KEPT, int(KEPT_BYTES / (largest * row_bytes))))
+        self._fits = {
+            name: files.num_rows * row_bytes <= KEPT_BYTES for name, files in spec.splits.items()
+        }
+        self._in_memory: dict[str, BinarySource] = {}
+        self._lock = Lock()
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
         return self.spec.rows_of(split)
 
     def granule(self, split: str) -> int:
-        """Return the rows of the largest row group."""
-        return self._splits[split].granule
+        """Return the rows of the largest row group, or 1 if the split stays in memory."""
+        return 1 if self._fits[split] else self._splits[split].granule
 
     def read(
         self,
@@ -76,6 +84,8 @@ class ParquetSource:
         Raises:
             ValueError: a missing value, an id outside its table or a label that is neither 0 nor 1, with row and file.
         """
+        if self._fits[split]:
+            return self._whole(split).read(split, runs, padded_to, allocate)
         files = self._splits[split]
         pieces = [
             (self._groups.get((split, group), lambda g=group: self._decode(files, g)), rows)
@@ -111,6 +121,16 @@ class ParquetSource:
             at = place.stop
         return out
 
+    def _whole(self, split: str) -> BinarySource:
+        """Return a split in memory, decoded when it is first asked for."""
+        with self._lock:
+            if split not in self._in_memory:
+                files = self._splits[split]
+                groups = [self._decode(files, group) for group in range(files.num_groups)]
+                columns = _joined(self.spec, groups, self.spec.splits[split])
+                self._in_memory[split] = BinarySource(self.spec, {split: columns})
+            return self._in_memory[split]
+
     def _decode(self, files: "_Split", group: int) -> RowGroup:
         part, inside = files.locate(group)
         spec = self.spec
@@ -125,6 +145,24 @@ class ParquetSource:
         numerical = [where.numbers(table, name) for name in spec.numerical]
         decoded = [where.ids(table, feature) for feature in spec.categorical]
         return RowGroup(labels, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+
+
+def _joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> SplitColumns:
+    """Return row groups as the columns of one split."""
+    numerical = None
+    if spec.numerical:
+        columns = [np.concatenate(c) for c in zip(*(g.numerical for g in groups), strict=True)]
+        numerical = np.stack(columns, axis=1).astype(np.float32)
+    ids, offsets = {}, {}
+    for index, feature in enumerate(spec.categorical):
+        flat = np.concatenate([group.ids[index] for group in groups]).astype(spec.ids_dtype)
+        single = feature.hotness in (1, None)
+        ids[feature.name] = flat if single else flat.reshape(-1, feature.hotness)
+        if feature.hotness is None:
+            lengths = np.concatenate([np.diff(g.offsets[index]) for g in groups])  # type: ignore[arg-type]
+            offsets[feature.name] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    labels = np.concatenate([group.labels for group in groups]).astype(LABEL_DTYPE)
+    return SplitColumns(labels, numerical, ids, offsets, files)
 
 
 def _num_ids(group: RowGroup, index: int, rows: slice) -> int:
@@ -220,6 +258,7 @@ class _Split:
             self._metadata.append(metadata)
             self._first_group.append(self._first_group[-1] + len(sizes))
         self._starts = starts
+        self.num_groups = len(starts) - 1
         self.granule = int(np.diff(starts).max())
         self._opened = local()
 

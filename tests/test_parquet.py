@@ -64,6 +64,19 @@ def parquet(tmp_path_factory) -> Path:
         return write(tmp_path_factory.mktemp("parquet") / "data", "parquet")
 
 
+@pytest.fixture(params=["in memory", "by row groups"])
+def kept(request, monkeypatch) -> None:
+    """Whether a split of this size stays decoded."""
+    if request.param == "by row groups":
+        monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", 0)
+
+
+@pytest.fixture
+def by_groups(monkeypatch) -> None:
+    """Treat every split as too large to stay decoded."""
+    monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", 0)
+
+
 def same_columns(got, want) -> None:
     for name in ("numerical", "labels", "values"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
@@ -74,6 +87,7 @@ def same_columns(got, want) -> None:
 @pytest.mark.parametrize(
     "runs", [[[0, 103]], [[5, 6]], [[40, 90], [0, 8], [100, 103]], [[7, 9], [7, 9]], [[23, 25]]]
 )
+@pytest.mark.usefixtures("kept")
 def test_any_runs_of_rows_are_those_of_the_binary_format(binary, parquet, runs):
     runs = np.array(runs)
     want = open_dataset(FeatureSpec.load(binary)).read("train", runs, 128)
@@ -88,6 +102,7 @@ def test_the_spec_differs_in_the_files_only(binary, parquet):
     assert [path.name for path in ours.splits["train"].parquet][-1] == "part_4.parquet"
 
 
+@pytest.mark.usefixtures("by_groups")
 def test_a_shuffled_epoch_keeps_whole_row_groups_and_loses_no_row(parquet):
     loader = Loader(
         open_dataset(FeatureSpec.load(parquet)), "train", batch_size=20, seed=3, shuffle_block=3
@@ -99,6 +114,7 @@ def test_a_shuffled_epoch_keeps_whole_row_groups_and_loses_no_row(parquet):
     assert sum(batch.num_valid for batch in loader.batches(num_steps=6)) == 103
 
 
+@pytest.mark.usefixtures("by_groups")
 def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
     decoded = []
     decode = ParquetSource._decode
@@ -111,6 +127,14 @@ def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
     loader = Loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, threads=4)
     assert len(list(loader.batches(num_steps=21))) == 21
     assert sorted(decoded) == list(range(13))  # 103 rows by 8
+
+
+def test_a_small_split_is_shuffled_row_by_row_whatever_its_row_groups(parquet):
+    loader = Loader(
+        open_dataset(FeatureSpec.load(parquet)), "train", batch_size=103, shuffle_block=1
+    )
+    assert loader.shuffle_block == 1
+    assert (np.diff(loader.rows(0).runs[:, 0]) == 1).mean() < 0.2
 
 
 def test_checksums_are_those_of_the_files(parquet):
@@ -167,6 +191,7 @@ def foreign(root: Path, change=None, **columns: pa.Array) -> Path:
     return root
 
 
+@pytest.mark.usefixtures("kept")
 def test_files_of_other_tools_are_read_where_they_lie(tmp_path):
     source = open_dataset(FeatureSpec.load(foreign(tmp_path)))
     columns = source.read("train", np.array([[1, 6]]), 6)
@@ -189,6 +214,7 @@ def read_error(root: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
