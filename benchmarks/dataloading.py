@@ -10,8 +10,9 @@ from Parquet, and prints rows/s and GB/s (bytes on disk) as min / median / max o
 import argparse
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 import torch
@@ -88,23 +89,22 @@ def write_rows(root: Path, num_rows: int, file_format: str) -> None:
                 )
 
 
-def epoch_seconds(loader: Loader, epochs: int) -> list[float]:
-    """Return the seconds of each epoch, after one that warms the page cache and the memory maps."""
-    seconds = []
-    for epoch in range(epochs + 1):
-        started = perf_counter()
-        for _ in loader.batches(epoch * loader.steps_per_epoch, loader.steps_per_epoch):
-            pass
-        seconds.append(perf_counter() - started)
-    return seconds[1:]
+def read_epoch(loader: Loader, epoch: int) -> tuple[float, float]:
+    """Read one epoch; return rows/s, and the CPU time of all threads in ns a row, which other jobs disturb less."""
+    started, worked = perf_counter(), process_time()
+    for _ in loader.batches(epoch * loader.steps_per_epoch, loader.steps_per_epoch):
+        pass
+    seconds, worked = perf_counter() - started, process_time() - worked
+    return loader.num_rows / seconds, worked / loader.num_rows * 1e9
 
 
-def report(name: str, rates: list[float], row_bytes: float) -> None:
-    """Print one line of a measurement; `rates` in rows/s."""
+def report(name: str, rates: Sequence[float], cpu_ns: Sequence[float], row_bytes: float) -> None:
+    """Print one line of a measurement; `rates` in rows/s, `cpu_ns` a row."""
     numbers = (min(rates), statistics.median(rates), max(rates))
     rows = " / ".join(f"{rate / 1e6:6.2f}" for rate in numbers)
     volume = " / ".join(f"{rate * row_bytes / 1e9:5.2f}" for rate in numbers)
-    print(f"{name:36s} {rows} M rows/s   {volume} GB/s   (min / median / max)", flush=True)
+    cpu = f"{statistics.median(cpu_ns):5.1f} ns CPU a row"
+    print(f"{name:36s} {rows} M rows/s   {volume} GB/s   (min / median / max)   {cpu}", flush=True)
 
 
 def main() -> None:
@@ -131,37 +131,45 @@ def main() -> None:
     threads = options["threads"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{options}; destination memory for {device}")
-    medians = {}
-    for file_format in ("binary", "parquet"):
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder) / "dataset"
+    with tempfile.TemporaryDirectory() as folder:
+        sources, row_bytes = {}, {}
+        for file_format in ("binary", "parquet"):
+            root = Path(folder) / file_format
             write_rows(root, options["rows"], file_format)
             spec = FeatureSpec.load(root)
             size = sum(path.stat().st_size for path in (root / "train").iterdir())
-            row_bytes = size / options["rows"]
-            print(f"{file_format}: {row_bytes:.0f} bytes a row on disk")
-            sources = {"checked": open_dataset(spec)}
+            row_bytes[file_format] = size / options["rows"]
+            print(f"{file_format}: {row_bytes[file_format]:.0f} bytes a row on disk")
+            sources[file_format] = open_dataset(spec)
             if file_format == "binary":
-                sources["unchecked"] = UncheckedSource(spec)
-            for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
-                for check, source in sources.items():
-                    loader = Loader(
-                        source,
-                        "train",
-                        batch_size=options["batch_size"],
-                        device=device,
-                        shuffle_block=block,
-                        prefetch=options["prefetch"] or 2 * threads,
-                        threads=threads,
-                    )
-                    rates = [
-                        options["rows"] / each for each in epoch_seconds(loader, options["epochs"])
-                    ]
-                    report(f"{file_format}, {order}, {check}", rates, row_bytes)
-                    medians[file_format, order, check] = statistics.median(rates)
-    for order in ("order on disk", "shuffled"):
-        fraction = medians["parquet", order, "checked"] / medians["binary", order, "checked"]
-        print(f"parquet reads {order} at {fraction:.2f} of the binary format's speed")
+                sources["binary, unchecked"] = UncheckedSource(spec)
+        for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
+            loaders = {
+                name: Loader(
+                    source,
+                    "train",
+                    batch_size=options["batch_size"],
+                    device=device,
+                    shuffle_block=block,
+                    prefetch=options["prefetch"] or 2 * threads,
+                    threads=threads,
+                )
+                for name, source in sources.items()
+            }
+            # One epoch each in turn, so that a busy machine slows all of them; the first warms caches and maps.
+            epochs = range(options["epochs"] + 1)
+            turns = [
+                {n: read_epoch(loader, epoch) for n, loader in loaders.items()} for epoch in epochs
+            ]
+            for name in loaders:
+                rates, cpu_ns = zip(*(turn[name] for turn in turns[1:]), strict=True)
+                report(f"{order}, {name}", rates, cpu_ns, row_bytes[name.partition(",")[0]])
+            pairs = [(turn["parquet"], turn["binary"]) for turn in turns[1:]]
+            speed = statistics.median(parquet[0] / binary[0] for parquet, binary in pairs)
+            cpu = statistics.median(parquet[1] / binary[1] for parquet, binary in pairs)
+            print(
+                f"{order}: parquet at {speed:.2f} of the speed of binary, {cpu:.1f} x its CPU time"
+            )
     print(f"peer: {PEER}")
 
 
