@@ -15,7 +15,7 @@ from dataloading.dataset_directory import verify_checksums, write_dataset
 from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
-from dataloading.parquet import ParquetSource
+from dataloading.row_groups import SplitGroups
 from tests.command import run_command
 from tests.composed import TINY
 
@@ -117,13 +117,13 @@ def test_a_shuffled_epoch_keeps_whole_row_groups_and_loses_no_row(parquet):
 @pytest.mark.usefixtures("by_groups")
 def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
     decoded = []
-    decode = ParquetSource._decode
+    decode = SplitGroups.decode
 
-    def counted(self, files, group):
+    def counted(self, spec, group):
         decoded.append(group)
-        return decode(self, files, group)
+        return decode(self, spec, group)
 
-    monkeypatch.setattr(ParquetSource, "_decode", counted)
+    monkeypatch.setattr(SplitGroups, "decode", counted)
     loader = Loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, threads=4)
     assert len(list(loader.batches(num_steps=21))) == 21
     assert sorted(decoded) == list(range(13))  # 103 rows by 8
