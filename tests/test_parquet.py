@@ -207,10 +207,10 @@ def test_a_mean_that_the_spec_leaves_out_is_measured(tmp_path):
     assert mean == pytest.approx(8 / 6)  # an empty list counts as one id
 
 
-def read_error(root: Path) -> str:
+def read_error(root: Path, split: str = "test") -> str:
     source = open_dataset(FeatureSpec.load(root))
     with pytest.raises(ValueError, match=r".") as caught:
-        source.read("test", np.array([[0, 3]]))
+        source.read(split, np.array([[0, source.num_rows(split)]]))
     return str(caught.value)
 
 
@@ -229,8 +229,9 @@ def read_error(root: Path) -> str:
     ],
 )
 def test_a_wrong_value_is_named_with_row_and_file(tmp_path, column, values, message):
-    error = read_error(foreign(tmp_path, **{column: values}))
-    assert error.startswith(message.format(b=tmp_path / "b.parquet"))
+    root = foreign(tmp_path, **{column: values})
+    for split in ("test", "train"):  # the file is the first of one and the second of the other
+        assert read_error(root, split).startswith(message.format(b=root / "b.parquet"))
 
 
 def test_a_row_with_another_number_of_ids_is_named(tmp_path):
