@@ -3,21 +3,23 @@
     python -m benchmarks.dataloading rows=4194304 batch_size=65536 threads=4
 
 writes random rows in the layout of Criteo 1TB at frequency limit 15 (13 float16 numericals, 26 ids of 1, 2 or 4 bytes,
-89 bytes a row) to a temporary directory, reads it for some epochs with and without the check of ids, and prints rows/s
-and GB/s (bytes on disk) as min / median / max over the epochs.
+89 bytes a row) to a temporary directory, reads it for some epochs with and without the check of ids, then the same rows
+from Parquet, and prints rows/s and GB/s (bytes on disk) as min / median / max over the epochs.
 """
 
 import argparse
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 import torch
 
 from dataloading.binary import BinarySource
 from dataloading.dataset_directory import write_dataset
+from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
 
@@ -64,14 +66,16 @@ class UncheckedSource(BinarySource):
         return False
 
 
-def write_rows(root: Path, num_rows: int) -> None:
+def write_rows(root: Path, num_rows: int, file_format: str) -> None:
     """Write `num_rows` training rows, and a few for the test split."""
     generator = np.random.default_rng(0)
     features = [
         CategoricalFeature.of(f"cat_{i}.bin", rows) for i, rows in enumerate(T15_CARDINALITIES)
     ]
     numerical = [f"num_{i}" for i in range(13)]
-    with write_dataset(root, categorical=features, numerical=numerical) as dataset:
+    with write_dataset(
+        root, categorical=features, numerical=numerical, file_format=file_format
+    ) as dataset:
         for split, rows in (("train", num_rows), ("test", 1)):
             for start in range(0, rows, WRITE_ROWS):
                 count = min(WRITE_ROWS, rows - start)
@@ -85,23 +89,22 @@ def write_rows(root: Path, num_rows: int) -> None:
                 )
 
 
-def epoch_seconds(loader: Loader, epochs: int) -> list[float]:
-    """Return the seconds of each epoch, after one that warms the page cache and the memory maps."""
-    seconds = []
-    for epoch in range(epochs + 1):
-        started = perf_counter()
-        for _ in loader.batches(epoch * loader.steps_per_epoch, loader.steps_per_epoch):
-            pass
-        seconds.append(perf_counter() - started)
-    return seconds[1:]
+def read_epoch(loader: Loader, epoch: int) -> tuple[float, float]:
+    """Read one epoch; return rows/s, and the CPU time of all threads in ns a row, which other jobs disturb less."""
+    started, worked = perf_counter(), process_time()
+    for _ in loader.batches(epoch * loader.steps_per_epoch, loader.steps_per_epoch):
+        pass
+    seconds, worked = perf_counter() - started, process_time() - worked
+    return loader.num_rows / seconds, worked / loader.num_rows * 1e9
 
 
-def report(name: str, rates: list[float], row_bytes: float) -> None:
-    """Print one line of a measurement; `rates` in rows/s."""
+def report(name: str, rates: Sequence[float], cpu_ns: Sequence[float], row_bytes: float) -> None:
+    """Print one line of a measurement; `rates` in rows/s, `cpu_ns` a row."""
     numbers = (min(rates), statistics.median(rates), max(rates))
     rows = " / ".join(f"{rate / 1e6:6.2f}" for rate in numbers)
     volume = " / ".join(f"{rate * row_bytes / 1e9:5.2f}" for rate in numbers)
-    print(f"{name:28s} {rows} M rows/s   {volume} GB/s   (min / median / max)", flush=True)
+    cpu = f"{statistics.median(cpu_ns):5.1f} ns CPU a row"
+    print(f"{name:36s} {rows} M rows/s   {volume} GB/s   (min / median / max)   {cpu}", flush=True)
 
 
 def main() -> None:
@@ -127,20 +130,22 @@ def main() -> None:
         options[key] = int(value)
     threads = options["threads"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{options}; destination memory for {device}")
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "dataset"
-        write_rows(root, options["rows"])
-        spec = FeatureSpec.load(root)
-        row_bytes = (
-            sum(path.stat().st_size for path in (root / "train").iterdir()) / options["rows"]
-        )
-        print(f"{options}; {row_bytes:.0f} bytes a row on disk; destination memory for {device}")
+        sources, row_bytes = {}, {}
+        for file_format in ("binary", "parquet"):
+            root = Path(folder) / file_format
+            write_rows(root, options["rows"], file_format)
+            spec = FeatureSpec.load(root)
+            size = sum(path.stat().st_size for path in (root / "train").iterdir())
+            row_bytes[file_format] = size / options["rows"]
+            print(f"{file_format}: {row_bytes[file_format]:.0f} bytes a row on disk")
+            sources[file_format] = open_dataset(spec)
+            if file_format == "binary":
+                sources["binary, unchecked"] = UncheckedSource(spec)
         for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
-            for check, source in (
-                ("checked", BinarySource(spec)),
-                ("unchecked", UncheckedSource(spec)),
-            ):
-                loader = Loader(
+            loaders = {
+                name: Loader(
                     source,
                     "train",
                     batch_size=options["batch_size"],
@@ -149,10 +154,22 @@ def main() -> None:
                     prefetch=options["prefetch"] or 2 * threads,
                     threads=threads,
                 )
-                rates = [
-                    options["rows"] / each for each in epoch_seconds(loader, options["epochs"])
-                ]
-                report(f"{order}, {check}", rates, row_bytes)
+                for name, source in sources.items()
+            }
+            # One epoch each in turn, so that a busy machine slows all of them; the first warms caches and maps.
+            epochs = range(options["epochs"] + 1)
+            turns = [
+                {n: read_epoch(loader, epoch) for n, loader in loaders.items()} for epoch in epochs
+            ]
+            for name in loaders:
+                rates, cpu_ns = zip(*(turn[name] for turn in turns[1:]), strict=True)
+                report(f"{order}, {name}", rates, cpu_ns, row_bytes[name.partition(",")[0]])
+            pairs = [(turn["parquet"], turn["binary"]) for turn in turns[1:]]
+            speed = statistics.median(parquet[0] / binary[0] for parquet, binary in pairs)
+            cpu = statistics.median(parquet[1] / binary[1] for parquet, binary in pairs)
+            print(
+                f"{order}: parquet at {speed:.2f} of the speed of binary, {cpu:.1f} x its CPU time"
+            )
     print(f"peer: {PEER}")
 
 

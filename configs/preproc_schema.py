@@ -10,6 +10,23 @@ from configs.schema import SyntheticConfig, option, require
 from configs.table_schema import TableConfig
 
 
+class Mode(Enum):
+    """What the command does."""
+
+    fit = "fit"
+    transform = "transform"
+    verify = "verify"
+    convert = "convert"
+
+
+class Format(Enum):
+    """What `mode=convert` writes."""
+
+    binary = "binary"
+    parquet = "parquet"
+    csv = "csv"
+
+
 class Layout(Enum):
     """What is turned into a dataset directory."""
 
@@ -23,13 +40,6 @@ class EngineName(Enum):
 
     duckdb = "duckdb"
     spark = "spark"
-
-
-class PreprocMode(Enum):
-    """Whether vocabularies and statistics are fitted, or taken from an earlier run."""
-
-    fit = "fit"
-    transform = "transform"
 
 
 class Split(Enum):
@@ -70,14 +80,21 @@ class StreamConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PreprocConfig:
-    """One dataset directory out of raw logs or of the synthetic stream."""
+    """One dataset directory out of raw logs or of the synthetic stream, or a look at one that stands."""
 
-    layout: Layout = option(Layout.criteo, "criteo, table or synthetic; set by dataset=...")
-    mode: PreprocMode = option(
-        PreprocMode.fit,
-        "fit: vocabularies and statistics from the training rows; transform: from fitted",
+    mode: Mode = option(
+        Mode.fit,
+        "fit (make a dataset, vocabularies and statistics from its training rows), transform (make one by the fit "
+        "of another), verify (read one, say what is wrong) or convert (path to output)",
     )
     fitted: str | None = option(None, "with mode=transform: the dataset whose fit is applied")
+    path: str | None = option(
+        None,
+        "dataset directory to verify, or what to convert: a dataset directory, NVIDIA's CSV with its spec, "
+        "Merlin's Parquet, MLPerf's npy files",
+    )
+    to: Format = option(Format.binary, "what to convert to: binary, parquet or csv (NVIDIA's)")
+    layout: Layout = option(Layout.criteo, "criteo, table or synthetic; set by dataset=...")
     engine: EngineName = option(
         EngineName.duckdb, "duckdb (this machine) or spark (a cluster); both write the same bytes"
     )
@@ -128,12 +145,19 @@ class PreprocConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.output is not None,
-            "no output: set output=DIR, the dataset directory to write",
-        )
-        require(
             self.threads is None or self.threads > 0,
             f"threads must be positive or null, got {self.threads}",
+        )
+        if self.mode is Mode.verify:
+            require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
+            return
+        require(
+            self.mode is not Mode.convert or self.path is not None,
+            "no path: set path=DIR, the directory to convert",
+        )
+        require(
+            self.output is not None,
+            "no output: set output=DIR, the dataset directory to write",
         )
         require(
             0 < self.train_fraction < 1,
@@ -145,9 +169,11 @@ class PreprocConfig:
             f"frequency_limit must not be negative, got {self.frequency_limit}",
         )
         require(
-            (self.mode is PreprocMode.transform) == (self.fitted is not None),
+            (self.mode is Mode.transform) == (self.fitted is not None),
             "mode=transform and fitted=DIR go together: DIR is the dataset whose fit is applied",
         )
+        if self.mode is Mode.convert:
+            return
         if self.layout is Layout.synthetic:
             self._check_synthetic()
         elif self.layout is Layout.criteo:

@@ -171,7 +171,7 @@ class DataConfig:
     shuffle_block: int = option(
         1024,
         "consecutive rows that stay together when an epoch is shuffled; 1 shuffles single rows, "
-        "0 keeps the order on disk",
+        "0 keeps the order on disk; a Parquet dataset rounds it up to whole row groups",
     )
     prefetch: int = option(4, "batches read ahead of the step")
     threads: int = option(4, "reader threads a rank, and of data.multi_hot at the start")

@@ -11,6 +11,7 @@ Every file is a plain little-endian array, row i of each file is sample i; no he
 import os
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dataloading.split_files import OFFSET_DTYPE, SplitFiles
 LABEL_DTYPE = np.dtype(np.uint8)
 
 
-class _File:
+class GrowingFile:
     """One growing file: its rows, bytes and CRC-32."""
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +37,7 @@ class _File:
         self._stream = path.open("xb")
 
     def append(self, values: np.ndarray, num_rows: int) -> None:
+        """Append the items of `num_rows` rows, checked and cast already."""
         data = np.ascontiguousarray(values).data.cast("B") if values.size else b""
         self._stream.write(data)
         self.crc32 = zlib.crc32(data, self.crc32)
@@ -61,6 +63,8 @@ class SplitWriter:
     append to different columns at the same time.
     """
 
+    file_type: type[GrowingFile] = GrowingFile
+
     def __init__(self, directory: Path, split: str, spec: FeatureSpec) -> None:
         self.split = split
         self.spec = spec
@@ -74,13 +78,13 @@ class SplitWriter:
         if twice:
             raise ValueError(f"two features would share the file {twice[0]}; rename one of them")
         folder = directory / split
-        self._label = _File(folder / "label.bin")
-        self._numerical = _File(folder / "numerical.bin") if spec.numerical else None
-        self._ids = {name: _File(folder / file_name(name)) for name in self._features}
-        self._offsets: dict[str, _File] = {}
+        self._label = self.file_type(folder / "label.bin")
+        self._numerical = self.file_type(folder / "numerical.bin") if spec.numerical else None
+        self._ids = {name: self.file_type(folder / file_name(name)) for name in self._features}
+        self._offsets: dict[str, GrowingFile] = {}
         for feature in spec.categorical:
             if feature.hotness is None:
-                offsets = _File(folder / f"{file_name(feature.name)[:-4]}.offsets.bin")
+                offsets = self.file_type(folder / f"{file_name(feature.name)[:-4]}.offsets.bin")
                 offsets.append(np.zeros(1, OFFSET_DTYPE), 0)
                 self._offsets[feature.name] = offsets
 
@@ -116,23 +120,20 @@ class SplitWriter:
 
     def close(self) -> SplitFiles:
         """Close all files and return them; ValueError unless every column holds the same rows."""
-        num_rows = self._label.num_rows
         for file in self._files():
             file.close()
-            if file.num_rows != num_rows:
-                raise ValueError(
-                    f"split '{self.split}': {file.path.name} holds {file.num_rows} rows and label.bin {num_rows}; "
-                    "append the same rows to every column"
-                )
-        if not num_rows:
-            raise ValueError(f"split '{self.split}' has no rows; append some before the end")
         return SplitFiles(
-            num_rows,
+            self._checked_rows(),
             self._numerical.path if self._numerical else None,
             self._label.path,
             {name: file.path for name, file in self._ids.items()},
             {name: file.path for name, file in self._offsets.items()},
         )
+
+    def mean_hotness(self, name: str) -> float:
+        """Return the mean ids a row of feature `name` so far."""
+        file = self._ids[name]
+        return file.num_bytes / self._features[name].dtype.itemsize / file.num_rows
 
     def abandon(self) -> None:
         """Close all files without a check."""
@@ -149,7 +150,20 @@ class SplitWriter:
             for file in self._files()
         }
 
-    def _files(self) -> list[_File]:
+    def _checked_rows(self) -> int:
+        """Return the rows that every column holds; ValueError if they disagree or there are none."""
+        num_rows = self._label.num_rows
+        for file in self._files():
+            if file.num_rows != num_rows:
+                raise ValueError(
+                    f"split '{self.split}': {file.path.name} holds {file.num_rows} rows and label.bin {num_rows}; "
+                    "append the same rows to every column"
+                )
+        if not num_rows:
+            raise ValueError(f"split '{self.split}' has no rows; append some before the end")
+        return num_rows
+
+    def _files(self) -> list[GrowingFile]:
         numerical = [self._numerical] if self._numerical else []
         return [self._label, *numerical, *self._ids.values(), *self._offsets.values()]
 
@@ -239,15 +253,27 @@ class BinarySource:
 
     Ids are checked where they are read, on every batch: one maximum over an unsigned view, so that negative ids are
     too large as well.
+
+    Args:
+        spec: of the dataset.
+        columns: of each split that is read, if they are in memory; None: the files are mapped.
     """
 
-    def __init__(self, spec: FeatureSpec) -> None:
+    def __init__(
+        self, spec: FeatureSpec, columns: Mapping[str, "SplitColumns"] | None = None
+    ) -> None:
         self.spec = spec
-        self._columns = {split: _SplitColumns(spec, files) for split, files in spec.splits.items()}
+        self._columns = columns or {
+            split: SplitColumns.mapped(spec, files) for split, files in spec.splits.items()
+        }
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
         return self.spec.rows_of(split)
+
+    def granule(self, split: str) -> int:
+        """Return 1: any row is read by itself."""
+        return 1
 
     def read(
         self,
@@ -321,10 +347,28 @@ class BinarySource:
         )
 
 
-class _SplitColumns:
-    """Memory maps of one split's files."""
+@dataclass(frozen=True, slots=True)
+class SplitColumns:
+    """The columns of one split as arrays.
 
-    def __init__(self, spec: FeatureSpec, files: SplitFiles) -> None:
+    Attributes:
+        label: uint8 [N].
+        numerical: floats [N, num_numerical]; None without numericals.
+        ids: integers by feature: [N], [N, hotness], or flat for a ragged feature.
+        offsets: int64 [N + 1] of each ragged feature.
+        files: where they come from, for messages.
+    """
+
+    label: np.ndarray
+    numerical: np.ndarray | None
+    ids: dict[str, np.ndarray]
+    offsets: dict[str, np.ndarray]
+    files: SplitFiles
+
+    @classmethod
+    def mapped(cls, spec: FeatureSpec, files: SplitFiles) -> "SplitColumns":
+        """Return memory maps of the files of a split."""
+
         def column(path: Path, dtype: np.dtype, width: int | None = None) -> np.ndarray:
             if path.stat().st_size == 0:  # a ragged feature without a single id
                 return np.empty(0, dtype)
@@ -332,17 +376,19 @@ class _SplitColumns:
             return mapped if width is None else mapped.reshape(-1, width)
 
         assert files.label is not None
-        self.label = column(files.label, LABEL_DTYPE)
         width = len(spec.numerical)
-        self.numerical = files.numerical and column(files.numerical, spec.numerical_dtype, width)
-        self.ids = {
-            f.name: column(
-                files.ids[f.name], f.dtype, None if f.hotness in (1, None) else f.hotness
-            )
-            for f in spec.categorical
-        }
-        self.offsets = {name: column(path, OFFSET_DTYPE) for name, path in files.offsets.items()}
-        self._files = files
+        return cls(
+            label=column(files.label, LABEL_DTYPE),
+            numerical=files.numerical and column(files.numerical, spec.numerical_dtype, width),
+            ids={
+                f.name: column(
+                    files.ids[f.name], f.dtype, None if f.hotness in (1, None) else f.hotness
+                )
+                for f in spec.categorical
+            },
+            offsets={name: column(path, OFFSET_DTYPE) for name, path in files.offsets.items()},
+            files=files,
+        )
 
     def id_runs(self, name: str, rows: Selection) -> tuple[np.ndarray, np.ndarray]:
         """Return the runs of ids (int64 [K, 2]) and the lengths (int64 [num_rows]) of `rows` in a ragged feature."""
@@ -359,7 +405,7 @@ class _SplitColumns:
             at = int(wrong.argmax())
             raise ValueError(
                 f"feature '{name}': row {rows.row_at(at)} runs from {starts[at]} to {ends[at]} in "
-                f"{self._files.offsets[name]}; want offsets that do not decrease, up to {len(self.ids[name])}"
+                f"{self.files.offsets[name]}; want offsets that do not decrease, up to {len(self.ids[name])}"
             )
         breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
         first = np.concatenate([starts[:1], starts[breaks]])

@@ -70,6 +70,12 @@ class Source(Protocol):
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
 
+    def granule(self, split: str) -> int:
+        """Return the consecutive rows of `split` that are read together even if only one is asked for.
+
+        The loader rounds the blocks of a shuffle up to a multiple of it.
+        """
+
     def read(
         self,
         split: str,

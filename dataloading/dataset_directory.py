@@ -25,7 +25,7 @@ from dataloading.feature_spec import (
     CategoricalFeature,
     FeatureSpec,
 )
-from dataloading.split_files import SplitFiles, find_file
+from dataloading.split_files import PARQUET, SplitFiles, find_file
 
 
 class DatasetWriter:
@@ -35,10 +35,12 @@ class DatasetWriter:
         directory: where the files lie until the end; what else is put there becomes part of the dataset.
     """
 
-    def __init__(self, directory: Path, spec: FeatureSpec, splits: Sequence[str]) -> None:
+    def __init__(
+        self, directory: Path, spec: FeatureSpec, splits: Sequence[str], writer: type[SplitWriter]
+    ) -> None:
         self.directory = directory
         self._spec = spec
-        self._splits = {split: SplitWriter(directory, split, spec) for split in splits}
+        self._splits = {split: writer(directory, split, spec) for split in splits}
 
     def __getitem__(self, split: str) -> SplitWriter:
         return self._splits[split]
@@ -54,7 +56,7 @@ class DatasetWriter:
             "files": checksums,
         }
         categorical = tuple(
-            replace(f, mean_hotness=f.hotness or splits["train"].mean_hotness(f.name, f.dtype))
+            replace(f, mean_hotness=f.hotness or self["train"].mean_hotness(f.name))
             for f in self._spec.categorical
         )
         write_spec(
@@ -76,6 +78,7 @@ def write_dataset(
     numerical: Sequence[str] = (),
     label: str = "label",
     numerical_dtype: str = "float16",
+    file_format: str = "binary",
     splits: Sequence[str] = ("train", "test"),
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -88,6 +91,7 @@ def write_dataset(
         numerical: names of the numericals, none to many.
         label: name of the label.
         numerical_dtype: float16 (what NVIDIA's recipe reads) or float32.
+        file_format: `binary`, or `parquet`, whose columns must grow together.
         splits: `train`, `test` and any other.
         metadata: plain yaml values; `rows` and `files` are added.
         overwrite: replace a complete dataset, once the new one is complete.
@@ -122,6 +126,7 @@ def write_dataset(
     spec = FeatureSpec(
         root, tuple(numerical), np.dtype(numerical_dtype), label, tuple(categorical), {}, metadata
     )
+    writer = _split_writer(file_format)
     _clear_leftovers(root)
     temporary = root.with_name(f".{root.name}.partial-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
@@ -129,7 +134,7 @@ def write_dataset(
     lock = os.open(temporary, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        dataset = DatasetWriter(temporary, spec, splits)
+        dataset = DatasetWriter(temporary, spec, splits, writer)
         try:
             yield dataset
             dataset.finish()
@@ -139,6 +144,17 @@ def write_dataset(
     finally:
         os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _split_writer(file_format: str) -> type[SplitWriter]:
+    if file_format == "binary":
+        return SplitWriter
+    if file_format != PARQUET:
+        raise ValueError(f"file_format: got {file_format!r}, want binary or {PARQUET}")
+    # Only those who want such a dataset need pyarrow.
+    from dataloading.parquet_writer import ParquetSplitWriter
+
+    return ParquetSplitWriter
 
 
 def check_output(root: Path | str, overwrite: bool = False) -> Path:
@@ -245,6 +261,10 @@ def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, 
         names = [path.relative_to(root).as_posix() for path in paths]
         return {"type": "split_binary", "features": list(features), "files": names}
 
+    if files.parquet:
+        names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
+        parts = [path.relative_to(root).as_posix() for path in files.parquet]
+        return [{"type": PARQUET, "features": names, "files": parts}]
     assert files.label is not None
     chunks = [] if files.numerical is None else [chunk(spec.numerical, files.numerical)]
     chunks.append(chunk([spec.label], files.label))

@@ -120,8 +120,15 @@ class FeatureSpec:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @classmethod
-    def load(cls, root: Path | str, filename: str = SPEC_NAME) -> "FeatureSpec":
+    def load(
+        cls, root: Path | str, filename: str = SPEC_NAME, *, measure: bool = True
+    ) -> "FeatureSpec":
         """Read and check the spec in `root`, and the sizes of every file that it names.
+
+        Args:
+            root: dataset directory.
+            filename: name of the spec in it.
+            measure: False leaves sizes unchecked and rows uncounted, for those who want to look at wrong files too.
 
         Raises:
             ValueError: anything that is missing, malformed or contradicts itself, with file, key, got and wanted.
@@ -130,7 +137,8 @@ class FeatureSpec:
         path = root / filename
         document = _read_yaml(path)
         try:
-            return _parse(root, document)
+            spec = _parse(root, document)
+            return measured(spec) if measure else spec
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -164,7 +172,7 @@ def _section(document: object, key: str) -> Mapping[str, Any]:
 
 
 def _parse(root: Path, document: object) -> FeatureSpec:
-    """Return the checked spec of `document`; errors start with the key."""
+    """Return the checked spec of `document`, its rows not counted yet; errors start with the key."""
     features, sources = _section(document, "feature_spec"), _section(document, "source_spec")
     channels = _section(document, "channel_spec")
     metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
@@ -204,9 +212,7 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     }
     if "validation" not in splits:
         splits |= unnamed_validation(root, splits["test"])
-    return _measured(
-        FeatureSpec(root, numerical, np.dtype(used[0]), labels[0], tables, splits, metadata)
-    )
+    return FeatureSpec(root, numerical, np.dtype(used[0]), labels[0], tables, splits, metadata)
 
 
 def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -252,14 +258,17 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
     return CategoricalFeature(name, entry.get("cardinality"), np.dtype(dtype), hotness, mean)
 
 
-def _measured(spec: FeatureSpec) -> FeatureSpec:
-    """Return `spec` with the rows of every split, and the means that its yaml leaves out."""
+def measured(spec: FeatureSpec) -> FeatureSpec:
+    """Return `spec` with the rows of every split, and the means that are not known; ValueError at sizes that disagree."""
     widths = RowBytes(
         numerical=len(spec.numerical) * spec.numerical_dtype.itemsize,
         ids={f.name: f.dtype.itemsize * (f.hotness or 1) for f in spec.categorical},
     )
     splits = {
-        name: replace(files, num_rows=count_rows(files, widths))
+        name: replace(
+            files,
+            num_rows=_parquet_rows(spec, files) if files.parquet else count_rows(files, widths),
+        )
         for name, files in spec.splits.items()
     }
     rows = spec.metadata.get("rows") or {}
@@ -269,7 +278,33 @@ def _measured(spec: FeatureSpec) -> FeatureSpec:
         want = f"the {held} rows that its files hold; copy or write the dataset again"
         expect(held == written, f"metadata.rows.{name}", written, want)
     tables = tuple(
-        replace(f, mean_hotness=f.mean_hotness or splits["train"].mean_hotness(f.name, f.dtype))
+        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(f, splits["train"]))
         for f in spec.categorical
     )
     return replace(spec, splits=splits, categorical=tables)
+
+
+def _mean_hotness(feature: CategoricalFeature, train: SplitFiles) -> float:
+    if not train.parquet:
+        return train.mean_hotness(feature.name, feature.dtype)
+    from dataloading.parquet_files import mean_hotness
+
+    return mean_hotness(train.parquet, feature.name)
+
+
+def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
+    """Return the rows of a split in Parquet, its columns checked against `spec`."""
+    # Only those who have such a dataset need pyarrow.
+    from dataloading.parquet_files import count_rows
+
+    return count_rows(files.parquet, parquet_columns(spec))
+
+
+def parquet_columns(spec: FeatureSpec) -> dict[str, Any]:
+    """Return the `ColumnKind` of each column of a Parquet file of `spec`."""
+    from dataloading.parquet_files import ColumnKind
+
+    kinds = dict.fromkeys(spec.numerical, ColumnKind.number) | {spec.label: ColumnKind.label}
+    return kinds | {
+        f.name: ColumnKind.id if f.hotness == 1 else ColumnKind.ids for f in spec.categorical
+    }

@@ -30,7 +30,8 @@ class Loader:
         world_size: divides `batch_size`.
         device: pinned memory is used if this is a GPU.
         seed: of the shuffle.
-        shuffle_block: rows that stay together when an epoch is shuffled; 0 keeps the order on disk.
+        shuffle_block: rows that stay together when an epoch is shuffled, rounded up to what the source reads together; 0
+            keeps the order on disk.
         prefetch: batches read ahead.
         threads: reader threads.
 
@@ -73,7 +74,8 @@ class Loader:
         if self.device == torch.device("cuda"):  # the threads must be told which one
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.seed = seed
-        self.shuffle_block = shuffle_block
+        granule = source.granule(split)
+        self.shuffle_block = -(-shuffle_block // granule) * granule
         self.prefetch = prefetch
         self.threads = threads
         self.steps_per_epoch = num_steps(self.num_rows, batch_size)

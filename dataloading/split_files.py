@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 OFFSET_DTYPE = np.dtype("<i8")
+PARQUET = "parquet"
+"""Type of a chunk in `source_spec` whose files are Parquet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,7 @@ class SplitFiles:
         label: None in a synthetic stream.
         ids: file of each categorical feature, by name.
         offsets: file of each ragged feature, by name.
+        parquet: Parquet files that hold all columns, one after another; then none of the files above exist.
     """
 
     num_rows: int
@@ -26,6 +30,7 @@ class SplitFiles:
     label: Path | None = None
     ids: dict[str, Path] = field(default_factory=dict)
     offsets: dict[str, Path] = field(default_factory=dict)
+    parquet: tuple[Path, ...] = ()
 
     def mean_hotness(self, name: str, dtype: np.dtype) -> float:
         """Return the mean ids a row of a ragged feature."""
@@ -79,6 +84,10 @@ def parse_chunks(
     """
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
+    if any(isinstance(chunk, Mapping) and chunk.get("type") == PARQUET for chunk in chunks):
+        return SplitFiles(
+            0, parquet=_parquet_files(root, where, chunks, {*numericals, label_name, *ragged})
+        )
     numerical: Path | None = None
     label: Path | None = None
     ids: dict[str, Path] = {}
@@ -87,7 +96,10 @@ def parse_chunks(
         here = f"{where}[{number}]"
         expect(isinstance(chunk, Mapping), here, chunk, "a mapping with type, features and files")
         expect(
-            chunk.get("type") == "split_binary", f"{here}.type", chunk.get("type"), "split_binary"
+            chunk.get("type") == "split_binary",
+            f"{here}.type",
+            chunk.get("type"),
+            f"split_binary or {PARQUET}",
         )
         names = names_of(chunk.get("features"), f"{here}.features")
         files = chunk.get("files")
@@ -119,6 +131,25 @@ def parse_chunks(
     return SplitFiles(0, numerical, label, ids, offsets)
 
 
+def _parquet_files(
+    root: Path, where: str, chunks: list[Any], features: set[str]
+) -> tuple[Path, ...]:
+    """Return the files of a split in Parquet, whose one chunk holds every feature."""
+    expect(len(chunks) == 1, where, f"{len(chunks)} chunks", f"one chunk of type {PARQUET}, alone")
+    [chunk] = chunks
+    names = names_of(chunk.get("features"), f"{where}[0].features")
+    same = set(names) == features and len(names) == len(features)
+    expect(same, f"{where}[0].features", list(names), "every feature of the spec, once")
+    files = chunk.get("files")
+    expect(isinstance(files, list) and bool(files), f"{where}[0].files", files, "a list of files")
+    twice = sorted({str(name) for name in files if files.count(name) > 1})
+    expect(not twice, f"{where}[0].files", twice, "every file once")
+    try:
+        return tuple(find_file(root, name) for name in files)
+    except ValueError as error:
+        raise ValueError(f"{where}[0].files: {error}") from None
+
+
 def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
     """Return the split `validation` if its files lie beside those of `test`.
 
@@ -138,7 +169,8 @@ def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
             if name and (root / name).is_file()
         }
 
-    assert test.label is not None
+    if test.label is None:
+        return {}
     single = {"label": test.label} | (
         {} if test.numerical is None else {"numerical": test.numerical}
     )

@@ -67,6 +67,10 @@ class SyntheticSource:
         """Return the rows of `split`; ValueError if there is no such split."""
         return self.spec.rows_of(split)
 
+    def granule(self, split: str) -> int:
+        """Return 1: any row is read by itself."""
+        return 1
+
     def read(
         self,
         split: str,

@@ -7,8 +7,8 @@ import torch
 from torchrec import EmbeddingBagCollection
 
 from configs.schema import Amp, Config, Device
-from dataloading.binary import BinarySource
 from dataloading.columns import Source
+from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import FeatureSpec
 from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
@@ -29,7 +29,7 @@ def open_source(config: Config) -> Source:
     """Open the dataset directory, or the synthetic stream where none is named."""
     data = config.data
     if data.path is not None:
-        return BinarySource(FeatureSpec.load(Path(data.path), data.feature_spec))
+        return open_dataset(FeatureSpec.load(Path(data.path), data.feature_spec))
     return SyntheticSource(
         train_rows=data.synthetic.train_rows,
         test_rows=data.synthetic.test_rows,

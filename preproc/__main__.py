@@ -1,4 +1,4 @@
-"""`python -m preproc`: compose the options, check them, write one dataset directory."""
+"""`python -m preproc`: compose the options, check them, make, verify or convert a dataset directory."""
 
 import sys
 from errno import ENOSPC
@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from configs.help import register_option_help
-from configs.preproc_schema import EngineName, Layout, PreprocConfig, PreprocMode
+from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import check_overrides, require, to_config
 from configs.table_schema import TableConfig
 from dataloading.dataset_directory import check_output
@@ -37,7 +37,7 @@ def build(config: PreprocConfig) -> None:
         from preproc.table import build_table
 
         build_table(config, TableConfig.of(config.table), progress)
-    elif config.engine is EngineName.duckdb and config.mode is PreprocMode.fit:
+    elif config.engine is EngineName.duckdb and config.mode is Mode.fit:
         from preproc.criteo import build_criteo
 
         build_criteo(config, progress)
@@ -48,11 +48,25 @@ def build(config: PreprocConfig) -> None:
         build_table(config, criteo_table(config), progress)
 
 
+def execute(config: PreprocConfig) -> None:
+    """Do what `config.mode` asks for; each mode imports what it needs."""
+    if config.mode is Mode.verify:
+        from preproc.verify import run_verify
+
+        run_verify(config, Progress(Console()))
+    elif config.mode is Mode.convert:
+        from preproc.convert import run_convert
+
+        run_convert(config, Progress(Console()))
+    else:
+        build(config)
+
+
 @hydra.main(version_base="1.3", config_path="pkg://configs", config_name="preproc")
 def run(composed: DictConfig) -> None:
     """Turn the composed yaml into checked options and build; say what is wrong in one line."""
     try:
-        build(to_config(composed))
+        execute(to_config(composed))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
@@ -61,9 +75,11 @@ def run(composed: DictConfig) -> None:
             if error.errno == ENOSPC
             else ""
         )
-        raise SystemExit(f"error: {error}, writing {composed.output}{remedy}") from None
+        where = f", writing {composed.output}" if composed.output else ""
+        raise SystemExit(f"error: {error}{where}{remedy}") from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: nothing stands at output; run it again to go on") from None
+        left = ": nothing stands at output; run it again to go on" if composed.output else ""
+        raise SystemExit(f"interrupted{left}") from None
 
 
 def register() -> None:

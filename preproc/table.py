@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from configs.preproc_schema import EngineName, OnBad, PreprocConfig, PreprocMode, VocabularyRows
+from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, TableConfig, transform_of
 from dataloading.feature_spec import CategoricalFeature
 from preproc.engine import DuckDBEngine, Engine
@@ -154,7 +154,7 @@ class _Run:
     def build(self, output: Path) -> int:
         """Write everything and return the number of rows."""
         config, table = self.config, self.table
-        fitted = load_fitted(config, table) if config.mode is PreprocMode.transform else None
+        fitted = load_fitted(config, table) if config.mode is Mode.transform else None
         with self.progress.stage(f"stage with {config.engine.name}") as stage:
             num_bad = self._stage()
             self._order()

@@ -265,6 +265,9 @@ class OneBadRow:
     def num_rows(self, split: str) -> int:
         return self._source.num_rows(split)
 
+    def granule(self, split: str) -> int:
+        return self._source.granule(split)
+
     def read(self, split: str, runs: np.ndarray, *others) -> Columns:
         columns = self._source.read(split, runs, *others)
         rows = np.concatenate([np.arange(*run) for run in runs])

@@ -1,0 +1,194 @@
+"""Day files in Criteo's format, of any number of rows, for measurements and tests.
+
+    python -m benchmarks.day_files output=DIR days=3 rows=1000000 seed=1
+
+writes `DIR/day_0`, `DIR/day_1`, ..., of `rows` lines each: label, 13 integers, 26 categories of 8 hexadecimal digits,
+separated by tabs, an empty field where a value is missing. Tables have the sizes of Criteo 1TB (its distinct values over
+24 days); the exponent of each power law is the one that gives as many distinct values in 10,000 lines as the head of
+Criteo's day 0 has. Missing rates, the quantiles of the integers and the click rate are those of that head too. Labels
+and columns are independent of each other: these files serve to measure speed, not learning.
+
+Every field is a function of (seed, day, column, row), so the same command writes the same bytes, whatever the number of
+processes, and the first rows of a longer file are those of a shorter one.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from dataloading.randomness import power_law, stream_key, uniform
+
+NUM_NUMERICAL = 13
+CLICK_RATE = 0.0265
+CHUNK_ROWS = 1 << 15
+"""Rows made at a time: 12 MB of text."""
+
+# Of the values that are there: the least, 10 %, median, 90 %, 99 %, greatest.
+QUANTILES = (
+    (1, 1, 6, 51, 258, 9382),
+    (1, 18, 207, 1073, 3597, 7969),
+    (0, 0, 3, 16, 39, 129),
+    (0, 2, 36, 323, 1907, 14285),
+    (1, 1, 5, 42, 301, 2547),
+    (0, 0, 0, 2, 20, 222),
+    (0, 0, 0, 0, 2, 29),
+    (-1, 0, 5, 221, 2275, 4851),
+    (0, 0, 5, 27, 46, 59),
+    (0, 0, 0, 1, 2, 5),
+    (1, 1, 2, 9, 36, 108),
+    (0, 30, 3602, 36119, 364349, 1293837),
+    (0, 1, 4, 21, 67, 362),
+)
+NUMERICAL_MISSING = (
+    *(0.239, 0.102, 0.254, 0.493, 0.465, 0.092, 0.031),
+    *(0.0, 0.0, 0.092, 0.465, 0.015, 0.254),
+)
+CARDINALITIES = (
+    *(227605431, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 130229466, 3067955, 405282, 10),
+    *(2208, 11938, 154, 3, 976, 14, 292775613, 40790947, 187188509, 590151, 12973, 108, 36),
+)
+# Where the head holds fewer values than any exponent below 2 gives, 1.5: it covers some seconds of 24 days.
+EXPONENTS = (
+    *(1.21, 1.24, 1.08, 1.46, 1.29, 1.0, 1.13, 1.51, 1.5, 1.23, 1.34, 1.15, 1.5),
+    *(1.56, 1.34, 1.5, 1.0, 1.95, 1.5, 1.21, 1.26, 1.21, 1.26, 1.15, 1.5, 1.5),
+)
+CATEGORICAL_MISSING = (
+    *(0.0258, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0258, 0.0258, 0.0, 0.0),
+    *(0.4667, 0.0, 0.4667, 0.4667, 0.0, 0.0, 0.0258, 0.0258, 0.0258, 0.4667, 0.0, 0.0, 0.0),
+)
+
+# A line with every field at its greatest width; what a field does not fill are zero bytes, which are dropped at the end.
+LINE = np.dtype(
+    [("label", "S1")]
+    + [
+        (f"{kind}{i}", "<u8" if kind == "field" else "S1")
+        for i in range(39)
+        for kind in ("tab", "field")
+    ]
+    + [("end", "S1")]
+)
+LABELS = np.array([b"0", b"1"])
+
+
+def _integer_texts(quantiles: tuple[int, ...]) -> np.ndarray:
+    """Return 65,536 equally likely integers as text in a uint64 each, interpolated between `quantiles` as logarithms."""
+    shares = (np.arange(65_536) + 0.5) / 65_536
+    logs = np.interp(shares, (0, 0.1, 0.5, 0.9, 0.99, 1), np.log(np.array(quantiles) + 2.0))
+    integers = np.rint(np.exp(logs) - 2).astype(np.int64)
+    return np.array([str(each).encode() for each in integers], "S8").view("<u8")
+
+
+INTEGERS = [_integer_texts(each) for each in QUANTILES]
+HEX = (
+    np.array([f"{each:04x}".encode() for each in range(65_536)], "S4").view("<u4").astype(np.uint64)
+)
+
+
+def _scrambled(ranks: np.ndarray, key: int) -> np.ndarray:
+    """Return a permutation of the 32-bit numbers (MurmurHash3's finaliser), another one for each key."""
+    numbers = ranks.astype(np.uint32)
+    numbers ^= np.uint32(key & 0xFFFFFFFF)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        numbers ^= numbers >> np.uint32(shift)
+        numbers *= np.uint32(factor)
+    numbers ^= numbers >> np.uint32(16)
+    return numbers
+
+
+def _present(key: int, rows: np.ndarray, missing: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return a uniform number for each row, and 1 where it has a value, else 0, as uint64."""
+    numbers = uniform(key, rows)
+    if not missing:
+        return numbers, np.uint64(1)
+    present = numbers >= missing
+    numbers -= missing
+    numbers /= 1 - missing
+    np.maximum(numbers, 0, out=numbers)
+    return numbers, present.astype(np.uint64)
+
+
+def lines(seed: int, day: int, rows: range) -> bytes:
+    """Return the lines `rows` of a day."""
+    counters = np.arange(rows.start, rows.stop, dtype=np.uint64)
+    table = np.zeros(len(rows), LINE)
+
+    def key(column: int) -> int:
+        return stream_key("day files", seed, day, column)
+
+    table["label"] = LABELS[(uniform(key(39), counters) < CLICK_RATE).astype(np.intp)]
+    for column in range(39):
+        table[f"tab{column}"] = b"\t"
+        index = column - NUM_NUMERICAL
+        if index < 0:
+            numbers, present = _present(key(column), counters, NUMERICAL_MISSING[column])
+            text = INTEGERS[column].take((numbers * 65_536).astype(np.intp))
+        else:
+            numbers, present = _present(key(column), counters, CATEGORICAL_MISSING[index])
+            ranks = power_law(numbers, CARDINALITIES[index], EXPONENTS[index])
+            values = _scrambled(ranks, stream_key("day files", "values", column))
+            text = HEX.take(values >> np.uint32(16))
+            text |= HEX.take(values & np.uint32(0xFFFF)) << np.uint64(32)
+        table[f"field{column}"] = text * present
+    table["end"] = b"\n"
+    return table.tobytes().translate(None, b"\0")
+
+
+def write_day(path: Path, seed: int, day: int, num_rows: int) -> int:
+    """Write the file of one day and return its bytes."""
+    with path.open("wb") as stream:
+        for start in range(0, num_rows, CHUNK_ROWS):
+            stream.write(lines(seed, day, range(start, min(start + CHUNK_ROWS, num_rows))))
+        return stream.tell()
+
+
+def write_days(
+    directory: Path, days: int, num_rows: int, seed: int = 1, processes: int = 1
+) -> Iterator[tuple[Path, int]]:
+    """Write `day_0`, `day_1`, ... of `num_rows` lines each, and yield (path, bytes) as they are done."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"day_{day}" for day in range(days)]
+    if processes == 1 or days == 1:
+        yield from ((path, write_day(path, seed, day, num_rows)) for day, path in enumerate(paths))
+        return
+    with ProcessPoolExecutor(processes) as pool:
+        sizes = pool.map(write_day, paths, [seed] * days, range(days), [num_rows] * days)
+        yield from zip(paths, sizes, strict=True)
+
+
+def main() -> None:
+    """Write what the command line asks for."""
+    options = {"output": "", "days": "3", "rows": "1000000", "seed": "1", "processes": ""}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("option", nargs="+", help="output=DIR " + " ".join(list(options)[1:]))
+    for option in parser.parse_args().option:
+        key, equals, value = option.partition("=")
+        if key not in options or not equals or (key != "output" and not value.isdigit()):
+            parser.error(f"got {option!r}, want one of {', '.join(f'{k}=...' for k in options)}")
+        options[key] = value
+    if not options["output"]:
+        parser.error("no output: set output=DIR")
+    days, num_rows = int(options["days"]), int(options["rows"])
+    processes = int(options["processes"] or os.cpu_count() or 1)
+    began = perf_counter()
+    written = 0
+    for path, size in write_days(
+        Path(options["output"]), days, num_rows, int(options["seed"]), processes
+    ):
+        written += size
+        print(f"{path}: {num_rows:,} rows, {size / 1e6:,.1f} MB", flush=True)
+    seconds = perf_counter() - began
+    rate = days * num_rows / seconds
+    print(
+        f"{days * num_rows:,} rows, {written / 1e9:,.2f} GB in {seconds:,.1f} s, {rate:,.0f} rows/s"
+    )
+
+
+if __name__ == "__main__":
+    main()

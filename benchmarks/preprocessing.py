@@ -1,0 +1,214 @@
+"""Our preprocessing and its peers on the same raw logs, in one run: speed, memory, disk, and whether the bytes agree.
+
+    python -m benchmarks.preprocessing days=3 rows=1000000 frequency_limit=3
+    python -m benchmarks.preprocessing 'source=LOGS/day_*' dataset=criteo_1tb peers=polars preproc.memory_limit=8GB
+
+The first line generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. Peers are the
+straightforward scripts in `benchmarks/peers/`; they need the extra `bench`. Options that begin with `preproc.` go
+to `python -m preproc`. Memory is the resident set of all processes of a command, disk what lies below its directory,
+both sampled every 0.1 s; a command that passes `memory_gib` is stopped. Exits with 1 if a peer's bytes differ.
+"""
+
+import argparse
+import filecmp
+import glob
+import gzip
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, sleep
+
+from benchmarks.day_files import write_days
+
+PEERS = ("polars", "pandas", "spark")
+OPTIONS = {
+    "source": "",
+    "dataset": "criteo_1tb",
+    "days": "3",
+    "rows": "1000000",
+    "seed": "1",
+    "frequency_limit": "3",
+    "threads": str(os.cpu_count()),
+    "peers": ",".join(PEERS),
+    "memory_gib": "16",
+    "work": tempfile.gettempdir(),
+}
+SAMPLE_S = 0.1
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class Measured:
+    """How a command went.
+
+    Attributes:
+        outcome: `ok`, or what went wrong.
+        seconds: from start to end, the start of Python included.
+        memory_bytes: largest resident set of all its processes together.
+        disk_bytes: most that lay below its directory at a time.
+        output_bytes: what it left there.
+    """
+
+    outcome: str = "ok"
+    seconds: float = 0.0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    output_bytes: int = 0
+
+
+def measure(command: list[str], directory: Path, memory_gib: float) -> Measured:
+    """Run a command that writes below `directory`, and watch it."""
+    directory.mkdir()
+    result = Measured()
+    began = perf_counter()
+    with tempfile.TemporaryFile() as told:
+        process = subprocess.Popen(command, stdout=told, stderr=told, start_new_session=True)
+        try:
+            while process.poll() is None:
+                sleep(SAMPLE_S)
+                result.memory_bytes = max(result.memory_bytes, resident_bytes(process.pid))
+                result.disk_bytes = max(result.disk_bytes, disk_bytes(directory))
+                if result.memory_bytes > memory_gib * 2**30:
+                    result.outcome = f"stopped: over {memory_gib:g} GiB"
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        result.seconds = perf_counter() - began
+        result.output_bytes = disk_bytes(directory)
+        if process.returncode and result.outcome == "ok":
+            result.outcome = f"failed with {process.returncode}"
+            told.seek(0)
+            print(told.read().decode(errors="replace")[-4000:], file=sys.stderr)
+    return result
+
+
+def resident_bytes(session: int) -> int:
+    """Return the resident memory of all processes of a session."""
+    total = 0
+    for stat in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            fields = Path(stat).read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[3]) == session:
+            total += int(fields[21]) * PAGE
+    return total
+
+
+def disk_bytes(directory: Path) -> int:
+    """Return the disk space that the files below `directory` take now."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except OSError:  # it is gone meanwhile
+                continue
+    return total
+
+
+def differing(ours: Path, theirs: Path) -> list[str]:
+    """Return the .bin files below `ours` that `theirs` lacks or holds with other bytes."""
+    return [
+        str(path.relative_to(ours))
+        for path in sorted(ours.rglob("*.bin"))
+        if not (theirs / path.relative_to(ours)).exists()
+        or not filecmp.cmp(path, theirs / path.relative_to(ours), shallow=False)
+    ]
+
+
+def count_lines(path: str) -> int:
+    """Return the lines of a text file, plain or gzip."""
+    opener = gzip.open if path.endswith(".gz") else open
+    with opener(path, "rb") as stream:
+        return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 24), b""))
+
+
+def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return our options and those for `python -m preproc`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    usage = " ".join(f"{key}={value}" for key, value in OPTIONS.items())
+    parser.add_argument("option", nargs="*", help=usage)
+    options, passed_on = dict(OPTIONS), []
+    for option in parser.parse_args(arguments).option:
+        key, equals, value = option.partition("=")
+        if key.startswith("preproc.") and equals:
+            passed_on.append(option.removeprefix("preproc."))
+        elif key in options and equals:
+            options[key] = value
+        else:
+            parser.error(f"got {option!r}, want KEY=VALUE with one of {', '.join(options)}")
+    unknown = set(options["peers"].split(",")) - {*PEERS, ""}
+    if unknown:
+        parser.error(f"no peer {', '.join(unknown)}, only {', '.join(PEERS)}")
+    return options, passed_on
+
+
+def main() -> None:
+    """Run the benchmark as the command line asks."""
+    options, passed_on = parse(sys.argv[1:])
+    differ = False
+    with tempfile.TemporaryDirectory(dir=options["work"]) as folder:
+        work = Path(folder)
+        source = options["source"]
+        if not source:
+            made = write_days(
+                work / "logs",
+                int(options["days"]),
+                int(options["rows"]),
+                int(options["seed"]),
+                int(options["threads"]),
+            )
+            text_bytes = sum(size for _, size in made)
+            source = f"{work}/logs/day_*"
+            num_rows = int(options["days"]) * int(options["rows"])
+        else:
+            paths = glob.glob(source)
+            text_bytes = sum(os.path.getsize(path) for path in paths)
+            num_rows = sum(map(count_lines, paths))
+        limit, dataset, threads = (options[k] for k in ("frequency_limit", "dataset", "threads"))
+        print(
+            f"{num_rows:,} rows, {text_bytes / 1e9:.2f} GB of text, dataset={dataset}, "
+            f"frequency_limit={limit}, threads={threads}, load average {os.getloadavg()[0]:.1f}"
+        )
+        print(
+            f"{'':8} {'rows/s':>10} {'s':>8} {'GiB memory':>11} {'GB disk':>8}  bytes", flush=True
+        )
+        for name in ("ours", *filter(None, options["peers"].split(","))):
+            directory = work / name
+            output = directory / "out"
+            if name == "ours":
+                command = [sys.executable, "-m", "preproc", f"dataset={dataset}"]
+                command += [f"source={source}", f"output={output}", f"frequency_limit={limit}"]
+                command += [f"threads={threads}", *passed_on]
+            else:
+                command = [sys.executable, "-m", f"benchmarks.peers.with_{name}", source]
+                command += [str(output), limit, dataset, threads]
+            result = measure(command, directory, float(options["memory_gib"]))
+            agrees = f"{result.output_bytes / 1e6:,.0f} MB"
+            if name != "ours" and result.outcome == "ok":
+                wrong = differing(work / "ours/out", output)
+                agrees = f"{len(wrong)} files differ, such as {wrong[0]}" if wrong else "the same"
+                differ |= bool(wrong)
+                shutil.rmtree(directory)
+            rate = f"{num_rows / result.seconds:,.0f}" if result.outcome == "ok" else "-"
+            print(
+                f"{name:8} {rate:>10} {result.seconds:8.1f} {result.memory_bytes / 2**30:11.2f} "
+                f"{result.disk_bytes / 1e9:8.2f}  {agrees if result.outcome == 'ok' else result.outcome}",
+                flush=True,
+            )
+            differ |= name == "ours" and result.outcome != "ok"
+    raise SystemExit(int(differ))
+
+
+if __name__ == "__main__":
+    main()

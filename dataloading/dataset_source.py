@@ -1,0 +1,24 @@
+"""The reader that a dataset directory needs."""
+
+from dataloading.binary import BinarySource
+from dataloading.columns import Source
+from dataloading.feature_spec import FeatureSpec
+
+
+def open_dataset(spec: FeatureSpec) -> Source:
+    """Return the source of rows of `spec`.
+
+    Raises:
+        ValueError: some splits are Parquet and others are not.
+    """
+    in_parquet = [name for name, files in spec.splits.items() if files.parquet]
+    if not in_parquet:
+        return BinarySource(spec)
+    if len(in_parquet) < len(spec.splits):
+        raise ValueError(
+            f"{spec.root}: {', '.join(in_parquet)} in Parquet and the other splits in split_binary; want one format"
+        )
+    # Only those who have such a dataset need pyarrow.
+    from dataloading.parquet import ParquetSource
+
+    return ParquetSource(spec)

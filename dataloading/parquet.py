@@ -1,0 +1,157 @@
+"""Rows of a Parquet dataset directory.
+
+Parquet is read a row group at a time. A split that is small when decoded is decoded once and stays in memory. Of a larger
+one, runs of rows are cut out of decoded row groups: a shuffled epoch asks for whole ones (`granule`), and a row group
+that two batches share is decoded once, since the last few are kept.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Lock
+
+import numpy as np
+
+from dataloading.binary import LABEL_DTYPE, BinarySource, SplitColumns
+from dataloading.columns import Allocate, Columns
+from dataloading.feature_spec import FeatureSpec
+from dataloading.row_groups import RowGroup, SplitGroups
+from dataloading.split_files import SplitFiles
+
+KEPT_BYTES = 256 << 20
+"""Decoded rows that are kept: a whole split if it fits, else the row groups that were read last."""
+LEAST_KEPT = 4
+
+
+class ParquetSource:
+    """Reads rows of a dataset directory in Parquet.
+
+    Ids, labels and missing values are checked when a row group is decoded. Safe to call from several threads.
+    """
+
+    def __init__(self, spec: FeatureSpec) -> None:
+        self.spec = spec
+        self._splits = {split: SplitGroups(files.parquet) for split, files in spec.splits.items()}
+        largest = max(split.granule for split in self._splits.values())
+        ids = sum(feature.mean_hotness for feature in spec.categorical)
+        row_bytes = 4 * (1 + len(spec.numerical)) + spec.ids_dtype.itemsize * ids
+        self._groups = _GroupCache(max(LEAST_KEPT, int(KEPT_BYTES / (largest * row_bytes))))
+        self._fits = {
+            name: files.num_rows * row_bytes <= KEPT_BYTES for name, files in spec.splits.items()
+        }
+        self._in_memory: dict[str, BinarySource] = {}
+        self._lock = Lock()
+
+    def num_rows(self, split: str) -> int:
+        """Return the rows of `split`; ValueError if there is no such split."""
+        return self.spec.rows_of(split)
+
+    def granule(self, split: str) -> int:
+        """Return the rows of the largest row group, or 1 if the split stays in memory."""
+        return 1 if self._fits[split] else self._splits[split].granule
+
+    def read(
+        self,
+        split: str,
+        runs: np.ndarray,
+        padded_to: int | None = None,
+        allocate: Allocate = np.empty,
+    ) -> Columns:
+        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
+
+        Raises:
+            ValueError: a missing value, an id outside its table or a label that is neither 0 nor 1, with row and file.
+        """
+        if self._fits[split]:
+            return self._whole(split).read(split, runs, padded_to, allocate)
+        files = self._splits[split]
+        pieces = [
+            (self._groups.get((split, group), lambda g=group: files.decode(self.spec, g)), rows)
+            for first, last in runs.tolist()
+            for group, rows in files.cut(first, last)
+        ]
+        num_rows = int((runs[:, 1] - runs[:, 0]).sum())
+        num_ids = [
+            num_rows * f.hotness if f.hotness else sum(_num_ids(g, i, rows) for g, rows in pieces)
+            for i, f in enumerate(self.spec.categorical)
+        ]
+        out = Columns.empty(
+            self.spec, num_rows, num_rows if padded_to is None else padded_to, num_ids, allocate
+        )
+        at = 0
+        ids_at = [0] * len(num_ids)
+        for group, rows in pieces:
+            place = slice(at, at + rows.stop - rows.start)
+            out.labels[place] = group.labels[rows]
+            for column, values in enumerate(group.numerical):
+                out.numerical[place, column] = values[rows]
+            for index, feature in enumerate(self.spec.categorical):
+                ends = group.offsets[index]
+                if ends is None:
+                    assert feature.hotness is not None
+                    items = slice(rows.start * feature.hotness, rows.stop * feature.hotness)
+                else:
+                    items = slice(ends[rows.start], ends[rows.stop])
+                    out.lengths[index][place] = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
+                target = slice(ids_at[index], ids_at[index] + items.stop - items.start)
+                out.ids[index][target] = group.ids[index][items]
+                ids_at[index] = target.stop
+            at = place.stop
+        return out
+
+    def _whole(self, split: str) -> BinarySource:
+        """Return a split in memory, decoded when it is first asked for."""
+        with self._lock:
+            if split not in self._in_memory:
+                files = self._splits[split]
+                groups = [files.decode(self.spec, group) for group in range(files.num_groups)]
+                columns = _joined(self.spec, groups, self.spec.splits[split])
+                self._in_memory[split] = BinarySource(self.spec, {split: columns})
+            return self._in_memory[split]
+
+
+def _joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> SplitColumns:
+    """Return row groups as the columns of one split."""
+    numerical = None
+    if spec.numerical:
+        columns = [np.concatenate(c) for c in zip(*(g.numerical for g in groups), strict=True)]
+        numerical = np.stack(columns, axis=1).astype(np.float32)
+    ids, offsets = {}, {}
+    for index, feature in enumerate(spec.categorical):
+        flat = np.concatenate([group.ids[index] for group in groups]).astype(spec.ids_dtype)
+        single = feature.hotness in (1, None)
+        ids[feature.name] = flat if single else flat.reshape(-1, feature.hotness)
+        if feature.hotness is None:
+            lengths = np.concatenate([np.diff(g.offsets[index]) for g in groups])  # type: ignore[arg-type]
+            offsets[feature.name] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    labels = np.concatenate([group.labels for group in groups]).astype(LABEL_DTYPE)
+    return SplitColumns(labels, numerical, ids, offsets, files)
+
+
+def _num_ids(group: RowGroup, index: int, rows: slice) -> int:
+    ends = group.offsets[index]
+    assert ends is not None
+    return int(ends[rows.stop] - ends[rows.start])
+
+
+class _GroupCache:
+    """The row groups that were asked for last; one that is asked for twice at a time is decoded once."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._groups: OrderedDict[tuple[str, int], Future[RowGroup]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: tuple[str, int], decode: Callable[[], RowGroup]) -> RowGroup:
+        with self._lock:
+            found = self._groups.pop(key, None)
+            group = Future() if found is None else found
+            self._groups[key] = group
+            while len(self._groups) > self._num_groups:
+                self._groups.popitem(last=False)
+        if found is None:
+            try:
+                group.set_result(decode())
+            except BaseException as error:
+                group.set_exception(error)
+        return group.result()

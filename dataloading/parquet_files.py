@@ -1,0 +1,96 @@
+"""The Parquet files of a split: their footers, and whether their columns are what the spec says."""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloading.split_files import expect
+
+
+class ColumnKind(Enum):
+    """What a column of a Parquet file must hold, in words."""
+
+    number = "floats or integers"
+    label = "bool, integers or floats"
+    id = "integers"
+    ids = "a list of integers"
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        """Return whether a column of Arrow type `kind` can be read as this."""
+        if self is ColumnKind.ids:
+            return _is_list(kind) and pa.types.is_integer(kind.value_type)
+        if self is ColumnKind.id:
+            return pa.types.is_integer(kind)
+        number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        return number or (self is ColumnKind.label and pa.types.is_boolean(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def open_file(path: Path, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """Open a Parquet file through a memory map; ValueError unless it is one.
+
+    Args:
+        path: of the file.
+        metadata: its footer, if it was read before.
+    """
+    try:
+        return pq.ParquetFile(path, metadata=metadata, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path}: not a whole Parquet file ({first_line}); copy or write it again"
+        ) from None
+
+
+def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
+    """Return the rows of all files.
+
+    Args:
+        paths: files of a split.
+        columns: what each column must hold.
+
+    Raises:
+        ValueError: a file that is cut short, lacks a column or holds one of another type; no rows at all.
+    """
+    num_rows = 0
+    for path in paths:
+        with open_file(path) as file:
+            schema = file.schema_arrow
+            num_rows += file.metadata.num_rows
+        check_columns(path, schema, columns)
+    expect(num_rows > 0, f"{paths[0].parent}", "no rows", "at least one row a split")
+    return num_rows
+
+
+def check_columns(path: Path, schema: pa.Schema, columns: Mapping[str, ColumnKind]) -> None:
+    """Raise `ValueError` unless `schema`, that of the file `path`, has all of `columns`, and of the right types."""
+    missing = [name for name in columns if name not in schema.names]
+    expect(not missing, str(path), f"no column {', '.join(missing)}", "every feature of the spec")
+    for name, kind in columns.items():
+        got = schema.field(name).type
+        expect(kind.accepts(got), f"{path}: column '{name}'", str(got), kind.value)
+
+
+def mean_hotness(paths: Sequence[Path], name: str) -> float:
+    """Return the mean ids a row of a list column, from the footers: an empty list counts as one id."""
+    num_ids = num_rows = 0
+    for path in paths:
+        with open_file(path) as file:
+            metadata = file.metadata
+        num_rows += metadata.num_rows
+        for group in range(metadata.num_row_groups):
+            row_group = metadata.row_group(group)
+            num_ids += sum(
+                row_group.column(i).num_values
+                for i in range(row_group.num_columns)
+                if row_group.column(i).path_in_schema.startswith(f"{name}.list.")
+            )
+    return num_ids / num_rows

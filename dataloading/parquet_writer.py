@@ -1,0 +1,188 @@
+"""Writes a split as Parquet, for the same callers and with the same checks as the split binary.
+
+One column a feature: the label int8, numericals float16 or float32, ids in the spec's dtype, or lists of it where a
+row has several. Values are stored plainly: dictionaries cost five times the time to read (`benchmarks/README.md`).
+"""
+
+import os
+import zlib
+from contextlib import suppress
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloading.binary import GrowingFile, SplitWriter
+from dataloading.feature_spec import FeatureSpec
+from dataloading.split_files import SplitFiles
+
+ROW_GROUP_ROWS = 16_384
+"""Rows that are read together and stay together in a shuffle."""
+PART_ROWS = 1024 * ROW_GROUP_ROWS
+"""Rows of a file: its footer is read whole, so it must not grow without bound."""
+
+
+class PendingColumn(GrowingFile):
+    """A column whose rows wait in memory until a row group is full."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_rows = 0
+        self.num_bytes = 0
+        self._pieces: list[np.ndarray] = []
+
+    def append(self, values: np.ndarray, num_rows: int) -> None:
+        """Append items that were checked and cast already."""
+        self._pieces.append(np.array(values))
+        self.num_bytes += values.nbytes
+        self.num_rows += num_rows
+
+    def take(self, num_items: int) -> np.ndarray:
+        """Remove and return the oldest items, along the first axis."""
+        joined = np.concatenate(self._pieces) if len(self._pieces) > 1 else self._pieces[0]
+        self._pieces = [joined[num_items:]]
+        return joined[:num_items]
+
+    def close(self) -> None:
+        """Do nothing: there is no file."""
+
+    def abandon(self) -> None:
+        """Drop what waits."""
+        self._pieces = []
+
+
+class ParquetSplitWriter(SplitWriter):
+    """Appends chunks of rows to the Parquet files of one split.
+
+    Columns should grow together: rows that some column lacks yet are kept in memory.
+    """
+
+    file_type = PendingColumn
+
+    def __init__(self, directory: Path, split: str, spec: FeatureSpec) -> None:
+        super().__init__(directory, split, spec)
+        (directory / split).mkdir(exist_ok=True)
+        self._folder = directory / split
+        self._written = 0
+        self._ends = dict.fromkeys(self._offsets, 0)
+        self._parts: list[_Part] = []
+        for offsets in self._offsets.values():
+            offsets.take(1)  # the leading zero of the binary format
+
+    def append(self, **columns: Any) -> None:
+        """Append rows, as `SplitWriter.append` does, and write the row groups that are full."""
+        super().append(**columns)
+        while self._complete() >= ROW_GROUP_ROWS:
+            self._write_group(ROW_GROUP_ROWS)
+
+    def close(self) -> SplitFiles:
+        """Write what waits, close all files and return them; ValueError unless every column holds the same rows."""
+        num_rows = self._checked_rows()
+        if self._complete():
+            self._write_group(self._complete())
+        self._parts[-1].close()
+        return SplitFiles(num_rows, parquet=tuple(part.path for part in self._parts))
+
+    def abandon(self) -> None:
+        """Close all files without a check."""
+        super().abandon()
+        if self._parts:
+            self._parts[-1].abandon()
+
+    def checksums(self, root: Path) -> dict[str, dict[str, Any]]:
+        """Return bytes and CRC-32 of each file, by its path below `root`."""
+        return {
+            part.path.relative_to(root).as_posix(): {
+                "bytes": part.stream.num_bytes,
+                "crc32": f"{part.stream.crc32:08x}",
+            }
+            for part in self._parts
+        }
+
+    def _complete(self) -> int:
+        """Return the rows that every column holds and no file yet."""
+        return min(file.num_rows for file in self._files()) - self._written
+
+    def _write_group(self, num_rows: int) -> None:
+        columns = {self.spec.label: pa.array(self._label.take(num_rows).view(np.int8))}
+        if self._numerical is not None:
+            numerical = self._numerical.take(num_rows)
+            for index, name in enumerate(self.spec.numerical):
+                columns[name] = pa.array(np.ascontiguousarray(numerical[:, index]))
+        for feature in self.spec.categorical:
+            ids = self._ids[feature.name]
+            if feature.hotness == 1:
+                columns[feature.name] = pa.array(ids.take(num_rows).reshape(-1))
+            elif feature.hotness is not None:
+                values = pa.array(ids.take(num_rows).reshape(-1))
+                offsets = np.arange(num_rows + 1, dtype=np.int32) * feature.hotness
+                columns[feature.name] = pa.ListArray.from_arrays(offsets, values)
+            else:
+                begin = self._ends[feature.name]
+                ends = self._offsets[feature.name].take(num_rows)
+                self._ends[feature.name] = int(ends[-1])
+                offsets = np.concatenate([[0], ends - begin]).astype(np.int32)
+                values = pa.array(ids.take(int(offsets[-1])))
+                columns[feature.name] = pa.ListArray.from_arrays(offsets, values)
+        table = pa.table(columns)
+        if self._written % PART_ROWS == 0:
+            if self._parts:
+                self._parts[-1].close()
+            path = self._folder / f"part_{len(self._parts)}.parquet"
+            self._parts.append(_Part(path, table.schema))
+        self._parts[-1].writer.write_table(table, row_group_size=num_rows)
+        self._written += num_rows
+
+
+class _Part:
+    """One Parquet file that is being written."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path = path
+        self.stream = _CountedFile(path)
+        self.writer = pq.ParquetWriter(
+            self.stream, schema, compression="none", use_dictionary=False, write_statistics=False
+        )
+
+    def close(self) -> None:
+        self.writer.close()
+        self.stream.sync()
+        self.stream.close()
+
+    def abandon(self) -> None:
+        if not self.stream.closed:
+            with suppress(OSError, pa.ArrowException):  # a full disk, most likely
+                self.writer.close()
+            self.stream.close()
+
+
+class _CountedFile(RawIOBase):
+    """A file that counts its bytes and their CRC-32 while they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_bytes = 0
+        self.crc32 = 0
+        self._file = path.open("xb")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        data = memoryview(data).cast("B")
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,171 @@
+"""Row groups of Parquet files: found, decoded, and every value in them checked."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from threading import local
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.parquet_files import open_file
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Decoded rows, one array a column.
+
+    Attributes:
+        labels: numbers [n], each 0 or 1.
+        numerical: numbers [n], one array a feature.
+        ids: integers, flat, one array a feature, each inside its table.
+        offsets: int [n + 1] of ragged features, None where the hotness is fixed.
+    """
+
+    labels: np.ndarray
+    numerical: list[np.ndarray]
+    ids: list[np.ndarray]
+    offsets: list[np.ndarray | None]
+
+
+class SplitGroups:
+    """The row groups of one split, over all its files."""
+
+    def __init__(self, paths: tuple[Path, ...]) -> None:
+        self.paths = paths
+        self._metadata: list[pq.FileMetaData] = []
+        self._first_group = [0]
+        starts = [0]
+        for path in paths:
+            with open_file(path) as file:
+                metadata = file.metadata
+            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            starts += (starts[-1] + np.cumsum(sizes)).tolist() if sizes else []
+            self._metadata.append(metadata)
+            self._first_group.append(self._first_group[-1] + len(sizes))
+        self._starts = starts
+        self.num_groups = len(starts) - 1
+        self.granule = int(np.diff(starts).max())
+        self._opened = local()
+
+    def cut(self, first: int, last: int) -> list[tuple[int, slice]]:
+        """Return (row group, rows inside it) for the rows [first, last)."""
+        found = []
+        group = bisect_right(self._starts, first) - 1
+        while first < last:
+            begin, end = self._starts[group], self._starts[group + 1]
+            stop = min(last, end)
+            if stop > first:
+                found.append((group, slice(first - begin, stop - begin)))
+            first = max(first, stop)
+            group += 1
+        return found
+
+    def decode(self, spec: FeatureSpec, group: int) -> RowGroup:
+        """Read a row group.
+
+        Raises:
+            ValueError: a missing value, an id outside its table or a label that is neither 0 nor 1, with row and file.
+        """
+        part, inside = self._locate(group)
+        names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
+        table = self._open(part).read_row_group(inside, columns=names, use_threads=False)
+        where = _Place(self.paths[part], self._first_row_in_part(group))
+        labels = where.numbers(table, spec.label)
+        wrong = (labels != 0) & (labels != 1)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise ValueError(f"label {labels[row]} at {where.row(row)}; want 0 or 1")
+        numerical = [where.numbers(table, name) for name in spec.numerical]
+        decoded = [where.ids(table, feature) for feature in spec.categorical]
+        return RowGroup(labels, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+
+    def _locate(self, group: int) -> tuple[int, int]:
+        """Return the file of a row group, and its number in there."""
+        part = bisect_right(self._first_group, group) - 1
+        return part, group - self._first_group[part]
+
+    def _first_row_in_part(self, group: int) -> int:
+        """Return the row of its file that a row group begins with."""
+        part, _ = self._locate(group)
+        return self._starts[group] - self._starts[self._first_group[part]]
+
+    def _open(self, part: int) -> pq.ParquetFile:
+        """Return this thread's own reader of a file: one reader serves one thread."""
+        files = self._opened.__dict__
+        if part not in files:
+            files[part] = open_file(self.paths[part], self._metadata[part])
+        return files[part]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a row group stands, for messages: its file and the row of the file that it begins with."""
+
+    path: Path
+    first_row: int
+
+    def row(self, index: int) -> str:
+        return f"row {self.first_row + index} of {self.path}"
+
+    def numbers(self, table: pa.Table, name: str) -> np.ndarray:
+        """Return a column of numbers; ValueError if one is missing."""
+        column = self._whole(table, name)
+        return column.to_numpy(zero_copy_only=False)
+
+    def ids(
+        self, table: pa.Table, feature: CategoricalFeature
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the ids of a feature, flat, and its offsets if it is ragged."""
+        column = self._whole(table, feature.name)
+        if feature.hotness == 1:
+            ids, offsets = column.to_numpy(), None
+        else:
+            ids, offsets = self._lists(column, feature)
+        if int(ids.view(f"u{ids.itemsize}").max(initial=0)) >= feature.cardinality:
+            at = int(((ids < 0) | (ids >= feature.cardinality)).argmax())
+            row = (
+                at // (feature.hotness or 1)
+                if offsets is None
+                else int(offsets.searchsorted(at, "right")) - 1
+            )
+            raise ValueError(
+                f"feature '{feature.name}': id {ids[at]} at {self.row(row)} lies outside its table of "
+                f"{feature.cardinality} rows; correct the file, or the cardinality in {SPEC_NAME}"
+            )
+        return ids, offsets
+
+    def _whole(self, table: pa.Table, name: str) -> pa.Array:
+        column = table.column(name)
+        if column.null_count:
+            row = int(np.asarray(column.is_null()).argmax())
+            raise ValueError(f"'{name}' is missing at {self.row(row)}; want a value in every row")
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+    def _lists(
+        self, column: pa.Array, feature: CategoricalFeature
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        if pa.types.is_fixed_size_list(column.type):
+            offsets = np.arange(len(column) + 1) * column.type.list_size
+        else:
+            offsets = column.offsets.to_numpy()
+        values = column.flatten()
+        offsets = offsets - offsets[0]
+        if values.null_count:
+            at = int(np.asarray(values.is_null()).argmax())
+            row = int(offsets.searchsorted(at, "right")) - 1
+            raise ValueError(
+                f"'{feature.name}' misses an id at {self.row(row)}; want integers only"
+            )
+        if feature.hotness is None:
+            return values.to_numpy(), offsets
+        other = np.diff(offsets) != feature.hotness
+        if other.any():
+            row = int(other.argmax())
+            raise ValueError(
+                f"feature '{feature.name}': {offsets[row + 1] - offsets[row]} ids at {self.row(row)}, want "
+                f"{feature.hotness}; correct the file, or write hotness: ragged in {SPEC_NAME}"
+            )
+        return values.to_numpy(), None

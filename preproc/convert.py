@@ -1,0 +1,100 @@
+"""From any format that is known to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from configs.preproc_schema import Format, PreprocConfig
+from dataloading.dataset_directory import check_output, write_dataset
+from dataloading.dataset_source import open_dataset
+from dataloading.feature_spec import SPEC_NAME, FeatureSpec
+from preproc.csv_spec import CsvRows, is_csv_spec, write_csv
+from preproc.merlin import merlin_rows
+from preproc.npy import NpyRows
+from preproc.report import Progress, SplitSummary, print_result, print_splits
+from preproc.rows import Rows, SourceRows
+
+
+def run_convert(config: PreprocConfig, progress: Progress) -> None:
+    """Convert `config.path` to `config.output` and print what came out.
+
+    Raises:
+        ValueError: nothing there that can be read, a value that cannot be, an output that stands already.
+    """
+    assert config.path is not None
+    assert config.output is not None
+    output = Path(config.output).absolute()
+    check_output(output, config.overwrite)
+    with progress.stage("open") as stage:
+        rows = find_rows(Path(config.path), config.numerical_dtype.name)
+        stage.name = f"open {rows.kind} in {config.path}"
+    if config.to is Format.csv:
+        with progress.stage(f"write {config.to.name}"):
+            write_csv(rows, output, config.overwrite)
+        progress.console.print(f"written to {output}", highlight=False, soft_wrap=True)
+        return
+    summaries = _write_dataset(rows, output, config, progress)
+    print_splits(progress.console, summaries)
+    print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
+
+
+def _write_dataset(
+    rows: Rows, output: Path, config: PreprocConfig, progress: Progress
+) -> dict[str, SplitSummary]:
+    spec = rows.spec
+    summaries = {}
+    with write_dataset(
+        output,
+        categorical=spec.categorical,
+        numerical=spec.numerical,
+        label=spec.label,
+        numerical_dtype=spec.numerical_dtype.name,
+        file_format=config.to.name,
+        splits=tuple(spec.splits),
+        metadata={
+            key: value for key, value in spec.metadata.items() if key not in ("rows", "files")
+        },
+        overwrite=config.overwrite,
+    ) as dataset:
+        for split in spec.splits:
+            summary = summaries[split] = SplitSummary(0)
+            began = time.perf_counter()
+            with progress.stage(f"write {split}") as stage:
+                for chunk in rows.chunks(split):
+                    dataset[split].append(
+                        numerical=chunk.numerical,
+                        labels=chunk.labels,
+                        ids=chunk.ids,
+                        lengths=chunk.lengths,
+                    )
+                    summary.rows += len(chunk.labels)
+                    summary.clicks += int(np.count_nonzero(chunk.labels))
+                    rate = summary.rows / (time.perf_counter() - began)
+                    stage.update(f"{summary.rows:,} rows, {rate:,.0f} rows/s")
+                stage.name = f"write {split}: {summary.rows:,} rows"
+    return summaries
+
+
+def find_rows(path: Path, numerical_dtype: str) -> Rows:
+    """Return the rows of whatever lies at `path`.
+
+    Args:
+        path: a dataset directory, NVIDIA's CSV with its spec, Merlin's Parquet or MLPerf's npy files.
+        numerical_dtype: of the numericals of a CSV, which says none itself.
+
+    Raises:
+        ValueError: nothing of this, or something wrong with it.
+    """
+    if (path / SPEC_NAME).is_file():
+        if is_csv_spec(path):
+            return CsvRows(path, numerical_dtype)
+        return SourceRows(open_dataset(FeatureSpec.load(path)), "dataset directory")
+    if any(path.glob("day_*_labels.npy")):
+        return NpyRows(path)
+    if any((path / "train").glob("*.parquet")):
+        return merlin_rows(path)
+    raise ValueError(
+        f"{path}: nothing to convert; want a directory with a {SPEC_NAME} (a dataset, or NVIDIA's CSV), with "
+        "train/*.parquet (Merlin, NVTabular) or with day_0_labels.npy (MLPerf)"
+    )

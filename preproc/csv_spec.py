@@ -1,0 +1,213 @@
+"""The input of NVIDIA's transcoder: headerless CSV files, and a `feature_spec.yaml` that names their columns.
+
+Its chunks are of type `csv`: `features` in the order of the columns, and files one after another; the chunks of a split
+stand side by side. A cardinality may be `auto`: then it is the largest id and one, found by reading everything first.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pc
+import yaml
+
+from dataloading.dataset_directory import check_output, put_in_place
+from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.split_files import SplitFiles, expect, find_file
+from preproc.rows import CHUNK_ROWS, Chunk, Rows
+
+TYPE = "csv"
+BLOCK_BYTES = 16 << 20
+
+
+def is_csv_spec(root: Path) -> bool:
+    """Return whether the spec in `root` has a chunk of type csv."""
+    try:
+        document = yaml.safe_load((root / SPEC_NAME).read_text(encoding="utf-8"))
+        chunks = [chunk for chunks in document["source_spec"].values() for chunk in chunks]
+        return any(chunk.get("type") == TYPE for chunk in chunks)
+    except (yaml.YAMLError, UnicodeError, TypeError, KeyError, AttributeError):
+        return False  # whoever reads it as a dataset directory says what is wrong with it
+
+
+class CsvRows:
+    """The rows of such a directory."""
+
+    kind = "NVIDIA's CSV"
+
+    def __init__(self, root: Path, numerical_dtype: str) -> None:
+        document = yaml.safe_load((root / SPEC_NAME).read_text(encoding="utf-8"))
+        where = str(root / SPEC_NAME)
+        try:
+            channels, features = document["channel_spec"], document["feature_spec"]
+            self._sources = document["source_spec"]
+            categorical, labels = channels["categorical"], channels["label"]
+            numerical = channels.get("numerical") or []
+            self._names = [*labels, *numerical, *categorical]
+            cardinalities = {name: features[name]["cardinality"] for name in categorical}
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"{where}: no {error}; want NVIDIA's spec with a cardinality a feature"
+            ) from None
+        expect(len(labels) == 1, f"{where}: channel_spec.label", labels, "exactly one label")
+        self._root, self._label = root, labels[0]
+        self._numerical, self._categorical = numerical, categorical
+        self._check_chunks(where)
+        found = dict.fromkeys((n for n, c in cardinalities.items() if c == "auto"), 0)
+        if found:
+            for split in self._sources:
+                for table in self._tables(split):
+                    for name in found:
+                        found[name] = max(found[name], int(_integers(table, name).max()) + 1)
+        self.spec = FeatureSpec(
+            root=root,
+            numerical=tuple(numerical),
+            numerical_dtype=np.dtype(numerical_dtype),
+            label=labels[0],
+            categorical=tuple(
+                CategoricalFeature.of(name, found.get(name) or cardinalities[name])
+                for name in categorical
+            ),
+            splits={name: SplitFiles(0) for name in self._sources},
+            metadata={},
+        )
+
+    def chunks(self, split: str) -> Iterator[Chunk]:
+        """Yield the rows of `split` in order."""
+        for table in self._tables(split):
+            numbers = [np.asarray(table.column(name), np.float64) for name in self._numerical]
+            yield Chunk(
+                np.asarray(table.column(self._label), np.float64),
+                np.stack(numbers, axis=1) if numbers else None,
+                {name: _integers(table, name) for name in self._categorical},
+                {},
+            )
+
+    def _check_chunks(self, where: str) -> None:
+        for split, chunks in self._sources.items():
+            for number, chunk in enumerate(chunks):
+                key = f"{where}: source_spec.{split}[{number}].type"
+                expect(chunk.get("type") == TYPE, key, chunk.get("type"), f"{TYPE} in every chunk")
+            listed = [name for chunk in chunks for name in chunk["features"]]
+            same = sorted(listed) == sorted(self._names)
+            want = "every feature of channel_spec, once"
+            expect(same, f"{where}: source_spec.{split}", sorted(listed), want)
+
+    def _tables(self, split: str) -> Iterator[pa.Table]:
+        """Yield rows with all columns, those of all chunks side by side."""
+        readers = [self._batches(chunk) for chunk in self._sources[split]]
+        waiting = [next(reader, None) for reader in readers]
+        while all(table is not None for table in waiting):
+            count = min(len(table) for table in waiting)
+            parts = [table.slice(0, count) for table in waiting]
+            columns = {name: part.column(name) for part in parts for name in part.column_names}
+            yield pa.table(columns)
+            rests = [table.slice(count) for table in waiting]
+            waiting = [
+                rest if len(rest) else next(reader, None)
+                for rest, reader in zip(rests, readers, strict=True)
+            ]
+        if any(table is not None for table in waiting):
+            raise ValueError(
+                f"{self._root}: the chunks of split '{split}' hold different numbers of rows"
+            )
+
+    def _batches(self, chunk: Mapping[str, Any]) -> Iterator[pa.Table]:
+        """Yield the rows of one chunk's files, one after another."""
+        names = list(chunk["features"])
+        types = dict.fromkeys(self._categorical, pa.int64())
+        types |= dict.fromkeys([self._label, *self._numerical], pa.float64())
+        for name in chunk["files"]:
+            path = find_file(self._root, name)
+            row = 0
+            try:
+                reader = pc.open_csv(
+                    path,
+                    pc.ReadOptions(use_threads=False, block_size=BLOCK_BYTES, column_names=names),
+                    pc.ParseOptions(newlines_in_values=False),
+                    pc.ConvertOptions(column_types={name: types[name] for name in names}),
+                )
+                for batch in reader:
+                    table = pa.Table.from_batches([batch])
+                    for column in names:
+                        if table.column(column).null_count:
+                            at = row + int(np.asarray(table.column(column).is_null()).argmax())
+                            raise ValueError(f"row {at}: no {column}")
+                    row += len(table)
+                    for start in range(0, len(table), CHUNK_ROWS):
+                        yield table.slice(start, CHUNK_ROWS)
+            except (pa.ArrowException, ValueError) as error:
+                text = str(error).partition("\n")[0]
+                raise ValueError(
+                    f"{path}: {text}; want {len(names)} numbers a line, no header"
+                ) from None
+
+
+def _integers(table: pa.Table, name: str) -> np.ndarray:
+    return np.asarray(table.column(name))
+
+
+def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
+    """Write `rows` as a directory that NVIDIA's transcoder reads: `train.csv`, ..., and the spec last.
+
+    Raises:
+        ValueError: `root` is taken; a feature has several ids a row, for which their format has no place.
+    """
+    root = check_output(root, overwrite)
+    spec = rows.spec
+    several = [feature.name for feature in spec.categorical if feature.hotness != 1]
+    if several:
+        raise ValueError(
+            f"{several[0]} has several ids a row, which the CSV format cannot hold; use to=parquet"
+        )
+    temporary = root.with_name(f".{root.name}.partial-{token_hex(4)}")
+    temporary.mkdir(parents=True)
+    try:
+        for split in spec.splits:
+            _write_split(rows, split, temporary / f"{split}.csv")
+        (temporary / SPEC_NAME).write_text(yaml.safe_dump(_document(spec), sort_keys=False))
+        put_in_place(temporary, root)
+    finally:
+        rmtree(temporary, ignore_errors=True)
+
+
+def _write_split(rows: Rows, split: str, path: Path) -> None:
+    spec = rows.spec
+    schema = pa.schema(
+        [(spec.label, pa.int8())]
+        + [(name, pa.float32()) for name in spec.numerical]
+        + [(feature.name, pa.int64()) for feature in spec.categorical]
+    )
+    # A float32 is written with the fewest digits that tell it from its neighbours, so nothing is lost.
+    options = pc.WriteOptions(include_header=False)
+    with pc.CSVWriter(path, schema, write_options=options) as writer:
+        for chunk in rows.chunks(split):
+            columns = [chunk.labels.astype(np.int8)]
+            if chunk.numerical is not None:
+                columns += [*chunk.numerical.astype(np.float32).T]
+            columns += [chunk.ids[f.name].reshape(-1).astype(np.int64) for f in spec.categorical]
+            writer.write_table(pa.table([np.ascontiguousarray(c) for c in columns], schema=schema))
+
+
+def _document(spec: FeatureSpec) -> dict[str, Any]:
+    names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
+    features: dict[str, dict[str, Any]] = {
+        feature.name: {"cardinality": feature.cardinality} for feature in spec.categorical
+    }
+    return {
+        "channel_spec": {
+            "categorical": [feature.name for feature in spec.categorical],
+            "label": [spec.label],
+            "numerical": list(spec.numerical),
+        },
+        "feature_spec": features | {name: {} for name in (*spec.numerical, spec.label)},
+        "metadata": {},
+        "source_spec": {
+            split: [{"type": TYPE, "features": names, "files": [f"{split}.csv"]}]
+            for split in spec.splits
+        },
+    }

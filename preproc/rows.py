@@ -1,0 +1,78 @@
+"""What every kind of input looks like to a converter: features, splits, and chunks of rows."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from dataloading.columns import Source
+from dataloading.feature_spec import FeatureSpec
+
+CHUNK_ROWS = 1 << 16
+"""Rows that are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive rows, as `SplitWriter.append` takes them.
+
+    Attributes:
+        labels: numbers [n].
+        numerical: numbers [n, num_numerical]; None without numericals.
+        ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
+        lengths: ids a row, [n], of each ragged feature.
+    """
+
+    labels: np.ndarray
+    numerical: np.ndarray | None
+    ids: Mapping[str, np.ndarray]
+    lengths: Mapping[str, np.ndarray]
+
+
+class Rows(Protocol):
+    """A dataset that can be read once from start to end.
+
+    Attributes:
+        spec: features and splits; the rows of the splits need not be counted.
+        kind: what it is, in words.
+    """
+
+    spec: FeatureSpec
+    kind: str
+
+    def chunks(self, split: str) -> Iterator[Chunk]:
+        """Yield the rows of `split` in order; ValueError at a row that cannot be."""
+
+
+class SourceRows:
+    """The rows of a dataset directory, or of any other source that can be read at random."""
+
+    def __init__(self, source: Source, kind: str) -> None:
+        self.spec = source.spec
+        self.kind = kind
+        self._source = source
+
+    def chunks(self, split: str) -> Iterator[Chunk]:
+        """Yield the rows of `split` in order."""
+        num_rows = self._source.num_rows(split)
+        for start in range(0, num_rows, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, num_rows)
+            columns = self._source.read(split, np.array([[start, stop]]))
+            ids, lengths = {}, {}
+            for feature, values, counts in zip(
+                self.spec.categorical, columns.ids, columns.lengths, strict=True
+            ):
+                if counts is None:
+                    ids[feature.name] = values.reshape(stop - start, -1)
+                else:
+                    ids[feature.name], lengths[feature.name] = values, counts
+            numerical = columns.numerical if self.spec.numerical else None
+            yield Chunk(columns.labels, numerical, ids, lengths)
+
+
+def natural_order(path: Path) -> list[int]:
+    """Sort key of files of one name that differ in a number: day_2 before day_10."""
+    return [int(digits) for digits in re.findall(r"[0-9]+", path.name)]

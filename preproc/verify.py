@@ -1,0 +1,190 @@
+"""Reads a whole dataset directory and says which file and row is wrong.
+
+Opening a dataset checks its spec and sizes and stops at the first mistake; this reads every byte once, in chunks, and
+counts every mistake. A directory without `metadata`, as NVIDIA's preprocessing writes it, has no checksums to compare
+with; everything else is checked in it too.
+"""
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from configs.preproc_schema import PreprocConfig
+from dataloading.feature_spec import FeatureSpec
+from preproc.report import Progress, SplitSummary, print_splits
+from preproc.verify_files import FileTask, file_tasks, listed_in
+
+CHUNK_BYTES = 1 << 22
+"""Read at once by each thread; memory is a few times that a thread, whatever the dataset's size."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is wrong, and what the labels say.
+
+    Attributes:
+        num_wrong: wrong values and files in all.
+        lines: one a file and kind of mistake: how many, and where the first stands.
+        splits: rows and clicks.
+    """
+
+    num_wrong: int = 0
+    lines: list[str] = field(default_factory=list)
+    splits: dict[str, SplitSummary] = field(default_factory=dict)
+
+    def add(self, path: Path, text: str, count: int = 1) -> None:
+        """Count `count` mistakes of one kind in `path`."""
+        self.num_wrong += count
+        self.lines.append(f"{path}: {text}")
+
+
+def run_verify(config: PreprocConfig, progress: Progress) -> None:
+    """Verify `config.path` and print what was found; SystemExit(1) if anything is wrong.
+
+    Raises:
+        ValueError: the spec cannot be read, or a file that it names is missing: then no data is read.
+    """
+    assert config.path is not None
+    spec = FeatureSpec.load(config.path, measure=False)
+    tasks = list(file_tasks(spec))
+    total = sum(task.path.stat().st_size for task in tasks)
+    with progress.stage("verify") as stage:
+        meter = _Meter(progress, total, stage.update)
+        findings = verify(tasks, config.threads or os.cpu_count() or 1, meter.advance)
+        stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
+    for name, split in findings.splits.items():
+        files = spec.splits[name]
+        where = files.label or files.parquet[0].parent
+        if split.rows and split.clicks in (0, split.rows):
+            findings.add(
+                where, f"every label is {int(split.clicks > 0)}; nothing to learn or score"
+            )
+        written = listed_in(spec, "rows").get(name, split.rows)
+        if files.parquet and written != split.rows:
+            findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
+    say = progress.console.print
+    for line in sorted(findings.lines):
+        say(f"wrong: {line}", highlight=False, markup=False, soft_wrap=True)
+    readable = {name: split for name, split in findings.splits.items() if split.rows}
+    print_splits(progress.console, readable)
+    if not listed_in(spec, "files"):
+        say("the spec lists no checksums (metadata.files), so only sizes and values were checked")
+    rate = total / max(progress.seconds, 1e-9) / 1e6
+    outcome = f"{findings.num_wrong:,} wrong" if findings.num_wrong else "nothing wrong"
+    say(
+        f"{config.path}: {outcome} ({rate:,.0f} MB/s)",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    if findings.num_wrong:
+        raise SystemExit(1)
+
+
+def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) -> Findings:
+    """Read every file of `tasks`, several at a time.
+
+    Args:
+        tasks: files; of the same path at most one.
+        threads: files read at a time.
+        advance: told the bytes of each chunk that was read.
+    """
+    findings = Findings()
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(_verify_file, task, advance) for task in tasks]
+        try:
+            for done in as_completed(running):
+                part = done.result()
+                findings.num_wrong += part.num_wrong
+                findings.lines += part.lines
+                for split, summary in part.splits.items():
+                    whole = findings.splits.setdefault(split, SplitSummary(0))
+                    whole.rows += summary.rows
+                    whole.clicks += summary.clicks
+        finally:
+            pool.shutdown(cancel_futures=True)
+    order = dict.fromkeys(task.split for task in tasks if task.split)
+    findings.splits = {split: findings.splits[split] for split in order}
+    return findings
+
+
+def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
+    findings = Findings()
+    crc32 = ones = num_wrong = num_items = 0
+    first = ""
+    for data in _chunks(task.path):
+        advance(len(data))
+        if task.crc32 is not None:
+            crc32 = zlib.crc32(data, crc32)
+        if task.column is None:
+            continue
+        column = task.column
+        items = np.frombuffer(data, column.dtype, len(data) // column.dtype.itemsize)
+        wrong = column.wrong(items)
+        if not num_wrong and wrong.any():
+            at = int(wrong.argmax())
+            first = f"{items[at]} at {column.place(num_items + at)}"
+        num_wrong += int(np.count_nonzero(wrong))
+        ones += int(np.count_nonzero(items == 1)) if task.split else 0
+        num_items += len(items)
+    got = task.path.stat().st_size
+    if task.num_bytes is not None and got != task.num_bytes:
+        state = "truncated" if got < task.num_bytes else "too long"
+        findings.add(task.path, f"{state}: {got:,} bytes, want {task.num_bytes:,}")
+    elif task.crc32 is not None and f"{crc32:08x}" != task.crc32:
+        findings.add(
+            task.path,
+            f"its bytes have changed since it was written: CRC-32 {crc32:08x}, want {task.crc32}",
+        )
+    if num_wrong:
+        assert task.column is not None
+        findings.add(task.path, f"{num_wrong:,} {task.column.kind}, the first {first}", num_wrong)
+    if task.parquet:
+        from preproc.verify_parquet import check_values
+
+        num_items, ones, found = check_values(task.path, task.parquet)
+        for text, count in found:
+            findings.add(task.path, text, count)
+    if task.split:
+        findings.splits[task.split] = SplitSummary(num_items, ones)
+    return findings
+
+
+def _chunks(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of `path`; each chunk is valid until the next is asked for."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while True:
+            filled = 0
+            while filled < CHUNK_BYTES and (count := stream.readinto(buffer[filled:])):
+                filled += count
+            if not filled:
+                return
+            yield buffer[:filled]
+
+
+class _Meter:
+    """Tells how far the bytes are, how fast they go and how long they will take."""
+
+    def __init__(self, progress: Progress, total: int, show: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._total = total
+        self._show = show
+        self._done = 0
+        self._lock = Lock()
+
+    def advance(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            rate = self._done / max(self._progress.seconds, 1e-9)
+            left = (self._total - self._done) / rate
+            self._show(
+                f"{self._done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s, "
+                f"{left:,.0f} s left"
+            )

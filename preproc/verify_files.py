@@ -1,0 +1,180 @@
+"""What each file of a dataset must hold: the size, the checksum, and which values can be in it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataloading.binary import LABEL_DTYPE
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.split_files import OFFSET_DTYPE, SplitFiles, expect
+
+Wrong = Callable[[np.ndarray], np.ndarray]
+"""Items of a chunk -> which of them cannot be, bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What the items of a file must be.
+
+    Attributes:
+        dtype: of one item.
+        wrong: tells the items that cannot be.
+        kind: what such an item is called, such as `ids outside [0, 10)`.
+        place: index of an item -> where that is, in words.
+    """
+
+    dtype: np.dtype
+    wrong: Wrong
+    kind: str
+    place: Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTask:
+    """One file to read.
+
+    Attributes:
+        path: of the file.
+        num_bytes: its right size; None if nothing says so.
+        crc32: of its right bytes, hexadecimal; None if the spec lists none.
+        column: what it holds; None: the checksum alone is compared.
+        parquet: the spec of the columns in it, if it is a Parquet file.
+        split: to whose label rate it counts; None unless these are labels.
+    """
+
+    path: Path
+    num_bytes: int | None = None
+    crc32: str | None = None
+    column: Column | None = None
+    parquet: FeatureSpec | None = None
+    split: str | None = None
+
+
+def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
+    """Yield every file that the spec names or lists a checksum of."""
+    assert spec.root is not None
+    listed = {spec.root / name: entry for name, entry in listed_in(spec, "files").items()}
+
+    def task(path: Path, column: Column, num_bytes: int, split: str | None = None) -> FileTask:
+        return FileTask(path, num_bytes, listed.pop(path, {}).get("crc32"), column, split=split)
+
+    for split, files in spec.splits.items():
+        if files.parquet:
+            for path in files.parquet:
+                entry = listed.pop(path, {})
+                yield FileTask(
+                    path, entry.get("bytes"), entry.get("crc32"), parquet=spec, split=split
+                )
+            continue
+        num_rows = _num_rows(spec, split, files)
+        assert files.label is not None
+        label = Column(LABEL_DTYPE, lambda items: items > 1, "labels other than 0 and 1", _row)
+        yield task(files.label, label, num_rows, split)
+        if files.numerical is not None:
+            yield task(files.numerical, _numerical(spec), num_rows * _row_bytes(spec))
+        for feature in spec.categorical:
+            ids = files.ids[feature.name]
+            offsets = files.offsets.get(feature.name)
+            if offsets is None:
+                size = num_rows * feature.dtype.itemsize * (feature.hotness or 1)
+                yield task(ids, _ids(feature, None), size)
+            else:
+                ends = _mapped(offsets)
+                num_ids = int(ends[-1]) if len(ends) else 0
+                yield task(ids, _ids(feature, ends), num_ids * feature.dtype.itemsize)
+                yield task(offsets, _offsets(), (num_rows + 1) * OFFSET_DTYPE.itemsize)
+    for path, entry in listed.items():
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing, but metadata.files lists it; copy the dataset again"
+            )
+        yield FileTask(path, entry["bytes"], entry["crc32"])
+
+
+def listed_in(spec: FeatureSpec, key: str) -> Mapping[str, Any]:
+    """Return a mapping of the spec's metadata, empty where there is none, as in NVIDIA's directories."""
+    listed = spec.metadata.get(key) or {}
+    expect(isinstance(listed, Mapping), f"{spec.root}: metadata.{key}", listed, "a mapping")
+    return listed
+
+
+def _num_rows(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
+    """Return the rows that a split should have: as written in the spec, else as most of its files have."""
+    written = listed_in(spec, "rows").get(split)
+    if written is not None:
+        return int(written)
+    assert files.label is not None
+    rows = [files.label.stat().st_size]
+    if files.numerical is not None:
+        rows.append(files.numerical.stat().st_size // _row_bytes(spec))
+    for feature in spec.categorical:
+        if feature.name in files.offsets:
+            rows.append(files.offsets[feature.name].stat().st_size // OFFSET_DTYPE.itemsize - 1)
+        else:
+            width = feature.dtype.itemsize * (feature.hotness or 1)
+            rows.append(files.ids[feature.name].stat().st_size // width)
+    return Counter(rows).most_common(1)[0][0]
+
+
+def _row_bytes(spec: FeatureSpec) -> int:
+    return len(spec.numerical) * spec.numerical_dtype.itemsize
+
+
+def _row(index: int) -> str:
+    return f"row {index:,}"
+
+
+def _numerical(spec: FeatureSpec) -> Column:
+    names = spec.numerical
+
+    def place(index: int) -> str:
+        row, column = divmod(index, len(names))
+        return f"row {row:,} of {names[column]}"
+
+    dtype = spec.numerical_dtype.newbyteorder("<")
+    return Column(dtype, lambda items: ~np.isfinite(items), "numericals that are not finite", place)
+
+
+def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
+    """Return what the ids of `feature` must be; `offsets` of a ragged one, int64 [N + 1]."""
+
+    def wrong(ids: np.ndarray) -> np.ndarray:
+        # As unsigned numbers, so that a negative id is too large as well.
+        return ids.view(f"<u{ids.itemsize}") >= feature.cardinality
+
+    def place(index: int) -> str:
+        if offsets is None:
+            return _row(index // (feature.hotness or 1))
+        return _row(int(offsets.searchsorted(index, "right")) - 1)
+
+    kind = f"ids of '{feature.name}' outside [0, {feature.cardinality})"
+    return Column(feature.dtype.newbyteorder("<"), wrong, kind, place)
+
+
+def _offsets() -> Column:
+    last = 0
+    begun = False
+
+    def wrong(ends: np.ndarray) -> np.ndarray:
+        nonlocal last, begun
+        falls = np.diff(ends, prepend=last) < 0
+        if not begun and len(ends):
+            falls[0] = ends[0] != 0
+            begun = True
+        last = int(ends[-1]) if len(ends) else last
+        return falls
+
+    kind = "offsets that do not start at 0 or decrease"
+    return Column(OFFSET_DTYPE, wrong, kind, lambda index: _row(max(index - 1, 0)))
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Map a file of offsets, whatever its size."""
+    count = path.stat().st_size // OFFSET_DTYPE.itemsize
+    return (
+        np.memmap(path, OFFSET_DTYPE, "r", shape=(count,)) if count else np.empty(0, OFFSET_DTYPE)
+    )

@@ -1,0 +1,83 @@
+"""What is wrong with the values of a Parquet file, a row group at a time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
+from dataloading.parquet_files import check_columns, open_file
+
+
+def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[str, int]]]:
+    """Read all of a file.
+
+    Args:
+        path: of the file.
+        spec: of its columns.
+
+    Returns:
+        rows, rows labelled 1, and (text that says what is wrong and where first, how often) a kind of mistake.
+    """
+    names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
+    counts: dict[str, int] = {}
+    firsts: dict[str, str] = {}
+    num_rows = ones = 0
+    try:
+        with open_file(path) as file:
+            check_columns(path, file.schema_arrow, parquet_columns(spec))
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=names, use_threads=False)
+                for kind, rows, first in _mistakes(table, spec):
+                    counts[kind] = counts.get(kind, 0) + len(rows)
+                    firsts.setdefault(kind, f"{first} at row {num_rows + int(rows[0]):,}")
+                num_rows += len(table)
+                ones += pc.sum(pc.equal(table.column(spec.label), 1)).as_py() or 0
+    except (ValueError, pa.ArrowException, OSError) as error:
+        return num_rows, ones, [(str(error).partition("\n")[0].removeprefix(f"{path}: "), 1)]
+    found = [(f"{n:,} {kind}, the first {firsts[kind]}", n) for kind, n in counts.items()]
+    return num_rows, ones, found
+
+
+def _mistakes(table: pa.Table, spec: FeatureSpec) -> Iterator[tuple[str, np.ndarray, object]]:
+    """Yield (kind of mistake, its rows in `table`, the first such value)."""
+    for name in (spec.label, *spec.numerical):
+        column = table.column(name)
+        missing = np.flatnonzero(np.asarray(column.is_null()))
+        if len(missing):
+            yield f"missing values of '{name}'", missing, None
+        values = np.asarray(pc.fill_null(column, False if pa.types.is_boolean(column.type) else 0))
+        if name == spec.label:
+            wrong, kind = (values != 0) & (values != 1), "labels other than 0 and 1"
+        else:
+            wrong, kind = ~np.isfinite(values), f"numericals of '{name}' that are not finite"
+        if wrong.any():
+            yield kind, np.flatnonzero(wrong), values[wrong.argmax()]
+    for feature in spec.categorical:
+        yield from _wrong_ids(table.column(feature.name).combine_chunks(), feature)
+
+
+def _wrong_ids(
+    column: pa.Array, feature: CategoricalFeature
+) -> Iterator[tuple[str, np.ndarray, object]]:
+    missing = np.flatnonzero(np.asarray(column.is_null()))
+    if len(missing):
+        yield f"missing values of '{feature.name}'", missing, None
+    values, rows = column, np.arange(len(column))
+    if feature.hotness != 1:
+        lengths = np.asarray(pc.fill_null(pc.list_value_length(column), feature.hotness or 0))
+        if feature.hotness is not None and (lengths != feature.hotness).any():
+            wrong = np.flatnonzero(lengths != feature.hotness)
+            kind = f"rows of '{feature.name}' that have not {feature.hotness} ids"
+            yield kind, wrong, lengths[wrong[0]]
+        values, rows = pc.list_flatten(column), np.asarray(pc.list_parent_indices(column))
+        holes = np.asarray(values.is_null())
+        if holes.any():
+            yield f"missing ids of '{feature.name}'", rows[holes], None
+    ids = np.asarray(pc.fill_null(values, 0))
+    outside = (ids < 0) | (ids >= feature.cardinality)
+    if outside.any():
+        kind = f"ids of '{feature.name}' outside [0, {feature.cardinality})"
+        yield kind, rows[outside], ids[outside.argmax()]
