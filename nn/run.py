@@ -106,9 +106,7 @@ def run(config: Config, config_yaml: str) -> None:
         if ranks.device.type == "cuda":
             reason = step.why_not_captured
             console.print(
-                "dense pass: a CUDA graph"
-                if reason is None
-                else f"dense pass: no CUDA graph, {reason}"
+                "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
             )
         if config.checkpoint.restore is not None:
             path = Path(config.checkpoint.restore)
