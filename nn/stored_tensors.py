@@ -21,6 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -173,7 +174,22 @@ def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> Stor
         (start, length) = _counts([each["start"], each["length"]])
         file = file_inside(directory, each["file"])
         chunks.append(Chunk(offsets, sizes, file, start, length))
+    if sum(math.prod(each.sizes) for each in chunks) != math.prod(size) or _any_overlap(chunks):
+        raise ValueError(f"{name}: its {len(chunks)} chunks do not cover {size}, each element once")
     return StoredTensor(dtype, size, tuple(chunks))
+
+
+def _any_overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two chunks share an element."""
+    return any(
+        all(
+            max(first, second) < min(first + length, second + other)
+            for first, length, second, other in zip(
+                one.offsets, one.sizes, two.offsets, two.sizes, strict=True
+            )
+        )
+        for one, two in combinations(chunks, 2)
+    )
 
 
 def _counts(values: Any) -> tuple[int, ...]:
@@ -310,7 +326,7 @@ def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.
     """Yield a whole tensor, rows in order, however it was sharded: arrays [n, ...] of about `block_bytes`.
 
     Raises:
-        ValueError: a file cannot be read, or the chunks do not cover the tensor.
+        ValueError: a file cannot be read.
     """
     rows, *rest = tensor.size or (1,)
     row_items = math.prod(rest)
@@ -319,7 +335,6 @@ def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.
     for first in range(0, rows, rows_at_once):
         last = min(first + rows_at_once, rows)
         block = np.empty((last - first, *rest), DTYPES[tensor.dtype])
-        num_read = 0
         for chunk, reader in zip(tensor.chunks, readers, strict=True):
             offset, *columns = chunk.offsets or (0,)
             chunk_rows, *widths = chunk.sizes or (1,)
@@ -328,10 +343,4 @@ def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.
             for row, part in reader.read(begin - offset, end - offset):
                 start = row + offset - first
                 block[(slice(start, start + len(part)), *where)] = part
-                num_read += part.size
-        if num_read != block.size:
-            raise ValueError(
-                f"the chunks in {tensor.chunks[0].file.parent if tensor.chunks else 'the checkpoint'} do not "
-                f"cover a tensor of {tensor.size}; it is damaged"
-            )
         yield block
