@@ -29,8 +29,9 @@ from nn.checkpoint_contents import (
 )
 from nn.distributed import Ranks
 from nn.step import Step
-from nn.stored_tensors import read_index, write_index
+from nn.stored_tensors import read_index
 from nn.tensor_reader import TensorReader
+from nn.tensor_writer import TensorWriter
 from nn.tf2_tables import find_tf2_tables
 
 RUN_FILE = "run.json"
@@ -53,7 +54,10 @@ def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: 
         unfinished.mkdir(parents=True)
     ranks.barrier()
     try:
-        metadata = dcp.save(_weights(step) | _optimizer_state(step), checkpoint_id=unfinished)
+        dcp.save(
+            _weights(step) | _optimizer_state(step),
+            storage_writer=TensorWriter(unfinished, tables_of(spec)),
+        )
     except dcp.CheckpointException as error:
         problem, _ = next(iter(error.failures.values()))
         raise ValueError(
@@ -61,7 +65,6 @@ def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: 
             "are there. Make room and train again, or set checkpoint.save=false"
         ) from None
     if ranks.is_main:
-        write_index(unfinished, metadata, tables_of(spec))
         facts = {"num_steps": num_steps, "feature_spec": spec.fingerprint()}
         (unfinished / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n")
         shutil.rmtree(path, ignore_errors=True)

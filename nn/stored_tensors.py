@@ -1,29 +1,24 @@
 """Tensors in the files of a checkpoint: where each lies, and its numbers, without executing anything of a file.
 
-torch.distributed.checkpoint keeps its index in `.metadata`, a pickle, which runs code when it is read. Here the same
-facts stand in `tensors.json`, written beside it; `.metadata` stays for other tools and is never opened. The numbers are
-read as they lie in the shards, block by block, so that reading part of a tensor costs that part, and memory for a block.
+Arrays lie in the shards as in memory: row-major, little-endian, bare. `tensors.json` says where (`nn.tensor_writer`):
 
     {"format": 1,
      "tables": [names, in the order of the features],
      "tensors": {name: {"dtype": "float32", "size": [rows, columns],
                         "chunks": [{"offsets": [row, column], "sizes": [rows, columns],
-                                    "file": name, "start": byte, "length": bytes}]}}}
+                                    "file": name, "start": byte, "crc32": [number, ...]}]}}}
 
-A chunk's bytes are what `torch.save` writes: a zip archive whose member `data/0` is the array, uncompressed, row-major,
-little-endian.
+with a CRC-32 for each 64 MiB of a chunk. Reading part of a tensor costs that part, and memory for a block.
 """
 
-import io
 import json
 import math
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +26,8 @@ INDEX_FILE = "tensors.json"
 FORMAT = 1
 BLOCK_BYTES = 2**24
 """Bytes that are read at a time."""
+CHECKSUM_BYTES = 2**26
+"""Bytes that one checksum is of."""
 
 # torch's names of dtypes -> what numpy reads them as; it has no bfloat16, whose bits are kept.
 DTYPES = {
@@ -48,7 +45,6 @@ DTYPES = {
     )
 } | {"bfloat16": np.dtype("<u2")}
 
-ZIP_LOCAL_HEADER_BYTES = 30
 REMEDY = "copy it again, or take another checkpoint"
 
 
@@ -60,15 +56,15 @@ class Chunk:
         offsets: of its first element in the tensor, one a dimension.
         sizes: one a dimension.
         file: where it lies.
-        start: byte in the file at which the array begins, or at which the archive with the array begins.
-        archive_bytes: length of that archive; 0 if the array lies there bare.
+        start: byte in the file at which it begins.
+        crc32: of each `CHECKSUM_BYTES` of it; empty if unknown.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: Path
     start: int
-    archive_bytes: int
+    crc32: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +98,6 @@ class TensorIndex:
 
     tables: tuple[str, ...]
     tensors: dict[str, StoredTensor]
-
-
-def write_index(directory: Path, metadata: Any, tables: Sequence[str]) -> None:
-    """Write `tensors.json`; call it on one rank, when all shards are there.
-
-    Args:
-        directory: of the checkpoint.
-        metadata: `torch.distributed.checkpoint.metadata.Metadata`, as `save` returns it.
-        tables: their names, in the order of the features.
-    """
-    tensors = {}
-    places = {(index.fqn, tuple(index.offset)): at for index, at in metadata.storage_data.items()}
-    for name, stored in metadata.state_dict_metadata.items():
-        chunks = []
-        for chunk in stored.chunks:
-            place = places[name, tuple(chunk.offsets)]
-            chunks.append(
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": place.relative_path,
-                    "start": place.offset,
-                    "length": place.length,
-                }
-            )
-        dtype = str(stored.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
-    index = {"format": FORMAT, "tables": list(tables), "tensors": tensors}
-    (directory / INDEX_FILE).write_text(json.dumps(index) + "\n")
 
 
 def read_index(directory: Path) -> TensorIndex:
@@ -171,9 +138,13 @@ def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> Stor
             for offset, length, whole in zip(offsets, sizes, size, strict=True)
         ):
             raise ValueError(f"{name}: a chunk of {sizes} at {offsets} lies outside of {size}")
-        (start, length) = _counts([each["start"], each["length"]])
+        (start,) = _counts([each["start"]])
         file = file_inside(directory, each["file"])
-        chunks.append(Chunk(offsets, sizes, file, start, length))
+        num_bytes = math.prod(sizes) * DTYPES[dtype].itemsize
+        checksums = _counts(each["crc32"])[: -(-num_bytes // CHECKSUM_BYTES)]
+        if len(checksums) * CHECKSUM_BYTES < num_bytes:
+            raise ValueError(f"{name}: got {len(checksums)} checksums for {num_bytes} bytes")
+        chunks.append(Chunk(offsets, sizes, file, start, checksums))
     if sum(math.prod(each.sizes) for each in chunks) != math.prod(size) or _any_overlap(chunks):
         raise ValueError(f"{name}: its {len(chunks)} chunks do not cover {size}, each element once")
     return StoredTensor(dtype, size, tuple(chunks))
@@ -220,7 +191,7 @@ def file_inside(directory: Path, name: object) -> Path:
 
 
 class ChunkReader:
-    """A chunk that is being read. The checksum that its archive carries is compared once all rows were read in order.
+    """A chunk that is being read; the checksums of what is read as a whole are compared.
 
     Rows are those of the chunk; a number without dimensions has one.
 
@@ -233,9 +204,9 @@ class ChunkReader:
         self._chunk, self._dtype = chunk, DTYPES[dtype]
         self._rows, *self._rest = chunk.sizes or (1,)
         self._row_bytes = math.prod(self._rest) * self._dtype.itemsize
-        self._start: int | None = None
-        self._wanted_crc: int | None = None
-        self._crc = self._rows_in_order = 0
+        self._crc = 0
+        # Of the chunk's bytes, those that the checksum is of so far.
+        self._crc_begin = self._crc_end = 0
 
     def read(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (row, array [n, ...]) for the rows from `first` to before `last` (None: all), a block at a time.
@@ -248,78 +219,34 @@ class ChunkReader:
             return
         rows_at_once = max(1, BLOCK_BYTES // self._row_bytes)
         with self._chunk.file.open("rb") as stream:
-            if self._start is None:
-                num_bytes = self._rows * self._row_bytes
-                self._start, self._wanted_crc = _find_array(stream, self._chunk, num_bytes)
-            stream.seek(self._start + first * self._row_bytes)
+            stream.seek(self._chunk.start + first * self._row_bytes)
             for row in range(first, last, rows_at_once):
                 count = min(rows_at_once, last - row)
                 data = bytearray(count * self._row_bytes)
                 if stream.readinto(data) != len(data):
                     raise ValueError(f"{self._chunk.file} is truncated; {REMEDY}")
-                self._check(row, count, data)
+                self._check(row * self._row_bytes, memoryview(data))
                 yield row, np.frombuffer(data, self._dtype).reshape(count, *self._rest)
 
-    def _check(self, row: int, count: int, data: bytearray) -> None:
-        if row != self._rows_in_order:
-            return
-        self._crc = zlib.crc32(data, self._crc)
-        self._rows_in_order += count
-        if self._rows_in_order == self._rows and self._wanted_crc not in (None, self._crc):
-            raise ValueError(
-                f"{self._chunk.file} has changed since it was written (checksum {self._crc:08x} instead "
-                f"of {self._wanted_crc:08x}); {REMEDY}"
-            )
-
-
-def _find_array(stream: BinaryIO, chunk: Chunk, num_bytes: int) -> tuple[int, int | None]:
-    """Return where a chunk's array begins, and its CRC-32 if that is known."""
-    if not chunk.archive_bytes:
-        return chunk.start, None
-    try:
-        with zipfile.ZipFile(_Slice(stream, chunk.start, chunk.archive_bytes)) as archive:
-            (member,) = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{chunk.file} is truncated or damaged ({error}); {REMEDY}") from None
-    if member.compress_type != zipfile.ZIP_STORED or member.file_size != num_bytes:
-        raise ValueError(
-            f"{chunk.file} holds {member.file_size} bytes at {chunk.start}, want {num_bytes}; it belongs to "
-            "another checkpoint"
-        )
-    header = chunk.start + member.header_offset
-    stream.seek(header)
-    fields = stream.read(ZIP_LOCAL_HEADER_BYTES)
-    # The local header's last two numbers: lengths of the name and of the extra field that follow it.
-    name_bytes, extra_bytes = (int.from_bytes(fields[at : at + 2], "little") for at in (26, 28))
-    return header + ZIP_LOCAL_HEADER_BYTES + name_bytes + extra_bytes, member.CRC
-
-
-class _Slice(io.RawIOBase):
-    """Part of a file, as a file of its own."""
-
-    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._stream.seek(self._start + self._at)
-        count = self._stream.readinto(view)
-        self._at += count
-        return count
+    def _check(self, begin: int, data: memoryview) -> None:
+        """Compare the checksums of what ends in `data`, the chunk's bytes from `begin` on."""
+        chunk_bytes = self._rows * self._row_bytes
+        while data:
+            index = begin // CHECKSUM_BYTES
+            end = min((index + 1) * CHECKSUM_BYTES, chunk_bytes)
+            part, data = data[: end - begin], data[end - begin :]
+            if begin != self._crc_end:
+                self._crc, self._crc_begin = 0, begin
+            self._crc = zlib.crc32(part, self._crc)
+            self._crc_end = begin = begin + len(part)
+            if begin == end:
+                is_whole = self._crc_begin <= index * CHECKSUM_BYTES
+                if is_whole and self._chunk.crc32 and self._chunk.crc32[index] != self._crc:
+                    raise ValueError(
+                        f"{self._chunk.file} has changed since it was written (checksum {self._crc:08x} "
+                        f"instead of {self._chunk.crc32[index]:08x}); {REMEDY}"
+                    )
+                self._crc, self._crc_begin = 0, begin
 
 
 def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:

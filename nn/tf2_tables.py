@@ -64,7 +64,7 @@ def _stored_table(path: Path) -> StoredTensor:
             f"{path} holds {dtype} {shape}{' in column order' * fortran_order}, want a row-major float32 "
             "[rows, columns]"
         )
-    stored = StoredTensor("float32", shape, (Chunk((0, 0), shape, path, start, 0),))
+    stored = StoredTensor("float32", shape, (Chunk((0, 0), shape, path, start),))
     if path.stat().st_size != start + stored.num_bytes:
         raise ValueError(
             f"{path} has {path.stat().st_size} bytes, want {start + stored.num_bytes}; copy it again"

@@ -144,8 +144,8 @@ def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, m
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
 
-        def write_half(state, checkpoint_id):
-            (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+        def write_half(state, storage_writer):
+            (tmp_path / ".step_5.unfinished/rank_00000.bin").write_bytes(b"half")
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patched:
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_lost_a_file_is_named(saved, tmp_path):
     (tmp_path / INDEX_FILE).write_bytes((saved / INDEX_FILE).read_bytes())
     with ranks_of_cpu():
         built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
-        with pytest.raises(ValueError, match=r"cannot be read: .*__0_0\.distcp"):
+        with pytest.raises(ValueError, match=r"cannot be read: .*rank_00000\.bin"):
             checkpoint.restore(tmp_path, built.step, with_optimizer=True)
 
 

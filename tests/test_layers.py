@@ -31,6 +31,7 @@ KNOWS_RANKS = {
     "nn.planner",
     "nn.checkpoint",
     "nn.tensor_reader",
+    "nn.tensor_writer",
 }
 READS_ENVIRONMENT = {"nn.distributed", "main"}
 
