@@ -555,20 +555,17 @@ class Config:
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
         )
-        self._forget_frozen_rules()
 
-    def _forget_frozen_rules(self) -> None:
-        """Give a frozen half the rule that keeps no state: planner, memory and checkpoints then count none."""
-        rule = self.optimizer
-        if Half.tables in self.train.freeze:
-            self.optimizer = replace(rule, embedding_name=OptimizerName.sgd)
-        if Half.dense in self.train.freeze:
-            self.optimizer = replace(
-                rule,
-                name=OptimizerName.sgd,
-                embedding_name=rule.table_name,
-                embedding_lr=rule.table_lr,
-            )
+    @property
+    def rules(self) -> OptimizerConfig:
+        """Update rules of both halves: `optimizer`, but a frozen half has the one that keeps no state."""
+        given, frozen = self.optimizer, self.train.freeze
+        return replace(
+            given,
+            name=OptimizerName.sgd if Half.dense in frozen else given.name,
+            embedding_name=OptimizerName.sgd if Half.tables in frozen else given.table_name,
+            embedding_lr=given.table_lr,
+        )
 
 
 def to_config(composed: DictConfig) -> Any:

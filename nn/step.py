@@ -67,7 +67,7 @@ class Step:
         if config.train.compile:
             # In place, so that parameters keep their names; the wrapped module would rename them.
             dense.compile()
-        self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.optimizer)
+        self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.rules)
         self.frozen = frozenset(config.train.freeze)
         dense.requires_grad_(Half.dense not in self.frozen)
         self._config = config
@@ -179,8 +179,8 @@ class Step:
     def _set_learning_rate(self, step: int) -> None:
         factor = learning_rate_factor(step, self._config.scheduler)
         for group in self.dense_optimizer.param_groups:
-            group["lr"] = self._config.optimizer.lr * factor
-        self.tables.prepare_update(step, self._config.optimizer.table_lr * factor)
+            group["lr"] = self._config.rules.lr * factor
+        self.tables.prepare_update(step, self._config.rules.table_lr * factor)
 
     def _update(self, lookups: Lookups | None) -> None:
         if Half.tables not in self.frozen:
