@@ -162,9 +162,7 @@ def _dense_pass(
     received: int,
     home: int,
 ) -> int:
-    """The fullest of three moments of the backward pass.
-
-    Weights' gradients come last (`nn/weight_copies.py`), so inputs and gradients of all layers are there until the end.
+    """The fullest of three moments; memory of the first is used again by the later ones.
 
     Args:
         config: names the model.
@@ -174,15 +172,14 @@ def _dense_pass(
         received: embeddings that came from other ranks, bytes.
         home: gradients of the embeddings of this rank's rows, bytes.
     """
-    # The input of every layer, which is the output of the one before, and its output's gradient.
-    kept = sum(before + after for before, after in layers)
+    # What backward needs again: the input of every layer, which is the output of the one before.
+    saved = sum(before for before, _ in layers)
     widest = max(max(layer) for layer in layers)
-    num_cross_layers = 0
     if config.model.name is ModelName.dcnv2:
-        num_cross_layers = config.model.cross.num_layers
         # x0 * (W x + b): the product's gradient needs W x + b too, one x wide, in every cross layer.
-        kept += num_cross_layers * widest
-    # Gradients on their way: of a layer's output and input, and of all cross layers' outputs.
-    passing = max(2, num_cross_layers) * widest * column_bytes
-    moments = (passing, home, (home if received else 0) + looked_up)
-    return received + kept * column_bytes + max(moments)
+        saved += config.model.cross.num_layers * widest
+    gradients = 2 * widest  # of one layer's output and of its input
+    top = received + (saved + gradients) * column_bytes
+    interaction = received + home + layers[0][1] * column_bytes
+    sending = (home if received else 0) + looked_up
+    return max(top, interaction, sending)
