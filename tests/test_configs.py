@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
 from configs.schema import Amp, Config, ModelName, OptimizerName, SchedulerConfig
 from tests.command import Ended, run_command
-from tests.composed import compose_config
+from tests.composed import TINY, compose_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RECIPES = ["dlrm", "dcnv2"]
@@ -63,6 +65,23 @@ def test_a_recipe_composes_and_names_itself(recipe):
     config = compose_config(recipe=recipe)
     assert config.recipe == config.model.name.value == recipe
     assert config.data.path is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_tests_compose_what_the_command_line_does(recipe):
+    overrides = [
+        *TINY,
+        "experiment=dcnv2_mlperf",
+        "data=criteo_t3",
+        "sharding.tables={cat_0:row_wise,cat_1:data_parallel}",
+        "sharding.types=[table_wise]",
+        "train.max_steps=null",
+        "optimizer.lr=1e-3",
+        "run_dir='a b'",
+    ]
+    with initialize_config_module("configs", version_base="1.3"):
+        whole = OmegaConf.to_object(compose(recipe, overrides))
+    assert compose_config(*overrides, recipe=recipe) == whole
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
