@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from configs.schema import Amp, Config, ModelName, OptimizerName, SchedulerConfig
 from tests.command import Ended, run_command
-from tests.composed import TINY, compose_config
+from tests.composed import TINY, compose_config, compose_with_hydra
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RECIPES = ["dlrm", "dcnv2"]
@@ -79,9 +78,8 @@ def test_the_tests_compose_what_the_command_line_does(recipe):
         "optimizer.lr=1e-3",
         "run_dir='a b'",
     ]
-    with initialize_config_module("configs", version_base="1.3"):
-        whole = OmegaConf.to_object(compose(recipe, overrides))
-    assert compose_config(*overrides, recipe=recipe) == whole
+    whole = compose_with_hydra(*overrides, recipe=recipe)
+    assert compose_config(*overrides, recipe=recipe) == OmegaConf.to_object(whole)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

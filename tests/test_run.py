@@ -104,19 +104,18 @@ def test_two_ranks_under_torchrun_end_where_one_does(dlrm, tmp_path):
     assert (two["steps"], two["test_rows"]) == (one["steps"], one["test_rows"]) == (32, 253)
 
 
-def test_dcnv2_trains_into_a_directory_of_its_own(tmp_path):
-    ended = start_command(
-        str(ROOT / "dcnv2.py"), *SHORT, "train.max_steps=5", "log.every=2", directory=tmp_path
-    )
+def test_dcnv2_trains_into_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command(*SHORT, "train.max_steps=5", "log.every=2", recipe="dcnv2")
     assert (ended.exit_code, ended.err) == (0, "")
     (run_dir,) = (tmp_path / "runs" / "dcnv2").iterdir()
     assert summary_of(run_dir)["steps"] == 5
     assert "dcnv2, 3 numerical" in ended.out
 
 
-def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path):
-    ended = start_command(
-        str(ROOT / "main.py"),
+def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command(
         "--config-name",
         "dcnv2",
         "mode=plan",
@@ -125,7 +124,7 @@ def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path):
         "sharding.hbm_gib=139",
         "data=criteo_t3",
         "model.embedding_dim=128",
-        directory=tmp_path,
+        recipe="main",
     )
     assert (ended.exit_code, ended.err) == (0, "")
     assert "cat_25" in ended.out
