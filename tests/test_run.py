@@ -301,26 +301,6 @@ def test_a_bad_id_ends_the_run_and_leaves_nothing_that_looks_whole(tmp_path):
     assert not {"summary.json", "checkpoints", "curves.png"} & {e.name for e in run_dir.iterdir()}
 
 
-def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_said_once(tmp_path):
-    root = write_clicks(tmp_path / "clicks")
-    # With two ranks, the second reads the rows 160 .. 191.
-    plant(root / "train" / "item.bin", 170, 101, "int8")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "dlrm.py")]
-    files = [f"data.path={root}", "data.shuffle_block=0", "run_dir=run"]
-    ended = start_command(*torchrun, *ON_FILES, *files, directory=tmp_path)
-    assert ended.exit_code != 0
-    ours, _, launchers = ended.err.partition("torch.distributed.elastic")
-    errors = [line for line in ours.splitlines() if line.startswith("error: ")]
-    assert errors[0].startswith("error: rank 1: feature 'item': id 101 at row 170 of ")
-    assert errors[1:] in (
-        [],
-        ["error: rank 0 stopped, since another rank has ended; its message says why"],
-    )
-    assert "nn/run.py" not in ended.err, "a traceback of ours"
-    assert not (tmp_path / "run" / "summary.json").exists()
-    assert launchers
-
-
 def test_a_loss_that_is_no_number_ends_with_its_own_exit_code(clicks, tmp_path):
     ended = run_command(
         *[*ON_FILES, f"data.path={clicks}", f"run_dir={tmp_path / 'run'}"],
