@@ -58,7 +58,7 @@ class Channels:
 
 
 class StaticTables:
-    """The tables, for whole batches of one size.
+    """The tables, for batches of one size.
 
     Args:
         placement: of the tables.
@@ -108,6 +108,7 @@ class StaticTables:
             channel=channels.ids,
         )
         num_samples = batch_size * world_size
+        self._owned_sizes = [num_samples * hotness[part.feature] for part in placement.owned]
         self._expand_owned, self._expand_copies = (
             IdExpansion([part.feature for part in parts], count, hotness, expansions)
             for parts, count in ((placement.owned, num_samples), (placement.copies, batch_size))
@@ -141,9 +142,19 @@ class StaticTables:
         else:
             self._sent = self._of_owned(self._home)
 
-    def send_ids(self, ids: Tensor) -> LocalIds:
-        """Send this rank's ids, feature after feature, to their tables, and expand them there."""
+    def send_ids(self, ids: Tensor, num_valid: int) -> LocalIds:
+        """Send this rank's ids to their tables, and expand them there.
+
+        Args:
+            ids: feature after feature, each [B, hotness].
+            num_valid: rows of the global batch that count; the others come after them, and arrive with the first one's
+                ids: no row is looked up, and with a gradient of zero changed, that the batch has not.
+        """
         arrived = self._exchange(ids)
+        if num_valid < self._owned.num_samples:
+            for each in arrived.owned.split(self._owned_sizes):
+                rows = each.view(self._owned.num_samples, -1)
+                rows[num_valid:] = rows[0]
         return LocalIds(self._expand_owned(arrived.owned), self._expand_copies(arrived.replicated))
 
     def look_up(self, ids: LocalIds) -> Tensor:

@@ -17,6 +17,7 @@ from nn.errors import DivergedError
 from nn.feed import Feed
 from nn.flat_gradients import FlatGradients
 from nn.marks import mark
+from nn.padded_pass import PaddedPass
 from nn.readback import Readback
 from nn.schedule import learning_rate_factor
 from nn.sharding import Exchange, ShardedTables
@@ -86,6 +87,7 @@ class Step:
         halves = (dense, self._gradients, self._readback)
         self._dynamic = DynamicPass(tables, *halves, **settings)
         self._make_static = lambda static: StaticPass(static, *halves, **settings)
+        self._make_padded = lambda static, **valid: PaddedPass(static, *halves, **valid, **settings)
         # By rows a rank.
         self._passes: dict[int, Pass] = {}
         self._forwards: dict[int, Pass] = {}
@@ -153,6 +155,9 @@ class Step:
     def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
         """The pass for batches of this size; only that of whole training batches is worth a graph and its memory."""
         size = len(batch.labels)
+        if batch.global_valid < size * self._ranks.world_size:
+            valid = {"num_valid": batch.num_valid, "global_valid": batch.global_valid}
+            return self._make_padded(self.tables.static(size), **valid)
         if size not in self._passes:
             plain = self._make_static(self.tables.static(size))
             whole = size * self._ranks.world_size == self._config.train.batch_size

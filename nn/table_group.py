@@ -116,8 +116,7 @@ class TableGroup:
             total = mine.new_zeros(len(rows), part.weight.shape[1])
             total.index_add_(0, inverse, mine.index_select(0, samples))
             update_rows(
-                part.weight,
-                part.state,
+                part,
                 rows - self._key_bases[index],
                 total,
                 self._config,

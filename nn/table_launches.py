@@ -87,6 +87,10 @@ class Launches:
         self._key_base = on_device(key_bases[: len(parts)], torch.int64)
         self._width = on_device(widths, torch.int32)
         self._hotness = on_device([part.hotness for part in parts], torch.int32)
+        self._rounding_key = on_device([part.rounding_key for part in parts], torch.int32)
+        # Two columns share their random bits, so a cut must not part them.
+        assert all(part.first_column % 2 == 0 for part in parts)
+        self._first_pair = on_device([part.first_column // 2 for part in parts], torch.int32)
         # Every address is a multiple of this many elements, which lets a thread load as many at once.
         self._align = gcd(16, *widths, *(each.item() % 16 or 16 for each in self._every_offset()))
         self._one_hot = all(part.hotness == 1 for part in parts)
@@ -144,8 +148,11 @@ class Launches:
                 self._column,
                 self._width,
                 self._hotness,
+                self._rounding_key,
+                self._first_pair,
                 gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,
+                scalars.step,
                 is_good,
                 self._rule.eps,
                 self._rule.beta1,
