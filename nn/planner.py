@@ -160,7 +160,8 @@ def plan_tables(
     )
     replicated = [ShardingType.data_parallel.value]
     keep_float32(
-        embeddings, [name for name, each in constraints.items() if each.sharding_types == replicated]
+        embeddings,
+        [name for name, each in constraints.items() if each.sharding_types == replicated],
     )
     topology = _topology(hardware, config, update_passes(embeddings, rule))
     planner = EmbeddingShardingPlanner(
@@ -417,8 +418,7 @@ def _does_not_fit(
     error: PlannerError,
 ) -> str:
     sizes = {
-        each.name: _bytes_of(each, rule)
-        + expansion_bytes.get(each.name, 0)
+        each.name: _bytes_of(each, rule) + expansion_bytes.get(each.name, 0)
         for each in embeddings.embedding_bag_configs()
     }
     state = f"{rule.value} state" + " and what expands their ids" * bool(expansion_bytes)
