@@ -440,7 +440,10 @@ def _does_not_fit(
         remedies.append(
             "choose an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd)"
         )
-    if all(_weight_bytes(each) == FP32_BYTES for each in embeddings.embedding_bag_configs()):
+    is_float32 = all(
+        _weight_bytes(each) == FP32_BYTES for each in embeddings.embedding_bag_configs()
+    )
+    if is_float32 and ShardingType.row_wise not in config.types:
         remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
     remedies.append("lower model.embedding_dim")
     return (

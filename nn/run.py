@@ -323,7 +323,7 @@ def _head(config: Config, source: Source, run_dir: Path, start_step: int) -> dic
     facts |= {
         "batch": f"{config.train.batch_size:,} rows over all ranks, "
         + _count(config.train.epochs, "epoch"),
-        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, tables "
+        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, {config.model.embedding_dtype.value} tables "
         f"{optimizer.table_name.value} {optimizer.table_lr:g}, amp {config.train.amp.value}",
     }
     if config.train.freeze:

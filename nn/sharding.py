@@ -275,6 +275,10 @@ class ShardedTables:
             )
         return self._static[batch_size]
 
+    def drop_static(self, batch_size: int) -> None:
+        """Free the memory of `static(batch_size)`, which nothing may be using still."""
+        self._static.pop(batch_size, None)
+
     @cached_property
     def expansions(self) -> dict[str, Tensor]:
         """Further ids of each id, of the features that this rank looks up."""

@@ -6,6 +6,7 @@ tables. Every buffer is made once for one size of batch; nothing is read back by
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -138,7 +139,6 @@ class StaticTables:
         self._home = torch.empty(starts[-1] + batch_size * copied, dtype=dtype, device=device)
         if world_size > 1:
             self._sent = torch.empty(num_samples, widths[ranks.rank], dtype=dtype, device=device)
-            self._returned = torch.empty_like(self._sent)
         else:
             self._sent = self._of_owned(self._home)
 
@@ -156,6 +156,11 @@ class StaticTables:
                 rows = each.view(self._owned.num_samples, -1)
                 rows[num_valid:] = rows[0]
         return LocalIds(self._expand_owned(arrived.owned), self._expand_copies(arrived.replicated))
+
+    @cached_property
+    def _returned(self) -> Tensor:
+        """Where gradients arrive; evaluation has none."""
+        return torch.empty_like(self._sent)
 
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up and bring home; the memory [B * F * D] that `layout` describes, overwritten by the next call."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Amp, Config, Half
+from configs.schema import Amp, Config, Half, Mode
 from dataloading.batch import Batch
 from nn.captured import Captured, Pass
 from nn.dense_optimizer import build_dense_optimizer
@@ -88,6 +88,10 @@ class Step:
         self._dynamic = DynamicPass(tables, *halves, **settings)
         self._make_static = lambda static: StaticPass(static, *halves, **settings)
         self._make_padded = lambda static, **valid: PaddedPass(static, *halves, **valid, **settings)
+        inference = config.mode is Mode.inference
+        self._forward_sizes = (
+            config.inference.batch_sizes if inference else [config.eval.batch_size]
+        )
         # By rows a rank.
         self._passes: dict[int, Pass] = {}
         self._forwards: dict[int, Pass] = {}
@@ -160,21 +164,35 @@ class Step:
             return self._make_padded(self.tables.static(size), **valid)
         if size not in self._passes:
             plain = self._make_static(self.tables.static(size))
-            whole = size * self._ranks.world_size == self._config.train.batch_size
+            whole = batch.global_valid == self._config.train.batch_size
             self._passes[size] = self._recorded(plain, batch, ids) if whole else plain
         return self._passes[size]
 
     def _forward(self, batch: Batch, ids: LocalIds) -> Pass:
+        """The forward pass for batches of this size; a graph for whole ones, of one size at a time."""
         size = len(batch.labels)
         if size not in self._forwards:
+            whole = batch.global_valid in self._forward_sizes
+            if whole:
+                self._drop_forwards()
             plain = StaticForward(self.tables.static(size), self.dense, self._autocast)
-            self._forwards[size] = self._recorded(plain, batch, ids)
+            self._forwards[size] = self._recorded(plain, batch, ids) if whole else plain
         return self._forwards[size]
+
+    def _drop_forwards(self) -> None:
+        """Free what batches of other sizes were evaluated with."""
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        for size in self._forwards.keys() - self._passes.keys():
+            self.tables.drop_static(size)
+        self._forwards.clear()
 
     def _recorded(self, plain: Pass, batch: Batch, ids: LocalIds) -> Pass:
         if self.why_not_captured is not None:
             return plain
-        return Captured(plain, ids, batch.numerical, batch.labels)
+        others = (*self._passes.values(), *self._forwards.values())
+        beside = next((each for each in others if isinstance(each, Captured)), None)
+        return Captured(plain, ids, batch.numerical, batch.labels, beside=beside)
 
     def _autocast(self) -> AbstractContextManager:
         """The precision that the dense half runs in."""

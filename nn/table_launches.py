@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import gcd
 
@@ -95,8 +96,12 @@ class Launches:
         self._align = gcd(16, *widths, *(each.item() % 16 or 16 for each in self._every_offset()))
         self._one_hot = all(part.hotness == 1 for part in parts)
         self._block_d = triton.next_power_of_2(max(widths))
-        counts = [num_samples * part.hotness for part in parts]
-        self._levels = _levels(counts, LENGTH, self._block_d, device)
+        self._counts = [num_samples * part.hotness for part in parts]
+
+    @cached_property
+    def _levels(self) -> list[_Level]:
+        """Made for the first update: `nn.memory` knows their size, and evaluation makes no update."""
+        return _levels(self._counts, LENGTH, self._block_d, self._weights.device)
 
     def _every_offset(self) -> Tensor:
         """Of whole rows; row-wise state has an element a row and wants no alignment."""

@@ -402,7 +402,7 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
     class Graph:
         """Stands for the recorded pass where there is no GPU: runs the plain one and counts."""
 
-        def __init__(self, plain, ids, numerical, labels):
+        def __init__(self, plain, ids, numerical, labels, beside):
             self.plain = plain
             made.append(len(labels))
 
