@@ -38,9 +38,9 @@ from nn.initialization import fill_uniform_
 from nn.model import embeddings_of
 from nn.multi_hot import MultiHot
 from nn.planner import TableSharder
+from nn.rounding import rounding_key
 from nn.static_exchange import LocalIds
 from nn.static_tables import Channels, Place, Placement, StaticTables
-from nn.stochastic_rounding import rounding_key
 from nn.table_optimizer import TableOptimizer
 from nn.table_parts import Part, UpdateScalars
 

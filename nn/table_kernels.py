@@ -9,13 +9,13 @@ thread, so that a running sum is all it needs; where a run of equal ids ends, it
 edge of such a block leaves its part of the sum, at most two parts a block; the parts, still sorted, are the next level's
 input, until one block is left.
 
-Rows of 16 bits are read as float32 and written back with stochastic rounding (`nn.stochastic_rounding`).
+Rows of 16 bits are read as float32 and written back with stochastic rounding (`nn.rounding`).
 """
 
 import triton
 import triton.language as tl
 
-from nn.stochastic_rounding_kernels import random_bits, round_stochastically, step_bits
+from nn.rounding_kernels import random_bits, round_stochastically, step_bits
 
 # P: parts (a table, or columns of one), G: samples looked up for, H: hotness of a part, N: ids in all (sum of G * H),
 # D: columns of a part, T: columns of all parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.stochastic_rounding import random_bits, round_stochastically
+from nn.rounding import random_bits, round_stochastically
 from nn.table_parts import Part
 
 

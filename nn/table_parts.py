@@ -20,7 +20,7 @@ class Part:
         weight: [rows, D], contiguous.
         state: what the rule keeps beside it, as `nn.table_optimizer` names and shapes it: momentum1, momentum2. Float32.
         first_column: of the table that `weight` begins at, even.
-        rounding_key: of the table, see `nn.stochastic_rounding`; not looked at where weights are float32.
+        rounding_key: of the table, see `nn.rounding`; not looked at where weights are float32.
     """
 
     feature: str

@@ -1,9 +1,9 @@
-"""A kernel that does nothing but round, for `tests/test_stochastic_rounding.py`."""
+"""A kernel that does nothing but round, for `tests/test_rounding.py`."""
 
 import triton
 import triton.language as tl
 
-from nn.stochastic_rounding_kernels import random_bits, round_stochastically, step_bits
+from nn.rounding_kernels import random_bits, round_stochastically, step_bits
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from nn.stochastic_rounding import random_bits, round_stochastically, rounding_key
+from nn.rounding import random_bits, round_stochastically, rounding_key
 
 DTYPES = [torch.bfloat16, torch.float16]
 ALL_BITS = torch.arange(2**16, dtype=torch.int32)
@@ -162,7 +162,7 @@ def test_triton_gives_the_same_bits_under_its_interpreter():
         [
             sys.executable,
             "-c",
-            "from tests.test_stochastic_rounding import compare; compare('cpu')",
+            "from tests.test_rounding import compare; compare('cpu')",
         ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -1,9 +1,9 @@
-"""`nn.stochastic_rounding` inside Triton kernels, bit for bit."""
+"""`nn.rounding` inside Triton kernels, bit for bit."""
 
 import triton
 import triton.language as tl
 
-from nn.stochastic_rounding import (
+from nn.rounding import (
     INFINITY,
     LARGEST_BF16,
     LARGEST_FP16,

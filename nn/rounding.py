@@ -4,7 +4,7 @@ Most updates are smaller than half the distance between two neighbouring 16-bit 
 and the weight never moves; rounded up with a chance that is the part of the way, they add up.
 
 Chance is a hash of (seed, table, step, row, column). So it needs no state: a run repeats itself, goes on where it
-stopped, and rounds alike however its tables are cut. `nn.stochastic_rounding_kernels` gives the same bits on a GPU.
+stopped, and rounds alike however its tables are cut. `nn.rounding_kernels` gives the same bits on a GPU.
 """
 
 import hashlib
