@@ -163,6 +163,30 @@ def test_tables_learn_the_same_captured_and_not_over_epochs_with_tails(world_siz
         assert worst_difference(plain[1], captured[1]) < tolerance, kind
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_gpus_train_two_epochs_with_their_tails_as_one(world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    kinds = list(product(["sgd", "adagrad", "rowwise_adagrad", "adam"], ["fp32", "bf16"]))
+    cases = [
+        [
+            *case("dlrm", "multi_hot", rule, "table_wise"),
+            *ON_GPU,
+            *TWO_EPOCHS,
+            f"model.embedding_dtype={dtype}",
+        ]
+        for rule, dtype in kinds
+    ]
+    one, many = (
+        run_distributed(learnt_in_cases, ranks, cases, TWO_EPOCHS_STEPS)[0]
+        for ranks in (1, world_size)
+    )
+    for kind, (losses, changes), (expected, wanted) in zip(kinds, many, one, strict=True):
+        assert losses == pytest.approx(expected, rel=2e-5 if kind[1] == "fp32" else 1e-3), kind
+        tolerance = 5e-3 if kind[1] == "fp32" else 5e-2
+        assert worst_difference(wanted, changes) < tolerance, kind
+
+
 def test_gpus_round_tables_of_16_bits_as_the_cpu_does():
     kinds = list(product(["sgd", "adagrad", "rowwise_adagrad", "adam"], ["bf16", "fp16"]))
     cases = [
