@@ -182,9 +182,7 @@ def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
 def _dense_pass(
     config: Config, layers: Sequence[tuple[int, int]], column_bytes: int, home: int
 ) -> int:
-    """The fullest moment of the backward pass, or right after it.
-
-    Weights' gradients come last (`nn/weight_copies.py`), so inputs and gradients of all layers are there until the end.
+    """The fullest of three moments; memory of the first is used again by the later ones.
 
     Args:
         config: names model and precision.
@@ -192,16 +190,15 @@ def _dense_pass(
         column_bytes: of one column of activations.
         home: gradients of the embeddings of this rank's rows, bytes.
     """
-    # The input of every layer, which is the output of the one before, and its output's gradient.
-    kept = sum(before + after for before, after in layers)
+    # What backward needs again: the input of every layer, which is the output of the one before.
+    saved = sum(before for before, _ in layers)
     widest = max(max(layer) for layer in layers)
-    num_cross_layers = 0
     if config.model.name is ModelName.dcnv2:
-        num_cross_layers = config.model.cross.num_layers
         # x0 * (W x + b): the product's gradient needs W x + b too, one x wide, in every cross layer.
-        kept += num_cross_layers * widest
-    # Gradients on their way: of a layer's output and input, and of all cross layers' outputs.
-    passing = max(2, num_cross_layers) * widest * column_bytes
-    # Under fp16 they are looked over for overflows then: their absolute values, and two answers a number.
+        saved += config.model.cross.num_layers * widest
+    gradients = 2 * widest  # of one layer's output and of its input
+    top = (saved + gradients) * column_bytes
+    interaction = home + layers[0][1] * column_bytes
+    # Under fp16 they are looked over for overflows at the end: their absolute values, and two answers a number.
     checked = home * 5 // 2 if config.train.amp is Amp.fp16 else 0
-    return max(kept * column_bytes + max(passing, home), checked)
+    return max(top, interaction, checked)

@@ -142,16 +142,16 @@ class StaticTables:
         else:
             self._sent = self._of_owned(self._home)
 
-    def send_ids(self, ids: Tensor, num_valid: int) -> LocalIds:
+    def send_ids(self, ids: Tensor, num_valid: int | None = None) -> LocalIds:
         """Send this rank's ids to their tables, and expand them there.
 
         Args:
             ids: feature after feature, each [B, hotness].
-            num_valid: rows of the global batch that count; the others come after them, and arrive with the first one's
+            num_valid: rows of the global batch that count, if not all; the others come after them, and arrive with the first one's
                 ids: no row is looked up, and with a gradient of zero changed, that the batch has not.
         """
         arrived = self._exchange(ids)
-        if num_valid < self._owned.num_samples:
+        if num_valid is not None:
             for each in arrived.owned.split(self._owned_sizes):
                 rows = each.view(self._owned.num_samples, -1)
                 rows[num_valid:] = rows[0]

@@ -27,21 +27,23 @@ def ranks_of(recipe: str, *overrides: str, world_size: int = 1) -> list[RankMemo
 
 @pytest.mark.parametrize(
     ("name", "measured_gib"),
-    [  # benchmarks/README.md: the rows of which most is tables; measured when weights' gradients did not come last yet
+    [  # benchmarks/README.md
         ("dlrm_t15_1", 17.0),
         ("dlrm_t15_4", 5.8),
+        ("dlrm_t15_4_weak", 7.2),
         ("dlrm_t0_4", 116.4),
         ("dcnv2_t15_1", 52.2),
         ("dcnv2_mlperf_1", 124.3),
         ("dcnv2_mlperf_4", 35.7),
         ("dlrm_t15_1_fp16", 18.9),
+        ("dlrm_t15_1_fp32", 18.2),
     ],
 )
-def test_the_peak_is_within_a_twentieth_of_what_was_measured(name, measured_gib):
+def test_the_peak_is_within_a_fortieth_of_what_was_measured(name, measured_gib):
     row = ROWS[name]
     overrides = [f"experiment={row.experiment}", *row.overrides]
     planned = ranks_of(row.recipe, *overrides, world_size=row.world_size)[0].total / GIB
-    assert planned == pytest.approx(measured_gib, rel=0.05)
+    assert planned == pytest.approx(measured_gib, rel=0.025)
 
 
 def test_layers_are_those_of_the_network_with_padded_inputs():
@@ -76,9 +78,8 @@ def test_each_term_is_what_its_shapes_say():
     assert second.update == 3 * 12 * (ids - 64) + update_bytes(ids - 64, 8)
     # 3 numbers and a label, 8 ids a row
     assert first.batches == 3 * 32 * (4 * 4 + 8 * 8) + 3 * 8 * ids
-    # inputs of all layers and their outputs' gradients, and two gradients of the widest or that of the embeddings
-    kept = (8 + 16 + 24 + 16) + (16 + 8 + 16 + 1)
-    assert first.dense_pass == kept * 32 * 4 + max(2 * 24 * 32 * 4, home)
+    # the inputs of all layers, and two gradients of the widest
+    assert first.dense_pass == (8 + 16 + 24 + 16 + 2 * 24) * 32 * 4
     # twice as many rows: at home and sent; what its widest layer takes in and gives is less than the dense pass
     assert first.evaluation == 2 * (home + 4 * elements + 3 * 8 * ids)
     assert first.total == sum(asdict(first).values())
