@@ -15,11 +15,12 @@ from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, file_states
 from nn.checkpoint import TRAINER, state_of, write
 from nn.checkpoint_files import commit, newest_first, prune, step_of, unfinished
-from nn.distributed import HostChannel, Ranks, is_lost_peer
+from nn.distributed import HostChannel, Ranks
 from nn.errors import SharedError
 from nn.host_copy import HostCopy, State, num_bytes
 from nn.step import Step
 
+THREAD_NAME = "checkpoint-writer"
 SPARE_MEMORY = 0.8
 """Part of the memory that a node has left which copies of the state may take."""
 
@@ -64,7 +65,7 @@ class Checkpointer:
         self._has_room: bool | None = None
         self._thread: Thread | None = None
         self._problem: str | None = None
-        self._lost: RuntimeError | None = None
+        self._error: BaseException | None = None
 
     def save(
         self,
@@ -101,7 +102,10 @@ class Checkpointer:
         facts = self._facts | {"num_steps": num_steps, "trainer": dict(trainer)}
         paused_s = time.perf_counter() - started
         self._thread = Thread(
-            target=self._write, args=(num_steps, state, facts, paused_s), daemon=True
+            target=self._write,
+            args=(num_steps, state, facts, paused_s),
+            name=THREAD_NAME,
+            daemon=True,
         )
         self._thread.start()
         if not (in_background or is_last):
@@ -114,8 +118,8 @@ class Checkpointer:
             RuntimeError: another rank has ended.
         """
         self._join()
-        if self._lost is not None:
-            raise self._lost
+        if self._error is not None:
+            raise self._error
         return self._problem
 
     @property
@@ -144,10 +148,9 @@ class Checkpointer:
                 }
                 problem = self._commit(num_steps, facts, record)
             self._problem = self._channel.broadcast(problem)
-        except RuntimeError as error:
-            if not is_lost_peer(error):
-                raise
-            self._lost = error
+        except BaseException as error:
+            # For the loop to meet: a thread's own errors reach nobody.
+            self._error = error
             return
         if self._problem is not None and self._ranks.is_main:
             self._give_up(num_steps)

@@ -250,9 +250,10 @@ def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any
             trainer.start_at(start.num_steps)
         try:
             summary = trainer.train()
-        except (DivergedError, SharedError, StoppedError):
-            # All ranks are here: what is being written will be whole.
-            if checkpointer is not None:
+        except BaseException as error:
+            # Where all ranks are here, what is being written will be whole; other ranks may wait for ever.
+            is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
+            if checkpointer is not None and (is_shared or ranks.world_size == 1):
                 checkpointer.wait()
             raise
         summary["teacher_auc"] = facts["teacher_auc"]

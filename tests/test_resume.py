@@ -1,12 +1,18 @@
 """A run that was ended and started again ends as if nothing had happened, bit by bit, and its records have no seam."""
 
+import fcntl
 import json
 import os
+import random
+import threading
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from nn.checkpointer import THREAD_NAME
 from nn.step import Step
 from tests.command import Ended, run_command
 from tests.composed import TINY
@@ -49,6 +55,9 @@ def train_and_break_off(after_step: int, run_dir: Path, *overrides: str, recipe=
             train(run_dir, *overrides, recipe=recipe)
     finally:
         Step.train = whole_step
+        for thread in threading.enumerate():
+            if thread.name == THREAD_NAME:
+                thread.join(20)
 
 
 def records(run_dir: Path) -> list[dict]:
@@ -78,27 +87,36 @@ def ends_alike(whole: Path, parts: Path) -> bool:
     return True
 
 
-def two_parts(directory: Path) -> list[str]:
-    """Each case as a whole, and as one that breaks off at step 11 and at 18, on this process's rank."""
-    errors = []
+def train_in_parts(world_size: int, directory: Path) -> None:
+    """Each case as a whole, and as one that breaks off at step 11 and at 18, on all ranks alike."""
+
+    def on_ranks(function, *args):
+        if world_size == 1:
+            return [function(*args)]
+        return run_distributed(function, world_size, *args)
+
     for recipe, rule in CASES:
         rates = [f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"]
-        errors.append(train(directory / f"{recipe}_{rule}_whole", *rates, recipe=recipe).err)
-        parts = directory / f"{recipe}_{rule}_parts"
+        whole, parts = (directory / f"{recipe}_{rule}_{kind}" for kind in ("whole", "parts"))
+        errors = on_ranks(error_of, recipe, whole, *rates)
         for step in (11, 18):
-            train_and_break_off(step, parts, *rates, recipe=recipe)
-        errors.append(train(parts, *rates, recipe=recipe).err)
-    return errors
+            on_ranks(break_off, step, recipe, parts, *rates)
+        errors += on_ranks(error_of, recipe, parts, *rates)
+        assert not any(errors), errors
+
+
+def error_of(recipe: str, run_dir: Path, *overrides: str) -> str:
+    return train(run_dir, *overrides, recipe=recipe).err
+
+
+def break_off(after_step: int, recipe: str, run_dir: Path, *overrides: str) -> None:
+    train_and_break_off(after_step, run_dir, *overrides, recipe=recipe)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def in_parts(request, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("resume")
-    if request.param == 1:
-        assert not any(two_parts(directory))
-    else:
-        # A rank that breaks off ends neither the test nor the other rank, which breaks off at the same step.
-        assert not any(sum(run_distributed(two_parts, 2, directory), []))
+    train_in_parts(request.param, directory)
     return directory
 
 
@@ -296,8 +314,6 @@ def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
 def test_one_run_directory_serves_one_process_at_a_time(tmp_path):
     train_and_break_off(11, tmp_path / "run")
     descriptor = os.open(tmp_path / "run", os.O_RDONLY)
-    import fcntl
-
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     ended = train(tmp_path / "run")
@@ -314,17 +330,19 @@ def test_restarts_need_a_named_run_directory(monkeypatch):
     assert "run_dir must be named under --max-restarts=3" in ended.err
 
 
-def test_training_leaves_every_generator_where_it_was(tmp_path):
-    """So there is none to save."""
-    import random
+def test_training_leaves_every_generator_where_it_was(tmp_path, monkeypatch):
+    """So there is none to save. (Building a model moves torch's, whose numbers are then overwritten.)"""
+    states = []
+    whole_step = Step.train
 
-    import numpy as np
-    import torch
+    def step_and_look(self, step, feed):
+        trained = whole_step(self, step, feed)
+        name, keys, *rest = np.random.get_state()  # noqa: NPY002, it is what a library would use
+        numbers = [torch.get_rng_state().tolist(), name, keys.tolist(), rest]
+        states.append([random.getstate(), *numbers])
+        return trained
 
-    def states():
-        numpy = np.random.get_state()
-        return random.getstate(), torch.get_rng_state().tolist(), numpy[1].tolist(), numpy[2:]
-
-    before = states()
+    monkeypatch.setattr(Step, "train", step_and_look)
     assert train(tmp_path / "run").err == ""
-    assert states() == before
+    assert len(states) == LAST_STEP
+    assert all(each == states[0] for each in states)
