@@ -136,6 +136,8 @@ def _blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
     if not array.numel():
         return
     flat = array.view(-1)
+    if not len(flat):
+        return
     for piece in flat.split(CHECKSUM_BYTES // array.itemsize):
         yield piece, start
         start += piece.nbytes
