@@ -30,6 +30,7 @@ KNOWS_RANKS = {
     "nn.static_tables",
     "nn.planner",
     "nn.checkpoint",
+    "nn.host_copy",
     "nn.tensor_reader",
     "nn.tensor_writer",
 }
