@@ -8,6 +8,7 @@ There is no generator to save: initial weights, the order of rows and synthetic 
 counters, and the schedule is one of the step. The loader's position is the step.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import asdict
 from enum import Enum
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from configs.schema import Config, Half
 from dataloading.feature_spec import FeatureSpec
@@ -91,6 +93,19 @@ def write(directory: Path, num_steps: int, state: State, step: Step, channel: Ho
         dcp.save(state, storage_writer=writer, process_group=channel.group)
     except dcp.CheckpointException as error:
         raise ValueError(_first_problem(error)) from None
+
+
+def missing_parts(directory: Path, state: State) -> list[str]:
+    """Return the names of a state's tensors that the written files do not hold in full."""
+    tensors = read_index(directory).tensors
+    held = {
+        name: sum(math.prod(chunk.sizes) for chunk in each.chunks) for name, each in tensors.items()
+    }
+    sizes = {
+        name: value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+        for name, value in state.items()
+    }
+    return [name for name, size in sizes.items() if held.get(name) != math.prod(size)]
 
 
 def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.schema import CheckpointConfig
 from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, file_states
-from nn.checkpoint import TRAINER, state_of, write
+from nn.checkpoint import TRAINER, missing_parts, state_of, write
 from nn.checkpoint_files import commit, newest_first, prune, step_of, unfinished
 from nn.distributed import HostChannel, Ranks
 from nn.errors import SharedError
@@ -137,8 +137,10 @@ class Checkpointer:
         """The thread: write, then rename on rank 0; all ranks learn whether that went well."""
         started = time.perf_counter()
         try:
-            sizes = self._channel.gather(num_bytes(state))
             problem = self._write_parts(num_steps, state)
+            # Also shows that the ranks are still together: torch.distributed.checkpoint takes a process whose group was
+            # closed for one that is alone, and would write its part as the whole.
+            sizes = self._channel.gather(num_bytes(state))
             if problem is None and self._ranks.is_main:
                 record = {
                     "step": num_steps,
@@ -146,7 +148,7 @@ class Checkpointer:
                     "paused_s": paused_s,
                     "write_s": time.perf_counter() - started,
                 }
-                problem = self._commit(num_steps, facts, record)
+                problem = self._commit(num_steps, state, facts, record)
             self._problem = self._channel.broadcast(problem)
         except BaseException as error:
             # For the loop to meet: a thread's own errors reach nobody.
@@ -162,7 +164,11 @@ class Checkpointer:
             return str(error)
         return None
 
-    def _commit(self, num_steps: int, facts: dict[str, Any], record: dict[str, Any]) -> str | None:
+    def _commit(
+        self, num_steps: int, state: State, facts: dict[str, Any], record: dict[str, Any]
+    ) -> str | None:
+        missing = missing_parts(unfinished(self.directory, num_steps), state)
+        assert not missing, f"a checkpoint without {missing[:4]}"
         try:
             commit(self.directory, num_steps, facts)
             best = facts["trainer"]["best_step"]

@@ -151,10 +151,9 @@ def says_first(what: str) -> bool:
 
     The answer is the launcher's: its store outlives the ranks. Without one, everybody is the first.
     """
-    try:
-        return dist.distributed_c10d._get_default_store().add(what, 1) == 1
-    except (RuntimeError, ValueError):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
+    return dist.distributed_c10d._get_default_store().add(what, 1) == 1
 
 
 class HostChannel:

@@ -60,7 +60,7 @@ class Ranks:
 def start(arguments: list[str], num_ranks: int, log: Path) -> Ranks:
     """Start the ranks of `dlrm.py <arguments>`; they are forked from a process that has imported torch already."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["nn.run", "tests.crash"])
+    context.set_forkserver_preload(["nn.run"])
     port = free_port()
     processes = [
         context.Process(target=_rank, args=(arguments, rank, num_ranks, port, str(log)))
@@ -79,7 +79,7 @@ def _rank(arguments: list[str], rank: int, num_ranks: int, port: int, log: str) 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     if num_ranks > 1:
         os.environ |= {
@@ -138,12 +138,15 @@ def crash(directory: Path, seed: int, kills: int, num_ranks: int) -> int:
     """Run the test below `directory`; return the kills that happened while a checkpoint was being written."""
     generator = random.Random(seed)
     whole = directory / "whole"
+    ranks = start([*RUN, f"run_dir={whole}"], num_ranks, directory / "whole.log")
+    assert wait_until(lambda: trains(ranks), 120), ranks.log.read_text()
     started = time.monotonic()
-    assert set(start([*RUN, f"run_dir={whole}"], num_ranks, directory / "whole.log").wait(300)) == {
-        0
-    }
+    assert set(ranks.wait(300)) == {0}, ranks.log.read_text()
     duration = time.monotonic() - started
-    print(f"seed {seed}: {NUM_STEPS} steps on {num_ranks} ranks take {duration:.1f} s left alone")
+    print(
+        f"seed {seed}: {NUM_STEPS} steps on {num_ranks} ranks take {duration:.1f} s left alone",
+        flush=True,
+    )
     killed = killed_in_save = round_ = 0
     while killed < kills:
         round_ += 1
@@ -168,7 +171,7 @@ def crash(directory: Path, seed: int, kills: int, num_ranks: int) -> int:
             )
         found = differences(whole, parts)
         assert not found, f"not as the run left alone: {', '.join(found)}"
-        print(f"round {round_}: equal bit by bit to the run left alone")
+        print(f"round {round_}: equal bit by bit to the run left alone", flush=True)
         shutil.rmtree(parts)
     return killed_in_save
 
@@ -186,8 +189,7 @@ def kill_one(ranks: Ranks, run_dir: Path, generator: random.Random, pace_s: floa
     def is_saving() -> bool:
         return any((run_dir / "checkpoints").glob(".step_*.unfinished"))
 
-    log_size = lambda: "step " in ranks.log.read_text() if ranks.log.exists() else False  # noqa: E731
-    wait_until(lambda: log_size() or is_over(), 60)
+    wait_until(lambda: trains(ranks) or is_over(), 120)
     time.sleep(delay)
     if wants_save:
         wait_until(lambda: is_saving() or is_over(), 5)
@@ -197,6 +199,11 @@ def kill_one(ranks: Ranks, run_dir: Path, generator: random.Random, pace_s: floa
         return None
     os.kill(victim.pid, signal.SIGKILL)
     return in_save
+
+
+def trains(ranks: Ranks) -> bool:
+    """Whether a start has come to its first record."""
+    return ranks.log.exists() and "step " in ranks.log.read_text()
 
 
 def checkpoints(run_dir: Path) -> list[str]:
