@@ -1,4 +1,10 @@
-"""The ways a run ends early, beside `ValueError` for what the user wrote."""
+"""The ways a run ends early, beside `ValueError` for what the user wrote, and the exit codes that tell them apart."""
+
+USER_ERROR_EXIT_CODE = 2
+DIVERGED_EXIT_CODE = 3
+# EX_TEMPFAIL of sysexits.h: start the same command again, and it goes on. Batch scripts requeue on it.
+RESUME_EXIT_CODE = 75
+INTERRUPTED_EXIT_CODE = 130
 
 
 class RankError(Exception):

@@ -30,6 +30,7 @@ KNOWS_RANKS = {
     "nn.static_tables",
     "nn.planner",
     "nn.checkpoint",
+    "nn.node",
 }
 READS_ENVIRONMENT = {"nn.distributed", "main"}
 

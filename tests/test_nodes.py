@@ -165,10 +165,14 @@ def test_ids_that_are_expanded_keep_their_tables_rows_together():
         "local_world_size": 2,
         "expansion_bytes": {"cat_0": 10, "cat_1": 10},
     }
-    with pytest.raises(ValueError, match=r"^sharding\.tables sets cat_0 to table_row_wise, but data"):
+    with pytest.raises(
+        ValueError, match=r"^sharding\.tables sets cat_0 to table_row_wise, but data"
+    ):
         rows_of([10, 20], tables={"cat_0": "table_row_wise"}, **expanded)
     types = [ShardingType.row_wise, ShardingType.table_row_wise]
-    with pytest.raises(ValueError, match=r"^sharding\.types=\[row_wise, table_row_wise\] leaves cat"):
+    with pytest.raises(
+        ValueError, match=r"^sharding\.types=\[row_wise, table_row_wise\] leaves cat"
+    ):
         rows_of([10, 20], types=types, **expanded)
 
 
