@@ -78,6 +78,9 @@ def main(arguments: Sequence[str]) -> int:
     log_dir, binding, *rest = arguments
     node = node_name()
     options = [f"--log-dir={Path(log_dir) / node}", "--tee=3", *numa_options(binding, node)]
+    # Otherwise ranks that are started again meet in the store of their first start, find what they wrote there, and
+    # wait for ever (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launcher.LocalElasticAgent = NodeAgent
     try:
         torchrun.main([*options, *rest])

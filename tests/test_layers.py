@@ -32,7 +32,7 @@ KNOWS_RANKS = {
     "nn.checkpoint",
     "nn.node",
 }
-READS_ENVIRONMENT = {"nn.distributed", "main"}
+READS_ENVIRONMENT = {"nn.distributed", "nn.node", "main"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from nn.node import exit_code, numa_options
 
 ROOT = Path(__file__).resolve().parents[1]
-# A rank that ends as it is told to: `exit N`, `kill` once, `wait` for the warning; each time it is started it says so.
+# A rank that ends as it is told to: `exit N`, `kill` once amid a group, `wait` for the warning. It says when it starts.
 RANK = """\
 import os, signal, sys, time
 rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -25,9 +25,13 @@ print("to stderr", file=sys.stderr, flush=True)
 how, *numbers = sys.argv[1:]
 if how == "exit" and rank == 1:
     sys.exit(int(numbers[0]))
-if how == "kill" and rank == 1 and start == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60 if how == "wait" or (rank == 0 and start == 0 and how != "end") else 0)
+if how == "kill":
+    import torch.distributed
+    torch.distributed.init_process_group("gloo")
+    if rank == int(numbers[0]) and start == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+time.sleep(60 if how == "wait" or (how == "exit" and rank == 0 and start == 0) else 0)
 """
 
 
@@ -79,8 +83,9 @@ def test_an_error_that_would_come_again_is_not_tried_again(tmp_path, number):
     assert "start 1" not in out
 
 
-def test_a_rank_that_was_killed_is_started_again_with_the_others(tmp_path):
-    code, out = ended(tmp_path, "kill")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_was_killed_is_started_again_and_meets_the_others(tmp_path, rank):
+    code, out = ended(tmp_path, "kill", str(rank))
     assert code == 0, out
     assert {f"rank {rank} start {start}" for rank in (0, 1) for start in (0, 1)} <= {
         line.split("]:")[-1] for line in out.splitlines()
