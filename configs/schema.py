@@ -436,8 +436,26 @@ def _table_overrides(given: Any) -> dict[str, ShardingType]:
 class CheckpointConfig:
     """State on disk, through torch.distributed.checkpoint."""
 
-    save: bool = option(True, "save model and optimizers at the end of training")
-    restore: str | None = option(None, "checkpoint directory (step_N) to load before anything runs")
+    save: bool = option(True, "save the state of a run, at its end too")
+    save_every: int | None = option(None, "save every so many steps too; null: by the clock alone")
+    save_every_minutes: float | None = option(30, "save every so many minutes too; null: never")
+    keep: int = option(2, "latest checkpoints to keep; the one with the best test AUC stays too")
+    restore: str | None = option(
+        None,
+        "checkpoint directory (step_N) to start from; a run_dir with checkpoints of its own goes on by itself",
+    )
+    allow_changes: bool = option(
+        False, "go on although data files or settings are not those of the checkpoint"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "save_every_minutes"):
+            value = getattr(self, name)
+            require(
+                value is None or value > 0,
+                f"checkpoint.{name} must be positive or null, got {value}",
+            )
+        require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
 
 
 @dataclass(kw_only=True, slots=True)

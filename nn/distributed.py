@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# Ranks may take very different times to write their part of a checkpoint; one that is gone is noticed at once.
+HOST_TIMEOUT = timedelta(hours=2)
 
 # Opened by `open_channel`; closed with the default group, or aborted with it.
 _channels: list[dist.ProcessGroup] = []
@@ -115,6 +117,11 @@ def launched_world() -> tuple[int, int]:
     return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def launcher_restarts() -> int:
+    """How often the launcher starts all ranks anew when one has failed; 0 without a launcher."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
 def ranks_from_environment(device_type: str) -> Ranks:
     """Read what torchrun (or nothing: one process) says about this process.
 
@@ -142,7 +149,46 @@ def ranks_from_environment(device_type: str) -> Ranks:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another rank is gone, in gloo's words; NCCL waits until the launcher ends it."""
-    return bool(re.search(r"Connection (closed|reset) by peer", str(error)))
+    return bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
+
+
+def says_first(what: str) -> bool:
+    """Whether this is the first rank to ask, so that what several ranks know is said once.
+
+    The answer is the launcher's: its store outlives the ranks. Without one, everybody is the first.
+    """
+    try:
+        return dist.distributed_c10d._get_default_store().add(what, 1) == 1
+    except (RuntimeError, ValueError):
+        return True
+
+
+class HostChannel:
+    """Collectives between the hosts alone, which neither wait for a GPU nor for those of another thread.
+
+    A channel is for one thread at a time. All ranks must open their channels in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return the elementwise maximum over ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank; it must pickle."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value on every rank; the values must pickle."""
+        values = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 @contextmanager

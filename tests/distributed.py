@@ -43,9 +43,7 @@ class RankPool:
         self, function: Callable[..., Any], args: tuple[Any, ...], local_world_size: int
     ) -> list[tuple[Any, str]]:
         """Return (result, traceback or nothing) of every rank; ranks without an answer are ended."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, port, local_world_size, args)))
         answers: dict[Connection, tuple[Any, str]] = {}
@@ -66,6 +64,13 @@ class RankPool:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 _pool: RankPool | None = None

@@ -31,6 +31,9 @@ KNOWS_RANKS = {
     "nn.planner",
     "nn.checkpoint",
     "nn.node",
+    "nn.host_copy",
+    "nn.tensor_reader",
+    "nn.tensor_writer",
 }
 READS_ENVIRONMENT = {"nn.distributed", "nn.node", "main"}
 
