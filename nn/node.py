@@ -31,6 +31,7 @@ from nn.distributed import node_name
 from nn.errors import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    LOST_RANK_EXIT_CODE,
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
@@ -38,7 +39,6 @@ from nn.errors import (
 WARNING = signal.SIGUSR1
 # A rank that ended with one of these would do so again.
 FINAL_EXIT_CODES = (USER_ERROR_EXIT_CODE, DIVERGED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
-OTHER_EXIT_CODE = 1
 NO_BINDING = "none"
 
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     except RendezvousError:
         # The store lies on one node; a node that closes it has failed itself, and says why.
         print(f"{node}: ended, since another node has; its log says why", file=sys.stderr)
-        return OTHER_EXIT_CODE
+        return LOST_RANK_EXIT_CODE
     return 0
 
 
@@ -109,7 +109,7 @@ def exit_code(codes: Sequence[int], *, was_warned: bool) -> int:
     final = [each for each in codes if each in FINAL_EXIT_CODES]
     if final:
         return final[0]
-    return RESUME_EXIT_CODE if was_warned else OTHER_EXIT_CODE
+    return RESUME_EXIT_CODE if was_warned else LOST_RANK_EXIT_CODE
 
 
 def numa_options(binding: str, node: str) -> list[str]:
