@@ -15,6 +15,7 @@ from configs.schema import Config, check_overrides, to_config
 from nn.errors import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    LOST_RANK_EXIT_CODE,
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
     DivergedError,
@@ -59,8 +60,10 @@ def _run(composed: DictConfig) -> None:
         from nn.run import run
 
         run(config, OmegaConf.to_yaml(composed, resolve=True))
-    except (RankError, LostRankError) as error:
-        _end(str(error) or None, USER_ERROR_EXIT_CODE)
+    except RankError as error:
+        _end(str(error), USER_ERROR_EXIT_CODE)
+    except LostRankError as error:
+        _end(str(error) or None, LOST_RANK_EXIT_CODE)
     except (ValueError, SharedError) as error:
         # Every rank of a node, if not of all nodes, has met the same error; one of them says it.
         _end(str(error) if _speaks_for_node() else None, USER_ERROR_EXIT_CODE)

@@ -79,11 +79,12 @@ class OptimizerName(Enum):
 
 
 class ShardingType(Enum):
-    """How one table is laid over the ranks (TorchRec's names)."""
+    """How one table is laid over the ranks (TorchRec's names); `table_row_wise` is row-wise within one node."""
 
     table_wise = "table_wise"
     column_wise = "column_wise"
     row_wise = "row_wise"
+    table_row_wise = "table_row_wise"
     data_parallel = "data_parallel"
 
 

@@ -7,6 +7,7 @@ rank that reports an error. Everything else takes a `Ranks`.
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,6 +105,11 @@ class Ranks:
 def process_rank() -> int:
     """This process's rank as the launcher gave it, before any group exists."""
     return int(os.environ.get("RANK", 0))
+
+
+def node_name() -> str:
+    """This machine's name: SLURM's, which tells nodes apart even where they share a machine, or its own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def launched_world() -> tuple[int, int]:
