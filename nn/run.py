@@ -124,9 +124,7 @@ def run(config: Config, config_yaml: str) -> None:
             if ranks.device.type == "cuda":
                 reason = step.why_not_captured
                 console.print(
-                    "step: a CUDA graph"
-                    if reason is None
-                    else f"step: no CUDA graph, {reason}"
+                    "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
                 )
             if start.path is not None:
                 _restore(config, start, step)
