@@ -129,8 +129,7 @@ def run(config: Config, config_yaml: str) -> None:
                     else f"dense pass: no CUDA graph, {reason}"
                 )
             if start.path is not None:
-                with_optimizer = config.mode is Mode.train
-                checkpoint.restore(start.path, step, with_optimizer=with_optimizer)
+                _restore(start.path, step, with_optimizer=config.mode is Mode.train)
             summary = WORK[config.mode](session, step, facts)
         print_summary(console, summary, recorder.run_dir)
 
@@ -152,6 +151,13 @@ def _told_apart(ranks: Ranks) -> Iterator[None]:
             f"rank {ranks.rank} is out of memory: {str(error).splitlines()[0]}; lower train.batch_size, or "
             "spread the tables over more ranks. Checkpoints of the run are whole"
         ) from error
+
+
+def _restore(path: Path, step: Step, *, with_optimizer: bool) -> None:
+    try:
+        checkpoint.restore(path, step, with_optimizer=with_optimizer)
+    except ValueError as error:
+        raise SharedError(str(error)) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
