@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dataloading.dataset_directory import sync_directory
-from nn.stored_tensors import INDEX_FILE
+from nn.stored_tensors import DTYPES, INDEX_FILE
 from nn.tensor_writer import BLOCK_BYTES, THREADS, write_synced
 
 RUN_FILE = "run.json"
@@ -91,6 +91,8 @@ def clear(directory: Path, num_steps: int) -> None:
     for path in newest_first(directory):
         if step_of(path) > num_steps:
             _remove(path)
+    if not (directory / BEST).exists():
+        (directory / BEST).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path:
@@ -182,8 +184,6 @@ def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) ->
 
 def _blocks_of(chunk: dict[str, Any], dtype: str) -> list[tuple[int, int, int]]:
     """(first byte, bytes, CRC-32) of each block of a chunk."""
-    from nn.stored_tensors import DTYPES
-
     num_bytes = DTYPES[dtype].itemsize
     for each in chunk["sizes"]:
         num_bytes *= each
