@@ -91,6 +91,8 @@ def clear(directory: Path, num_steps: int) -> None:
     for path in newest_first(directory):
         if step_of(path) > num_steps:
             _remove(path)
+    if not (directory / BEST).exists():
+        (directory / BEST).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path:

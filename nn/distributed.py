@@ -202,9 +202,16 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         options = {"backend": "nccl", "device_id": ranks.device}
     else:
         options = {"backend": "gloo"}
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         # A plain `python dlrm.py`: TorchRec asks for a group even when it is alone.
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif restart != "0" and ranks.local_world_size == ranks.world_size:
+        # torchrun's store on one node still has the addresses of the ranks that it started before. On several nodes
+        # it makes a new one (c10d rendezvous), and nodes may count differently.
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"restart_{restart}", store)
+        options |= {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
     try:
         yield

@@ -151,6 +151,13 @@ def _told_apart(ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
+def _restore(path: Path, step: Step, *, with_optimizer: bool) -> None:
+    try:
+        checkpoint.restore(path, step, with_optimizer=with_optimizer)
+    except ValueError as error:
+        raise SharedError(str(error)) from error
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device or the host had no memory left."""
     kinds = (torch.OutOfMemoryError, MemoryError)

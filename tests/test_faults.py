@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from nn.checkpoint_files import find_damage, newest_first, read_facts
+from nn.checkpointer import THREAD_NAME
 from nn.step import Step
 from tests.command import ROOT, run_command
 from tests.composed import TINY
 from tests.crash import NUM_STEPS, RUN, Ranks, crash, differences, records, start, wait_until
 from tests.datasets import plant, write_clicks
+from tests.distributed import run_distributed
 
 SHORT = [*TINY, "log.tensorboard=false", "train.tf32=false", "checkpoint.save_every=4"]
 
@@ -152,35 +155,62 @@ def at_step(monkeypatch, step: int, do) -> None:
     monkeypatch.setattr(Step, "train", train)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_disk_that_is_full_costs_no_more_than_the_checkpoint(world_size, tmp_path, monkeypatch):
-    if world_size == 2:
-        pytest.skip("one rank's error reaches the others through torch.distributed.checkpoint")
+def test_a_disk_that_is_full_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
+    directory = tmp_path / "run" / "checkpoints"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(num_bytes: int) -> None:
+        for thread in threading.enumerate():
+            if thread.name == THREAD_NAME:
+                thread.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
 
     at_step(monkeypatch, 6, lambda: limit(60_000))
+    at_step(monkeypatch, 10, lambda: limit(limits[0]))
     try:
-        whole_step = Step.train
-
-        def train(self, number, feed):
-            if number == 10:
-                limit(limits[0])
-            return whole_step(self, number, feed)
-
-        monkeypatch.setattr(Step, "train", train)
         ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}", "checkpoint.keep=9")
     finally:
         limit(limits[0])
     assert (ended.exit_code, ended.err) == (0, "")
-    warning = "warning: the checkpoint of step 8 could not be written: [Errno 27] File too large; the latest is of step 4."
+    warning = (
+        "warning: the checkpoint of step 8 could not be written: [Errno 27] File too large; the latest is of "
+        "step 4. The run goes on, and the next save tries again"
+    )
     assert ended.out.count(warning) == 1
-    steps = {each.name for each in newest_first(tmp_path / "run" / "checkpoints")}
-    assert {"step_4", "step_12", "step_32"} <= steps
-    assert "step_8" not in steps
-    assert not list((tmp_path / "run" / "checkpoints").glob(".step*"))
+    steps = [each.name for each in newest_first(directory)]
+    assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
+    assert not list(directory.glob(".step*"))
+
+
+def full_on_rank_1(run_dir: Path) -> tuple[int, str, str]:
+    """No room on the second rank, for one checkpoint."""
+    at = [step for step in (8,) if os.environ["RANK"] == "1"]
+    whole_pwrite = os.pwrite
+    os.pwrite = lambda descriptor, data, start: (
+        _no_room()
+        if at and f".step_{at[0]}." in os.readlink(f"/proc/self/fd/{descriptor}")
+        else whole_pwrite(descriptor, data, start)
+    )
+    try:
+        ended = run_command(*SHORT, f"run_dir={run_dir}", "checkpoint.keep=9")
+    finally:
+        os.pwrite = whole_pwrite
+    return ended.exit_code, ended.out, ended.err
+
+
+def _no_room() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(tmp_path):
+    ends = run_distributed(full_on_rank_1, 2, tmp_path / "run")
+    assert [(code, err) for code, _, err in ends] == [(0, ""), (0, "")]
+    said = (
+        "the checkpoint of step 8 could not be written: rank 1: [Errno 28] No space left on device"
+    )
+    assert [out.count(said) for _, out, _ in ends] == [1, 0]
+    steps = [each.name for each in newest_first(tmp_path / "run" / "checkpoints")]
+    assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
 
 
 def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monkeypatch):
@@ -190,7 +220,7 @@ def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monke
     assert re.fullmatch(
         r"error: rank 0 is out of memory: .*; lower train\.batch_size, or .*\n", ended.err
     )
-    (path,) = newest_first(tmp_path / "run" / "checkpoints")
+    path, *_ = newest_first(tmp_path / "run" / "checkpoints")
     assert (path.name, is_whole(path)) == ("step_4", True)
 
 
@@ -205,7 +235,7 @@ def test_a_bad_number_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path)
     ended = run_command(*run, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 3
     assert ended.err.startswith("error: the loss is nan at step 5 ")
-    (path,) = newest_first(tmp_path / "run" / "checkpoints")
+    path, *_ = newest_first(tmp_path / "run" / "checkpoints")
     assert (path.name, is_whole(path)) == ("step_4", True)
     numbers.write_bytes(before)
     again = [*run, f"run_dir={tmp_path / 'run'}", "checkpoint.allow_changes=true"]
