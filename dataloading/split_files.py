@@ -35,7 +35,7 @@ class SplitFiles:
     def paths(self) -> list[Path]:
         """Return all files."""
         single = [path for path in (self.numerical, self.label) if path is not None]
-        return [*single, *self.ids.values(), *self.offsets.values()]
+        return [*single, *self.ids.values(), *self.offsets.values(), *self.parquet]
 
     def mean_hotness(self, name: str, dtype: np.dtype) -> float:
         """Return the mean ids a row of a ragged feature."""

@@ -129,7 +129,7 @@ def _report_damage(path: Path, damage: str, say: Callable[[str], None]) -> None:
     aside = set_aside(path)
     say(
         f"warning: the checkpoint of step {step_of(path)} is not used: {damage}; it is {aside} now, and the run "
-        "goes on from the one before"
+        "goes on from the one before it, if there is one"
     )
 
 

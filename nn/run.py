@@ -1,7 +1,7 @@
 """One run from its typed configuration: check, plan, build, then train, evaluate or time."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from configs.schema import Config, Half, Mode
+from configs.schema import Config, Mode
 from dataloading.columns import Source
 from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
-from nn import checkpoint, resume
+from nn import checkpoint
 from nn.build import (
     TRAIN_SPLIT,
     build_plan,
@@ -26,7 +26,7 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.checkpoint_files import clear, newest_first
+from nn.checkpoint_files import clear
 from nn.checkpointer import Checkpointer
 from nn.console import (
     Progress,
@@ -39,24 +39,23 @@ from nn.console import (
     print_summary,
 )
 from nn.distributed import (
-    HostChannel,
     Ranks,
-    is_lost_peer,
     launcher_restarts,
     process_group,
     process_rank,
     ranks_from_environment,
-    says_first,
 )
-from nn.errors import DivergedError, LostRankError, RankError, SharedError, StoppedError
+from nn.errors import DivergedError, SharedError, StoppedError
 from nn.evaluation import Evaluator
+from nn.failures import faults_told, last_words, lost_ranks_told
 from nn.inference import measure
 from nn.memory import plan_memory
 from nn.planner import needs_dense_kernel
 from nn.profiler import Profiler, check_profile
 from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
-from nn.resume import Start
+from nn.resume import Start, may_start_over
 from nn.signals import StopRequest
+from nn.start import is_over, load, named_start, own_start
 from nn.step import Step
 from nn.trainer import Trainer, eval_steps, total_steps
 
@@ -72,6 +71,9 @@ def run(config: Config, config_yaml: str) -> None:
         ValueError: something the user wrote or gave cannot be; raised alike on all ranks.
         RankError: the same, found by one rank only, such as a bad row.
         DivergedError: the loss stopped being a number; raised alike on all ranks.
+        SharedError: what all ranks found while they trained, such as a checkpoint of another model.
+        LostRankError: another rank has ended.
+        StoppedError: a signal asked for it; raised alike on all ranks.
     """
     source = open_source(config)
     console = make_console(process_rank())
@@ -85,13 +87,14 @@ def run(config: Config, config_yaml: str) -> None:
             print_memory(console, memory, hardware.hbm_bytes)
         return
     ranks = ranks_from_environment(device_type(config))
-    start = _restored(config, source)
+    start = named_start(config, source)
     _check(config, source, ranks, start.num_steps)
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with ExitStack() as stack:
         stack.enter_context(process_group(ranks))
-        start = _own_start(config, source, ranks, console) or start
-        if _is_over(config, source, ranks, start):
+        stack.enter_context(lost_ranks_told(ranks))
+        start = own_start(config, source, ranks, console) or start
+        if is_over(config, source, ranks, start):
             console.print(
                 f"run_dir={config.run_dir} holds the whole run already ({start.num_steps:,} steps); nothing to do. "
                 "Raise train.epochs or train.max_steps to train on, or set another run_dir",
@@ -118,7 +121,7 @@ def run(config: Config, config_yaml: str) -> None:
                 print_memory(console, memory, hardware.hbm_bytes)
 
         session = Session(config, source, ranks, recorder, console, start)
-        with _told_apart(ranks):
+        with faults_told(ranks):
             step = build_step(config, source, plan, ranks)
             stack.callback(step.close)
             if ranks.device.type == "cuda":
@@ -126,52 +129,9 @@ def run(config: Config, config_yaml: str) -> None:
                 console.print(
                     "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
                 )
-            if start.path is not None:
-                _restore(config, start, step)
+            load(config, start, step)
             summary = WORK[config.mode](session, step, facts)
         print_summary(console, summary, recorder.run_dir)
-
-
-@contextmanager
-def _told_apart(ranks: Ranks) -> Iterator[None]:
-    """Say of an error while the ranks work which rank has met it, and what it means."""
-    try:
-        yield
-    except ValueError as error:
-        finder = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
-        raise RankError(f"{finder}{error}") from error
-    except (RuntimeError, MemoryError) as error:
-        if is_lost_peer(error):
-            raise LostRankError(_last_words(ranks)) from error
-        if not is_out_of_memory(error):
-            raise
-        raise RankError(
-            f"rank {ranks.rank} is out of memory: {str(error).splitlines()[0]}; lower train.batch_size, or "
-            "spread the tables over more ranks. Checkpoints of the run are whole"
-        ) from error
-
-
-def _restore(path: Path, step: Step, *, with_optimizer: bool) -> None:
-    try:
-        checkpoint.restore(path, step, with_optimizer=with_optimizer)
-    except ValueError as error:
-        raise SharedError(str(error)) from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host had no memory left."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
-
-
-def _last_words(ranks: Ranks) -> str:
-    """What the first of the ranks that are left says of the one that is gone."""
-    if not says_first("lost rank"):
-        return ""
-    return (
-        f"rank {ranks.rank} stopped, since another rank has ended; its message, or the launcher's, says why. The "
-        "same command with the same run_dir goes on from the latest checkpoint"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +176,7 @@ def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any
         alive = _nothing
         if config.checkpoint.save:
             stop = stack.enter_context(
-                StopRequest(ranks.world_size > 1, lambda: _as_error(_last_words(ranks)))
+                StopRequest(ranks.world_size > 1, lambda: _as_error(last_words(ranks)))
             )
             alive = stop.moved
             directory = session.recorder.run_dir / "checkpoints"
@@ -343,18 +303,14 @@ def _check(config: Config, source: Source, ranks: Ranks, start_step: int) -> Non
             )
         loader = build_train_loader(config, source, ranks)
         last_step = total_steps(config, loader.steps_per_epoch)
-        _check_steps_left(config, start_step, last_step)
+        if start_step >= last_step:
+            raise ValueError(
+                f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
+                f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
+            )
         evaluations = eval_steps(last_step, loader.steps_per_epoch, config.eval.per_epoch)
         check_profile(config.profile, start_step, last_step, evaluations, ranks)
     build_test_loader(config, source, ranks)
-
-
-def _check_steps_left(config: Config, start_step: int, last_step: int) -> None:
-    if start_step >= last_step:
-        raise ValueError(
-            f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
-            f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
-        )
 
 
 def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
@@ -371,62 +327,6 @@ def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
     return sizes
 
 
-def _has_own_checkpoint(config: Config) -> bool:
-    if config.mode is not Mode.train or config.run_dir is None:
-        return False
-    return bool(newest_first(Path(config.run_dir) / "checkpoints"))
-
-
-def _restored(config: Config, source: Source) -> Start:
-    """What `checkpoint.restore` names, checked; a run that goes on by itself needs it no more."""
-    if config.checkpoint.restore is None or _has_own_checkpoint(config):
-        return Start()
-    path = Path(config.checkpoint.restore)
-    facts = checkpoint.check(
-        path,
-        model_spec(config, source),
-        halves=config.checkpoint.halves,
-        grow=config.checkpoint.grow,
-        allow_changes=config.checkpoint.allow_changes,
-    )
-    begins_anew = config.mode is Mode.train and not config.checkpoint.takes_optimizer
-    return Start(path, {"num_steps": 0} if begins_anew else facts)
-
-
-def _restore(config: Config, start: Start, step: Step) -> None:
-    """Load what a run begins with; its own checkpoint is always taken whole."""
-    parts = config.checkpoint
-    checkpoint.restore(
-        start.path,
-        step,
-        with_optimizer=config.mode is Mode.train
-        and (start.is_continuation or parts.takes_optimizer),
-        halves=tuple(Half) if start.is_continuation else parts.halves,
-        grow=parts.grow and not start.is_continuation,
-    )
-
-
-def _own_start(config: Config, source: Source, ranks: Ranks, console: Console) -> Start | None:
-    """The checkpoint of its own run directory that a run goes on from, or None."""
-    if not ranks.broadcast_object(_has_own_checkpoint(config)):
-        return None
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
-    spec = model_spec(config, source)
-    start = resume.find_start(config, spec, ranks, HostChannel(), say)
-    return start if start.is_continuation else None
-
-
-def _is_over(config: Config, source: Source, ranks: Ranks, start: Start) -> bool:
-    if config.mode is not Mode.train:
-        return False
-    steps_per_epoch = build_train_loader(config, source, ranks).steps_per_epoch
-    last_step = total_steps(config, steps_per_epoch)
-    return ranks.call_on_main(lambda: resume.is_over(config, start, last_step))
-
-
 def _teacher_auc(config: Config, source: Source) -> float | None:
     """The best AUC that any model can reach, known for the synthetic stream only."""
     return source.teacher_auc(config.eval.split) if isinstance(source, SyntheticSource) else None
@@ -440,7 +340,7 @@ def _recorder(
     def make(rank: int, run_dir: Path) -> Recorder:
         goes_on_at = start.num_steps if start.is_continuation else None
         if rank == 0 and goes_on_at is None and config.mode is Mode.train:
-            goes_on_at = 0 if resume.may_start_over(run_dir, config) else None
+            goes_on_at = 0 if may_start_over(run_dir, config) else None
         return Recorder(
             run_dir,
             rank=rank,

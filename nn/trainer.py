@@ -143,7 +143,7 @@ class Trainer:
             first = self.evaluate()
             self._untrained_auc = None if start_step else first["test_auc"]
         was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
-        is_done = start_step == last_step or was_good
+        is_done = start_step >= last_step or was_good
         batches = self._train_loader.batches(start_step, last_step - start_step)
         feed = Feed(batches, self._step.tables, self._ranks.device)
         self._step.set_training(True)

@@ -7,162 +7,246 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from nn.checkpoint_files import find_damage, newest_first, read_facts
-from nn.checkpointer import THREAD_NAME
-from nn.step import Step
+from nn.checkpoint_files import find_damage, newest_first, read_facts, step_of
 from tests.command import ROOT, run_command
 from tests.composed import TINY
-from tests.crash import NUM_STEPS, RUN, Ranks, crash, differences, records, start, wait_until
+from tests.crash import RUN, crash, start, wait_until
 from tests.datasets import plant, write_clicks
-from tests.distributed import run_distributed
+from tests.runs import at_step, differences, records, stored_bytes, wait_for_writer
 
 SHORT = [*TINY, "log.tensorboard=false", "train.tf32=false", "checkpoint.save_every=4"]
+KILLS = 3
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The crash test's run on two ranks, left alone."""
-    directory = tmp_path_factory.mktemp("faults")
-    ranks = start([*RUN, f"run_dir={directory / 'run'}"], 2, directory / "log")
-    assert ranks.wait(120) == [0, 0], ranks.log.read_text()
-    return directory / "run"
+    """The crash test's run on two ranks, left alone; the crash test's own run was equal to it, or there is none."""
+    directory = tmp_path_factory.mktemp("crash")
+    crash(directory, seed=2, kills=KILLS, num_ranks=2)
+    return directory / "whole"
 
 
-def started(directory: Path, *overrides: str) -> tuple[Ranks, Path]:
-    """The same run on two ranks, once its first checkpoint stands."""
-    run_dir = directory / "run"
-    ranks = start([*RUN, f"run_dir={run_dir}", *overrides], 2, directory / "log")
-    assert wait_until(lambda: newest_first(run_dir / "checkpoints"), 120), ranks.log.read_text()
-    return ranks, run_dir
+def test_a_run_that_is_killed_at_random_moments_ends_as_one_left_alone(whole):
+    assert len(list(whole.parent.glob("*_*.log"))) > KILLS
 
 
-def goes_on_to_the_end(run_dir: Path, whole: Path) -> bool:
-    ranks = start([*RUN, f"run_dir={run_dir}"], 2, run_dir.with_name("second.log"))
-    assert ranks.wait(120) == [0, 0], ranks.log.read_text()
-    assert differences(whole, run_dir) == []
-    return True
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of the run that meets all faults, one after the other.
+
+    Attributes:
+        codes: exit codes of the ranks.
+        said: by all ranks.
+        latest: step of the latest checkpoint that it left.
+    """
+
+    codes: list[int]
+    said: str
+    latest: int
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.said.splitlines() if line.startswith(("error", "stopped"))]
 
 
-def errors_in(log: Path) -> list[str]:
-    return [line for line in log.read_text().splitlines() if line.startswith(("error", "stopped"))]
+class Faults:
+    """Starts the same run again and again; each start gets as far as a new checkpoint, and then meets a fault."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = directory / "run"
+        self.starts: dict[str, Start] = {}
+
+    def latest(self) -> int:
+        return max((step_of(path) for path in newest_first(self.checkpoints)), default=0)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def meet(self, name: str, fault: Callable[[list[int], Path], None]) -> None:
+        """Start, call `fault` with the processes and the log, and note how that ends."""
+        log = self.run_dir.with_name(f"{name}.log")
+        before = self.latest()
+        ranks = start([*RUN, f"run_dir={self.run_dir}"], 2, log)
+        assert wait_until(lambda: self.latest() > before, 120), log.read_text()
+        fault([each.pid for each in ranks.processes], log)
+        self.starts[name] = Start(ranks.wait(60), log.read_text(), self.latest())
 
 
-def is_whole(path: Path) -> bool:
-    return find_damage(path, read_facts(path), 0, 1) is None
+def send(signum: int, rank: int) -> Callable[[list[int], Path], None]:
+    return lambda pids, _: os.kill(pids[rank], signum)
+
+
+def hang(pids: list[int], log: Path) -> None:
+    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective."""
+    os.kill(pids[0], signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGTERM)
+    assert wait_until(lambda: "stopped, since another rank" in log.read_text(), 60), log.read_text()
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def fill_disk_of_rank_1_then_be_slow(pids: list[int], log: Path) -> None:
+    """No room for a file of one rank, as far as the system can be told so; then a rank stands still twice."""
+    _, hard = resource.prlimit(pids[1], resource.RLIMIT_FSIZE)
+    resource.prlimit(pids[1], resource.RLIMIT_FSIZE, (8_000, hard))
+    assert wait_until(lambda: "could not be written" in log.read_text(), 60), log.read_text()
+    resource.prlimit(pids[1], resource.RLIMIT_FSIZE, (hard, hard))
+    for _ in range(2):
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(pids[1], signal.SIGCONT)
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory) -> Faults:
+    """One run on two ranks through all faults, to its end."""
+    faults = Faults(tmp_path_factory.mktemp("faults"))
+    faults.meet("SIGTERM", send(signal.SIGTERM, rank=1))
+    faults.meet("SIGUSR1", send(signal.SIGUSR1, rank=0))
+    faults.meet("kill rank 0", send(signal.SIGKILL, rank=0))
+    faults.meet("kill rank 1", send(signal.SIGKILL, rank=1))
+    faults.meet("hang", hang)
+    faults.meet("to the end", fill_disk_of_rank_1_then_be_slow)
+    return faults
+
+
+def test_a_run_that_met_every_fault_ends_bit_by_bit_as_one_left_alone(whole, faults):
+    assert faults.starts["to the end"].codes == [0, 0], faults.starts["to the end"].said
+    assert differences(whole, faults.run_dir) == []
+    assert len((faults.run_dir / "restarts.jsonl").read_text().splitlines()) == 5
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_rank_leaves_a_checkpoint_and_asks_for_a_requeue(name, whole, tmp_path):
-    ranks, run_dir = started(tmp_path)
-    os.kill(ranks.processes[1].pid, getattr(signal, name))
-    assert ranks.wait(60) == [75, 75], ranks.log.read_text()
-    (line,) = errors_in(ranks.log)
-    step = int(
-        re.match(rf"stopped by {name} after step (\d+), where a checkpoint was left", line)[1]
-    )
-    assert newest_first(run_dir / "checkpoints")[0].name == f"step_{step}"
-    assert not (run_dir / "summary.json").exists()
-    assert goes_on_to_the_end(run_dir, whole)
+def test_a_signal_to_one_rank_leaves_a_checkpoint_and_asks_for_a_requeue(name, faults):
+    start = faults.starts[name]
+    assert start.codes == [75, 75], start.said
+    (line,) = start.errors
+    said = rf"stopped by {name} after step (\d+), where a checkpoint was left; the same command with run_dir="
+    assert int(re.match(said, line)[1]) == start.latest
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_end_at_once_when_a_rank_is_killed(rank, whole, tmp_path):
-    ranks, run_dir = started(tmp_path)
-    os.kill(ranks.processes[rank].pid, signal.SIGKILL)
-    codes = ranks.wait(60)
-    assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 2), ranks.log.read_text()
-    (line,) = errors_in(ranks.log)
+def test_the_others_end_with_one_message_when_a_rank_is_killed(rank, faults):
+    start = faults.starts[f"kill rank {rank}"]
+    assert (start.codes[rank], start.codes[1 - rank]) == (-signal.SIGKILL, 1), start.said
+    (line,) = start.errors
     assert line.startswith(f"error: rank {1 - rank} stopped, since another rank has ended")
-    assert "Traceback" not in ranks.log.read_text()
-    assert goes_on_to_the_end(run_dir, whole)
+    assert "Traceback" not in start.said
 
 
-def test_a_rank_that_waits_for_one_that_hangs_ends_soon_after_sigterm(tmp_path, whole):
-    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective."""
-    ranks, run_dir = started(tmp_path)
-    os.kill(ranks.processes[0].pid, signal.SIGSTOP)
-    time.sleep(1)
-    os.kill(ranks.processes[1].pid, signal.SIGTERM)
-    ranks.processes[1].join(30)
-    assert ranks.processes[1].exitcode == 75
-    (line,) = errors_in(ranks.log)
+def test_a_rank_that_waits_for_one_that_hangs_ends_soon_after_sigterm(faults):
+    start = faults.starts["hang"]
+    assert start.codes == [-signal.SIGKILL, 75]
+    (line,) = start.errors
     assert line.startswith("error: rank 1 stopped, since another rank has ended")
-    os.kill(ranks.processes[0].pid, signal.SIGKILL)
-    assert goes_on_to_the_end(run_dir, whole)
 
 
-def test_a_rank_that_is_slow_is_waited_for(whole, tmp_path):
-    ranks, run_dir = started(tmp_path)
-    for _ in range(2):
-        os.kill(ranks.processes[1].pid, signal.SIGSTOP)
-        time.sleep(3)
-        os.kill(ranks.processes[1].pid, signal.SIGCONT)
-        time.sleep(0.2)
-    assert ranks.wait(120) == [0, 0], ranks.log.read_text()
-    assert differences(whole, run_dir) == []
+def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(faults):
+    said = faults.starts["to the end"].said
+    warnings = [line for line in said.splitlines() if "could not be written" in line]
+    for line in warnings:
+        assert "rank 1: [Errno 27] File too large; the latest is of step" in line
+    steps = [int(re.search(r"of step (\d+) could", line)[1]) for line in warnings]
+    assert len(set(steps)) == len(steps) > 0
+    assert not list(faults.checkpoints.glob(".step*"))
 
 
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_torchrun_starts_the_ranks_again_and_they_go_on(whole, tmp_path):
-    run_dir = tmp_path / "run"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command = [sys.executable, *torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
-    saved = wait_until(lambda: newest_first(run_dir / "checkpoints"), 120)
-    assert saved, (tmp_path / "log").read_text()
-    os.kill(children(launcher.pid)[1], signal.SIGKILL)
-    assert launcher.wait(120) == 0, (tmp_path / "log").read_text()
-    assert len((run_dir / "restarts.jsonl").read_text().splitlines()) == 1
-    assert differences(whole, run_dir) == []
-
-
-def test_torchrun_does_not_start_ranks_again_that_a_signal_has_ended(whole, tmp_path):
-    run_dir = tmp_path / "run"
+def test_torchrun_restarts_ranks_that_were_killed_and_not_those_that_a_signal_has_ended(
+    whole, tmp_path
+):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
     command = [sys.executable, *torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
-    assert wait_until(lambda: newest_first(run_dir / "checkpoints"), 120)
+    with log.open("w") as stream:
+        launcher = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, cwd=tmp_path
+        )
+
+    def saved_since(step: int) -> bool:
+        return any(step_of(path) > step for path in newest_first(run_dir / "checkpoints"))
+
+    assert wait_until(lambda: saved_since(0), 120), log.read_text()
+    os.kill(children(launcher.pid)[1], signal.SIGKILL)
+    assert wait_until((run_dir / "restarts.jsonl").exists, 120), log.read_text()
+    began_at = json.loads((run_dir / "restarts.jsonl").read_text())["step"]
+    assert wait_until(lambda: saved_since(began_at), 120), log.read_text()
     os.kill(children(launcher.pid)[1], signal.SIGUSR1)
     assert launcher.wait(120) != 0
-    assert "stopped by SIGUSR1 after step" in (tmp_path / "log").read_text()
-    assert not (run_dir / "restarts.jsonl").exists()
-    assert goes_on_to_the_end(run_dir, whole)
+    assert log.read_text().count("stopped by SIGUSR1 after step") == 1
+    assert len((run_dir / "restarts.jsonl").read_text().splitlines()) == 1
+    ranks = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
+    assert ranks.wait(120) == [0, 0], ranks.log.read_text()
+    assert differences(whole, run_dir) == []
 
 
-def at_step(monkeypatch, step: int, do) -> None:
-    """Call `do` when a run comes to a step."""
-    whole_step = Step.train
-
-    def train(self, number, feed):
-        if number == step:
-            do()
-        return whole_step(self, number, feed)
-
-    monkeypatch.setattr(Step, "train", train)
+def is_whole(path: Path) -> bool:
+    return find_damage(path, read_facts(path), 0, 1) is None
 
 
-def test_a_disk_that_is_full_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    """A file system of 600 KiB at `directory`; needs root."""
+    directory.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "recsys-test", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_disk_that_is_really_full_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
+    with small_disk(tmp_path / "run" / "checkpoints") as directory:
+        filler = directory / "filler"
+
+        def fill() -> None:
+            wait_for_writer()
+            with filler.open("wb", buffering=0) as stream, suppress(OSError):
+                while stream.write(b"x" * 4096):
+                    pass
+
+        def make_room() -> None:
+            wait_for_writer()
+            filler.unlink()
+
+        at_step(monkeypatch, 6, fill)
+        at_step(monkeypatch, 10, make_room)
+        ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}", "checkpoint.keep=1")
+        assert (ended.exit_code, ended.err) == (0, "")
+        warning = (
+            "warning: the checkpoint of step 8 could not be written: [Errno 28] No space left on device; the "
+            "latest is of step 4. The run goes on, and the next save tries again"
+        )
+        assert ended.out.count(warning) == 1
+        assert ended.out.count("could not be written") == 1
+        lines = (directory / "saved.jsonl").read_text().splitlines()
+        assert [json.loads(each)["step"] for each in lines] == [4, 12, 16, 20, 24, 28, 32]
+        assert is_whole(directory / "step_32")
+
+
+def test_a_file_that_cannot_grow_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
     directory = tmp_path / "run" / "checkpoints"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(num_bytes: int) -> None:
-        for thread in threading.enumerate():
-            if thread.name == THREAD_NAME:
-                thread.join()
+        wait_for_writer()
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
 
     at_step(monkeypatch, 6, lambda: limit(60_000))
@@ -180,37 +264,6 @@ def test_a_disk_that_is_full_costs_no_more_than_the_checkpoint(tmp_path, monkeyp
     steps = [each.name for each in newest_first(directory)]
     assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
     assert not list(directory.glob(".step*"))
-
-
-def full_on_rank_1(run_dir: Path) -> tuple[int, str, str]:
-    """No room on the second rank, for one checkpoint."""
-    at = [step for step in (8,) if os.environ["RANK"] == "1"]
-    whole_pwrite = os.pwrite
-    os.pwrite = lambda descriptor, data, start: (
-        _no_room()
-        if at and f".step_{at[0]}." in os.readlink(f"/proc/self/fd/{descriptor}")
-        else whole_pwrite(descriptor, data, start)
-    )
-    try:
-        ended = run_command(*SHORT, f"run_dir={run_dir}", "checkpoint.keep=9")
-    finally:
-        os.pwrite = whole_pwrite
-    return ended.exit_code, ended.out, ended.err
-
-
-def _no_room() -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(tmp_path):
-    ends = run_distributed(full_on_rank_1, 2, tmp_path / "run")
-    assert [(code, err) for code, _, err in ends] == [(0, ""), (0, "")]
-    said = (
-        "the checkpoint of step 8 could not be written: rank 1: [Errno 28] No space left on device"
-    )
-    assert [out.count(said) for _, out, _ in ends] == [1, 0]
-    steps = [each.name for each in newest_first(tmp_path / "run" / "checkpoints")]
-    assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
 
 
 def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monkeypatch):
@@ -240,10 +293,7 @@ def test_a_bad_number_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path)
     numbers.write_bytes(before)
     again = [*run, f"run_dir={tmp_path / 'run'}", "checkpoint.allow_changes=true"]
     assert run_command(*again).exit_code == 0
-    last = [
-        tmp_path / name / "checkpoints" / "step_8" / "rank_00000.bin" for name in ("whole", "run")
-    ]
-    assert last[0].read_bytes() == last[1].read_bytes()
+    assert stored_bytes(tmp_path / "whole") == stored_bytes(tmp_path / "run")
     assert records(tmp_path / "whole") == records(tmp_path / "run")
 
 
@@ -258,8 +308,3 @@ def test_the_clock_saves_too(tmp_path, monkeypatch):
     assert run_command(*SHORT, *clock, f"run_dir={tmp_path / 'run'}").exit_code == 0
     saved = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
     assert any(json.loads(each)["step"] not in (8, 16, 24, 32) for each in saved)
-
-
-def test_three_kills_cost_nothing(tmp_path):
-    assert crash(tmp_path, seed=2, kills=3, num_ranks=2) >= 0
-    assert NUM_STEPS == 300

@@ -1,23 +1,31 @@
 """A run that was ended and started again ends as if nothing had happened, bit by bit, and its records have no seam."""
 
 import fcntl
+import io
 import json
 import os
 import random
-import threading
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from nn.checkpointer import THREAD_NAME
-from nn.step import Step
+from configs.schema import Config
+from nn.checkpoint_files import newest_first
+from nn.run import run
 from tests.command import Ended, run_command
-from tests.composed import TINY
+from tests.composed import TINY, compose_config
 from tests.datasets import write_clicks
 from tests.distributed import run_distributed
+from tests.runs import at_step, differences, records, stored_bytes, summary, wait_for_writer
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 CASES = list(product(["dlrm", "dcnv2"], RATES))
@@ -29,101 +37,77 @@ RUN = [
 ]
 LAST_STEP = 24
 ON_FILES = [each for each in RUN if not each.startswith("data.")]
-OF_A_START = {"samples_per_s", "step_ms", "data_wait_ms", "eval_s"}
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch) -> None:
+    """The picture takes longer than the training."""
+    monkeypatch.setattr("nn.recorder.draw_curves", lambda *_: None)
 
 
 class Killed(BaseException):
     """Stands for SIGKILL, which would end the tests too: nothing of ours catches it."""
 
 
-def train(run_dir: Path, *overrides: str, recipe: str = "dlrm") -> Ended:
-    return run_command(*RUN, f"run_dir={run_dir}", *overrides, recipe=recipe)
+@contextmanager
+def broken_off_at(step: int) -> Iterator[None]:
+    """Leave a training in the middle of a step, with nothing closed in good order.
 
+    What is being written then is finished first: the writer would go on in this process, and lose the ranks it talks to.
+    """
 
-def train_and_break_off(after_step: int, run_dir: Path, *overrides: str, recipe="dlrm") -> None:
-    """Train and leave in the middle of a step, with nothing closed in good order."""
-    whole_step = Step.train
+    def end() -> None:
+        wait_for_writer()
+        raise Killed
 
-    def step_or_end(self, step, feed):
-        if step == after_step:
-            raise Killed
-        return whole_step(self, step, feed)
-
-    Step.train = step_or_end
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        at_step(patched, step, end)
         with pytest.raises(Killed):
-            train(run_dir, *overrides, recipe=recipe)
-    finally:
-        Step.train = whole_step
-        for thread in threading.enumerate():
-            if thread.name == THREAD_NAME:
-                thread.join(20)
+            yield
 
 
-def records(run_dir: Path) -> list[dict]:
-    """What metrics.jsonl says, but for times."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if key not in OF_A_START}
-        for line in lines[1:]
-    ]
+def train(run_dir: Path, *overrides: str) -> Ended:
+    return run_command(*RUN, f"run_dir={run_dir}", *overrides)
 
 
-def summary(run_dir: Path) -> dict:
-    found = json.loads((run_dir / "summary.json").read_text())
-    return {key: value for key, value in found.items() if key not in OF_A_START}
+def train_and_break_off(after_step: int, run_dir: Path) -> None:
+    with broken_off_at(after_step):
+        train(run_dir)
 
 
-def stored_bytes(run_dir: Path) -> dict[str, bytes]:
-    """Weights and optimizer states of the last checkpoint, as they lie on disk."""
-    path = run_dir / "checkpoints" / f"step_{LAST_STEP}"
-    return {each.name: each.read_bytes() for each in path.iterdir() if each.name != "run.json"}
+def train_case(recipe: str, rule: str, run_dir: Path, break_off_at: int | None) -> None:
+    """One start of a run without the command line, whose reading would take longer than the training."""
+    config = replace(configuration(recipe, rule), run_dir=str(run_dir))
+    with (
+        patch("nn.recorder.draw_curves"),
+        nullcontext() if break_off_at is None else broken_off_at(break_off_at),
+        redirect_stdout(io.StringIO()),
+    ):
+        run(config, "")
 
 
-def ends_alike(whole: Path, parts: Path) -> bool:
-    assert records(parts) == records(whole)
-    assert summary(parts) == summary(whole)
-    assert stored_bytes(parts) == stored_bytes(whole)
-    return True
-
-
-def train_in_parts(world_size: int, directory: Path) -> None:
-    """Each case as a whole, and as one that breaks off at step 11 and at 18, on all ranks alike."""
-
-    def on_ranks(function, *args):
-        if world_size == 1:
-            return [function(*args)]
-        return run_distributed(function, world_size, *args)
-
-    for recipe, rule in CASES:
-        rates = [f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"]
-        whole, parts = (directory / f"{recipe}_{rule}_{kind}" for kind in ("whole", "parts"))
-        errors = on_ranks(error_of, recipe, whole, *rates)
-        for step in (11, 18):
-            on_ranks(break_off, step, recipe, parts, *rates)
-        errors += on_ranks(error_of, recipe, parts, *rates)
-        assert not any(errors), errors
-
-
-def error_of(recipe: str, run_dir: Path, *overrides: str) -> str:
-    return train(run_dir, *overrides, recipe=recipe).err
-
-
-def break_off(after_step: int, recipe: str, run_dir: Path, *overrides: str) -> None:
-    train_and_break_off(after_step, run_dir, *overrides, recipe=recipe)
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def in_parts(request, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("resume")
-    train_in_parts(request.param, directory)
-    return directory
+@cache
+def configuration(recipe: str, rule: str) -> Config:
+    rates = [f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"]
+    return compose_config(*RUN, *rates, recipe=recipe)
 
 
 @pytest.mark.parametrize(("recipe", "rule"), CASES)
-def test_a_run_in_three_parts_ends_bit_by_bit_where_the_whole_one_does(in_parts, recipe, rule):
-    name = f"{recipe}_{rule}"
-    assert ends_alike(in_parts / f"{name}_whole", in_parts / f"{name}_parts")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_in_parts_ends_bit_by_bit_where_the_whole_one_does(num_ranks, recipe, rule, tmp_path):
+    def start(name: str, break_off_at: int | None = None) -> None:
+        arguments = (recipe, rule, tmp_path / name, break_off_at)
+        if num_ranks == 1:
+            train_case(*arguments)
+        else:
+            run_distributed(train_case, num_ranks, *arguments)
+
+    start("whole")
+    start("parts", break_off_at=11)
+    assert newest_first(tmp_path / "parts" / "checkpoints")[0].name == "step_8"
+    start("parts")
+    assert len((tmp_path / "parts" / "restarts.jsonl").read_text().splitlines()) == 1
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
 
 
 def test_a_start_says_where_it_goes_on_and_leaves_a_line_of_it(tmp_path):
@@ -147,16 +131,16 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(whole, tmp_path):
     train_and_break_off(3, tmp_path / "run")
     assert records(tmp_path / "run")
     assert train(tmp_path / "run").err == ""
-    assert ends_alike(whole, tmp_path / "run")
+    assert differences(whole, tmp_path / "run") == []
 
 
 def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(whole, tmp_path, monkeypatch):
     def end(*_):
+        wait_for_writer()
         raise Killed
 
     with monkeypatch.context() as patched:
         patched.setattr("nn.run.Recorder.finish", end)
-        # The writer is a thread of this process and goes on.
         with pytest.raises(Killed):
             train(tmp_path / "run")
     assert train(tmp_path / "run").err == ""
@@ -167,7 +151,6 @@ def test_a_finished_run_is_trained_on_for_more_epochs(whole, tmp_path):
     assert train(tmp_path / "run", "train.epochs=1").err == ""
     assert train(tmp_path / "run").err == ""
     assert stored_bytes(tmp_path / "run") == stored_bytes(whole)
-    assert (tmp_path / "run" / "curves.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -225,18 +208,54 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize("name", ["run.json", "tensors.json", "rank_00000.bin"])
-@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(whole, tmp_path, name, damage):
+@pytest.fixture(scope="module")
+def broken_off(tmp_path_factory) -> Path:
+    """A run that was broken off after its checkpoints of steps 18 (the best) and 20."""
+    run_dir = tmp_path_factory.mktemp("broken_off") / "run"
+    with patch("nn.recorder.draw_curves"):
+        train_and_break_off(22, run_dir)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (flip, "rank_00000.bin"),
+        (truncate, "rank_00000.bin"),
+        (flip, "tensors.json"),
+        (truncate, "run.json"),
+        (Path.unlink, "tensors.json"),
+        (Path.unlink, "run.json"),
+    ],
+)
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    whole, broken_off, tmp_path, damage, name
+):
     run_dir = tmp_path / "run"
-    train_and_break_off(22, run_dir)
+    shutil.copytree(broken_off, run_dir, symlinks=True)
     damage(run_dir / "checkpoints" / "step_20" / name)
     ended = train(run_dir)
     assert (ended.exit_code, ended.err) == (0, "")
     assert "warning: the checkpoint of step 20 is not used: " in ended.out
     assert "step_18, 18 steps" in ended.out
     assert (run_dir / "checkpoints" / "step_20.damaged").is_dir()
-    assert ends_alike(whole, run_dir)
+    assert differences(whole, run_dir) == []
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_as_it_did_at_first(tmp_path):
+    """With the checkpoint that it was started from, not with the seed's weights."""
+    assert train(tmp_path / "before", "train.max_steps=4").err == ""
+    first = f"checkpoint.restore={tmp_path / 'before' / 'checkpoints' / 'step_4'}"
+    for name in ("whole", "run"):
+        assert train(tmp_path / name, first, "train.max_steps=8").err == ""
+    (tmp_path / "run" / "summary.json").unlink()
+    damaged = newest_first(tmp_path / "run" / "checkpoints")
+    for path in damaged:
+        flip(path / "rank_00000.bin")
+    ended = train(tmp_path / "run", first, "train.max_steps=8")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert ended.out.count("is not used: ") == len(damaged) > 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
 def test_the_best_checkpoint_stays_beside_the_latest(whole):
@@ -293,14 +312,8 @@ def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
     on_files, monkeypatch
 ):
     root, files = on_files
-    whole_step = Step.train
-
-    def step_and_touch(self, step, feed):
-        if step == 6:
-            os.utime(root / "train" / "item.bin", ns=(1, 1))
-        return whole_step(self, step, feed)
-
-    monkeypatch.setattr(Step, "train", step_and_touch)
+    item = root / "train" / "item.bin"
+    at_step(monkeypatch, 6, lambda: os.utime(item, ns=(1, 1)))
     ended = run_command(*files)
     assert ended.exit_code == 2
     assert ended.err.startswith(
@@ -333,16 +346,14 @@ def test_restarts_need_a_named_run_directory(monkeypatch):
 def test_training_leaves_every_generator_where_it_was(tmp_path, monkeypatch):
     """So there is none to save. (Building a model moves torch's, whose numbers are then overwritten.)"""
     states = []
-    whole_step = Step.train
 
-    def step_and_look(self, step, feed):
-        trained = whole_step(self, step, feed)
+    def look() -> None:
         name, keys, *rest = np.random.get_state()  # noqa: NPY002, it is what a library would use
         numbers = [torch.get_rng_state().tolist(), name, keys.tolist(), rest]
         states.append([random.getstate(), *numbers])
-        return trained
 
-    monkeypatch.setattr(Step, "train", step_and_look)
+    for step in range(1, LAST_STEP):
+        at_step(monkeypatch, step, look)
     assert train(tmp_path / "run").err == ""
-    assert len(states) == LAST_STEP
+    assert len(states) == LAST_STEP - 1
     assert all(each == states[0] for each in states)
