@@ -81,15 +81,15 @@ def start(arguments: list[str], num_ranks: int, log: Path) -> Ranks:
 def _rank(arguments: list[str], rank: int, num_ranks: int, port: int, log: str) -> None:
     import torch
 
-    import nn.recorder
     from main import launch
+    from nn import recorder
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
-    nn.recorder.draw_curves = lambda *_: None
+    recorder.draw_curves = lambda *_: None
     if num_ranks > 1:
         os.environ |= {
             "RANK": str(rank),
