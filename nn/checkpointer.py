@@ -39,6 +39,9 @@ class Checkpointer:
         ranks: this process.
         say: prints a line; only rank 0's is called.
         alive: called while the loop waits for the writer.
+
+    Attributes:
+        copy: of the state, on the host; memory is taken at the first save.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Checkpointer:
         self._say = say
         self._alive = alive
         self._channel = HostChannel()
-        self._copy: HostCopy | None = None
+        self.copy = HostCopy(ranks.device)
         self._has_room: bool | None = None
         self._thread: Thread | None = None
         self._problem: str | None = None
@@ -97,8 +100,7 @@ class Checkpointer:
         state |= {f"{TRAINER}{name}": value for name, value in tensors.items()}
         in_background = not is_last and self._fits(state)
         if in_background:
-            self._copy = self._copy or HostCopy(self._ranks.device)
-            state = self._copy.take(state)
+            state = self.copy.take(state)
         facts = self._facts | {"num_steps": num_steps, "trainer": dict(trainer)}
         paused_s = time.perf_counter() - started
         self._thread = Thread(
@@ -123,12 +125,17 @@ class Checkpointer:
         return self._problem
 
     @property
+    def is_writing(self) -> bool:
+        """Whether this rank's writer is still at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def latest(self) -> Path | None:
         """The newest whole checkpoint, as far as this host sees."""
         return next(iter(newest_first(self.directory)), None)
 
     def _join(self) -> None:
-        while self._thread is not None and self._thread.is_alive():
+        while self.is_writing:
             self._thread.join(0.2)
             self._alive()
         self._thread = None

@@ -1,5 +1,7 @@
 """A copy of a run's state in host memory, which can be written while the original trains on."""
 
+import weakref
+
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
@@ -72,7 +74,8 @@ def _host_memory(value: Tensor) -> Tensor:
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     # torch would round pinned memory up to a power of two: up to twice the tables.
     memory = torch.empty(value.shape, dtype=value.dtype)
-    torch.cuda.check_error(
-        int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    )
+    cudart, address = torch.cuda.cudart(), memory.data_ptr()
+    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
+    # The pages go back when the tensor does; at the end of the process they do by themselves.
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return memory

@@ -78,7 +78,7 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
 def test_without_room_for_a_copy_training_waits_and_the_files_are_the_same(tmp_path, monkeypatch):
     assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'copied'}").exit_code == 0
     monkeypatch.setattr("nn.checkpointer.SPARE_MEMORY", 0)
-    monkeypatch.setattr("nn.checkpointer.HostCopy", None)
+    monkeypatch.setattr("nn.checkpointer.HostCopy.take", None)
     at_step(monkeypatch, 4, lambda: wait_for_nothing(tmp_path / "waited"))
     ended = run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'waited'}")
     assert (ended.exit_code, ended.err) == (0, "")
