@@ -1,6 +1,7 @@
 """Run functions as several ranks, each a process of its own, and collect what they return.
 
-A rank imports torch and TorchRec first, which takes seconds: the processes stay and serve the next call too.
+Importing torch and TorchRec takes seconds: one process does it and the ranks are forks of it, which stay and serve
+the next call too.
 """
 
 import atexit
@@ -27,7 +28,7 @@ class RankPool:
     """Processes that stand by as the ranks of one world."""
 
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         self.world_size = world_size
         self.pipes: list[Connection] = []
         self.processes: list[mp.process.BaseProcess] = []
@@ -71,6 +72,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _context() -> mp.context.BaseContext:
+    """How ranks start: on GPUs each imports for itself, since a process that has met a GPU must not fork."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["nn.run"])
+    return context
 
 
 _pool: RankPool | None = None

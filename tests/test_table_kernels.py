@@ -1,8 +1,5 @@
 """The tables' kernels give what plain torch gives: under Triton's interpreter here, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -96,21 +93,10 @@ def compare(rule: OptimizerName, num_samples: int, device: str, dtype: torch.dty
         assert worst < rounding, (rule, num_samples, dtype, index, worst)
 
 
-def test_lookup_and_update_equal_plain_torch_under_the_interpreter():
-    command = "from tests.test_table_kernels import run_interpreted; run_interpreted()"
-    done = subprocess.run(
-        [sys.executable, "-c", command],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def run_interpreted() -> None:
-    for rule in RULES:
-        compare(rule, 40, "cpu", torch.float32)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@pytest.mark.parametrize("rule", RULES)
+def test_interpreted_lookup_and_update_equal_plain_torch(rule):
+    compare(rule, 40, "cpu", torch.float32)
 
 
 def test_equal_ids_of_many_blocks_are_summed_level_by_level():
