@@ -60,17 +60,23 @@ class Ranks:
         return [each.exitcode for each in self.processes]
 
 
-def start(arguments: list[str], num_ranks: int, log: Path) -> Ranks:
+def start(
+    arguments: list[str], num_ranks: int, log: Path, local_world_size: int | None = None
+) -> Ranks:
     """Start the ranks of `dlrm.py <arguments>`; they are forked from a process that has imported torch already.
 
-    None of them writes curves.png, which takes longer than a start of this small run.
+    None of them writes curves.png, which takes longer than a start of this small run. All are on one node, unless there
+    are `local_world_size` on each.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["nn.run"])
     port = free_port()
     log.touch()
     processes = [
-        context.Process(target=_rank, args=(arguments, rank, num_ranks, port, str(log)))
+        context.Process(
+            target=_rank,
+            args=(arguments, rank, (num_ranks, local_world_size or num_ranks), port, str(log)),
+        )
         for rank in range(num_ranks)
     ]
     for each in processes:
@@ -78,7 +84,7 @@ def start(arguments: list[str], num_ranks: int, log: Path) -> Ranks:
     return Ranks(processes, log)
 
 
-def _rank(arguments: list[str], rank: int, num_ranks: int, port: int, log: str) -> None:
+def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, log: str) -> None:
     import torch
 
     from main import launch
@@ -90,12 +96,13 @@ def _rank(arguments: list[str], rank: int, num_ranks: int, port: int, log: str) 
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     recorder.draw_curves = lambda *_: None
+    num_ranks, local_world_size = world
     if num_ranks > 1:
         os.environ |= {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % local_world_size),
             "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
