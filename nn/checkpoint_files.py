@@ -30,6 +30,10 @@ BEST = "best"
 APPEARS_WITHIN_S = 60.0
 
 
+class NewerFormatError(ValueError):
+    """A checkpoint of a later version, which is whole."""
+
+
 def unfinished(directory: Path, num_steps: int) -> Path:
     """Where a checkpoint lies until it is whole."""
     return directory / f".step_{num_steps}.unfinished"
@@ -158,10 +162,6 @@ def read_facts(path: Path) -> dict[str, Any]:
             state = "truncated" if got < wanted else "too long"
             raise ValueError(f"{name} is {state}: {got} bytes instead of {wanted}")
     return facts
-
-
-class NewerFormatError(ValueError):
-    """A checkpoint of a later version, which is whole."""
 
 
 def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) -> str | None:

@@ -28,13 +28,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 EPOCHS = 16
-# What a rank was given; it then ends, or when told to `wait`, waits in its first start for SLURM's warning.
+# What a rank was given; it then ends. Told to `fail`, it does so once all ranks have come so far; told to `wait`, it waits in
+# its first start for SLURM's warning.
 STAND_IN = """\
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURMD_NODENAME"]
 print([os.environ[each] for each in names], sys.argv[1:], flush=True)
 if sys.argv[1] == "fail":
+    pathlib.Path("rank_" + os.environ["RANK"]).touch()
+    while len(list(pathlib.Path().glob("rank_*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.05)
     sys.exit(2)
 if sys.argv[1] == "wait" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     time.sleep(200)
