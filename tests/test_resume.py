@@ -110,6 +110,18 @@ def test_a_run_in_parts_ends_bit_by_bit_where_the_whole_one_does(num_ranks, reci
     assert differences(tmp_path / "whole", tmp_path / "parts") == []
 
 
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+    case = ("dlrm", "adam")
+    train_case(*case, tmp_path / "whole", None)
+    run_distributed(train_case, 2, *case, tmp_path / "run", 11)
+    train_case(*case, tmp_path / "run", None)
+    whole, run = (records(tmp_path / name) for name in ("whole", "run"))
+    assert [each["step"] for each in run] == [each["step"] for each in whole]
+    for key in ("loss", "test_auc", "test_log_loss", "train_auc"):
+        one, other = ([each[key] for each in found if key in each] for found in (whole, run))
+        assert other == pytest.approx(one, rel=1e-5), key
+
+
 def test_a_start_says_where_it_goes_on_and_leaves_a_line_of_it(tmp_path):
     run_dir = tmp_path / "run"
     train_and_break_off(11, run_dir)
