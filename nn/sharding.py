@@ -31,6 +31,7 @@ from torchrec.optim import RowWiseAdagrad
 from configs.schema import Amp, OptimizerConfig, OptimizerName
 from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
+from nn.captured_exchange import CapturedExchange
 from nn.distributed import Ranks, open_channel
 from nn.embeddings import Embeddings
 from nn.id_expansion import expand_jagged
@@ -190,9 +191,11 @@ class ShardedTables:
         self._channels = Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings"))
         self._static: dict[int, StaticTables] = {}
         self.scalars = UpdateScalars(config, 1 / loss_scale, ranks.device)
-        # Both are the dense half's to say, before the first batch.
+        self._exchanges: dict[int, CapturedExchange] = {}
+        # All are the step's to say, before the first batch.
         self.copy_gradients: list[Tensor] = []
         self.room = 0
+        self.recorded_sizes: frozenset[int] = frozenset()
         self._dense_names = list(dense)
         self._dense_tables = [
             table for table, sharding in table_plan.items() if sharding.compute_kernel == "dense"
@@ -226,9 +229,20 @@ class ShardedTables:
         """Send a batch's ids on their way, or where their number may vary, first how many there are."""
         whole = batch.global_valid == len(batch.labels) * self._ranks.world_size
         if self.why_not_static is None and whole:
-            return self.static(len(batch.labels)).send_ids(batch.ids.values())
+            return self._send_whole(len(batch.labels), batch.ids.values())
         context = self.module.create_context()
         return Exchange(context, self.module.input_dist(context, batch.ids))
+
+    def _send_whole(self, batch_size: int, ids: Tensor) -> LocalIds:
+        if batch_size not in self.recorded_sizes:
+            return self.static(batch_size).send_ids(ids)
+        if batch_size not in self._exchanges:
+            self._exchanges[batch_size] = CapturedExchange(self.static(batch_size).send_ids, ids)
+        return self._exchanges[batch_size](ids)
+
+    def close(self) -> None:
+        """Free the recorded exchanges; NCCL would wait for them for ever when its group is closed."""
+        self._exchanges.clear()
 
     def finish_exchange(self, exchange: LocalIds | Exchange) -> LocalIds | Exchange:
         """Send the ids themselves where that is still to be done; the host then waits until it knows their number."""
@@ -342,17 +356,23 @@ class ShardedTables:
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
 
-    def prepare_update(self, step: int, lr: float) -> None:
+    def prepare_update(self, step: int, lr: float, *, by_fbgemm: bool) -> None:
         """Set what the update of this step needs; call before its forward pass.
 
         FBGEMM counts forward passes, evaluation included, and corrects Adam's bias by that count: it is set right.
+
+        Args:
+            step: updates made so far.
+            lr: learning rate.
+            by_fbgemm: whether FBGEMM's update will read these, which costs the host some time.
         """
         self.scalars.set(step, lr)
-        for kernel in self._kernels:
-            kernel.set_learning_rate(lr)
-            if self._rule is OptimizerName.adam:
-                kernel.iter_cpu.fill_(step)
-                kernel.iter.fill_(step)
+        if by_fbgemm:
+            for kernel in self._kernels:
+                kernel.set_learning_rate(lr)
+                if self._rule is OptimizerName.adam:
+                    kernel.iter_cpu.fill_(step)
+                    kernel.iter.fill_(step)
         if self.dense_optimizer is not None:
             self.dense_optimizer.zero_grad(set_to_none=True)
             for group in self.dense_optimizer.param_groups:

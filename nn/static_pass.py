@@ -127,6 +127,8 @@ class StaticPass:
                     self._tables.update(sorted_owned, of_owned, is_good)
         if self._queue is not None:
             torch.cuda.current_stream().wait_stream(self._queue)
+        if ids.give_up is not None:
+            ids.give_up()
         return logits.detach()
 
     @contextmanager

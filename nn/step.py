@@ -76,6 +76,10 @@ class Step:
         self._gradients = FlatGradients(dense.parameters(), copies)
         tables.copy_gradients = self._gradients.further
         tables.room = getattr(dense, "head_columns", 0)
+        if self.why_not_captured is None:
+            # Not an epoch's tail, nor the sizes of `mode=inference`, which come once.
+            batches = (config.train.batch_size, config.eval.batch_size)
+            tables.recorded_sizes = frozenset(each // ranks.world_size for each in batches)
         self._readback = Readback(ranks.device)
         settings = {
             "autocast": self._autocast,
@@ -100,11 +104,12 @@ class Step:
         Raises:
             DivergedError: on all ranks alike, before anything is updated, when the loss is not a number.
         """
-        self._set_learning_rate(step)
         batch, ids = next(feed)
+        is_static = isinstance(ids, LocalIds)
+        self._set_learning_rate(step, by_fbgemm=not is_static)
         lookups = None
         with mark("pass"):
-            if isinstance(ids, LocalIds):
+            if is_static:
                 logits = self._pass(batch, ids).run(ids, batch.numerical, batch.labels)
             else:
                 logits, lookups = self._dynamic.run(ids, batch)
@@ -135,6 +140,7 @@ class Step:
         """Free the recorded graphs; NCCL would wait for them for ever when its group is closed."""
         self._passes.clear()
         self._forwards.clear()
+        self.tables.close()
 
     @property
     def learning_rate(self) -> float:
@@ -176,11 +182,11 @@ class Step:
         dtype = AMP_DTYPES.get(self._config.train.amp)
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
-    def _set_learning_rate(self, step: int) -> None:
+    def _set_learning_rate(self, step: int, *, by_fbgemm: bool) -> None:
         factor = learning_rate_factor(step, self._config.scheduler)
         for group in self.dense_optimizer.param_groups:
             group["lr"] = self._config.rules.lr * factor
-        self.tables.prepare_update(step, self._config.rules.table_lr * factor)
+        self.tables.prepare_update(step, self._config.rules.table_lr * factor, by_fbgemm=by_fbgemm)
 
     def _update(self, lookups: Lookups | None) -> None:
         if Half.tables not in self.frozen:

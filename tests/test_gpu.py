@@ -87,7 +87,7 @@ def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
                 assert changes[name][0] == pytest.approx(length, rel=0.15), "-".join(each)
             # The others divide by the gradient's own size, and rounding decides the sign of the smallest.
             if each[2] == "sgd":
-                assert worst_difference(wanted, changes) < 0.1, "-".join(each)
+                assert worst_difference(wanted, changes) < 0.2, "-".join(each)
 
 
 def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list[float]]]:
@@ -188,6 +188,37 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, world_size, recipe, ru
         if name.startswith("tables") and name.endswith("weight"):
             distance = np.abs(value - stored[1][name]).max()
             assert distance <= 10 * RESUME_TOLERANCE[amp] * np.abs(value).max(), name
+
+
+def losses_while_another_feed_runs(cases: list[list[str]]) -> list[list[float]]:
+    """Of each case: losses of training with batches that wait while batches of the same size are scored."""
+    results = []
+    with process_group(ranks_from_environment("cuda")):
+        for each in cases:
+            built = build(compose_config(*each))
+            feed = built.feed(0, NUM_STEPS)
+            losses = [built.step.train(step, feed).loss for step in range(5)]
+            built.step.set_training(False)
+            batches = built.test_loader.batches(0, 2)
+            others = Feed(batches, built.step.tables, built.ranks.device)
+            for batch, ids in others:
+                built.step.predict(batch, ids)
+                others.start_next()
+            built.step.set_training(True)
+            losses += [built.step.train(step, feed).loss for step in range(5, NUM_STEPS)]
+            results.append(losses)
+            built.step.close()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_waiting_batch_keeps_its_ids_while_others_are_scored(world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    same_size = [*gpu_cases("off")[0], "eval.batch_size=64", "train.batch_size=64"]
+    cases = [[*same_size, f"train.capture={capture}"] for capture in ("true", "false")]
+    recorded, launched = run_distributed(losses_while_another_feed_runs, world_size, cases)[0]
+    assert recorded == pytest.approx(launched, rel=2e-5)
 
 
 def profiled_on_gpus(run_dir: str) -> int:

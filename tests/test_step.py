@@ -361,7 +361,7 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
     with ranks_of_cpu():
         tables = build(compose_config(*TINY, *rule("adam"))).step.tables
     tables._kernels = [kernel]
-    tables.prepare_update(7, 0.25)
+    tables.prepare_update(7, 0.25, by_fbgemm=True)
     assert (kernel.iter_cpu.item(), kernel.iter.item(), kernel.lr) == (7, 7, 0.25)
     assert tables._rule is OptimizerName.adam
 
@@ -401,11 +401,26 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
             replayed.append(len(labels))
             return self.plain.run(ids, numerical, labels)
 
+    class GraphOfExchange:
+        """The same for the exchange of ids."""
+
+        def __init__(self, send, ids):
+            self.send = send
+            exchanges.append(len(ids))
+
+        def __call__(self, ids):
+            exchanged.append(len(ids))
+            return self.send(ids)
+
     config = compose_config(*TINY, "data.synthetic.train_rows=200")
+    exchanges, exchanged = [], []
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
         monkeypatch.setattr("nn.step.Captured", Graph)
+        monkeypatch.setattr("nn.sharding.CapturedExchange", GraphOfExchange)
         monkeypatch.setattr("nn.step.Step.why_not_captured", None)
         assert build(config).train(0, 8) == plain
     assert made == [64]
     assert replayed == [64] * 6
+    assert exchanges == [64 * 5]
+    assert exchanged == [64 * 5] * 6
