@@ -198,10 +198,10 @@ class Checkpointer:
         )
 
     def _fits(self, state: State) -> bool:
-        """Whether this node has room for the copies; asked once."""
+        """Whether every node has room for the copies; asked once, before any rank has taken some."""
         if self._has_room is None:
             needed = num_bytes(state) * self._ranks.local_world_size
-            self._has_room = needed < SPARE_MEMORY * _free_bytes()
+            self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
             if not self._has_room and self._ranks.is_main:
                 self._say(
                     f"checkpoints: no room in host memory for a copy of {needed / 2**30:,.1f} GiB, so that "

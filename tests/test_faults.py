@@ -72,14 +72,16 @@ class Faults:
     def checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
 
-    def meet(self, name: str, fault: Callable[[list[int], Path], None]) -> None:
+    def meet(
+        self, name: str, fault: Callable[[list[int], Path], None], ends_within_s: float = 60
+    ) -> None:
         """Start, call `fault` with the processes and the log, and note how that ends."""
         log = self.run_dir.with_name(f"{name}.log")
         before = self.latest()
         ranks = start([*RUN, f"run_dir={self.run_dir}"], 2, log)
         assert wait_until(lambda: self.latest() > before, 120), log.read_text()
         fault([each.pid for each in ranks.processes], log)
-        self.starts[name] = Start(ranks.wait(60), log.read_text(), self.latest())
+        self.starts[name] = Start(ranks.wait(ends_within_s), log.read_text(), self.latest())
 
 
 def send(signum: int, rank: int) -> Callable[[list[int], Path], None]:
@@ -99,7 +101,7 @@ def fill_disk_of_rank_1_then_be_slow(pids: list[int], log: Path) -> None:
     """No room for a file of one rank, as far as the system can be told so; then a rank stands still twice."""
     _, hard = resource.prlimit(pids[1], resource.RLIMIT_FSIZE)
     resource.prlimit(pids[1], resource.RLIMIT_FSIZE, (8_000, hard))
-    assert wait_until(lambda: "could not be written" in log.read_text(), 60), log.read_text()
+    assert wait_until(lambda: "could not be written" in log.read_text(), 120), log.read_text()
     resource.prlimit(pids[1], resource.RLIMIT_FSIZE, (hard, hard))
     for _ in range(2):
         os.kill(pids[1], signal.SIGSTOP)
@@ -117,7 +119,7 @@ def faults(tmp_path_factory) -> Faults:
     faults.meet("kill rank 0", send(signal.SIGKILL, rank=0))
     faults.meet("kill rank 1", send(signal.SIGKILL, rank=1))
     faults.meet("hang", hang)
-    faults.meet("to the end", fill_disk_of_rank_1_then_be_slow)
+    faults.meet("to the end", fill_disk_of_rank_1_then_be_slow, ends_within_s=300)
     return faults
 
 
