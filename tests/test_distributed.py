@@ -205,7 +205,7 @@ def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_said_once(tmp_path):
     with pytest.raises(AssertionError, match="a rank died"):
         run_distributed(leave_last_words, 2, tmp_path, *ON_FILES, *files)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
-    assert (first[0], second[0]) == (2, 2)
+    assert (first[0], second[0]) == (1, 2)
     said = r"error: rank 1: feature 'item': id 101 at row 170 of [^\n]+\n"
     assert re.fullmatch(said, second[1])
     waited = r"error: rank 0 stopped, since another rank has ended; its message[^\n]+\n"

@@ -77,7 +77,8 @@ def test_the_run_directory_is_complete(dlrm):
     assert {"loss", "samples_per_s", "test_auc"} <= {key for each in records for key in each}
     plan = json.loads((run_dir / "plan.json").read_text())
     assert [each["table"] for each in plan] == [f"cat_{index}" for index in range(5)]
-    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == ["step_32"]
+    saved = {each.name for each in (run_dir / "checkpoints").iterdir()}
+    assert saved == {"step_24", "step_32", "best", "saved.jsonl"}
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
     assert {
@@ -270,14 +271,25 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_a_used_run_directory_is_refused_and_left_as_it_is(dlrm):
+def test_a_run_that_is_over_is_left_as_it_is(dlrm):
     _, run_dir = dlrm
     before = {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")}
-    message = refused(*SHORT, f"run_dir={run_dir}")
-    assert message.startswith(
-        f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run"
-    )
+    ended = run_command(*SHORT, f"run_dir={run_dir}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert f"run_dir={run_dir} holds the whole run already (32 steps); nothing to do." in ended.out
     assert {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")} == before
+
+
+def test_the_run_directory_of_other_work_is_refused_and_left_as_it_is(dlrm, tmp_path):
+    _, run_dir = dlrm
+    restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
+    evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
+    assert run_command(*evaluate).exit_code == 0
+    before = {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")}
+    for arguments in (evaluate, [*SHORT, f"run_dir={tmp_path / 'run'}"]):
+        message = refused(*arguments)
+        assert "already holds the metrics.jsonl of an earlier run" in message
+    assert {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")} == before
 
 
 def test_a_truncated_file_is_named_before_anything_starts(tmp_path):
@@ -298,7 +310,8 @@ def test_a_bad_id_ends_the_run_and_leaves_nothing_that_looks_whole(tmp_path):
         f"feature 'item': id 101 at row 170 of {root / 'train' / 'item.bin'} lies outside its table "
         "of 100 rows"
     )
-    assert not {"summary.json", "checkpoints", "curves.png"} & {e.name for e in run_dir.iterdir()}
+    assert not {"summary.json", "curves.png"} & {each.name for each in run_dir.iterdir()}
+    assert not list((run_dir / "checkpoints").glob("step_8"))
 
 
 def test_a_loss_that_is_no_number_ends_with_its_own_exit_code(clicks, tmp_path):
@@ -311,4 +324,3 @@ def test_a_loss_that_is_no_number_ends_with_its_own_exit_code(clicks, tmp_path):
         r"error: the loss is (nan|inf) at step \d \(learning rate 1e\+30\); .*\n", ended.err
     )
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -101,9 +101,9 @@ REFUSED = [
     (ShardingConfig, {"tables": "row_wise"},
      "sharding.tables must map tables to sharding types, such as {cat_0: row_wise}, got row_wise"),
     (ShardingConfig, {"tables": {"cat_1": "rowwise"}},
-     "sharding.tables sets cat_1 to rowwise, which is none of table_wise, column_wise, row_wise, data_parallel"),
+     "sharding.tables sets cat_1 to rowwise, which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
     (ShardingConfig, {"tables": {"cat_1": ["row_wise"]}},
-     "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, data_parallel"),
+     "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
     (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
 ]
 # fmt: on
