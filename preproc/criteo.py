@@ -63,7 +63,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     """
     assert config.output is not None
     output = Path(config.output).resolve()
-    memory_bytes(config)
+    memory = memory_bytes(config)
     files = find_files(config.source, "source")
     test_files = find_files(config.test_source, "test_source") if config.test_source else []
     shared = {file.path.resolve() for file in files} & {file.path.resolve() for file in test_files}
@@ -83,7 +83,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
                 disk_bytes(files + test_files, staged.row_bytes, config.shuffle),
                 "the run",
             )
-        rows = parse_files(files + test_files, config, work, staged, progress)
+        rows = parse_files(files + test_files, config, memory - BASE_BYTES, work, staged, progress)
         try:
             splits = split_rows(config, rows[: len(files)], rows[len(files) :])
         except ValueError:
