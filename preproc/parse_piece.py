@@ -129,13 +129,14 @@ class PieceParser:
 
 def _parse_block(block: bytes, bad: list, line: int) -> tuple:
     """Return labels, integers, codes, odd texts and lines; append what is bad, by line of the text."""
-    num_lines = block.count(b"\n")
     try:
         if not block.isascii():
             block.decode()
-        return *_fields(block), num_lines
+        good = _fields(block)
+        return *good, len(good[0])
     except (BadBlockError, UnicodeDecodeError):
         found: Sorted = sort_lines(block)
+    num_lines = block.count(b"\n")
     bad += [(line + index, reason, text) for index, reason, text in found.bad]
     if not found.good:
         nothing = np.empty((len(NUMERICAL), 0), np.int64)
@@ -148,7 +149,8 @@ def _fields(block: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, OddTexts]
     """Return labels [n], integers [13, n], codes [26, n] and the odd texts."""
     fields = find_fields(block, len(COLUMNS))
     codes = hexadecimal(fields, CATEGORIES)
-    columns, rows = np.nonzero(codes == ODD)
+    odd = codes == ODD
+    columns, rows = np.nonzero(odd) if odd.any() else np.empty((2, 0), np.int64)
     at = (columns + CATEGORIES.start, rows)
     places = zip(fields.starts[at].tolist(), fields.ends[at].tolist(), strict=True)
     # A place counts from before the block, where eight more bytes stand.
