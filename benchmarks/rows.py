@@ -71,9 +71,6 @@ ROWS = {
     "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),
     "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=("train.amp=off",)),
     "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=("train.amp=fp16",)),
-    "dlrm_t15_4_whole": Row(
-        "dlrm", 4, *T15, overrides=("sharding.types=[table_wise,column_wise]",)
-    ),
     "dlrm_t15_4_weak_whole": Row(
         "dlrm",
         4,

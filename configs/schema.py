@@ -6,7 +6,7 @@ runs before a file is opened or a process group exists.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any
@@ -87,6 +87,21 @@ class ShardingType(Enum):
     data_parallel = "data_parallel"
 
 
+class Half(Enum):
+    """The two halves of a model."""
+
+    dense = "dense"
+    tables = "tables"
+
+
+class CheckpointPart(Enum):
+    """What of a checkpoint can be taken: the weights of either half, and the optimizers' state with the step count."""
+
+    dense = "dense"
+    tables = "tables"
+    optimizer = "optimizer"
+
+
 class Device(Enum):
     """Where training runs."""
 
@@ -99,6 +114,11 @@ def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless `condition` holds: the user wrote something that cannot be."""
     if not condition:
         raise ValueError(message)
+
+
+def is_file_name(text: str) -> bool:
+    """Whether `text` names a file or folder right where it is put, and nowhere else."""
+    return bool(text) and not text.startswith(".") and not {"/", "\0"} & set(text)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -331,6 +351,7 @@ class TrainConfig:
     capture: bool = option(
         True, "record the dense pass as a CUDA graph: GPUs, fixed hotness, no row-wise tables"
     )
+    freeze: list[Half] = option([], "halves that keep their weights: dense or tables")
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
@@ -340,6 +361,10 @@ class TrainConfig:
             f"train.max_steps must be positive or null, got {self.max_steps}",
         )
         require(self.loss_scale > 0, f"train.loss_scale must be positive, got {self.loss_scale}")
+        require(
+            not set(Half) <= set(self.freeze),
+            "train.freeze names both halves, so that nothing would learn; freeze one, or set mode=eval",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -436,7 +461,39 @@ class CheckpointConfig:
     """State on disk, through torch.distributed.checkpoint."""
 
     save: bool = option(True, "save model and optimizers at the end of training")
-    restore: str | None = option(None, "checkpoint directory (step_N) to load before anything runs")
+    restore: str | None = option(
+        None,
+        "checkpoint to load before anything runs: a step_N directory, or one of NVIDIA's TF2 recipe",
+    )
+    parts: list[CheckpointPart] = option(
+        list(CheckpointPart),
+        "what to take of checkpoint.restore: dense, tables, or both; with optimizer the run goes on "
+        "where it stopped, without it a new run begins at step 0 from those weights",
+    )
+    grow: bool = option(
+        False,
+        "let tables have more rows than in checkpoint.restore; further rows begin as the seed's",
+    )
+
+    def __post_init__(self) -> None:
+        halves = {CheckpointPart.dense, CheckpointPart.tables}
+        names = "[" + ", ".join(each.name for each in self.parts) + "]"
+        require(bool(self.parts), "checkpoint.parts must name at least one of dense and tables")
+        require(
+            CheckpointPart.optimizer not in self.parts or halves <= set(self.parts),
+            f"checkpoint.parts={names} takes the optimizers' state without the weights it belongs to; "
+            "name dense and tables too, or leave optimizer out",
+        )
+
+    @property
+    def halves(self) -> set[Half]:
+        """Whose weights are taken."""
+        return {half for half in Half if CheckpointPart[half.name] in self.parts}
+
+    @property
+    def takes_optimizer(self) -> bool:
+        """Whether the run goes on where it stopped."""
+        return CheckpointPart.optimizer in self.parts
 
 
 @dataclass(kw_only=True, slots=True)
@@ -493,6 +550,21 @@ class Config:
         require(
             self.mode is not Mode.eval or self.checkpoint.restore is not None,
             "mode=eval needs a trained model: set checkpoint.restore to a run's checkpoints/step_N",
+        )
+        require(
+            is_file_name(self.recipe),
+            f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
+        )
+
+    @property
+    def rules(self) -> OptimizerConfig:
+        """Update rules of both halves: `optimizer`, but a frozen half has the one that keeps no state."""
+        given, frozen = self.optimizer, self.train.freeze
+        return replace(
+            given,
+            name=OptimizerName.sgd if Half.dense in frozen else given.name,
+            embedding_name=OptimizerName.sgd if Half.tables in frozen else given.table_name,
+            embedding_lr=given.table_lr,
         )
 
 

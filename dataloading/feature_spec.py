@@ -135,6 +135,11 @@ class FeatureSpec:
         """
         root = Path(root)
         path = root / filename
+        if not path.resolve().is_relative_to(root.resolve()):
+            raise ValueError(
+                f"data.feature_spec={filename} lies outside the dataset directory {root}: want a file inside, "
+                "symbolic links included"
+            )
         document = _read_yaml(path)
         try:
             spec = _parse(root, document)

@@ -132,7 +132,7 @@ def build_plan(
         _meta_tables(config, source),
         multi_hot.expanded_spec(source.spec),
         config.sharding,
-        config.optimizer.table_name,
+        config.rules.table_name,
         hardware,
         config.train.batch_size // hardware.world_size,
         multi_hot.expansion_bytes(),
@@ -160,7 +160,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
         source.spec,
         plan,
         ranks,
-        config.optimizer,
+        config.rules,
         config.train.amp,
         loss_scale(config),
         config.seed,
@@ -207,5 +207,5 @@ def _loader(
 
 def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
     embeddings = build_embeddings(config.model, source.spec, torch.device("meta"))
-    register_rule(embeddings, config.optimizer.table_name)
+    register_rule(embeddings, config.rules.table_name)
     return embeddings

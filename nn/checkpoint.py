@@ -10,16 +10,29 @@ Names in it do not depend on the sharding: `tables.<table>.weight`, `tables.<tab
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from configs.schema import Half
 from dataloading.feature_spec import FeatureSpec
+from nn.checkpoint_contents import (
+    chosen,
+    differences,
+    half_of,
+    open_index,
+    tables_of,
+    why_other_features,
+)
 from nn.distributed import Ranks
 from nn.step import Step
+from nn.stored_tensors import read_index
+from nn.tensor_reader import TensorReader
+from nn.tensor_writer import TensorWriter
+from nn.tf2_tables import find_tf2_tables
 
 RUN_FILE = "run.json"
 
@@ -41,7 +54,10 @@ def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: 
         unfinished.mkdir(parents=True)
     ranks.barrier()
     try:
-        dcp.save(_weights(step) | _optimizer_state(step), checkpoint_id=unfinished)
+        dcp.save(
+            _weights(step) | _optimizer_state(step),
+            storage_writer=TensorWriter(unfinished, tables_of(spec)),
+        )
     except dcp.CheckpointException as error:
         problem, _ = next(iter(error.failures.values()))
         raise ValueError(
@@ -57,42 +73,68 @@ def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: 
     return path
 
 
-def check(path: Path, spec: FeatureSpec) -> int:
+def check(
+    path: Path,
+    spec: FeatureSpec,
+    *,
+    halves: Collection[Half] = tuple(Half),
+    grow: bool = False,
+) -> int:
     """Return the number of steps behind a checkpoint, after seeing that it belongs to this dataset.
+
+    Args:
+        path: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
+        spec: this dataset.
+        halves: whose weights are to be taken from it.
+        grow: allow tables to have more rows than are stored.
 
     Raises:
         ValueError: when it is no checkpoint, or was trained on other features.
     """
+    if find_tf2_tables(path) is not None:
+        if set(halves) != {Half.tables}:
+            raise ValueError(
+                f"checkpoint.restore={path} is of the TF2 recipe, of which the tables can be loaded; set "
+                "checkpoint.parts=[tables]"
+            )
+        return 0
     try:
         facts = json.loads((path / RUN_FILE).read_text())
         fingerprint, num_steps = facts["feature_spec"], facts["num_steps"]
-        dcp.FileSystemReader(path).read_metadata()
-    except (OSError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        index = read_index(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
             "below a run's checkpoints/"
         ) from None
-    if fingerprint != spec.fingerprint():
-        raise ValueError(
-            f"checkpoint.restore={path} was trained on other features than this dataset's (names, "
-            "order, cardinalities or hotness differ); set data.path to the dataset it was trained on"
-        )
+    problem = why_other_features(index, fingerprint, spec, grow=grow)
+    if problem is not None:
+        raise ValueError(f"checkpoint.restore={path} {problem}")
     return num_steps
 
 
-def restore(path: Path, step: Step, *, with_optimizer: bool) -> None:
-    """Load a checkpoint into both halves, in place; call `check` first.
+def restore(
+    path: Path,
+    step: Step,
+    *,
+    with_optimizer: bool,
+    halves: Collection[Half] = tuple(Half),
+    grow: bool = False,
+) -> None:
+    """Load a checkpoint into a step, in place; call `check` first.
 
     Args:
-        path: a `step_N` directory.
+        path: a `step_N` directory, or a checkpoint of the TF2 recipe.
         step: both halves, of any sharding and number of ranks.
-        with_optimizer: also load the optimizers' state, which evaluation does not need.
+        with_optimizer: also load the optimizers' state, which evaluation does not need, nor a frozen half.
+        halves: to load; the other keeps its weights.
+        grow: let tables have more rows than are stored; those keep their weights, without optimizer state.
 
     Raises:
         ValueError: on all ranks, when the checkpoint's tensors are not those of this model or cannot be read.
     """
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    stored = {name: each.size for name, each in metadata.items()}
+    index = open_index(path, step.tables.names)
+    tensors = chosen(index, halves, with_optimizer=with_optimizer, frozen=step.frozen)
     wanted = _weights(step)
     # A rank sees no state of tables that it has no part of, but must come to the same end as all the others.
     shapes = {name: value.shape for name, value in wanted.items()}
@@ -102,26 +144,23 @@ def restore(path: Path, step: Step, *, with_optimizer: bool) -> None:
         shapes |= {f"tables.{name}": size for name, size in step.tables.optimizer_shapes().items()}
         shapes |= {name: value.shape for name, value in state.items() if name not in shapes}
         wanted |= state
-    else:
-        stored = {name: size for name, size in stored.items() if _is_weight(name)}
-    differences = [
-        *(
-            f"{name} {tuple(stored[name])} instead of {tuple(size)}"
-            for name, size in shapes.items()
-            if name in stored and stored[name] != size
-        ),
-        *(f"no {name}" for name in shapes if name not in stored),
-        *(f"{name}, which is not wanted" for name in stored if name not in shapes),
-    ]
-    if differences:
-        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+    wanted = {name: value for name, value in wanted.items() if half_of(name) in halves}
+    shapes = {name: size for name, size in shapes.items() if half_of(name) in halves}
+    stored = {name: tensor.size for name, tensor in tensors.items()}
+    found = differences(stored, shapes, grow=grow)
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         raise ValueError(
-            f"checkpoint.restore={path} holds another model or optimizer: "
-            f"{', '.join(differences[:4])}{more}; use the model, embedding_dim and optimizer that it "
-            "was trained with"
+            f"checkpoint.restore={path} holds another model or optimizer: {', '.join(found[:4])}{more}; "
+            "use the model, embedding_dim and optimizer that it was trained with, or take the weights "
+            "that fit: checkpoint.parts=[dense,tables] or one of the two"
         )
     try:
-        dcp.load(wanted, checkpoint_id=path)
+        dcp.load(
+            wanted,
+            storage_reader=TensorReader(tensors, shapes),
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+        )
     except dcp.CheckpointException as error:
         problem, _ = next(iter(error.failures.values()))
         raise ValueError(
@@ -142,10 +181,6 @@ def _optimizer_state(step: Step) -> dict[str, Any]:
             if isinstance(value, Tensor):
                 state[f"dense_optimizer.{name}.{key}"] = value
     return state
-
-
-def _is_weight(name: str) -> bool:
-    return name.startswith("dense.") or name.endswith(".weight")
 
 
 def _allocate_dense_state(step: Step) -> None:

@@ -39,6 +39,7 @@ class DynamicPass:
         autocast: precision of the dense half.
         loss_scale: multiplies the loss before the backward pass; gradients are checked and divided by it if not 1.
         ranks: this process.
+        update_tables: whether the tables learn.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class DynamicPass:
         autocast: Callable[[], AbstractContextManager],
         loss_scale: float,
         ranks: Ranks,
+        update_tables: bool,
     ) -> None:
         self._tables = tables
         self._dense = dense
@@ -59,10 +61,13 @@ class DynamicPass:
         self._autocast = autocast
         self._loss_scale = loss_scale
         self._ranks = ranks
+        self._update_tables = update_tables
 
     def run(self, exchange: Exchange, batch: Batch) -> tuple[Tensor, Lookups]:
         """Return the logits [B], detached, and what `ShardedTables.update` takes."""
-        looked_up = self._tables.look_up(exchange)
+        # A lookup that records itself wants its backward pass: replicated tables would wait for it in the next step.
+        with torch.set_grad_enabled(self._update_tables):
+            looked_up = self._tables.look_up(exchange)
         leaves = [each.detach().requires_grad_() for each in looked_up]
         self._gradients.clear()
         with self._autocast():

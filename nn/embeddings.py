@@ -47,7 +47,10 @@ class Embeddings:
         values, layout = self.arrive(), self.layout
         if layout.is_dense and layout.room == (0 if head is None else head.shape[1]):
             matrix = values.view(-1, layout.room + layout.width)
-            return matrix if head is None else _FillRoom.apply(head, matrix)
+            if head is None:
+                return matrix
+            # Elsewhere the memory has the head's dtype already; on a CPU embeddings stay float32 under bf16.
+            return _FillRoom.apply(head, matrix).to(head.dtype)
         return _Join.apply(head, values, layout)
 
 

@@ -33,6 +33,9 @@ class FlatGradients:
         ]
         self._parameters = parameters
         self._views = views[: len(parameters)]
+        # So that an optimizer can make its state before the first step, when a checkpoint is loaded into it.
+        for parameter, view in zip(parameters, self._views, strict=True):
+            parameter.grad = view
         self.further = views[len(parameters) : -1]
         self.signal = views[-1]
 

@@ -106,13 +106,17 @@ def run(config: Config, config_yaml: str) -> None:
         if ranks.device.type == "cuda":
             reason = step.why_not_captured
             console.print(
-                "dense pass: a CUDA graph"
-                if reason is None
-                else f"dense pass: no CUDA graph, {reason}"
+                "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
             )
         if config.checkpoint.restore is not None:
             path = Path(config.checkpoint.restore)
-            checkpoint.restore(path, step, with_optimizer=config.mode is Mode.train)
+            checkpoint.restore(
+                path,
+                step,
+                with_optimizer=config.mode is Mode.train and config.checkpoint.takes_optimizer,
+                halves=config.checkpoint.halves,
+                grow=config.checkpoint.grow,
+            )
         session = Session(config, source, ranks, step, recorder, console, start_step)
         try:
             summary = WORK[config.mode](session)
@@ -259,7 +263,14 @@ def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
 def _restored_steps(config: Config, source: Source) -> int:
     if config.checkpoint.restore is None:
         return 0
-    return checkpoint.check(Path(config.checkpoint.restore), model_spec(config, source))
+    num_steps = checkpoint.check(
+        Path(config.checkpoint.restore),
+        model_spec(config, source),
+        halves=config.checkpoint.halves,
+        grow=config.checkpoint.grow,
+    )
+    begins_anew = config.mode is Mode.train and not config.checkpoint.takes_optimizer
+    return 0 if begins_anew else num_steps
 
 
 def _teacher_auc(config: Config, source: Source) -> float | None:
@@ -302,8 +313,9 @@ def _head(config: Config, source: Source, run_dir: Path, start_step: int) -> dic
         "seed": str(config.seed),
         "run_dir": str(run_dir),
     }
-    if start_step:
-        facts["restored"] = f"{config.checkpoint.restore}, {start_step:,} steps"
+    if config.checkpoint.restore is not None:
+        parts = ", ".join(each.name for each in config.checkpoint.parts)
+        facts["restored"] = f"{config.checkpoint.restore} ({parts}), {start_step:,} steps"
     if config.mode is not Mode.train:
         return facts
     facts |= {
@@ -312,7 +324,9 @@ def _head(config: Config, source: Source, run_dir: Path, start_step: int) -> dic
         "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, tables "
         f"{optimizer.table_name.value} {optimizer.table_lr:g}, amp {config.train.amp.value}",
     }
-    if needs_dense_kernel(optimizer.table_name, device_type(config)):
+    if config.train.freeze:
+        facts["frozen"] = ", ".join(each.name for each in config.train.freeze)
+    if needs_dense_kernel(config.rules.table_name, device_type(config)):
         facts["note"] = (
             "FBGEMM has no fused adam for tables on a CPU; the tables take the dense kernel and the "
             "same rule after the backward pass, which needs memory for a gradient as large as they are"

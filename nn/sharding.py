@@ -147,6 +147,7 @@ class ShardedTables:
         self._ranks = ranks
         table_plan = plan.plan["embeddings"]
         self.features = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
+        self.names = [table.name for table in embeddings.embedding_bag_configs()]
         self._rows = {
             table.name: table.num_embeddings for table in embeddings.embedding_bag_configs()
         }
@@ -436,7 +437,11 @@ def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
 def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:
     """Lay a rank's state [its rows, its columns] out as the shards of its table's weight."""
     shards = weight.local_shards()
-    parts = [] if local is None else local.view(-1).split([s.tensor.numel() for s in shards])
+    # Of a table with fewer rows than ranks, the last ranks hold a shard without rows, which has no optimizer.
+    if local is None:
+        parts = [torch.empty_like(shard.tensor) for shard in shards]
+    else:
+        parts = local.view(-1).split([shard.tensor.numel() for shard in shards])
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         [
             Shard(part.view_as(shard.tensor), shard.metadata)

@@ -34,6 +34,7 @@ class StaticPass:
         autocast: precision of the dense half.
         loss_scale: multiplies the loss before the backward pass; gradients are checked and divided by it if not 1.
         ranks: this process.
+        update_tables: whether the tables learn.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class StaticPass:
         autocast: Callable[[], AbstractContextManager],
         loss_scale: float,
         ranks: Ranks,
+        update_tables: bool,
     ) -> None:
         self._tables = tables
         self._dense = dense
+        self._update_tables = update_tables
         self._gradients = gradients
         self._readback = readback
         self._autocast = autocast
@@ -73,14 +76,17 @@ class StaticPass:
             with mark("lookup"):
                 values = self._tables.look_up(ids)
             arrived = self._event()
-            with mark("sort"):
-                sorted_owned, sorted_copies = self._tables.sort(ids)
+            if self._update_tables:
+                with mark("sort"):
+                    sorted_owned, sorted_copies = self._tables.sort(ids)
         self._gradients.clear()
 
         def take(gradient: Tensor) -> None:
             """Runs in the backward pass, as soon as the embeddings' gradient is there."""
             nonlocal of_home, of_owned
             of_home = gradient
+            if not self._update_tables:
+                return
             with self._beside():
                 of_owned = self._tables.send_back(gradient)
                 if self._loss_scale == 1:
@@ -117,7 +123,8 @@ class StaticPass:
             with self._beside():
                 is_good = is_good * finite.int()
                 self._readback.record(loss, is_good)
-                self._tables.update(sorted_owned, of_owned, is_good)
+                if self._update_tables:
+                    self._tables.update(sorted_owned, of_owned, is_good)
         if self._queue is not None:
             torch.cuda.current_stream().wait_stream(self._queue)
         return logits.detach()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Amp, Config
+from configs.schema import Amp, Config, Half
 from dataloading.batch import Batch
 from nn.captured import Captured, Pass
 from nn.dense_optimizer import build_dense_optimizer
@@ -54,6 +54,9 @@ class Step:
         dense: the dense half, on its device, with the seed's weights.
         config: the whole run.
         ranks: this process.
+
+    Attributes:
+        frozen: halves that keep their weights.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class Step:
         if config.train.compile:
             # In place, so that parameters keep their names; the wrapped module would rename them.
             dense.compile()
-        self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.optimizer)
+        self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.rules)
+        self.frozen = frozenset(config.train.freeze)
+        dense.requires_grad_(Half.dense not in self.frozen)
         self._config = config
         self._ranks = ranks
         copies = [part.weight.shape for part in tables.placement.copies]
@@ -72,7 +77,12 @@ class Step:
         tables.copy_gradients = self._gradients.further
         tables.room = getattr(dense, "head_columns", 0)
         self._readback = Readback(ranks.device)
-        settings = {"autocast": self._autocast, "loss_scale": loss_scale(config), "ranks": ranks}
+        settings = {
+            "autocast": self._autocast,
+            "loss_scale": loss_scale(config),
+            "ranks": ranks,
+            "update_tables": Half.tables not in self.frozen,
+        }
         halves = (dense, self._gradients, self._readback)
         self._dynamic = DynamicPass(tables, *halves, **settings)
         self._make_static = lambda static: StaticPass(static, *halves, **settings)
@@ -169,15 +179,17 @@ class Step:
     def _set_learning_rate(self, step: int) -> None:
         factor = learning_rate_factor(step, self._config.scheduler)
         for group in self.dense_optimizer.param_groups:
-            group["lr"] = self._config.optimizer.lr * factor
-        self.tables.prepare_update(step, self._config.optimizer.table_lr * factor)
+            group["lr"] = self._config.rules.lr * factor
+        self.tables.prepare_update(step, self._config.rules.table_lr * factor)
 
     def _update(self, lookups: Lookups | None) -> None:
-        if lookups is None:
-            self.tables.update_copies()
-        else:
-            self.tables.update(lookups.values, lookups.gradients)
-        self.dense_optimizer.step()
+        if Half.tables not in self.frozen:
+            if lookups is None:
+                self.tables.update_copies()
+            else:
+                self.tables.update(lookups.values, lookups.gradients)
+        if Half.dense not in self.frozen:
+            self.dense_optimizer.step()
 
     def _what_diverged(self, step: int, loss: float) -> str:
         if math.isfinite(loss):

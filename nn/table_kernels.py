@@ -52,17 +52,6 @@ def _pooled_lookup(
 
 
 @triton.jit
-def _round_stochastically(values, target: tl.constexpr, seed, place):
-    """Round float32 to bfloat16 or float16, up or down with the chances that keep the mean."""
-    bits = values.to(tl.int32, bitcast=True)
-    noise = tl.randint(seed, place.to(tl.int32))
-    # Of float32's 23 bits bfloat16 drops 16 and float16 13; float16's subnormals are then rounded to nearest.
-    dropped: tl.constexpr = 0xFFFF if target == tl.bfloat16 else 0x1FFF
-    rounded = (bits + (noise & dropped)) & ~dropped
-    return rounded.to(tl.float32, bitcast=True).to(target)
-
-
-@triton.jit
 def _source(
     order,
     index,
@@ -107,14 +96,12 @@ def _segment_update(
     hotness,
     gradient_stride,
     scalars,
-    seed,
     is_good,
     eps,
     beta1,
     beta2,
     RULE: tl.constexpr,
     LEVEL: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     ONE_HOT: tl.constexpr,
     ALIGN: tl.constexpr,
     WARPS: tl.constexpr,
@@ -233,9 +220,6 @@ def _segment_update(
             mean = mean * tl.load(scalars + 1)
             variance = variance * tl.load(scalars + 2)
             weight -= rate * mean / (tl.sqrt(variance) + eps)
-        if STOCHASTIC:
-            noise_seed = tl.load(seed) * 1024 + part[:, None]
-            weight = _round_stochastically(weight, weights.dtype.element_ty, noise_seed, offset)
         tl.store(place, weight.to(weights.dtype.element_ty), mask=inside)
         total = tl.where(ends[:, None], 0.0, total)
         if LEVEL > 0:

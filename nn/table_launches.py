@@ -123,7 +123,6 @@ class Launches:
     ) -> None:
         """See `TableGroup.update`."""
         keys, values, counts = ids.keys, gradients, is_good
-        stochastic = self._weights.dtype != torch.float32
         for number, level in enumerate(self._levels):
             num_blocks = level.blocks.shape[1]
             _segment_update[(triton.cdiv(num_blocks, WARPS),)](
@@ -147,14 +146,12 @@ class Launches:
                 self._hotness,
                 gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,
-                scalars.step,
                 is_good,
                 self._rule.eps,
                 self._rule.beta1,
                 self._rule.beta2,
                 RULE=self._rule.table_name.value,
                 LEVEL=min(number, 1),
-                STOCHASTIC=stochastic,
                 ONE_HOT=self._one_hot,
                 ALIGN=self._align,
                 WARPS=WARPS,

@@ -18,8 +18,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     A row whose gradient is zero in all columns is left as it is, its state included: FBGEMM touches only the rows that
     a batch looks up. Under Adam two things differ: FBGEMM would decay the moments of a looked-up row whose gradient is
-    exactly zero, and its `iter` counts every forward pass, evaluation included, where ours counts updates. No operation
-    waits for the device or changes a shape, so `step` can be captured in a CUDA graph if the group's `lr` is a tensor.
+    exactly zero, and its `iter` counts every forward pass, evaluation included, where ours counts updates.
 
     State of a table, made at once so that a checkpoint can be loaded before the first step, under FBGEMM's names:
     `momentum1` [rows, dim] (Adagrad's sum, Adam's mean) or [rows] (row-wise Adagrad's sum), `momentum2` [rows, dim]

@@ -45,7 +45,7 @@ class UpdateScalars:
 
     Attributes:
         values: learning rate, both of Adam's bias corrections, and what gradients are multiplied by; float32 [4].
-        step: steps before this one, int32 [1]; seeds the stochastic rounding.
+        step: updates before this one, int32 [1].
     """
 
     def __init__(

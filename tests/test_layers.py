@@ -30,6 +30,8 @@ KNOWS_RANKS = {
     "nn.static_tables",
     "nn.planner",
     "nn.checkpoint",
+    "nn.tensor_reader",
+    "nn.tensor_writer",
 }
 READS_ENVIRONMENT = {"nn.distributed", "main"}
 

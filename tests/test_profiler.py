@@ -28,7 +28,7 @@ def profiled(tmp_path_factory):
 
 def test_a_profile_holds_the_steps_asked_for_and_the_parts_of_each(profiled):
     marks = [each.name for each in read_trace(profiled[0] / "profile/rank0.json.gz").marks]
-    parts = {STEP, "data wait", "lookup", "dense pass", "table update", "dense optimizer"}
+    parts = {STEP, "data wait", "lookup", "sort", "dense half", "backward", "update"}
     assert {name: marks.count(name) for name in parts} == dict.fromkeys(parts, 3)
 
 

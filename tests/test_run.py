@@ -195,7 +195,7 @@ def test_a_restored_run_was_not_untrained(dlrm, tmp_path):
 def test_gpu_memory_to_plan_with_makes_no_gpu_run(tmp_path):
     ended = run_command(*TINY, "device=auto", "sharding.hbm_gib=139", f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 0, ended.err
-    assert "dense pass: a CUDA graph" not in ended.out
+    assert "step: a CUDA graph" not in ended.out
 
 
 def test_a_checkpoint_that_cannot_be_written_costs_no_result(tmp_path, monkeypatch):

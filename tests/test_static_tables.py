@@ -25,6 +25,7 @@ CASES = [
         ["table_wise", "column_wise", "data_parallel"],
     )
 ]
+CASES.append([*case("dcnv2", "one_hot", "sgd", "table_wise"), "train.amp=bf16"])
 
 
 def trained_both_ways(cases: list[list[str]]) -> list[list[tuple[list[float], torch.Tensor]]]:
