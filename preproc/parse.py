@@ -1,4 +1,4 @@
-"""Raw Criteo lines to staged columns: read, parsed by several processes, written in their order.
+"""Raw Criteo lines to staged columns: read, parsed by several threads, written in their order.
 
 A line has 40 tab-separated columns: the label (0 or 1), 13 integers and 26 categories; a missing
 value is an empty field. Nothing is quoted. Blank lines are skipped.
@@ -11,6 +11,7 @@ codes, so that nothing is lost and no dictionary has to fit in memory.
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,19 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig
+from preproc.in_order import in_order
 from preproc.lines import blocks
-from preproc.parse_piece import OddTexts, Parsed
-from preproc.parse_pool import ParsePool, num_workers
+from preproc.parse_piece import OddTexts, Parsed, PieceParser
 from preproc.raw_files import RawFile
 from preproc.report import Progress, Stage
 from preproc.sql import CATEGORICAL, NUMERICAL
 from preproc.staged import ColumnAppender, StagedColumn
 from preproc.work import Work
 
-# Text that one task parses: enough to be worth handing over, little enough to have many in flight.
-TASK_BYTES = 1 << 22
+# Text that a thread parses at a time: enough to be worth handing over, little enough to have many.
+PIECE_BYTES = 1 << 22
+# With its columns, which take at most four times the text.
+MEMORY_BYTES = 5 * PIECE_BYTES
 CHECKPOINT_SECONDS = 10.0
 # Odd texts held in memory before a checkpoint writes them.
 ODD_VALUES = 500_000
@@ -78,7 +81,7 @@ def parse_files(
 ) -> list[int]:
     """Stage all files in order, from where the record of `work` ends; return the rows of each.
 
-    `memory` is for the processes that parse.
+    `memory` is for the pieces of text that are parsed at a time.
 
     Raises:
         ValueError: a bad line under `on_bad=fail`, a damaged file, a file without a good line.
@@ -87,13 +90,15 @@ def parse_files(
     state = _recorded(work, identities)
     if state.get("done"):
         return state["rows"]
-    left = sum(_plain_bytes(file) for file in files[state["whole_files"] :])
-    workers = num_workers(config.threads or os.cpu_count() or 1, memory, left - state["offset"])
-    with (
-        progress.stage("parse") as stage,
-        _Writer(work, staged, state) as writer,
-        ParsePool(workers, staged.numerical.dtype.name) as pool,
-    ):
+    threads = config.threads or os.cpu_count() or 1
+    # One is being read and one written beside these.
+    ahead = max(1, min(2 * threads, memory // MEMORY_BYTES - 2))
+    parser = PieceParser(staged.numerical.dtype.name)
+
+    def parse(texts: Iterator[bytes]) -> Iterator[Parsed]:
+        return in_order(parser, texts, threads, ahead)
+
+    with progress.stage("parse") as stage, _Writer(work, staged, state) as writer:
         stage.total = sum(file.path.stat().st_size for file in files)
         done_bytes = 0
         for number, file in enumerate(files):
@@ -106,7 +111,7 @@ def parse_files(
                 state["offset"] = state["lines"] = 0
                 state["before"] = {key: state[key] for key in ("odd", "bad", "bad_bytes")}
             stage.detail = str(file.path)
-            _parse_file(file, config, writer, pool, stage, done_bytes)
+            _parse_file(file, config, writer, parse, stage, done_bytes)
             done_bytes += file.path.stat().st_size
             if state["rows"][number] == 0:
                 raise ValueError(
@@ -126,14 +131,14 @@ def _parse_file(
     file: RawFile,
     config: PreprocConfig,
     writer: "_Writer",
-    pool: ParsePool,
+    parse: Callable[[Iterator[bytes]], Iterator[Parsed]],
     stage: Stage,
     done_bytes: int,
 ) -> None:
     """Stage the rest of one file."""
     size = file.path.stat().st_size
     plain = _plain_bytes(file)
-    for parsed in pool.in_order(blocks(file, writer.state["offset"], TASK_BYTES)):
+    for parsed in parse(blocks(file, writer.state["offset"], PIECE_BYTES)):
         for index, reason, line in parsed.bad:
             number = writer.state["lines"] + index + 1
             if config.on_bad is OnBad.fail:

@@ -1,7 +1,7 @@
 """A piece of raw text to columns: labels, transformed numericals, their missing bits, codes.
 
 A category of eight lower-case hexadecimal digits is its own code; the texts of all others go beside
-the codes. This is what a parsing process runs; it keeps nothing from one piece to the next.
+the codes. Several threads parse pieces with one parser.
 """
 
 from dataclasses import dataclass
@@ -9,23 +9,14 @@ from dataclasses import dataclass
 import duckdb
 import numpy as np
 
-from preproc.fields import (
-    NO_INTEGER,
-    ODD,
-    PADDING,
-    BadBlockError,
-    find_fields,
-    hexadecimal,
-    integers,
-    labels,
-)
-from preproc.lines import BLOCK_BYTES, Sorted, sort_lines
-from preproc.sql import CATEGORICAL, COLUMNS, NUMERICAL, numerical
+from preproc.fields import END, LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
+from preproc.lines import what_is_wrong
+from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
 
-INTEGERS = slice(1, 1 + len(NUMERICAL))
-CATEGORIES = slice(1 + len(NUMERICAL), len(COLUMNS))
-# Integers whose transformed value is looked up: nearly all of Criteo's, in a table of 128 KiB.
-LEAST, MOST = -16, (1 << 16) - 17
+# A line of empty fields; what a piece has no rows for is memory that is never touched.
+SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
+# Texts without a code, and integers that are not looked up, that the kernel finds before it stops.
+FOUND = 1 << 13
 
 
 @dataclass(slots=True)
@@ -76,83 +67,79 @@ class Parsed:
 
 
 class PieceParser:
-    """Parses pieces of whole lines, in blocks that stay in the processor's cache."""
+    """Parses pieces of whole lines; it keeps nothing from one piece to the next."""
 
     def __init__(self, numerical_dtype: str) -> None:
         self._connection = duckdb.connect(config={"threads": 1})
         self._dtype = np.dtype(numerical_dtype)
-        # The last entry is that of a missing integer.
-        known = np.append(np.arange(LEAST, MOST + 1), NO_INTEGER)
-        self._known = self._transformed(known)
+        # The kernel copies values and need not know what they are: Numba has no float16.
+        self._bits = np.dtype(f"u{self._dtype.itemsize}")
+        known = np.ma.arange(LEAST, MOST + 2)
+        known[-1] = np.ma.masked
+        self._known = self._transformed(known).view(self._bits)
 
     def __call__(self, text: bytes) -> Parsed:
         """Return the columns of `text`, which ends with a line end."""
-        parts, odd, bad = [], [], []
-        start = rows = lines = 0
-        while start < len(text):
-            stop = text.rfind(b"\n", start, start + BLOCK_BYTES) + 1 or text.find(b"\n", start) + 1
-            found = _parse_block(text[start:stop], bad, lines)
-            start = stop
-            lines += found[-1]
-            parts.append(found[:3])
-            odd.append(found[3].moved(rows))
-            rows += len(found[0])
-        label = np.concatenate([part[0] for part in parts])
-        values = np.concatenate([part[1] for part in parts], axis=1)
-        codes = np.concatenate([part[2] for part in parts], axis=1)
-        missing = np.packbits((values == NO_INTEGER).T, axis=1)
-        if missing.shape[1] == 1:
-            missing = missing[:, 0]
-        columns = [label, self._numericals(values), missing, *codes]
-        return Parsed(columns, OddTexts.joined(odd), bad, lines, len(text))
-
-    def _numericals(self, values: np.ndarray) -> np.ndarray:
-        """Return the transformed integers [13, rows] as [rows, 13] in the dtype that is stored."""
-        # As unsigned numbers those below LEAST are large too.
-        index = (values - LEAST).view(np.uint64)
-        unknown = index > MOST - LEAST
-        index[unknown] = len(self._known) - 1
-        stored = self._known.take(index.view(np.int64))
-        unknown &= values != NO_INTEGER
-        if unknown.any():
-            stored[unknown] = self._transformed(values[unknown])
-        return np.ascontiguousarray(stored.T)
+        # An odd number of cache lines a column of codes: columns that lie a multiple of 4 KiB apart
+        # would push each other out of the cache.
+        rows = len(text) // SHORTEST_LINE_BYTES // 32 * 32 + 48
+        labels = np.empty(rows, np.uint8)
+        numericals = np.empty((rows, NUM_NUMERICAL), self._bits)
+        missing = np.empty((rows, MISSING_BYTES), np.uint8)
+        codes = np.empty((NUM_CATEGORICAL, rows), np.uint32)
+        far, far_values = np.empty((2, FOUND), np.int64)
+        odd = np.empty((FOUND, 4), np.int64)
+        data = np.frombuffer(text, np.uint8)
+        odd_texts: list[OddTexts] = []
+        bad: list[tuple[int, str, bytes]] = []
+        is_utf8 = _is_utf8(text)
+        at = num_rows = num_lines = 0
+        stop, trusted = len(text), is_utf8
+        while at < len(text):
+            why, at, lines, num_rows, num_far, num_odd = parse_lines(
+                *(data, at, stop, trusted, num_rows, self._known),
+                *(labels, numericals, missing, codes, far, far_values, odd),
+            )
+            num_lines += lines
+            if num_far:
+                values = self._transformed(far_values[:num_far]).view(self._bits)
+                numericals.reshape(-1)[far[:num_far]] = values
+            if num_odd:
+                odd_texts.append(_odd_texts(text, odd[:num_odd]))
+            stop, trusted = len(text), is_utf8
+            if why == OTHER_LINE:
+                end = text.index(b"\n", at)
+                line = text[at:end].removesuffix(b"\r")
+                reason = what_is_wrong(line)
+                if reason is None:  # text beyond ASCII, which this line alone may hold
+                    assert not trusted, line
+                    stop, trusted = end + 1, True
+                else:
+                    bad.append((num_lines, reason, line))
+                    num_lines += 1
+                    at = end + 1
+        columns = [each[:num_rows] for each in (labels, numericals.view(self._dtype), missing)]
+        columns += [each[:num_rows] for each in codes]
+        return Parsed(columns, OddTexts.joined(odd_texts), bad, num_lines, len(text))
 
     def _transformed(self, integers: np.ndarray) -> np.ndarray:
-        """Apply the SQL of `preproc/sql.py`."""
-        found = self._connection.execute(
-            f"SELECT {numerical('x')} AS y FROM "
-            f"(SELECT nullif(given, {NO_INTEGER}) AS x FROM integers AS t(given))"
-        )
-        return found.fetchnumpy()["y"].astype(self._dtype)
+        """Apply the SQL of `preproc/sql.py` to int64 [n]; masked ones are missing."""
+        with self._connection.cursor() as cursor:
+            found = cursor.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
+            return found.fetchnumpy()["y"].astype(self._dtype)
 
 
-def _parse_block(block: bytes, bad: list, line: int) -> tuple:
-    """Return labels, integers, codes, odd texts and lines; append what is bad, by line of the text."""
+def _is_utf8(text: bytes) -> bool:
+    if text.isascii():
+        return True
     try:
-        if not block.isascii():
-            block.decode()
-        good = _fields(block)
-        return *good, len(good[0])
-    except (BadBlockError, UnicodeDecodeError):
-        found: Sorted = sort_lines(block)
-    num_lines = block.count(b"\n")
-    bad += [(line + index, reason, text) for index, reason, text in found.bad]
-    if not found.good:
-        nothing = np.empty((len(NUMERICAL), 0), np.int64)
-        codes = np.empty((len(CATEGORICAL), 0), np.uint32)
-        return np.empty(0, np.uint8), nothing, codes, OddTexts.joined([]), num_lines
-    return *_fields(found.good), num_lines
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
-def _fields(block: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, OddTexts]:
-    """Return labels [n], integers [13, n], codes [26, n] and the odd texts."""
-    fields = find_fields(block, len(COLUMNS))
-    codes = hexadecimal(fields, CATEGORIES)
-    odd = codes == ODD
-    columns, rows = np.nonzero(odd) if odd.any() else np.empty((2, 0), np.int64)
-    at = (columns + CATEGORIES.start, rows)
-    places = zip(fields.starts[at].tolist(), fields.ends[at].tolist(), strict=True)
-    # A place counts from before the block, where eight more bytes stand.
-    texts = [block[start - PADDING : end - PADDING].decode() for start, end in places]
-    return labels(fields, 0), integers(fields, INTEGERS), codes, OddTexts(columns, rows, texts)
+def _odd_texts(text: bytes, odd: np.ndarray) -> OddTexts:
+    """Return what the kernel found: [n, 4] of column, row, start and end."""
+    texts = [text[start:end].decode() for start, end in odd[:, 2:].tolist()]
+    return OddTexts(odd[:, 0].copy(), odd[:, 1].copy(), texts)
