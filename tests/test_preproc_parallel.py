@@ -1,102 +1,74 @@
-"""Parsing in several processes: the same bytes, and no process that outlives the run."""
+"""Parsing in several threads: the same bytes, in order, and no thread that outlives its work."""
 
-import os
-import signal
-import subprocess
-import sys
+import threading
 import time
-from contextlib import suppress
-from pathlib import Path
+from itertools import count
 
 import pytest
 
-from preproc import parse, parse_pool
-from preproc.parse_pool import WORKER_BYTES, WORTHWHILE_BYTES, ParsePool, num_workers
-from tests.preproc_command import preproc, raw_line, write_lines
+from preproc import parse
+from preproc.in_order import in_order
+from tests.preproc_command import preproc, write_lines
 from tests.test_preproc_restart import all_files, noise
 
-ROOT = Path(__file__).resolve().parents[1]
 
-
-def test_two_processes_write_what_one_writes(tmp_path, monkeypatch):
+def test_two_threads_write_what_one_writes(tmp_path, monkeypatch):
     lines = noise(3000)
     lines[700] = "no line"
     for day, part in enumerate((lines[:2000], lines[2000:])):
         write_lines(tmp_path / f"day_{day}.gz", part, compress=True)
-    options = [f"source={tmp_path}/day_*", "on_bad=quarantine", "threads=2"]
-    monkeypatch.setattr(parse, "TASK_BYTES", 20_000)
-    pools = []
+    options = [f"source={tmp_path}/day_*", "on_bad=quarantine"]
+    preproc(*options, f"output={tmp_path / 'whole'}", "threads=1")
+    monkeypatch.setattr(parse, "PIECE_BYTES", 20_000)
+    threads = []
     monkeypatch.setattr(
-        parse, "ParsePool", lambda *given: pools.append(ParsePool(*given)) or pools[-1]
+        parse, "in_order", lambda *given: threads.append(given[2]) or in_order(*given)
     )
-    preproc(*options, f"output={tmp_path / 'one'}")
-    monkeypatch.setattr(parse_pool, "WORTHWHILE_BYTES", 1)
-    preproc(*options, f"output={tmp_path / 'two'}")
-    assert [pool.workers for pool in pools] == [1, 2]
-    assert all_files(tmp_path / "two") == all_files(tmp_path / "one")
+    preproc(*options, f"output={tmp_path / 'one'}", "threads=1")
+    preproc(*options, f"output={tmp_path / 'two'}", "threads=2")
+    assert threads == [1, 1, 2, 2]
+    assert all_files(tmp_path / "one") == all_files(tmp_path / "whole")
+    assert all_files(tmp_path / "two") == all_files(tmp_path / "whole")
     assert b"day_0.gz\t701\t" in (tmp_path / "two/bad_rows.tsv").read_bytes()
 
 
-def test_processes_are_as_many_as_threads_memory_and_text_allow():
-    much, long = 100 * WORKER_BYTES, 100 * WORTHWHILE_BYTES
-    assert num_workers(16, much, long) == 16
-    assert num_workers(16, 3 * WORKER_BYTES + 1, long) == 3
-    assert num_workers(16, much, 4.5 * WORTHWHILE_BYTES) == 4
-    assert num_workers(16, -1, long) == num_workers(16, much, 10) == 1
+def test_results_come_in_order_however_long_each_takes():
+    def slow(number: int) -> int:
+        time.sleep(0.002 * (number % 3 == 0))
+        return number
+
+    assert list(in_order(slow, range(50), threads=4, ahead=8)) == list(range(50))
 
 
-def test_a_process_that_is_killed_is_told():
-    text = (raw_line() + "\n").encode()
-
-    def texts():
-        yield text
-        yield text
-        for process in list(pool._pool._processes.values()):
-            os.kill(process.pid, signal.SIGKILL)
-        while True:
-            yield text
-
-    with (
-        ParsePool(2, "float16") as pool,
-        pytest.raises(ValueError, match="a parsing process was ended from outside"),
-    ):
-        list(pool.in_order(texts()))
+def test_no_more_than_asked_for_are_ahead():
+    taken = count()
+    results = in_order(lambda item: item, taken, threads=2, ahead=3)
+    next(results)
+    time.sleep(0.05)
+    # One was given out, three are on their way, and one more waits for room.
+    assert next(taken) <= 5
+    results.close()
 
 
-def test_no_process_outlives_a_killed_run(tmp_path):
-    source = write_lines(tmp_path / "raw.tsv", noise(300))
-    code = (
-        "import sys\nfrom preproc import parse, parse_pool\n"
-        "from tests.preproc_command import preproc\n"
-        "if __name__ == '__main__':\n"
-        "    parse_pool.WORTHWHILE_BYTES = 1\n"
-        # Once every process has answered, the run hangs.
-        "    parse._Writer.append = lambda *_: print('parsing', flush=True) or input()\n"
-        "    preproc(*sys.argv[1:])\n"
-    )
-    run = subprocess.Popen(
-        [sys.executable, "-c", code, f"source={source}", f"output={tmp_path / 'out'}", "threads=2"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert run.stdout.readline() == b"parsing\n"
-    assert len(living(run.pid)) >= 3
-    run.kill()
-    run.wait()
-    ends = time.monotonic() + 20
-    while living(run.pid) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert not living(run.pid)
+def test_errors_of_either_end_come_in_their_place():
+    def items():
+        yield from (1, 2, 3)
+        raise ValueError("no more")
+
+    results = in_order(str, items(), threads=2, ahead=9)
+    assert [next(results) for _ in range(3)] == ["1", "2", "3"]
+    with pytest.raises(ValueError, match="no more"):
+        next(results)
+    results = in_order(lambda item: 1 // item, (1, 0, 1), threads=2, ahead=9)
+    assert next(results) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
 
 
-def living(session: int) -> list[str]:
-    """Return the processes of a session."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, _, of = entry.read_text().rpartition(")")[2].split()[:4]
-            if int(of) == session and state != "Z":
-                found.append(entry.parent.name)
-    return found
+def test_no_thread_outlives_a_stream_that_is_closed():
+    before = threading.active_count()
+    results = in_order(str, count(), threads=2, ahead=3)
+    next(results)
+    assert threading.active_count() > before
+    results.close()
+    assert threading.active_count() == before

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from preproc import parse
-from preproc.lookup import Lookup
 from preproc.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.staged import StagedColumn
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
@@ -106,7 +105,7 @@ def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_pat
     lines = noise(8000)
     source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
     preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
-    monkeypatch.setattr(parse, "TASK_BYTES", 20_000)
+    monkeypatch.setattr(parse, "PIECE_BYTES", 20_000)
     calls = count(1)
 
     def every_third(writer):
@@ -198,24 +197,6 @@ def test_buckets_depend_on_the_rows_alone():
     assert np.bincount(whole, minlength=7).min() > 600
 
 
-@pytest.mark.parametrize("kind", ["random", "dense", "colliding", "none"])
-def test_a_lookup_is_a_dictionary(kind):
-    draw = np.random.default_rng(0)
-    codes = {
-        "random": np.unique(draw.integers(0, 2**32 - 2, 5000).astype(np.uint32)),
-        "dense": np.arange(3000, dtype=np.uint32),
-        # The first bits of their products are all the same, so they share one bucket.
-        "colliding": (np.arange(60, dtype=np.uint32) * np.uint32(pow(2654435769, -1, 2**32))),
-        "none": np.empty(0, np.uint32),
-    }[kind]
-    draw.shuffle(codes)
-    known = codes[: len(codes) // 2]
-    wanted = dict(zip(known.tolist(), range(1, len(known) + 1), strict=True))
-    lookup = Lookup(known, np.arange(1, len(known) + 1, dtype=np.int32))
-    asked = np.concatenate([codes, codes, np.array([0, 1, 2**32 - 3], np.uint32)])
-    assert lookup(asked).tolist() == [wanted.get(code, 0) for code in asked.tolist()]
-
-
 def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}")
@@ -227,9 +208,10 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
 def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}", "frequency_limit=2")
-    monkeypatch.setattr("preproc.encode.CHUNK_ROWS", 100)
+    monkeypatch.setattr("preproc.encode.GROWING_ENTRY_BYTES", 1 << 20)
     monkeypatch.setattr("preproc.encode.MERGE_ROWS", 150)
-    preproc(f"source={source}", f"output={tmp_path / 'merged'}", "frequency_limit=2")
+    options = ["frequency_limit=2", "memory_limit=500MB"]
+    preproc(f"source={source}", f"output={tmp_path / 'merged'}", *options)
     assert all_files(tmp_path / "merged") == all_files(tmp_path / "whole")
 
 
