@@ -30,7 +30,7 @@ def in_order(
                     break
                 begun.put(pool.submit(function, item))
             begun.put(None)
-        except Exception as error:
+        except BaseException as error:  # for the other end to raise
             failed: Future[Result] = Future()
             failed.set_exception(error)
             begun.put(failed)
