@@ -48,9 +48,9 @@ from preproc.work import (
     work_directory_of,
 )
 
-# Python, NumPy and DuckDB themselves, and the text that is being parsed.
-BASE_BYTES = 200 << 20
-# A column at work: counts in DuckDB, a chunk and a vocabulary in NumPy.
+# Python, NumPy, Numba and DuckDB themselves.
+BASE_BYTES = 256 << 20
+# A column at work: counts in DuckDB, a chunk and a hash table beside it.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
 

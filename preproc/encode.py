@@ -20,7 +20,7 @@ from preproc.report import COVERAGE_LIMITS
 from preproc.sql import coverage, merge_counts, vocabulary
 from preproc.staged import StagedColumn
 
-CHUNK_ROWS = 1 << 21
+CHUNK_ROWS = 1 << 20
 # What stands between arrays of a chunk: codes, ids, ids of the pieces before.
 CHUNK_BYTES = CHUNK_ROWS * 12
 # Partial counts of a column that are merged once there are so many, and four times those before.

@@ -44,10 +44,13 @@ NIBBLE, WHOLE, CODE = np.uint64(4), np.uint64(32), np.uint64(0xFFFFFFFF)
 
 @njit(nogil=True, cache=True)
 def _word(text, at):
-    """Return eight bytes as a little-endian number; LLVM makes one load of it."""
-    word = np.uint64(0)
+    """Return eight bytes as a little-endian number.
+
+    LLVM makes one load of it, if indices are unsigned: signed ones may count from the end.
+    """
+    word, first = np.uint64(0), np.uint64(at)
     for byte in range(8):
-        word |= np.uint64(text[at + byte]) << np.uint64(8 * byte)
+        word |= np.uint64(text[first + np.uint64(byte)]) << np.uint64(8 * byte)
     return word
 
 
@@ -65,6 +68,81 @@ def _hexadecimal(word):
     digits = ((digits << NIBBLE) | (digits >> BYTE)) & PAIRS
     digits = ((digits << BYTE) | (digits >> HALF)) & QUADS
     return np.uint32(((digits << HALF) | (digits >> WHOLE)) & CODE)
+
+
+@njit(nogil=True, cache=True)
+def _ends_field(byte):
+    return byte in (TAB, LINE_END, RETURN)
+
+
+@njit(nogil=True, cache=True)
+def _integers(text, at, row, known, numericals, missing, far, far_values, num_far):
+    """Store the integers of a row; return where the next field begins or -1, and entries of `far`."""
+    missing_bits = 0
+    for column in range(NUM_NUMERICAL):
+        byte = np.int64(text[at])
+        if byte == TAB:
+            missing_bits |= 1 << (8 * MISSING_BYTES - 1 - column)
+            numericals[row, column] = known[MOST - LEAST + 1]
+            at += 1
+            continue
+        negative = byte == MINUS
+        if negative or byte == PLUS:
+            at += 1
+            byte = np.int64(text[at])
+        first, value = at, 0
+        while ZERO <= byte <= ZERO + 9:
+            value = 10 * value + (byte - ZERO)
+            at += 1
+            byte = np.int64(text[at])
+        if byte != TAB or at == first or at - first > MAX_DIGITS:
+            return -1, num_far
+        if negative:
+            value = -value
+        if LEAST <= value <= MOST:
+            numericals[row, column] = known[value - LEAST]
+        else:
+            far[num_far] = row * NUM_NUMERICAL + column
+            far_values[num_far] = value
+            num_far += 1
+        at += 1
+    for byte in range(MISSING_BYTES):
+        missing[row, byte] = missing_bits >> (8 * (MISSING_BYTES - 1 - byte)) & 0xFF
+    return at, num_far
+
+
+@njit(nogil=True, cache=True)
+def _categories(text, at, stop, trusted, row, codes, odd, num_odd):
+    """Store the codes of a row; return where the next line begins or -1, and entries of `odd`."""
+    for column in range(NUM_CATEGORICAL):
+        code, end = np.uint32(MISSING), at
+        if not _ends_field(text[at]):
+            code = np.uint32(ODD)
+            if at + 8 < stop and _ends_field(text[at + 8]):
+                code, end = _hexadecimal(_word(text, at)), at + 8
+            if code >= ODD:
+                code, end, beyond_ascii = np.uint32(ODD), at, np.uint8(0)
+                while not _ends_field(text[end]):
+                    beyond_ascii |= text[end]
+                    end += 1
+                if beyond_ascii >= 0x80 and not trusted:
+                    return -1, num_odd
+                odd[num_odd, 0] = column
+                odd[num_odd, 1] = row
+                odd[num_odd, 2] = at
+                odd[num_odd, 3] = end
+                num_odd += 1
+        codes[column, row] = code
+        if column < NUM_CATEGORICAL - 1:
+            if text[end] != TAB:
+                return -1, num_odd
+        else:
+            if text[end] == RETURN:
+                end += 1
+            if text[end] != LINE_END:
+                return -1, num_odd
+        at = end + 1
+    return at, num_odd
 
 
 @njit(nogil=True, cache=True)
@@ -109,76 +187,19 @@ def parse_lines(
         if full or num_odd + NUM_CATEGORICAL > len(odd):
             return FULL, start, num_lines, row, num_far, num_odd
         label = np.int64(text[at]) - ZERO
-        good = (label == 0 or label == 1) and text[at + 1] == TAB
-        labels[row] = label
-        at += 2
-
-        column = 0
-        missing_bits = 0
-        while good and column < NUM_NUMERICAL:
-            byte = np.int64(text[at])
-            if byte == TAB:
-                missing_bits |= 1 << (8 * MISSING_BYTES - 1 - column)
-                numericals[row, column] = known[MOST - LEAST + 1]
-            else:
-                negative = byte == MINUS
-                if negative or byte == PLUS:
-                    at += 1
-                    byte = np.int64(text[at])
-                first = at
-                value = 0
-                while byte >= ZERO and byte <= ZERO + 9:
-                    value = 10 * value + (byte - ZERO)
-                    at += 1
-                    byte = np.int64(text[at])
-                good = byte == TAB and at > first and at - first <= MAX_DIGITS
-                if negative:
-                    value = -value
-                if LEAST <= value <= MOST:
-                    numericals[row, column] = known[value - LEAST]
-                else:
-                    far[num_far] = row * NUM_NUMERICAL + column
-                    far_values[num_far] = value
-                    num_far += 1
-            at += 1
-            column += 1
-        for byte in range(MISSING_BYTES):
-            missing[row, byte] = missing_bits >> (8 * (MISSING_BYTES - 1 - byte)) & 0xFF
-
-        column = 0
-        while good and column < NUM_CATEGORICAL:
-            is_last = column == NUM_CATEGORICAL - 1
-            byte = text[at]
-            if byte == TAB or byte == LINE_END or byte == RETURN:
-                code, end = np.uint32(MISSING), at
-            else:
-                code = np.uint32(ODD)
-                end = at + 8
-                if end < stop:
-                    code = _hexadecimal(_word(text, at))
-                    byte = text[end] if code < ODD else byte
-                if code >= ODD or not (byte == TAB or byte == LINE_END or byte == RETURN):
-                    code, end, beyond_ascii = np.uint32(ODD), at, np.uint8(0)
-                    byte = text[at]
-                    while not (byte == TAB or byte == LINE_END or byte == RETURN):
-                        beyond_ascii |= byte
-                        end += 1
-                        byte = text[end]
-                    good = trusted or beyond_ascii < 0x80
-                    odd[num_odd, 0] = column
-                    odd[num_odd, 1] = row
-                    odd[num_odd, 2] = at
-                    odd[num_odd, 3] = end
-                    num_odd += 1
-            codes[column, row] = code
-            if is_last and byte == RETURN:
-                end += 1
-                byte = text[end]
-            good = good and byte == (LINE_END if is_last else TAB)
-            at = end + 1
-            column += 1
+        good = 0 <= label <= 1 and text[at + 1] == TAB
+        if good:
+            labels[row] = label
+            at, row_far = _integers(
+                text, at + 2, row, known, numericals, missing, far, far_values, num_far
+            )
+            good = at >= 0
+        if good:
+            at, row_odd = _categories(text, at, stop, trusted, row, codes, odd, num_odd)
+            good = at >= 0
         if not good:
-            return OTHER_LINE, start, num_lines, row, row_far, row_odd
+            return OTHER_LINE, start, num_lines, row, num_far, num_odd
+        num_far, num_odd = row_far, row_odd
         num_lines += 1
         row += 1
     return END, at, num_lines, row, num_far, num_odd

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numba import njit
 
-from preproc.fields import MISSING, ODD
+from preproc.fields import ODD
 
 # Bytes an entry: a slot, and an empty one that keeps probes short; while a table grows, the one before.
 ENTRY_BYTES = 16

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import duckdb
 import numpy as np
 
-from preproc.fields import END, LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
+from preproc.fields import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
 from preproc.lines import what_is_wrong
 from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
 
+KNOWN_PART = 1 << 17
 # A line of empty fields; what a piece has no rows for is memory that is never touched.
 SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
 # Texts without a code, and integers that are not looked up, that the kernel finds before it stops.
@@ -74,9 +75,13 @@ class PieceParser:
         self._dtype = np.dtype(numerical_dtype)
         # The kernel copies values and need not know what they are: Numba has no float16.
         self._bits = np.dtype(f"u{self._dtype.itemsize}")
-        known = np.ma.arange(LEAST, MOST + 2)
-        known[-1] = np.ma.masked
-        self._known = self._transformed(known).view(self._bits)
+        # In parts: what DuckDB needs for all at once would be the largest thing in memory.
+        parts = [
+            self._transformed(np.arange(start, min(start + KNOWN_PART, MOST + 1)))
+            for start in range(LEAST, MOST + 1, KNOWN_PART)
+        ]
+        missing = self._transformed(np.ma.masked_all(1, np.int64))
+        self._known = np.concatenate([*parts, missing]).view(self._bits)
 
     def __call__(self, text: bytes) -> Parsed:
         """Return the columns of `text`, which ends with a line end."""
