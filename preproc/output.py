@@ -119,7 +119,8 @@ def finish_dataset(
     )
     for path in sorted(directory.rglob("*")):  # vocabularies, report, bad rows
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in records and name != SPEC_NAME:
+        # A run that was killed at this very place may have left a spec, whole or in part.
+        if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
             records[name] = checksum(path)
     spec = FeatureSpec(
         directory,

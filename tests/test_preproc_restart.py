@@ -134,6 +134,23 @@ def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_pat
     assert all_files(output) == all_files(tmp_path / "wanted")
 
 
+def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+    preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
+
+    def killed(_spec, directory):
+        for name in (".feature_spec.yaml.partial", "feature_spec.yaml"):
+            (directory / name).write_text("half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("preproc.output.write_spec", killed)
+        with pytest.raises(SystemExit):
+            preproc(f"source={source}", f"output={output}")
+    preproc(f"source={source}", f"output={output}")
+    assert all_files(output) == all_files(tmp_path / "wanted")
+
+
 def test_other_options_begin_anew(tmp_path, monkeypatch):
     source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
     with monkeypatch.context() as patch:
