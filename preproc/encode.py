@@ -93,7 +93,9 @@ class ColumnEncoder:
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StagedColumn
     ) -> tuple[int, int, int, list[list[int]], bool]:
         counter = Counter(self._counted_values)
-        cursor.execute(f"CREATE OR REPLACE TABLE partial_{name} (value UINTEGER, count BIGINT)")
+        cursor.execute(
+            f"CREATE OR REPLACE TEMP TABLE partial_{name} (value UINTEGER, count BIGINT)"
+        )
         held = merged = 0
 
         def keep(parts: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -105,7 +107,7 @@ class ColumnEncoder:
             if held > max(MERGE_ROWS, 4 * merged):
                 # Otherwise a value would stand there once for every count that holds it.
                 query = merge_counts(f"partial_{name}")
-                cursor.execute(f"CREATE TABLE merged_{name} AS {query}")
+                cursor.execute(f"CREATE TEMP TABLE merged_{name} AS {query}")
                 cursor.execute(f"DROP TABLE partial_{name}")
                 cursor.execute(f"ALTER TABLE merged_{name} RENAME TO partial_{name}")
                 (held,) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchone()
@@ -123,10 +125,10 @@ class ColumnEncoder:
                 f'SELECT value, 1 AS count FROM odd WHERE "column" = {number} '
                 f'AND "row" >= {first} AND "row" < {last})'
             )
-        cursor.execute(f"CREATE OR REPLACE TABLE counts_{name} AS {counts_of}")
+        cursor.execute(f"CREATE OR REPLACE TEMP TABLE counts_{name} AS {counts_of}")
         cursor.execute(f"DROP TABLE partial_{name}")
         cursor.execute(
-            f"CREATE OR REPLACE TABLE vocabulary_{name} AS "
+            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS "
             f"{vocabulary(f'counts_{name}', self._limit)}"
         )
         summary = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchone()

@@ -5,6 +5,7 @@ the codes. Several threads parse pieces with one parser.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import duckdb
 import numpy as np
@@ -67,6 +68,27 @@ class Parsed:
         return len(self.columns[0])
 
 
+@cache
+def _known(dtype: np.dtype) -> np.ndarray:
+    """Return the values of the integers LEAST to MOST and of a missing one, as they are stored."""
+    # In parts: what DuckDB needs for all at once would be the largest thing in memory.
+    parts: list[np.ndarray] = [
+        np.arange(start, min(start + KNOWN_PART, MOST + 1))
+        for start in range(LEAST, MOST + 1, KNOWN_PART)
+    ]
+    parts.append(np.ma.masked_all(1, np.int64))
+    with duckdb.connect(config={"threads": 1}) as connection:
+        return np.concatenate([_transformed(connection, dtype, part) for part in parts])
+
+
+def _transformed(
+    connection: duckdb.DuckDBPyConnection, dtype: np.dtype, integers: np.ndarray
+) -> np.ndarray:
+    """Apply the SQL of `preproc/sql.py` to int64 [n]; masked ones are missing."""
+    found = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
+    return found.fetchnumpy()["y"].astype(dtype)
+
+
 class PieceParser:
     """Parses pieces of whole lines; it keeps nothing from one piece to the next."""
 
@@ -75,13 +97,7 @@ class PieceParser:
         self._dtype = np.dtype(numerical_dtype)
         # The kernel copies values and need not know what they are: Numba has no float16.
         self._bits = np.dtype(f"u{self._dtype.itemsize}")
-        # In parts: what DuckDB needs for all at once would be the largest thing in memory.
-        parts = [
-            self._transformed(np.arange(start, min(start + KNOWN_PART, MOST + 1)))
-            for start in range(LEAST, MOST + 1, KNOWN_PART)
-        ]
-        missing = self._transformed(np.ma.masked_all(1, np.int64))
-        self._known = np.concatenate([*parts, missing]).view(self._bits)
+        self._known = _known(self._dtype).view(self._bits)
 
     def __call__(self, text: bytes) -> Parsed:
         """Return the columns of `text`, which ends with a line end."""
@@ -107,8 +123,9 @@ class PieceParser:
             )
             num_lines += lines
             if num_far:
-                values = self._transformed(far_values[:num_far]).view(self._bits)
-                numericals.reshape(-1)[far[:num_far]] = values
+                with self._connection.cursor() as cursor:
+                    values = _transformed(cursor, self._dtype, far_values[:num_far])
+                numericals.reshape(-1)[far[:num_far]] = values.view(self._bits)
             if num_odd:
                 odd_texts.append(_odd_texts(text, odd[:num_odd]))
             stop, trusted = len(text), is_utf8
@@ -126,12 +143,6 @@ class PieceParser:
         columns = [each[:num_rows] for each in (labels, numericals.view(self._dtype), missing)]
         columns += [each[:num_rows] for each in codes]
         return Parsed(columns, OddTexts.joined(odd_texts), bad, num_lines, len(text))
-
-    def _transformed(self, integers: np.ndarray) -> np.ndarray:
-        """Apply the SQL of `preproc/sql.py` to int64 [n]; masked ones are missing."""
-        with self._connection.cursor() as cursor:
-            found = cursor.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
-            return found.fetchnumpy()["y"].astype(self._dtype)
 
 
 def _is_utf8(text: bytes) -> bool:

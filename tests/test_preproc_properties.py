@@ -22,7 +22,7 @@ from preproc.lines import what_is_wrong
 from preproc.parse_piece import PieceParser
 
 SETTINGS = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 # Fields of raw text: anything but what separates fields and lines; hexadecimals often.
 TEXT = st.text(

@@ -217,7 +217,7 @@ def test_buckets_depend_on_the_rows_alone():
 def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}")
-    monkeypatch.setattr("preproc.encode.ENTRY_BYTES", 1 << 29)
+    monkeypatch.setattr("preproc.encode.ENTRY_BYTES", 1 << 20)
     preproc(f"source={source}", f"output={tmp_path / 'pieces'}", "memory_limit=2GB")
     assert data_files(tmp_path / "pieces") == data_files(tmp_path / "whole")
 
