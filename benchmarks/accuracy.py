@@ -3,13 +3,15 @@
     python -m benchmarks.accuracy --data DIR --out DIR dlrm_criteo_kaggle dcnv2_criteo_kaggle
 
 Each experiment is trained in float32 and launched kernel by kernel, in bf16 launched, in bf16 recorded as a CUDA graph,
-and in the last way a second time with the same seed. Needs a GPU; the data is a preprocessed dataset directory.
+and in the last way a second time with the same seed. Needs a GPU; the data is a preprocessed dataset directory. Runs share the GPU,
+`--jobs` at a time, since nothing is timed.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -34,11 +36,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="dataset directory")
     parser.add_argument("--out", type=Path, required=True, help="where run directories go")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=6, help="runs at a time")
     args = parser.parse_args()
     for experiment in args.experiments:
-        runs = {
-            name: [_run(experiment, name, seed, args) for seed in args.seeds] for name in VARIANTS
-        }
+        with ThreadPoolExecutor(args.jobs) as pool:
+            started = {
+                name: [pool.submit(_run, experiment, name, seed, args) for seed in args.seeds]
+                for name in VARIANTS
+            }
+            runs = {name: [each.result() for each in futures] for name, futures in started.items()}
         print(f"| {experiment} | test AUC of each seed | mean | largest difference of a loss |")
         print("|---|---|---|---|")
         names = [None, *VARIANTS]

@@ -162,7 +162,9 @@ def _dense_pass(
     received: int,
     home: int,
 ) -> int:
-    """The fullest of three moments; memory of the first is used again by the later ones.
+    """The fullest of three moments of the backward pass.
+
+    Weights' gradients come last (`nn/weight_copies.py`), so inputs and gradients of all layers are there until the end.
 
     Args:
         config: names the model.
@@ -172,14 +174,15 @@ def _dense_pass(
         received: embeddings that came from other ranks, bytes.
         home: gradients of the embeddings of this rank's rows, bytes.
     """
-    # What backward needs again: the input of every layer, which is the output of the one before.
-    saved = sum(before for before, _ in layers)
+    # The input of every layer, which is the output of the one before, and its output's gradient.
+    kept = sum(before + after for before, after in layers)
     widest = max(max(layer) for layer in layers)
+    num_cross_layers = 0
     if config.model.name is ModelName.dcnv2:
+        num_cross_layers = config.model.cross.num_layers
         # x0 * (W x + b): the product's gradient needs W x + b too, one x wide, in every cross layer.
-        saved += config.model.cross.num_layers * widest
-    gradients = 2 * widest  # of one layer's output and of its input
-    top = received + (saved + gradients) * column_bytes
-    interaction = received + home + layers[0][1] * column_bytes
-    sending = (home if received else 0) + looked_up
-    return max(top, interaction, sending)
+        kept += num_cross_layers * widest
+    # Gradients on their way: of a layer's output and input, and of all cross layers' outputs.
+    passing = max(2, num_cross_layers) * widest * column_bytes
+    moments = (passing, home, (home if received else 0) + looked_up)
+    return received + kept * column_bytes + max(moments)

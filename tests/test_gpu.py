@@ -82,7 +82,7 @@ def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
                 assert changes[name][0] == pytest.approx(length, rel=0.15), "-".join(each)
             # The others divide by the gradient's own size, and rounding decides the sign of the smallest.
             if each[2] == "sgd":
-                assert worst_difference(wanted, changes) < 0.1, "-".join(each)
+                assert worst_difference(wanted, changes) < 0.2, "-".join(each)
 
 
 def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list[float]]]:
