@@ -586,10 +586,11 @@ class Config:
         sharding = self.sharding
         require(
             self.model.embedding_dtype is TableDtype.fp32
-            or ShardingType.row_wise not in (*sharding.types, *sharding.tables.values()),
+            or not {ShardingType.row_wise, ShardingType.table_row_wise}
+            & {*sharding.types, *sharding.tables.values()},
             f"model.embedding_dtype={self.model.embedding_dtype.name} with row-wise tables: FBGEMM updates "
-            "those, and does not round as this recipe does; take row_wise out of sharding.types and "
-            "sharding.tables, or set model.embedding_dtype=fp32",
+            "those, and does not round as this recipe does; take row_wise and table_row_wise out of "
+            "sharding.types and sharding.tables, or set model.embedding_dtype=fp32",
         )
 
     @property
