@@ -152,6 +152,37 @@ def run_interpreted() -> None:
     compare_stored(OptimizerName.sgd, 40, "cpu", torch.float16)
 
 
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "fp16"])
+def test_the_update_compiles_for_a_gpu_that_is_not_there(stored):
+    """The interpreter takes what the compiler refuses, such as two returns of different types."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from nn.table_kernels import _segment_update
+
+    constants = {
+        "RULE": "adam",
+        "LEVEL": 0,
+        "ONE_HOT": False,
+        "ALIGN": 16,
+        "WARPS": 4,
+        "LENGTH": 32,
+        "BLOCK_D": 128,
+    }
+    # Of arguments that are no pointers to int32.
+    types = {"weights": f"*{stored}", "gradients": "*bf16", "order": "*i64", "sums_counts": "*i8"}
+    types |= dict.fromkeys(["state1", "state2", "sums", "scalars"], "*fp32")
+    types |= dict.fromkeys(["eps", "beta1", "beta2"], "fp32")
+    types |= dict.fromkeys(["num_blocks", "gradient_stride"], "i32")
+    types |= dict.fromkeys(["weight_offset", "state1_offset", "state2_offset"], "*i64")
+    types |= dict.fromkeys(["key_base", "id_offset", "out_column", "sums_keys"], "*i64")
+    signature = {name: types.get(name, "*i32") for name in _segment_update.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=_segment_update, signature=signature, constexprs=constants)
+    assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+
 def test_equal_ids_of_many_blocks_are_summed_level_by_level():
     from nn.table_launches import _levels
 
