@@ -166,7 +166,8 @@ def _work_of(
         split = len(table.ranks)
         columns = table.embedding_dim / (split if table.sharding == "column_wise" else 1)
         elements += 0 if is_copy else rows * columns
-        ids += rows * table.hotness / (split if table.sharding == "row_wise" else 1)
+        rows_cut = table.sharding in ("row_wise", "table_row_wise")
+        ids += rows * table.hotness / (split if rows_cut else 1)
     return round(elements) * _sent_bytes(config), round(ids)
 
 

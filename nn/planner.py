@@ -53,14 +53,17 @@ STATE_BYTES = {
 }
 FP32_BYTES = 4
 
-# A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
-# than a rank's fair share of all lookups.
+# Layouts that part a table's rows: over all ranks, or over those of one node.
+ROWS_CUT = (ShardingType.row_wise, ShardingType.table_row_wise)
+
 REPLICATED_FROM = 32_768
 """Samples of a rank from which small tables are replicated: with fewer, the sort and the update of the copies cost more
 than the embeddings that do not travel (4 H200, DLRM: 32 for 36 million samples/s at 16,384 a rank, 61 for 51 at 65,536)."""
 REPLICATED_BELOW = 8
 """Samples of a rank that a replicated table has at least for each of its rows: at 2 its gradient would be as large as
 the embeddings that do not travel."""
+# A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
+# than a rank's fair share of all lookups.
 CUT_ABOVE = 0.25
 
 
@@ -263,8 +266,8 @@ def _constraints(
             types = [ShardingType.table_wise]
         else:
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
-        if table.name in expanded and ShardingType.row_wise in types:
-            types = _without_row_wise(table.name, types, overridden=chosen is not None)
+        if table.name in expanded and any(each in types for each in ROWS_CUT):
+            types = _without_rows_cut(table.name, types, overridden=chosen is not None)
         if rule is OptimizerName.rowwise_adagrad and ShardingType.column_wise in types:
             if chosen is not None:
                 raise ValueError(
@@ -310,27 +313,28 @@ def _replicated_or_not(
     return [ShardingType.data_parallel] if is_small else rest
 
 
-def _without_row_wise(
+def _without_rows_cut(
     table: str, types: list[ShardingType], *, overridden: bool
 ) -> list[ShardingType]:
     """Layouts of a table whose ids are expanded where it lies.
 
     Raises:
-        ValueError: there is none but row-wise.
+        ValueError: there is none that leaves its rows together.
     """
+    named = ", ".join(each.value for each in types)
     why = (
         "data.multi_hot expands its ids on the rank that holds its rows, and the further ids would be "
         "rows of other ranks"
     )
     if overridden:
         raise ValueError(
-            f"sharding.tables sets {table} to row_wise, but {why}; choose table_wise, column_wise or "
+            f"sharding.tables sets {table} to {named}, but {why}; choose table_wise, column_wise or "
             "data_parallel"
         )
-    rest = [each for each in types if each is not ShardingType.row_wise]
+    rest = [each for each in types if each not in ROWS_CUT]
     if not rest:
         raise ValueError(
-            f"sharding.types=[row_wise] leaves {table} no layout: {why}; add table_wise or column_wise"
+            f"sharding.types=[{named}] leaves {table} no layout: {why}; add table_wise or column_wise"
         )
     return rest
 

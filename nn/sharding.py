@@ -153,6 +153,7 @@ class ShardedTables:
         self._rows = {
             table.name: table.num_embeddings for table in embeddings.embedding_bag_configs()
         }
+        self.names = list(self._rows)
         self.module = sharder.shard(
             embeddings,
             table_plan,

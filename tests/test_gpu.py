@@ -1,9 +1,12 @@
 """What only a GPU can show: NCCL, bf16, fp16, and that ranks and layouts do not change what is learnt there either."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,8 @@ from nn.feed import Feed
 from tests.command import run_command
 from tests.composed import TINY, build, compose_config, learnt_in_cases, worst_difference
 from tests.distributed import run_distributed
+from tests.runs import records
+from tests.test_reshard import RATES, contents
 from tests.test_sharding import case
 
 pytestmark = [
@@ -239,6 +244,65 @@ def test_recordings_that_share_memory_do_not_disturb_each_other(world_size):
     assert captured[0] == pytest.approx(plain[0], rel=2e-5)
     for one, other in zip(captured[1], plain[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+RESUMED = [
+    ("dlrm", "adam", "off"),
+    ("dcnv2", "adagrad", "off"),
+    ("dlrm", "rowwise_adagrad", "bf16"),
+]
+# Of every number in the records. The same ranks do the same sums, so that what is left is the order of atomic additions in
+# libraries.
+RESUME_TOLERANCE = {"off": 2e-5, "bf16": 2e-3}
+
+
+def started_on_gpus(recipe: str, rule: str, amp: str, run_dir: Path, last_step: int) -> str:
+    """What a start of a run with checkpoints in the background says."""
+    ended = run_command(
+        *(each for each in TINY if not each.startswith("device")),
+        *ON_GPU,
+        *(f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"),
+        *(f"train.amp={amp}", f"train.max_steps={last_step}", f"run_dir={run_dir}"),
+        *("log.every=1", "log.tensorboard=false", "checkpoint.save_every=4", "checkpoint.keep=9"),
+        recipe=recipe,
+    )
+    assert (ended.exit_code, ended.err) == (0, "")
+    return ended.out
+
+
+@pytest.mark.parametrize(("recipe", "rule", "amp"), RESUMED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, world_size, recipe, rule, amp):
+    """Through the captured step, from a checkpoint that was copied and written while later steps ran."""
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+
+    def start(name: str, last_step: int) -> str:
+        case = (recipe, rule, amp, tmp_path / name, last_step)
+        return run_distributed(started_on_gpus, world_size, *case)[0]
+
+    assert "step: a CUDA graph" in start("whole", 24)
+    start("parts", 11)
+    # As if it had been killed there.
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_11")
+    assert "step_8, 8 steps" in start("parts", 24)
+    whole, parts = (
+        [each for each in records(tmp_path / name) if "loss" in each] for name in ("whole", "parts")
+    )
+    assert [each["step"] for each in parts] == list(range(1, 25))
+    losses = [[each["loss"] for each in run] for run in (whole, parts)]
+    assert losses[1] == pytest.approx(losses[0], rel=RESUME_TOLERANCE[amp])
+    stored = [contents(tmp_path / name / "checkpoints", 24) for name in ("whole", "parts")]
+    assert stored[0].keys() == stored[1].keys()
+    equal = [name for name, value in stored[0].items() if np.array_equal(value, stored[1][name])]
+    print(
+        f"{recipe} {rule} {amp} on {world_size}: losses equal to the bit: {losses[0] == losses[1]}, tensors equal "
+        f"to the bit: {len(equal)} of {len(stored[0])}"
+    )
+    for name, value in stored[0].items():
+        if name.startswith("tables") and name.endswith("weight"):
+            distance = np.abs(value - stored[1][name]).max()
+            assert distance <= 10 * RESUME_TOLERANCE[amp] * np.abs(value).max(), name
 
 
 def losses_while_another_feed_runs(cases: list[list[str]]) -> list[list[float]]:
