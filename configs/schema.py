@@ -250,8 +250,8 @@ class ModelConfig:
     embedding_dim: int = option(128, "columns of every table; a multiple of 4")
     embedding_dtype: TableDtype = option(
         TableDtype.fp32,
-        "what table weights are stored in: fp32, bf16 or fp16 with stochastic rounding; replicated "
-        "tables and optimizer state stay fp32",
+        "what table weights are stored in: fp32, or bf16 or fp16 with stochastic rounding, at fp32's "
+        "accuracy as far as measured; replicated tables and optimizer state stay fp32",
     )
     bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
     top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")

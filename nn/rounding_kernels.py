@@ -50,17 +50,16 @@ def round_stochastically(values, bits, dtype: tl.constexpr):
     """Round float32 to bf16 or fp16."""
     whole = values.to(tl.uint32, bitcast=True)
     size = whole & 0x7FFFFFFF
-    # One return: Triton wants all of them to be of one type, those of branches not taken included.
+    # One return for both: a second one would have to be of the same type.
     if dtype == tl.bfloat16:
-        cut = whole + tl.where(size < BF16_MAX, bits, 0)
-        rounded = (cut >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        rounded = whole + tl.where(size < BF16_MAX, bits, 0)
+        result = (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         cut = (size + (bits >> 3)) & 0x7FFFE000
-        cut = tl.where(size < FP16_MAX, cut, tl.where(size < INF, FP16_MAX, size))
+        rounded = tl.where(size < FP16_MAX, cut, tl.where(size < INF, FP16_MAX, size))
         small = tl.minimum(size.to(tl.float32, bitcast=True), 0.00006103515625)
         multiple = ((small * 1099511627776.0).to(tl.int32) + bits.to(tl.int32)) >> 16
         subnormal = multiple.to(tl.float32) * 5.960464477539063e-08
-        cut = tl.where(size < FP16_NORMAL, subnormal.to(tl.uint32, bitcast=True), cut)
-        signed = cut | (whole & 0x80000000)
-        rounded = signed.to(tl.float32, bitcast=True).to(tl.float16)
-    return rounded
+        rounded = tl.where(size < FP16_NORMAL, subnormal.to(tl.uint32, bitcast=True), rounded)
+        result = (rounded | (whole & 0x80000000)).to(tl.float32, bitcast=True).to(tl.float16)
+    return result

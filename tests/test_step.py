@@ -1,6 +1,7 @@
 """One step: what it learns, whatever the number of ranks, and that it refuses to learn from a loss that is no number."""
 
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -394,6 +395,16 @@ def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, wh
         after = [each.detach() for each in built.step.dense.parameters()]
         after += [shard.weight for shard in built.step.tables.shards()]
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_pass_that_is_not_recorded_gives_up_its_ids_too():
+    """Else a recorded exchange would hold them for ever, and send all further ids operation by operation."""
+    given_up = []
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        batch, ids = next(built.feed(0, 1))
+        built.step.predict(batch, replace(ids, give_up=lambda: given_up.append(True)))
+    assert given_up == [True]
 
 
 def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypatch):
