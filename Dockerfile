@@ -7,9 +7,9 @@
 # `runs` must be writable for user 1000, which is who trains in there.
 FROM python:3.12-slim
 
-# A compiler, since torch.compile and Triton build their launchers on the spot.
+# A compiler, since torch.compile and Triton build their launchers on the spot; numactl, by which torchrun binds ranks.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
+    && apt-get install --yes --no-install-recommends g++ numactl \
     && rm -rf /var/lib/apt/lists/* \
     && pip install --no-cache-dir uv \
     && useradd --create-home --uid 1000 trainer \

@@ -69,6 +69,14 @@ class Amp(Enum):
     fp16 = "fp16"
 
 
+class TableDtype(Enum):
+    """What table weights are stored in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class OptimizerName(Enum):
     """Update rules that exist both for tables and for the dense half."""
 
@@ -79,11 +87,12 @@ class OptimizerName(Enum):
 
 
 class ShardingType(Enum):
-    """How one table is laid over the ranks (TorchRec's names)."""
+    """How one table is laid over the ranks (TorchRec's names); `table_row_wise` is row-wise within one node."""
 
     table_wise = "table_wise"
     column_wise = "column_wise"
     row_wise = "row_wise"
+    table_row_wise = "table_row_wise"
     data_parallel = "data_parallel"
 
 
@@ -239,6 +248,11 @@ class ModelConfig:
 
     name: ModelName = option(ModelName.dlrm, "dlrm (dot interaction) or dcnv2 (cross network)")
     embedding_dim: int = option(128, "columns of every table; a multiple of 4")
+    embedding_dtype: TableDtype = option(
+        TableDtype.fp32,
+        "what table weights are stored in: fp32, bf16 or fp16 with stochastic rounding; replicated "
+        "tables and optimizer state stay fp32",
+    )
     bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
     top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
     cross: CrossConfig = MISSING
@@ -460,10 +474,14 @@ def _table_overrides(given: Any) -> dict[str, ShardingType]:
 class CheckpointConfig:
     """State on disk, through torch.distributed.checkpoint."""
 
-    save: bool = option(True, "save model and optimizers at the end of training")
+    save: bool = option(True, "save the state of a run, at its end too")
+    save_every: int | None = option(None, "save every so many steps too; null: by the clock alone")
+    save_every_minutes: float | None = option(30, "save every so many minutes too; null: never")
+    keep: int = option(2, "latest checkpoints to keep; the one with the best test AUC stays too")
     restore: str | None = option(
         None,
-        "checkpoint to load before anything runs: a step_N directory, or one of NVIDIA's TF2 recipe",
+        "checkpoint to start from: a step_N directory, or one of NVIDIA's TF2 recipe; a run_dir with "
+        "checkpoints of its own goes on by itself",
     )
     parts: list[CheckpointPart] = option(
         list(CheckpointPart),
@@ -474,8 +492,18 @@ class CheckpointConfig:
         False,
         "let tables have more rows than in checkpoint.restore; further rows begin as the seed's",
     )
+    allow_changes: bool = option(
+        False, "go on although data files or settings are not those of the checkpoint"
+    )
 
     def __post_init__(self) -> None:
+        for name in ("save_every", "save_every_minutes"):
+            value = getattr(self, name)
+            require(
+                value is None or value > 0,
+                f"checkpoint.{name} must be positive or null, got {value}",
+            )
+        require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
         halves = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(each.name for each in self.parts) + "]"
         require(bool(self.parts), "checkpoint.parts must name at least one of dense and tables")
@@ -554,6 +582,15 @@ class Config:
         require(
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
+        )
+        sharding = self.sharding
+        require(
+            self.model.embedding_dtype is TableDtype.fp32
+            or not {ShardingType.row_wise, ShardingType.table_row_wise}
+            & {*sharding.types, *sharding.tables.values()},
+            f"model.embedding_dtype={self.model.embedding_dtype.name} with row-wise tables: FBGEMM updates "
+            "those, and does not round as this recipe does; take row_wise and table_row_wise out of "
+            "sharding.types and sharding.tables, or set model.embedding_dtype=fp32",
         )
 
     @property

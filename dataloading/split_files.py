@@ -32,6 +32,11 @@ class SplitFiles:
     offsets: dict[str, Path] = field(default_factory=dict)
     parquet: tuple[Path, ...] = ()
 
+    def paths(self) -> list[Path]:
+        """Return all files."""
+        single = [path for path in (self.numerical, self.label) if path is not None]
+        return [*single, *self.ids.values(), *self.offsets.values(), *self.parquet]
+
     def mean_hotness(self, name: str, dtype: np.dtype) -> float:
         """Return the mean ids a row of a ragged feature."""
         return self.ids[name].stat().st_size / dtype.itemsize / self.num_rows

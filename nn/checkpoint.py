@@ -1,76 +1,122 @@
-"""Save and restore a run's state through torch.distributed.checkpoint.
+"""What a checkpoint holds, and how it gets into both halves and out of them, through torch.distributed.checkpoint.
 
-A checkpoint is a directory `step_N`: the shards, and `run.json`, which says what they belong to. It is written beside
-its final name and renamed once every rank is done, so a directory called `step_N` is complete.
-
-Names in it do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
+Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
 `dense_optimizer.<parameter>.<state>`. A table may therefore be split differently, or replicated, when it is read back.
+`trainer.<name>` is the training loop's own.
+
+There is no generator to save: initial weights, the order of rows and synthetic clicks are functions of the seed and of
+counters, and the schedule is one of the step. The loader's position is the step.
 """
 
-import json
-import os
-import shutil
+import math
 from collections.abc import Collection
+from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from configs.schema import Half
+from configs.schema import Config, Half
 from dataloading.feature_spec import FeatureSpec
+from dataloading.file_states import file_samples, file_states
 from nn.checkpoint_contents import (
     chosen,
     differences,
     half_of,
     open_index,
-    tables_of,
     why_other_features,
 )
-from nn.distributed import Ranks
+from nn.checkpoint_files import FORMAT_VERSION, commit, read_facts, unfinished, wait_for
+from nn.distributed import HostChannel, Ranks
+from nn.host_copy import State
 from nn.step import Step
-from nn.stored_tensors import read_index
+from nn.stored_tensors import blocks, read_index
 from nn.tensor_reader import TensorReader
 from nn.tensor_writer import TensorWriter
 from nn.tf2_tables import find_tf2_tables
 
-RUN_FILE = "run.json"
+TRAINER = "trainer."
+
+
+def state_of(step: Step) -> State:
+    """Return this rank's part of what a checkpoint holds; the tensors are those that are trained."""
+    return _weights(step) | _optimizer_state(step)
+
+
+def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
+    """Return what run.json says of a whole run.
+
+    Args:
+        config: the whole run.
+        spec: the dataset as the model sees it.
+        ranks: this process.
+    """
+    return {
+        "format_version": FORMAT_VERSION,
+        "seed": config.seed,
+        "world_size": ranks.world_size,
+        "torch": torch.__version__,
+        "feature_spec": spec.fingerprint(),
+        "data_files": file_states(spec),
+        "data_samples": file_samples(spec),
+        "config": plain_config(config),
+    }
+
+
+def plain_config(config: Config) -> dict[str, Any]:
+    """Return a configuration as JSON would hold it."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        return value.value if isinstance(value, Enum) else value
+
+    return plain(asdict(config))
+
+
+def write(directory: Path, num_steps: int, state: State, step: Step, channel: HostChannel) -> None:
+    """Write the tensors of a checkpoint below its unfinished name; all ranks must call it.
+
+    Raises:
+        ValueError: on all ranks, when one could not write its part.
+        RuntimeError: another rank has ended.
+    """
+    writer = TensorWriter(unfinished(directory, num_steps), step.tables.names)
+    try:
+        dcp.save(state, storage_writer=writer, process_group=channel.group)
+    except dcp.CheckpointException as error:
+        raise ValueError(_first_problem(error)) from None
+
+
+def missing_parts(directory: Path, state: State) -> list[str]:
+    """Return the names of a state's tensors that the written files do not hold in full."""
+    tensors = read_index(directory).tensors
+    held = {
+        name: sum(math.prod(chunk.sizes) for chunk in each.chunks) for name, each in tensors.items()
+    }
+    sizes = {
+        name: value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+        for name, value in state.items()
+    }
+    return [name for name, size in sizes.items() if held.get(name) != math.prod(size)]
 
 
 def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
-    """Write `directory/step_<num_steps>` and return its path.
-
-    Args:
-        directory: where checkpoints lie; made if missing.
-        step: both halves and their optimizers.
-        num_steps: updates made so far.
-        spec: the dataset, whose fingerprint the checkpoint carries.
-        ranks: this process.
-    """
-    path = directory / f"step_{num_steps}"
-    unfinished = directory / f".step_{num_steps}.unfinished"
+    """Write `directory/step_<num_steps>` while the caller waits, and return its path; of a run it knows the dataset only."""
+    channel = HostChannel()
+    write(directory, num_steps, state_of(step), step, channel)
+    facts = {"format_version": FORMAT_VERSION, "feature_spec": spec.fingerprint()}
     if ranks.is_main:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        commit(directory, num_steps, facts | {"num_steps": num_steps})
     ranks.barrier()
-    try:
-        dcp.save(
-            _weights(step) | _optimizer_state(step),
-            storage_writer=TensorWriter(unfinished, tables_of(spec)),
-        )
-    except dcp.CheckpointException as error:
-        problem, _ = next(iter(error.failures.values()))
-        raise ValueError(
-            f"the checkpoint could not be written below {directory}: {problem}; the run's other results "
-            "are there. Make room and train again, or set checkpoint.save=false"
-        ) from None
-    if ranks.is_main:
-        facts = {"num_steps": num_steps, "feature_spec": spec.fingerprint()}
-        (unfinished / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n")
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(unfinished, path)
-    ranks.barrier()
-    return path
+    return directory / f"step_{num_steps}"
 
 
 def check(
@@ -79,17 +125,19 @@ def check(
     *,
     halves: Collection[Half] = tuple(Half),
     grow: bool = False,
-) -> int:
-    """Return the number of steps behind a checkpoint, after seeing that it belongs to this dataset.
+    allow_changes: bool = False,
+) -> dict[str, Any]:
+    """Return run.json of a checkpoint, after seeing that it belongs to this dataset.
 
     Args:
         path: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
         spec: this dataset.
         halves: whose weights are to be taken from it.
         grow: allow tables to have more rows than are stored.
+        allow_changes: take it although the features differ in more.
 
     Raises:
-        ValueError: when it is no checkpoint, or was trained on other features.
+        ValueError: when it is no checkpoint, is of a newer format, or was trained on other features.
     """
     if find_tf2_tables(path) is not None:
         if set(halves) != {Half.tables}:
@@ -97,20 +145,20 @@ def check(
                 f"checkpoint.restore={path} is of the TF2 recipe, of which the tables can be loaded; set "
                 "checkpoint.parts=[tables]"
             )
-        return 0
+        return {"num_steps": 0}
     try:
-        facts = json.loads((path / RUN_FILE).read_text())
-        fingerprint, num_steps = facts["feature_spec"], facts["num_steps"]
+        facts = read_facts(path)
+        fingerprint, _ = facts["feature_spec"], facts["num_steps"]
         index = read_index(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         raise ValueError(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
             "below a run's checkpoints/"
         ) from None
     problem = why_other_features(index, fingerprint, spec, grow=grow)
-    if problem is not None:
+    if problem is not None and not allow_changes:
         raise ValueError(f"checkpoint.restore={path} {problem}")
-    return num_steps
+    return facts
 
 
 def restore(
@@ -133,6 +181,9 @@ def restore(
     Raises:
         ValueError: on all ranks, when the checkpoint's tensors are not those of this model or cannot be read.
     """
+    if find_tf2_tables(path) is None:
+        # Rank 0 of another host may have renamed it a moment ago.
+        wait_for(path / "run.json")
     index = open_index(path, step.tables.names)
     tensors = chosen(index, halves, with_optimizer=with_optimizer, frozen=step.frozen)
     wanted = _weights(step)
@@ -162,19 +213,34 @@ def restore(
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
         )
     except dcp.CheckpointException as error:
-        problem, _ = next(iter(error.failures.values()))
         raise ValueError(
-            f"checkpoint.restore={path} cannot be read: {problem}; copy it again, or name another"
+            f"checkpoint.restore={path} cannot be read: {_first_problem(error)}; copy it again, or name another"
         ) from None
 
 
-def _weights(step: Step) -> dict[str, Any]:
+def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:
+    """Return the logits and labels that the training loop had kept for its next record, if any."""
+    tensors = read_index(path).tensors
+    names = [f"{TRAINER}{name}" for name in ("logits", "labels")]
+    if names[0] not in tensors:
+        return None
+    logits, labels = (np.concatenate(list(blocks(tensors[name]))) for name in names)
+    return torch.from_numpy(logits), torch.from_numpy(labels)
+
+
+def _first_problem(error: dcp.CheckpointException) -> str:
+    """The error of the lowest rank that has one, and which that is if it is not the first."""
+    rank, (problem, _) = min(error.failures.items(), key=lambda each: each[0])
+    return f"rank {rank}: {problem}" if rank else str(problem)
+
+
+def _weights(step: Step) -> State:
     state = {f"tables.{name}": value for name, value in step.tables.weights().items()}
     state |= {f"dense.{name}": value.detach() for name, value in step.dense.named_parameters()}
     return state
 
 
-def _optimizer_state(step: Step) -> dict[str, Any]:
+def _optimizer_state(step: Step) -> State:
     state = {f"tables.{name}": value for name, value in step.tables.optimizer_state().items()}
     for name, parameter in step.dense.named_parameters():
         for key, value in step.dense_optimizer.state[parameter].items():

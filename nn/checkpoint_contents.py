@@ -112,7 +112,8 @@ def why_other_features(
             return _why_other_rows(categorical, spec, grow=grow)
     return (
         "was trained on other features than this dataset's (names, order, cardinalities or hotness "
-        "differ); set data.path to the dataset it was trained on"
+        "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if they "
+        "mean the same"
     )
 
 

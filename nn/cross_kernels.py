@@ -8,7 +8,6 @@ read what they are added to.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nn.fused_linear import weight_gradient
-from nn.weight_copies import CopiedWeights, copied
+from nn.fused_linear import copies_in, weight_gradient
 
 # B: samples, C: columns of x0, R: rank (C for a full weight), L: layers, h: [B, R], what a layer multiplies by its last
 # weight, u: [B, C], what x0 is multiplied by, g: [B, C], the gradient of a layer's result, P: programs that share the
@@ -39,23 +37,16 @@ def fused_cross(
         ups: [C, R] of each layer.
         biases: [C] of each layer.
     """
-    copies = copied([*downs, *ups, *biases], x0.dtype)
-    return _FusedCross.apply(x0, len(ups), copies, ups[0].dtype, *copies.tensors)
+    return _FusedCross.apply(x0, len(ups), *downs, *ups, *biases)
 
 
 class _FusedCross(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x0: Tensor,
-        num_layers: int,
-        copies: CopiedWeights,
-        dtype: torch.dtype,
-        *parameters: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x0: Tensor, num_layers: int, *parameters: Tensor) -> Tensor:
         x0 = x0.contiguous()
-        downs = parameters[: -2 * num_layers] or [None] * num_layers
-        ups, biases = parameters[-2 * num_layers : -num_layers], parameters[-num_layers:]
+        copies = copies_in(x0.dtype, parameters)
+        downs = copies[: -2 * num_layers] or [None] * num_layers
+        ups, biases = copies[-2 * num_layers : -num_layers], copies[-num_layers:]
         x, inputs, hiddens = x0, [], []
         factors = x0.new_empty(num_layers, *x0.shape)
         for down, up, bias, factor in zip(downs, ups, biases, factors, strict=True):
@@ -65,14 +56,13 @@ class _FusedCross(torch.autograd.Function):
             x = torch.addcmul(x, x0, factor)
         ctx.save_for_backward(factors, *inputs, *hiddens, *downs, *ups)
         ctx.num_layers = num_layers
-        ctx.num_parameters = len(parameters)
-        ctx.copies, ctx.dtype = copies, dtype
+        ctx.dtype = parameters[0].dtype
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        num_layers = ctx.num_layers
+        num_layers, dtype = ctx.num_layers, ctx.dtype
         factors, *saved = ctx.saved_tensors
         inputs, hiddens, downs, ups = (
             saved[start : start + num_layers] for start in range(0, len(saved), num_layers)
@@ -84,24 +74,22 @@ class _FusedCross(torch.autograd.Function):
         # What each layer's weights hand down to the layer before it, and at the end the sum for x0 in place of the first.
         products = x0.new_empty(max(1, num_layers - 1), *x0.shape)
         grad = grad.contiguous()
-        first_up = ctx.num_parameters - 2 * num_layers
+        grad_downs, grad_ups = [], []
         for index in reversed(range(num_layers)):
             down, up = downs[index], ups[index]
             grad_factor = cross_backward(index, grad, products, x0, factors, shares[:, index])
-            product = partial(weight_gradient, grad_factor, hiddens[index].detach(), ctx.dtype)
-            ctx.copies.owe(ctx, first_up + index, product)
+            grad_ups.insert(0, weight_gradient(grad_factor, hiddens[index], dtype))
+            pair = (grad_factor, up)
             if down is not None:
                 grad_hidden = grad_factor @ up
-                product = partial(weight_gradient, grad_hidden, inputs[index].detach(), ctx.dtype)
-                ctx.copies.owe(ctx, index, product)
-            pair = (grad_factor, up) if down is None else (grad_hidden, down)
+                grad_downs.insert(0, weight_gradient(grad_hidden, inputs[index], dtype))
+                pair = (grad_hidden, down)
             if index:
                 torch.mm(*pair, out=products[index - 1])
             else:
                 products[0].addmm_(*pair)
-        for index, total in enumerate(shares.sum(0)):
-            ctx.copies.owe(ctx, first_up + num_layers + index, partial(total.view, -1))
-        return products[0], *[None] * (3 + ctx.num_parameters)
+        grad_biases = shares.sum(0).to(dtype).unbind()
+        return products[0], None, *grad_downs, *grad_ups, *grad_biases
 
 
 def cross_backward(

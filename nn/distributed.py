@@ -7,6 +7,7 @@ rank that reports an error. Everything else takes a `Ranks`.
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# Ranks may take very different times to write their part of a checkpoint; one that is gone is noticed at once.
+HOST_TIMEOUT = timedelta(hours=2)
 
 # By name, as `open_channel` opens them; closed with the default group, or aborted with it.
 _channels: dict[str, dist.ProcessGroup] = {}
@@ -104,9 +107,19 @@ def process_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def node_name() -> str:
+    """This machine's name: SLURM's, which tells nodes apart even where they share a machine, or its own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def launched_world() -> tuple[int, int]:
     """Ranks in all and ranks on this node, as the launcher gave them; (1, 1) without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def launcher_restarts() -> int:
+    """How often the launcher starts all ranks anew when one has failed; 0 without a launcher."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
 def ranks_from_environment(device_type: str) -> Ranks:
@@ -136,7 +149,45 @@ def ranks_from_environment(device_type: str) -> Ranks:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another rank is gone, in gloo's words; NCCL waits until the launcher ends it."""
-    return bool(re.search(r"Connection (closed|reset) by peer", str(error)))
+    return bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
+
+
+def says_first(what: str) -> bool:
+    """Whether this is the first rank to ask, so that what several ranks know is said once.
+
+    The answer is the launcher's: its store outlives the ranks. Without one, everybody is the first.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    return dist.distributed_c10d._get_default_store().add(what, 1) == 1
+
+
+class HostChannel:
+    """Collectives between the hosts alone, which neither wait for a GPU nor for those of another thread.
+
+    A channel is for one thread at a time. All ranks must open their channels in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return the elementwise maximum over ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank; it must pickle."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value on every rank; the values must pickle."""
+        values = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 @contextmanager
@@ -151,9 +202,16 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         options = {"backend": "nccl", "device_id": ranks.device}
     else:
         options = {"backend": "gloo"}
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         # A plain `python dlrm.py`: TorchRec asks for a group even when it is alone.
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif restart != "0" and ranks.local_world_size == ranks.world_size:
+        # torchrun's store on one node still has the addresses of the ranks that it started before. On several nodes
+        # it makes a new one (c10d rendezvous), and nodes may count differently.
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"restart_{restart}", store)
+        options |= {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
     try:
         yield

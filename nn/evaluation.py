@@ -1,6 +1,7 @@
 """How good the model is on a split: exact AUC and log loss over all ranks."""
 
 import time
+from collections.abc import Callable
 
 from dataloading.loader import Loader
 from nn.distributed import Ranks
@@ -17,12 +18,21 @@ class Evaluator:
         loader: of the split.
         ranks: this process.
         max_steps: batches to score; None scores all.
+        alive: called after each batch.
     """
 
-    def __init__(self, step: Step, loader: Loader, ranks: Ranks, max_steps: int | None) -> None:
+    def __init__(
+        self,
+        step: Step,
+        loader: Loader,
+        ranks: Ranks,
+        max_steps: int | None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
         self._step = step
         self._loader = loader
         self._ranks = ranks
+        self._alive = alive
         available = loader.steps_per_epoch
         self._num_batches = available if max_steps is None else min(max_steps, available)
 
@@ -37,6 +47,7 @@ class Evaluator:
             logits = self._step.predict(batch, ids)
             feed.start_next()
             metrics.update(logits, batch.labels, batch.num_valid)
+            self._alive()
         self._step.set_training(True)
         measured = metrics.compute()
         return {

@@ -108,6 +108,17 @@ class RankingMetrics:
         self._logits.append(kept.to(self.device, torch.float32, copy=True))
         self._is_positive.append((labels[:num_valid] > 0.5).to(self.device))
 
+    def rows(self) -> tuple[Tensor, Tensor] | None:
+        """Return the logits and labels (bool) of all ranks' rows so far, on rank 0; all must call it."""
+        kept = self._kept()
+        if self.collectives is None:
+            return kept
+        counts = torch.zeros(self.collectives.world_size, dtype=torch.int64, device=self.device)
+        counts[self.collectives.rank] = len(kept[0])
+        num_rows = self.collectives.all_reduce_sum(counts).tolist()
+        logits, labels = (self._gather(each, num_rows) for each in kept)
+        return None if logits is None else (logits, labels)
+
     def compute(self) -> dict[str, float | int]:
         """Return the metrics over all ranks, the same numbers on each of them; all must call it.
 
@@ -115,10 +126,7 @@ class RankingMetrics:
             `auc` (nan as in `roc_auc`), `log_loss` (mean over rows), `rows` and `label_mean`. With
             no rows the three numbers are nan; with labels of one class only `auc` is.
         """
-        logits = torch.cat([torch.empty(0, device=self.device), *self._logits])
-        is_positive = torch.cat(
-            [torch.empty(0, dtype=torch.bool, device=self.device), *self._is_positive]
-        )
+        logits, is_positive = self._kept()
         positives, negatives = logits[is_positive], logits[~is_positive]
         sums = self._sums_of_ranks(positives, negatives)
         log_loss_sum = math.fsum(each[0] for each in sums)
@@ -131,6 +139,12 @@ class RankingMetrics:
             "rows": rows,
             "label_mean": sum(num_positives) / rows if rows else math.nan,
         }
+
+    def _kept(self) -> tuple[Tensor, Tensor]:
+        """This rank's rows: logits and whether the label is 1."""
+        no_logits = torch.empty(0, device=self.device)
+        no_labels = torch.empty(0, dtype=torch.bool, device=self.device)
+        return torch.cat([no_logits, *self._logits]), torch.cat([no_labels, *self._is_positive])
 
     def _sums_of_ranks(self, positives: Tensor, negatives: Tensor) -> list[list[float]]:
         """[world_size][3]: log loss sum, positives and negatives of each rank; one all-reduce.

@@ -6,7 +6,6 @@ logit is no matrix product worth the name: its whole backward pass is part of th
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nn.fused_linear import weight_gradient
-from nn.weight_copies import CopiedWeights, copied
+from nn.fused_linear import copies_in, weight_gradient
 
 # B: samples, C: columns of a layer's output, P: programs that share the samples
 
@@ -35,22 +33,15 @@ def fused_mlp(
         biases: [columns after] of each layer.
         final_activation: apply ReLU after the last layer too.
     """
-    copies = copied([*weights, *biases], x.dtype)
-    return _FusedMLP.apply(x, final_activation, copies, weights[0].dtype, *copies.tensors)
+    return _FusedMLP.apply(x, final_activation, *weights, *biases)
 
 
 class _FusedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        final_activation: bool,
-        copies: CopiedWeights,
-        dtype: torch.dtype,
-        *parameters: Tensor,
-    ) -> Tensor:
-        num_layers = len(parameters) // 2
-        weights, biases = parameters[:num_layers], parameters[num_layers:]
+    def forward(ctx: Any, x: Tensor, final_activation: bool, *parameters: Tensor) -> Tensor:
+        copies = copies_in(x.dtype, parameters)
+        num_layers = len(copies) // 2
+        weights, biases = copies[:num_layers], copies[num_layers:]
         num_activations = num_layers if final_activation else num_layers - 1
         outputs: list[Tensor] = []
         for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -58,7 +49,7 @@ class _FusedMLP(torch.autograd.Function):
             outputs.append(linear(bias, outputs[-1] if outputs else x, weight.t()))
         ctx.save_for_backward(x, *outputs[:num_activations], *weights)
         ctx.num_layers = num_layers
-        ctx.copies, ctx.dtype = copies, dtype
+        ctx.dtype = parameters[0].dtype
         return outputs[-1]
 
     @staticmethod
@@ -84,20 +75,19 @@ class _FusedMLP(torch.autograd.Function):
             grad = relu_backward(grad, activations[last], parts[last])
         else:
             last_bias.append(grad.sum(0, dtype=torch.float32))
+        grad_weights = []
         for index in reversed(range(last + 1)):
             # Here `grad` is that of the layer before its ReLU.
-            product = partial(weight_gradient, grad, inputs[index].detach(), ctx.dtype)
-            ctx.copies.owe(ctx, index, product)
+            grad_weights.insert(0, weight_gradient(grad, inputs[index], ctx.dtype))
             if index or ctx.needs_input_grad[0]:
                 grad = grad @ weights[index]
             if index:
                 grad = relu_backward(grad, activations[index - 1], parts[index - 1])
         sums = [*shares.sum(0).split(sizes), *last_bias] if sizes else last_bias
         if has_logit:
-            ctx.copies.owe(ctx, last + 1, partial(sums.pop(-2).view, 1, -1))
-        for index, total in enumerate(sums):
-            ctx.copies.owe(ctx, num_layers + index, partial(total.view, -1))
-        return grad if ctx.needs_input_grad[0] else None, *[None] * (3 + 2 * num_layers)
+            grad_weights.append(sums.pop(-2).view(1, -1))
+        gradients = [each.to(ctx.dtype) for each in (*grad_weights, *sums)]
+        return grad if ctx.needs_input_grad[0] else None, None, *gradients
 
 
 def relu_backward(grad: Tensor, activation: Tensor, shares: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ class TablePlan:
         num_embeddings: rows of the whole table.
         embedding_dim: columns of the whole table.
         hotness: mean ids a sample looks up in it.
-        sharding: `table_wise`, `column_wise`, `row_wise` or `data_parallel`.
+        sharding: `table_wise`, `column_wise`, `row_wise`, `table_row_wise` or `data_parallel`.
         kernel: `fused` (optimizer inside backward) or `dense` (stepped after backward).
         ranks: ranks that hold a part of it.
         bytes_per_rank: weight and optimizer bytes on each of `ranks`.

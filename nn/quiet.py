@@ -3,8 +3,13 @@
 import logging
 import warnings
 
-# Loggers that warn about their own internals: FX tracing inside TorchRec, cache settings of tables without a cache.
-CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "torchrec.distributed.utils")
+# Loggers that warn about their own internals: FX tracing inside TorchRec, cache settings of tables without a cache, the
+# groups of ranks it makes.
+CHATTY_LOGGERS = (
+    "torch.fx._symbolic_trace",
+    "torchrec.distributed.utils",
+    "torchrec.distributed.comm",
+)
 
 # FBGEMM on kernels that its wheels leave out, on Adam's (slower, not wrong), on B200 tuning of other GPUs and on the
 # registration of its dense lookup (whose gradients are tested here); names that TorchRec and FBGEMM still use.

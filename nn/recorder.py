@@ -4,11 +4,13 @@ config.yaml     the resolved configuration
 plan.json       one object a table, as `TablePlan`
 memory.json     of training on GPUs: what each rank's should hold at its fullest, one object a rank, as `RankMemory`
 metrics.jsonl   first line the environment, then one object a record, written through at once
+restarts.jsonl  one object each time the run went on from a checkpoint: its step and the environment
 tensorboard/    the numbers of the records, under train/ and test/
 summary.json    the result, only there when the run came to its end
 curves.png      the records as a picture
 """
 
+import fcntl
 import json
 import math
 import os
@@ -139,9 +141,11 @@ class Recorder:
         environment: first line of `metrics.jsonl`, from `environment()` and whatever else does not
             change during the run; with `teacher_auc` in it, `curves.png` draws that ceiling.
         tensorboard: write TensorBoard events too.
+        goes_on_at: step of the checkpoint that the run in `run_dir` goes on from: records up to it are kept, those
+            after it come anew; 0 begins anew; None for a directory that no run has used.
 
     Raises:
-        ValueError: `run_dir` holds the records of an earlier run, or cannot be made.
+        ValueError: `run_dir` holds the records of an earlier run, is in use, or cannot be made.
     """
 
     def __init__(
@@ -152,9 +156,11 @@ class Recorder:
         config_yaml: str,
         environment: Mapping[str, Any],
         tensorboard: bool = True,
+        goes_on_at: int | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._metrics = None
+        self._lock: int | None = None
         self._events = None
         self._has_training = False
         if rank != 0:
@@ -165,17 +171,30 @@ class Recorder:
             raise ValueError(
                 f"run_dir={run_dir} cannot be made ({error.strerror}); set another run_dir"
             ) from None
-        try:
-            self._metrics = (run_dir / "metrics.jsonl").open("x", encoding="utf-8")
-        except FileExistsError:
+        self._lock = claim(run_dir)
+        path = run_dir / "metrics.jsonl"
+        if goes_on_at is None and path.exists():
+            self.close()
             raise ValueError(
                 f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run; set another "
                 f"run_dir, or none for a new runs/<recipe>/<time>, or delete it"
-            ) from None
-        self._write_line(environment)
+            )
+        records = _records_until(path, goes_on_at) if goes_on_at else []
+        _write_whole(path, "".join(records))
+        self._metrics = path.open("a", encoding="utf-8")
+        if records:
+            self._has_training = any('"loss"' in each for each in records)
+            with (run_dir / "restarts.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(plain({"step": goes_on_at, **environment})) + "\n")
+        else:
+            self._write_line(environment)
+        for name in ("summary.json", "curves.png"):
+            (run_dir / name).unlink(missing_ok=True)
         _write_whole(run_dir / "config.yaml", config_yaml)
         if tensorboard:
-            self._events = SummaryWriter(run_dir / "tensorboard", flush_secs=30)
+            # What an earlier start wrote after the checkpoint is not shown.
+            purge = None if goes_on_at is None else goes_on_at + 1
+            self._events = SummaryWriter(run_dir / "tensorboard", flush_secs=30, purge_step=purge)
 
     def __enter__(self) -> Self:
         return self
@@ -189,6 +208,14 @@ class Recorder:
             self._metrics.close()
         if self._events is not None:
             self._events.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def sync(self) -> None:
+        """Make the records survive a power cut, as the checkpoint that counts on them does."""
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
 
     def write_plan(self, rows: list[TablePlan]) -> None:
         """Write `plan.json`."""
@@ -240,6 +267,37 @@ class Recorder:
         assert self._metrics is not None
         self._metrics.write(json.dumps(plain(record), allow_nan=False) + "\n")
         self._metrics.flush()
+
+
+def claim(run_dir: Path) -> int | None:
+    """Keep other processes from writing into a run directory until this one ends; return what holds it.
+
+    Raises:
+        ValueError: one does already.
+    """
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"run_dir={run_dir} is in use: another process is writing into it; wait for its end, or set "
+            "another run_dir"
+        ) from None
+    except OSError:
+        # Not every network file system can lock a directory.
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _records_until(path: Path, last_step: int) -> list[str]:
+    """Lines of metrics.jsonl, as far as they are whole and not of later steps; the first has no step."""
+    if not path.exists():
+        return []
+    first, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    return [first, *(line for line in whole if json.loads(line)["step"] <= last_step)]
 
 
 def _write_json(path: Path, content: Any) -> None:

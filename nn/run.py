@@ -1,5 +1,6 @@
 """One run from its typed configuration: check, plan, build, then train, evaluate or time."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,15 @@ from nn.build import (
     build_step,
     build_test_loader,
     build_train_loader,
+    check_table_dtype,
     device_type,
     hardware_of,
     model_spec,
     open_source,
     planned_hardware,
 )
+from nn.checkpoint_files import clear
+from nn.checkpointer import Checkpointer
 from nn.console import (
     Progress,
     make_console,
@@ -37,18 +41,22 @@ from nn.console import (
 )
 from nn.distributed import (
     Ranks,
-    is_lost_peer,
+    launcher_restarts,
     process_group,
     process_rank,
     ranks_from_environment,
 )
-from nn.errors import RankError
+from nn.errors import DivergedError, SharedError, StoppedError
 from nn.evaluation import Evaluator
+from nn.failures import faults_told, last_words, lost_ranks_told
 from nn.inference import measure
 from nn.memory import plan_memory
 from nn.planner import needs_dense_kernel
 from nn.profiler import Profiler, check_profile
 from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
+from nn.resume import Start, may_start_over
+from nn.signals import StopRequest
+from nn.start import is_over, load, named_start, own_start
 from nn.step import Step
 from nn.trainer import Trainer, eval_steps, total_steps
 
@@ -64,8 +72,12 @@ def run(config: Config, config_yaml: str) -> None:
         ValueError: something the user wrote or gave cannot be; raised alike on all ranks.
         RankError: the same, found by one rank only, such as a bad row.
         DivergedError: the loss stopped being a number; raised alike on all ranks.
+        SharedError: what all ranks found while they trained, such as a checkpoint of another model.
+        LostRankError: another rank has ended.
+        StoppedError: a signal asked for it; raised alike on all ranks.
     """
     source = open_source(config)
+    check_table_dtype(config, source.spec)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
         hardware = planned_hardware(config)
@@ -77,11 +89,20 @@ def run(config: Config, config_yaml: str) -> None:
             print_memory(console, memory, hardware.hbm_bytes)
         return
     ranks = ranks_from_environment(device_type(config))
-    start_step = _restored_steps(config, source)
-    _check(config, source, ranks, start_step)
+    start = named_start(config, source)
+    _check(config, source, ranks, start.num_steps)
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with ExitStack() as stack:
         stack.enter_context(process_group(ranks))
+        stack.enter_context(lost_ranks_told(ranks))
+        start = own_start(config, source, ranks, console) or start
+        if is_over(config, source, ranks, start):
+            console.print(
+                f"run_dir={config.run_dir} holds the whole run already ({start.num_steps:,} steps); nothing to do. "
+                "Raise train.epochs or train.max_steps to train on, or set another run_dir",
+                soft_wrap=True,
+            )
+            return
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
         plan, rows = ranks.call_on_main(lambda: build_plan(config, source, hardware))
         facts = environment(
@@ -91,9 +112,9 @@ def run(config: Config, config_yaml: str) -> None:
             num_hosts=ranks.world_size // ranks.local_world_size,
         )
         facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_main else None
-        recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks))
+        recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start))
         recorder.write_plan(rows)
-        print_head(console, facts, _head(config, source, recorder.run_dir, start_step))
+        print_head(console, facts, _head(config, source, recorder.run_dir, start))
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size)
             if ranks.device.type == "cuda":
@@ -101,40 +122,17 @@ def run(config: Config, config_yaml: str) -> None:
                 recorder.write_memory(memory)
                 print_memory(console, memory, hardware.hbm_bytes)
 
-        step = build_step(config, source, plan, ranks)
-        stack.callback(step.close)
-        if ranks.device.type == "cuda":
-            reason = step.why_not_captured
-            console.print(
-                "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
-            )
-        if config.checkpoint.restore is not None:
-            path = Path(config.checkpoint.restore)
-            checkpoint.restore(
-                path,
-                step,
-                with_optimizer=config.mode is Mode.train and config.checkpoint.takes_optimizer,
-                halves=config.checkpoint.halves,
-                grow=config.checkpoint.grow,
-            )
-        session = Session(config, source, ranks, step, recorder, console, start_step)
-        try:
-            summary = WORK[config.mode](session)
-        except ValueError as error:
-            finder = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
-            raise RankError(f"{finder}{error}") from error
-        except RuntimeError as error:
-            if not is_lost_peer(error):
-                raise
-            raise RankError(
-                f"rank {ranks.rank} stopped, since another rank has ended; its message says why"
-            ) from error
-        summary["teacher_auc"] = facts["teacher_auc"]
-        recorder.finish(summary)
-        if config.mode is Mode.train and config.checkpoint.save:
-            directory = recorder.run_dir / "checkpoints"
-            spec = model_spec(config, source)
-            checkpoint.save(directory, step, summary["steps"], spec, ranks)
+        session = Session(config, source, ranks, recorder, console, start)
+        with faults_told(ranks):
+            step = build_step(config, source, plan, ranks)
+            stack.callback(step.close)
+            if ranks.device.type == "cuda":
+                reason = step.why_not_captured
+                console.print(
+                    "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
+                )
+            load(config, start, step)
+            summary = WORK[config.mode](session, step, facts)
         print_summary(console, summary, recorder.run_dir)
 
 
@@ -145,54 +143,122 @@ class Session:
     config: Config
     source: Source
     ranks: Ranks
-    step: Step
     recorder: Recorder
     console: Console
-    start_step: int
+    start: Start
 
-    def evaluator(self) -> Evaluator:
+    def evaluator(self, step: Step, alive: Callable[[], None] = lambda: None) -> Evaluator:
         """What scores the split to evaluate on."""
         loader = build_test_loader(self.config, self.source, self.ranks)
-        return Evaluator(self.step, loader, self.ranks, self.config.eval.max_steps)
+        return Evaluator(step, loader, self.ranks, self.config.eval.max_steps, alive)
 
     def profiler(self) -> Profiler | None:
-        """What takes a profile of training, if one is asked for."""
-        if not self.config.profile.steps:
+        """What takes a profile of training, if one is asked for; the first start of a run has taken it."""
+        if not self.config.profile.steps or self.start.is_continuation:
             return None
         return Profiler(
-            self.config.profile, self.start_step, self.recorder.run_dir, self.console, self.ranks
+            self.config.profile,
+            self.start.num_steps,
+            self.recorder.run_dir,
+            self.console,
+            self.ranks,
         )
 
+    def say(self, line: str) -> None:
+        """Print a line that no terminal's width breaks."""
+        self.console.print(line, soft_wrap=True)
 
-def _train(session: Session) -> dict[str, Any]:
-    config, ranks = session.config, session.ranks
+
+def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any]:
+    config, ranks, start = session.config, session.ranks, session.start
     loader = build_train_loader(config, session.source, ranks)
     last_step = total_steps(config, loader.steps_per_epoch)
-    with Progress(session.console, last_step, start_step=session.start_step) as progress:
+    with ExitStack() as stack:
+        checkpointer = stop = None
+        alive = _nothing
+        if config.checkpoint.save:
+            stop = stack.enter_context(
+                StopRequest(ranks.world_size > 1, lambda: _as_error(last_words(ranks)))
+            )
+            alive = stop.moved
+            directory = session.recorder.run_dir / "checkpoints"
+            if ranks.is_main:
+                clear(directory, start.num_steps if start.is_continuation else 0)
+            checkpointer = Checkpointer(
+                directory,
+                step,
+                checkpoint.facts_of(config, model_spec(config, session.source), ranks),
+                session.source.spec,
+                config.checkpoint,
+                ranks,
+                session.say,
+                alive,
+            )
+        progress = stack.enter_context(
+            Progress(session.console, last_step, start_step=start.num_steps)
+        )
         trainer = Trainer(
-            session.step,
+            step,
             loader,
-            session.evaluator(),
+            session.evaluator(step, alive),
             session.recorder,
             progress,
             config,
             ranks,
             session.profiler(),
+            checkpointer,
+            stop,
         )
-        return trainer.train(session.start_step)
+        if start.is_continuation:
+            rows = checkpoint.trainer_rows(start.path) if ranks.is_main else None
+            trainer.go_on(start.num_steps, start.facts["trainer"], rows)
+        else:
+            trainer.start_at(start.num_steps)
+        try:
+            summary = trainer.train()
+        except BaseException as error:
+            # Where all ranks are here, what is being written will be whole; other ranks may wait for ever.
+            is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
+            if checkpointer is not None and (is_shared or ranks.world_size == 1):
+                checkpointer.wait()
+            raise
+        summary["teacher_auc"] = facts["teacher_auc"]
+        has_trained = trainer.num_steps > start.num_steps or not start.is_continuation
+        if checkpointer is not None and has_trained:
+            trainer.save(is_last=True)
+        session.recorder.finish(summary)
+        problem = None if checkpointer is None else checkpointer.wait()
+        if problem is not None:
+            raise SharedError(
+                f"the checkpoint could not be written below {checkpointer.directory}: {problem}; the run's other "
+                "results are there. Make room and start the same command again, or set checkpoint.save=false"
+            )
+    return summary
 
 
-def _evaluate(session: Session) -> dict[str, Any]:
-    record = {"step": session.start_step, **session.evaluator().run()}
+def _as_error(text: str) -> str:
+    return f"error: {text}\n" if text else ""
+
+
+def _nothing() -> None:
+    """Called where nobody watches whether the loop moves."""
+
+
+def _evaluate(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any]:
+    num_steps = session.start.num_steps
+    record = {"step": num_steps, **session.evaluator(step).run()}
     session.recorder.write_test(record)
-    with Progress(session.console, session.start_step) as progress:
+    with Progress(session.console, num_steps) as progress:
         progress.show_test(record)
-    return dict.fromkeys(SUMMARY_KEYS) | {"steps": session.start_step} | record
+    summary = dict.fromkeys(SUMMARY_KEYS) | {"steps": num_steps} | record
+    summary["teacher_auc"] = facts["teacher_auc"]
+    session.recorder.finish(summary)
+    return summary
 
 
-def _inference(session: Session) -> dict[str, Any]:
+def _inference(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any]:
     config, source, ranks = session.config, session.source, session.ranks
-    session.step.set_training(False)
+    step.set_training(False)
     sizes = _sizes_to_time(config, source, ranks)
     left_out = [f"{each:,}" for each in config.inference.batch_sizes if each not in sizes]
     if left_out:
@@ -211,10 +277,12 @@ def _inference(session: Session) -> dict[str, Any]:
             device=ranks.device,
         )
         batch = loader.batch(0).to(ranks.device)
-        results.append(measure(session.step, batch, config.inference, ranks))
+        results.append(measure(step, batch, config.inference, ranks))
     print_inference(session.console, results)
-    nothing = dict.fromkeys(SUMMARY_KEYS)
-    return nothing | {"steps": session.start_step, "inference": results}
+    summary = dict.fromkeys(SUMMARY_KEYS) | {"steps": session.start.num_steps}
+    summary |= {"inference": results, "teacher_auc": facts["teacher_auc"]}
+    session.recorder.finish(summary)
+    return summary
 
 
 WORK = {Mode.train: _train, Mode.eval: _evaluate, Mode.inference: _inference}
@@ -230,20 +298,21 @@ def _check(config: Config, source: Source, ranks: Ranks, start_step: int) -> Non
         _sizes_to_time(config, source, ranks)
         return
     if config.mode is Mode.train:
+        if config.run_dir is None and launcher_restarts():
+            raise ValueError(
+                f"run_dir must be named under --max-restarts={launcher_restarts()}: it is where a restarted run finds "
+                "its checkpoints"
+            )
         loader = build_train_loader(config, source, ranks)
         last_step = total_steps(config, loader.steps_per_epoch)
-        _check_steps_left(config, start_step, last_step)
+        if start_step >= last_step:
+            raise ValueError(
+                f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
+                f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
+            )
         evaluations = eval_steps(last_step, loader.steps_per_epoch, config.eval.per_epoch)
         check_profile(config.profile, start_step, last_step, evaluations, ranks)
     build_test_loader(config, source, ranks)
-
-
-def _check_steps_left(config: Config, start_step: int, last_step: int) -> None:
-    if start_step >= last_step:
-        raise ValueError(
-            f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
-            f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
-        )
 
 
 def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
@@ -260,34 +329,27 @@ def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
     return sizes
 
 
-def _restored_steps(config: Config, source: Source) -> int:
-    if config.checkpoint.restore is None:
-        return 0
-    num_steps = checkpoint.check(
-        Path(config.checkpoint.restore),
-        model_spec(config, source),
-        halves=config.checkpoint.halves,
-        grow=config.checkpoint.grow,
-    )
-    begins_anew = config.mode is Mode.train and not config.checkpoint.takes_optimizer
-    return 0 if begins_anew else num_steps
-
-
 def _teacher_auc(config: Config, source: Source) -> float | None:
     """The best AUC that any model can reach, known for the synthetic stream only."""
     return source.teacher_auc(config.eval.split) if isinstance(source, SyntheticSource) else None
 
 
-def _recorder(config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ranks) -> Recorder:
+def _recorder(
+    config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ranks, start: Start
+) -> Recorder:
     """Make the run directory on rank 0; a directory that cannot be is an error on all ranks."""
 
     def make(rank: int, run_dir: Path) -> Recorder:
+        goes_on_at = start.num_steps if start.is_continuation else None
+        if rank == 0 and goes_on_at is None and config.mode is Mode.train:
+            goes_on_at = 0 if may_start_over(run_dir, config) else None
         return Recorder(
             run_dir,
             rank=rank,
             config_yaml=config_yaml,
             environment=facts,
             tensorboard=config.log.tensorboard,
+            goes_on_at=goes_on_at,
         )
 
     made: list[Recorder] = []
@@ -301,7 +363,7 @@ def _recorder(config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ra
     return made[0] if made else make(ranks.rank, run_dir)
 
 
-def _head(config: Config, source: Source, run_dir: Path, start_step: int) -> dict[str, str]:
+def _head(config: Config, source: Source, run_dir: Path, start: Start) -> dict[str, str]:
     """Facts of the run for its first lines."""
     spec, data, optimizer = source.spec, config.data, config.optimizer
     facts = {
@@ -313,15 +375,17 @@ def _head(config: Config, source: Source, run_dir: Path, start_step: int) -> dic
         "seed": str(config.seed),
         "run_dir": str(run_dir),
     }
-    if config.checkpoint.restore is not None:
-        parts = ", ".join(each.name for each in config.checkpoint.parts)
-        facts["restored"] = f"{config.checkpoint.restore} ({parts}), {start_step:,} steps"
+    if start.path is not None:
+        how = "goes on" if start.is_continuation else "restored"
+        facts[how] = f"{start.path}, {start.num_steps:,} steps"
+        if not start.is_continuation:
+            facts[how] += ", " + ", ".join(each.name for each in config.checkpoint.parts)
     if config.mode is not Mode.train:
         return facts
     facts |= {
         "batch": f"{config.train.batch_size:,} rows over all ranks, "
         + _count(config.train.epochs, "epoch"),
-        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, tables "
+        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, {config.model.embedding_dtype.value} tables "
         f"{optimizer.table_name.value} {optimizer.table_lr:g}, amp {config.train.amp.value}",
     }
     if config.train.freeze:

@@ -5,7 +5,7 @@ where it lies after it has arrived, are two index tensors made once. TorchRec's 
 and waits on the host to learn them, every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,13 +21,17 @@ class LocalIds:
     Attributes:
         owned: of this rank's tables, feature after feature, each [B * world_size, hotness] in the order of the ranks.
         replicated: of the replicated tables, feature after feature, each [B, hotness].
+        give_up: to be called by whoever is done with them, on its stream, if their memory is used again.
     """
 
     owned: Tensor
     replicated: Tensor
+    give_up: Callable[[], None] | None = None
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from being reused before `stream` is done with it."""
+        if self.give_up is not None:
+            return
         self.owned.record_stream(stream)
         self.replicated.record_stream(stream)
 

@@ -1,7 +1,7 @@
 """A training pass whose shapes are all known: lookup to table update, on two queues of the device, as one function.
 
 The tables' work has a queue of its own: lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
-dense half, and the gradients' way back and the update beside the weights' gradients and the all-reduce. Nothing
+dense half, and the gradients' way back and the update beside the rest of the backward pass and the all-reduce. Nothing
 is read back by the host, so that all of it can be recorded once as a CUDA graph (`nn.captured`). On a CPU the queues
 are one.
 """
@@ -21,7 +21,6 @@ from nn.marks import mark
 from nn.readback import Readback
 from nn.static_exchange import LocalIds
 from nn.static_tables import StaticTables
-from nn.weight_copies import copied_early
 
 
 class StaticPass:
@@ -102,9 +101,7 @@ class StaticPass:
             return _Home.apply(values.detach().requires_grad_(), take)
 
         of_home = of_owned = None
-        # On a CPU plain layers read the weights themselves, and there is no queue to keep busy.
-        early = nullcontext() if self._queue is None else copied_early(self._dense)
-        with self._autocast(), mark("dense half"), early:
+        with self._autocast(), mark("dense half"):
             logits = self._dense(numerical, Embeddings(self._tables.layout, arrive))
         rows = len(labels)
         share = share_of_loss(logits, labels, rows, rows * self._ranks.world_size)
@@ -130,6 +127,8 @@ class StaticPass:
                     self._tables.update(sorted_owned, of_owned, is_good)
         if self._queue is not None:
             torch.cuda.current_stream().wait_stream(self._queue)
+        if ids.give_up is not None:
+            ids.give_up()
         return logits.detach()
 
     @contextmanager

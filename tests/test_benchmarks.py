@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.checkpoint import measured
 from benchmarks.floors import floor_of
 from benchmarks.rows import ROOT, Row
 from benchmarks.scaling import PEERS, draw_scaling, read_results
@@ -13,7 +14,7 @@ from benchmarks.train import _dataset, breakdown_table, command_of, read_result,
 from configs.schema import Config, check_overrides
 from nn.build import open_source
 from tests.command import run_command
-from tests.composed import TINY, compose_config
+from tests.composed import TINY, compose_config, ranks_of_cpu
 
 ROW = Row("dlrm", 1, "none", "none")
 
@@ -131,3 +132,17 @@ def test_the_picture_is_drawn_from_whatever_rows_are_there(tmp_path):
     assert set(results) == {"dlrm_t15_1", "dlrm_t15_4_weak"}
     draw_scaling(results, tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_is_timed_from_its_copy_to_its_restoring(tmp_path):
+    config = compose_config(*TINY, f"run_dir={tmp_path}")
+    with ranks_of_cpu() as ranks:
+        result = measured(config, ranks, baseline_s=0.1)
+    assert (
+        tmp_path / "checkpoints" / f"step_{result['steps'] - result['steps meanwhile']}"
+    ).is_dir()
+    assert result["checkpoint GiB"] > 0
+    assert result["later pause s"] > 0
+    assert 0 < result["first pause s"] < result["written after s"]
+    share = result["cost of a later save s"] / 3
+    assert result["later save, % of 5 minutes"] == pytest.approx(share)

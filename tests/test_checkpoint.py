@@ -2,9 +2,12 @@
 
 import json
 import re
+import shutil
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -14,7 +17,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from nn import checkpoint
 from nn.build import open_source
-from nn.stored_tensors import INDEX_FILE, read_index
+from nn.checkpoint_files import find_damage, newest_first, prune, read_facts
+from nn.stored_tensors import read_index
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed
 
@@ -144,18 +148,18 @@ def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, m
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
 
-        def write_half(state, storage_writer):
-            (tmp_path / ".step_5.unfinished/rank_00000.bin").write_bytes(b"half")
+        def write_half(writer, plan, planner):
+            (writer._directory / plan.storage_data).write_bytes(b"half")
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("nn.checkpoint.dcp.save", write_half)
-            with pytest.raises(OSError, match="No space left"):
+            patched.setattr("nn.tensor_writer.TensorWriter.write_data", write_half)
+            with pytest.raises(ValueError, match="No space left"):
                 save(tmp_path, built, 5)
         assert not list(tmp_path.glob("step_*"))
         path = save(tmp_path, built, 5)
         assert [each.name for each in tmp_path.iterdir()] == ["step_5"]
-        assert checkpoint.check(path, built.source.spec) == 5
+        assert checkpoint.check(path, built.source.spec)["num_steps"] == 5
         assert not [each for each in path.iterdir() if each.read_bytes() == b"half"]
 
 
@@ -230,37 +234,108 @@ def test_another_optimizer_is_refused_for_training_only(saved, changes, differen
     assert difference in str(caught.value)
 
 
-def test_a_checkpoint_that_lost_a_file_is_named(saved, tmp_path):
-    (tmp_path / "run.json").write_text((saved / "run.json").read_text())
-    with pytest.raises(ValueError, match=r"is not a checkpoint \(.*tensors\.json"):
-        checkpoint.check(tmp_path, None)
-    (tmp_path / INDEX_FILE).write_bytes((saved / INDEX_FILE).read_bytes())
+def copy_of(saved: Path, target: Path) -> Path:
+    shutil.copytree(saved, target / "step_1")
+    return target / "step_1"
+
+
+@pytest.mark.parametrize("name", ["run.json", "tensors.json", "rank_00000.bin"])
+@pytest.mark.parametrize("length", [0, -2])
+def test_a_truncated_file_is_named(saved, tmp_path, name, length):
+    path = copy_of(saved, tmp_path)
+    (path / name).write_bytes((path / name).read_bytes()[:length])
+    wanted = rf"is not a checkpoint \({re.escape(name)} is (truncated|damaged).*\); name a step_N directory"
+    with pytest.raises(ValueError, match=wanted):
+        checkpoint.check(path, None)
+
+
+@pytest.mark.parametrize("name", ["tensors.json", "rank_00000.bin"])
+def test_a_lost_file_is_named(saved, tmp_path, name):
+    path = copy_of(saved, tmp_path)
+    (path / name).unlink()
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is missing"):
+        checkpoint.check(path, None)
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path):
+    path = copy_of(saved, tmp_path)
+    for name in ("run.json", "tensors.json", "rank_00000.bin"):
+        whole = (path / name).read_bytes()
+        used = sorted(place for place in places_of_bits(path, name) if place < len(whole))
+        for place in used:
+            data = bytearray(whole)
+            data[place] ^= 4
+            (path / name).write_bytes(data)
+            try:
+                assert find_damage(path, read_facts(path), 0, 1), (name, place)
+            except ValueError:
+                assert name == "run.json"
+            (path / name).write_bytes(whole)
+    assert find_damage(path, read_facts(path), 0, 1) is None
+
+
+def places_of_bits(path: Path, name: str) -> set[int]:
+    """Some bytes of a file that mean something; between two arrays lies padding."""
+    if name != "rank_00000.bin":
+        return set(range(1, (path / name).stat().st_size - 2, 97))
+    return {
+        chunk.start + offset
+        for tensor in read_index(path).tensors.values()
+        for chunk in tensor.chunks
+        for offset in (0, tensor.num_bytes - 1)
+    }
+
+
+def test_a_newer_format_is_refused_with_what_to_do(saved, tmp_path):
+    path = copy_of(saved, tmp_path)
+    facts = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(facts | {"format_version": 2}))
+    with pytest.raises(
+        ValueError, match="it has format 2, and this version reads up to 1; use the"
+    ):
+        checkpoint.check(path, None)
+
+
+def test_old_checkpoints_go_and_the_best_stays_beside_the_latest(saved, tmp_path):
+    for step in range(1, 6):
+        shutil.copytree(saved, tmp_path / f"step_{step}")
+    prune(tmp_path, 4, keep=2, best_step=2)
+    # step_5 is none of this run's: it went on from an earlier one.
+    assert [each.name for each in newest_first(tmp_path)] == [
+        "step_5",
+        "step_4",
+        "step_3",
+        "step_2",
+    ]
+    assert (tmp_path / "best").resolve() == tmp_path / "step_2"
+    assert checkpoint.check(tmp_path / "best", open_source(compose_config(*TINY)).spec)
+
+
+def test_a_checkpoint_that_appears_late_is_waited_for(saved, tmp_path):
+    def appear():
+        time.sleep(1)
+        copy_of(saved, tmp_path / "hidden")
+        (tmp_path / "hidden").rename(tmp_path / "checkpoints")
+
     with ranks_of_cpu():
         built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
-        with pytest.raises(ValueError, match=r"cannot be read: .*rank_00000\.bin"):
-            checkpoint.restore(tmp_path, built.step, with_optimizer=True)
+        thread = Thread(target=appear)
+        thread.start()
+        checkpoint.restore(tmp_path / "checkpoints" / "step_1", built.step, with_optimizer=True)
+        thread.join()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("run.json", b"{}"), ("run.json", b"{"), (INDEX_FILE, b"\x80"), (INDEX_FILE, b"")],
-)
-def test_a_broken_checkpoint_is_named(saved, tmp_path, name, content):
-    for each in ("run.json", INDEX_FILE):
-        (tmp_path / each).write_bytes((saved / each).read_bytes())
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match="is not a checkpoint"):
-        checkpoint.check(tmp_path, open_source(compose_config(*TINY)).spec)
+def test_a_rename_whose_answer_was_lost_has_happened(saved, tmp_path, monkeypatch):
+    def rename(source, target):
+        Path(source).replace(target)
+        raise FileNotFoundError(source)
+
+    monkeypatch.setattr("nn.checkpoint_files.os.rename", rename)
+    with ranks_of_cpu():
+        path = save(tmp_path, build(compose_config(*TINY)), 3)
+    assert read_facts(path)["num_steps"] == 3
 
 
 def test_the_dtype_of_stored_numericals_makes_no_other_model():
     spec = open_source(compose_config(*TINY)).spec
     assert replace(spec, numerical_dtype=np.dtype("float16")).fingerprint() == spec.fingerprint()
-
-
-def test_what_it_belongs_to_is_written_beside_it(saved):
-    facts = json.loads((saved / "run.json").read_text())
-    assert facts == {
-        "num_steps": 1,
-        "feature_spec": open_source(compose_config(*TINY)).spec.fingerprint(),
-    }

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from configs.schema import Amp, Config, ModelName, OptimizerName, SchedulerConfig
 from tests.command import Ended, run_command
-from tests.composed import compose_config
+from tests.composed import TINY, compose_config, compose_with_hydra
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RECIPES = ["dlrm", "dcnv2"]
@@ -63,6 +64,22 @@ def test_a_recipe_composes_and_names_itself(recipe):
     config = compose_config(recipe=recipe)
     assert config.recipe == config.model.name.value == recipe
     assert config.data.path is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_tests_compose_what_the_command_line_does(recipe):
+    overrides = [
+        *TINY,
+        "experiment=dcnv2_mlperf",
+        "data=criteo_t3",
+        "sharding.tables={cat_0:row_wise,cat_1:data_parallel}",
+        "sharding.types=[table_wise]",
+        "train.max_steps=null",
+        "optimizer.lr=1e-3",
+        "run_dir='a b'",
+    ]
+    whole = compose_with_hydra(*overrides, recipe=recipe)
+    assert compose_config(*overrides, recipe=recipe) == OmegaConf.to_object(whole)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

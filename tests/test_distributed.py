@@ -189,6 +189,30 @@ def test_a_loss_that_is_no_number_ends_both_ranks(bad_number, tmp_path):
     assert second.err == ""
 
 
+def leave_last_words(directory: Path, *arguments: str) -> None:
+    """Run a command, write down what it says and end the process, whose connections end with it."""
+    ended = run_command(*arguments)
+    rank = os.environ["RANK"]
+    (directory / f"rank_{rank}.json").write_text(json.dumps([ended.exit_code, ended.err]))
+    os._exit(ended.exit_code)
+
+
+def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_said_once(tmp_path):
+    root = write_clicks(tmp_path / "clicks")
+    # The second rank reads the rows 160 .. 191.
+    plant(root / "train" / "item.bin", 170, 101, "int8")
+    files = [f"data.path={root}", "data.shuffle_block=0", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(AssertionError, match="a rank died"):
+        run_distributed(leave_last_words, 2, tmp_path, *ON_FILES, *files)
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
+    assert (first[0], second[0]) == (1, 2)
+    said = r"error: rank 1: feature 'item': id 101 at row 170 of [^\n]+\n"
+    assert re.fullmatch(said, second[1])
+    waited = r"error: rank 0 stopped, since another rank has ended; its message[^\n]+\n"
+    assert re.fullmatch(waited, first[1])
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
 def test_an_error_of_a_node_is_said_on_that_node(monkeypatch):
     """The dataset may be missing on one node only, whose ranks then are the only ones to know."""
     monkeypatch.setenv("RANK", "8")

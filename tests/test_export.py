@@ -13,7 +13,7 @@ from configs.schema import Half
 from nn import checkpoint
 from nn.stored_tensors import BLOCK_BYTES
 from nn.table_export import ExportFormat, export_tables
-from tests.command import ROOT, start_command
+from tests.command import ROOT, run_command, start_command
 from tests.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed
 from tests.test_checkpoint import case, restored, same, save, state_of
@@ -123,11 +123,11 @@ def test_the_tf2_recipes_tables_go_out_and_come_back_bit_by_bit(saved, whole, la
 def test_a_run_begins_with_tables_of_the_tf2_recipe(saved, tmp_path):
     export_tables(saved["adagrad"], tmp_path / "tf2", format=ExportFormat.tf2)
     command = [*case("adagrad"), f"checkpoint.restore={tmp_path / 'tf2'}", "train.max_steps=3"]
-    ended = start_command(str(ROOT / "dlrm.py"), *command, directory=tmp_path)
+    command.append(f"run_dir={tmp_path / 'run'}")
+    ended = run_command(*command)
     assert ended.exit_code == 2
     assert "set checkpoint.parts=[tables]" in ended.err
-    command += ["checkpoint.parts=[tables]", "train.freeze=[tables]"]
-    ended = start_command(str(ROOT / "dlrm.py"), *command, directory=tmp_path)
+    ended = run_command(*command, "checkpoint.parts=[tables]", "train.freeze=[tables]")
     assert ended.exit_code == 0, ended.err
 
 

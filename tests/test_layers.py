@@ -30,10 +30,12 @@ KNOWS_RANKS = {
     "nn.static_tables",
     "nn.planner",
     "nn.checkpoint",
+    "nn.node",
+    "nn.host_copy",
     "nn.tensor_reader",
     "nn.tensor_writer",
 }
-READS_ENVIRONMENT = {"nn.distributed", "main"}
+READS_ENVIRONMENT = {"nn.distributed", "nn.node", "main"}
 
 
 @dataclass(frozen=True, slots=True)

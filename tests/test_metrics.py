@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
-from torch import distributed
 
 from nn.metrics import RankingMetrics, roc_auc
+from tests.composed import ranks_of_cpu
+from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def clicks(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expected(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    # Imported here, since the spawned ranks import this file and would wait for it.
+    # Imported here, since the ranks import this file and would wait for it.
     from sklearn.metrics import log_loss, roc_auc_score
 
     probabilities = torch.sigmoid(logits.double()).numpy()
@@ -128,27 +128,6 @@ def test_reset_forgets_and_no_rows_are_nan():
     assert all(math.isnan(value) for value in result.values())
 
 
-class GlooCollectives:
-    """The few lines of torch.distributed that the metrics need."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def gather(self, tensor):
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        distributed.gather(tensor, parts if self.rank == 0 else None)
-        return parts if self.rank == 0 else None
-
-    def all_reduce_sum(self, tensor):
-        distributed.all_reduce(tensor)
-        return tensor
-
-    def broadcast_object(self, obj):
-        box = [obj]
-        distributed.broadcast_object_list(box)
-        return box[0]
-
-
 def rows_of(rank: int, case: str) -> tuple[torch.Tensor, torch.Tensor]:
     """300 rows split unevenly.
 
@@ -165,32 +144,27 @@ def rows_of(rank: int, case: str) -> tuple[torch.Tensor, torch.Tensor]:
     return logits[mine[case][rank]], labels[mine[case][rank]]
 
 
-def compute_on_two_ranks(rank: int, port: int, results: str) -> None:
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-    for case in ("uneven", "idle", "classes", "no clicks"):
-        logits, labels = rows_of(rank, case)
-        metrics = RankingMetrics(CPU, GlooCollectives(rank, 2))
-        if len(logits):
-            metrics.update(logits, labels, num_valid=len(logits))
-        torch.save(metrics.compute(), f"{results}/{case}_{rank}.pt")
-    distributed.destroy_process_group()
+def compute_every_case() -> dict[str, dict[str, float]]:
+    """What this rank is told of its share of each case."""
+    results = {}
+    with ranks_of_cpu() as ranks:
+        for case in ("uneven", "idle", "classes", "no clicks"):
+            logits, labels = rows_of(ranks.rank, case)
+            metrics = RankingMetrics(CPU, ranks)
+            if len(logits):
+                metrics.update(logits, labels, num_valid=len(logits))
+            results[case] = metrics.compute()
+    return results
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    results = tmp_path_factory.mktemp("ranks")
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
-    torch.multiprocessing.spawn(compute_on_two_ranks, (port, str(results)), nprocs=2)
-    return results
+def two_ranks() -> list[dict[str, dict[str, float]]]:
+    return run_distributed(compute_every_case, 2)
 
 
 @pytest.mark.parametrize("case", ["uneven", "idle", "classes"])
 def test_two_ranks_tell_the_same_numbers_as_one_process_with_all_rows(two_ranks, case):
-    first, second = (torch.load(two_ranks / f"{case}_{rank}.pt") for rank in (0, 1))
+    first, second = (results[case] for results in two_ranks)
     assert first == second
     logits = torch.cat([rows_of(rank, case)[0] for rank in (0, 1)])
     labels = torch.cat([rows_of(rank, case)[1] for rank in (0, 1)])
@@ -199,8 +173,7 @@ def test_two_ranks_tell_the_same_numbers_as_one_process_with_all_rows(two_ranks,
 
 
 def test_two_ranks_without_a_click_tell_the_log_loss_and_no_auc(two_ranks):
-    for rank in (0, 1):
-        result = torch.load(two_ranks / f"no clicks_{rank}.pt")
+    for result in (results["no clicks"] for results in two_ranks):
         assert math.isnan(result["auc"])
         assert (result["rows"], result["label_mean"]) == (300, 0.0)
         assert math.isfinite(result["log_loss"])

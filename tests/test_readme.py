@@ -75,8 +75,6 @@ TF2_FLAGS = [
 ]
 
 TRAINING_KEYS = {key for key, _ in describe(Config)}
-# Named in docs/architecture.md as not there: when they come, that page has to change.
-NOT_YET = {"checkpoint.save_every", "checkpoint.keep"}
 # A dataset that a page has the reader write.
 OF_THE_READER = {("dataset", "shop")}
 PREPROC_KEYS = {key for key, _ in describe(PreprocConfig)}
@@ -159,7 +157,7 @@ def test_every_dotted_key_that_a_page_names_is_an_option(page):
     spans = re.findall(rf"`'?((?:{groups})\.[a-z0-9_.]*[a-z0-9_])(?=[`=])", PAGES[page])
     named = {each for each in spans if not each.endswith((".py", ".json", ".yaml"))}
     assert named
-    assert named - TRAINING_KEYS == (NOT_YET if page == "architecture.md" else set())
+    assert named - TRAINING_KEYS == set()
 
 
 def test_every_experiment_and_group_that_a_page_names_exists():

@@ -77,7 +77,8 @@ def test_the_run_directory_is_complete(dlrm):
     assert {"loss", "samples_per_s", "test_auc"} <= {key for each in records for key in each}
     plan = json.loads((run_dir / "plan.json").read_text())
     assert [each["table"] for each in plan] == [f"cat_{index}" for index in range(5)]
-    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == ["step_32"]
+    saved = {each.name for each in (run_dir / "checkpoints").iterdir()}
+    assert saved == {"step_24", "step_32", "best", "saved.jsonl"}
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
     assert {
@@ -104,19 +105,18 @@ def test_two_ranks_under_torchrun_end_where_one_does(dlrm, tmp_path):
     assert (two["steps"], two["test_rows"]) == (one["steps"], one["test_rows"]) == (32, 253)
 
 
-def test_dcnv2_trains_into_a_directory_of_its_own(tmp_path):
-    ended = start_command(
-        str(ROOT / "dcnv2.py"), *SHORT, "train.max_steps=5", "log.every=2", directory=tmp_path
-    )
+def test_dcnv2_trains_into_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command(*SHORT, "train.max_steps=5", "log.every=2", recipe="dcnv2")
     assert (ended.exit_code, ended.err) == (0, "")
     (run_dir,) = (tmp_path / "runs" / "dcnv2").iterdir()
     assert summary_of(run_dir)["steps"] == 5
     assert "dcnv2, 3 numerical" in ended.out
 
 
-def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path):
-    ended = start_command(
-        str(ROOT / "main.py"),
+def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command(
         "--config-name",
         "dcnv2",
         "mode=plan",
@@ -125,7 +125,7 @@ def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path):
         "sharding.hbm_gib=139",
         "data=criteo_t3",
         "model.embedding_dim=128",
-        directory=tmp_path,
+        recipe="main",
     )
     assert (ended.exit_code, ended.err) == (0, "")
     assert "cat_25" in ended.out
@@ -271,14 +271,25 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_a_used_run_directory_is_refused_and_left_as_it_is(dlrm):
+def test_a_run_that_is_over_is_left_as_it_is(dlrm):
     _, run_dir = dlrm
     before = {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")}
-    message = refused(*SHORT, f"run_dir={run_dir}")
-    assert message.startswith(
-        f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run"
-    )
+    ended = run_command(*SHORT, f"run_dir={run_dir}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert f"run_dir={run_dir} holds the whole run already (32 steps); nothing to do." in ended.out
     assert {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")} == before
+
+
+def test_the_run_directory_of_other_work_is_refused_and_left_as_it_is(dlrm, tmp_path):
+    _, run_dir = dlrm
+    restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
+    evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
+    assert run_command(*evaluate).exit_code == 0
+    before = {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")}
+    for arguments in (evaluate, [*SHORT, f"run_dir={tmp_path / 'run'}"]):
+        message = refused(*arguments)
+        assert "already holds the metrics.jsonl of an earlier run" in message
+    assert {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")} == before
 
 
 def test_a_truncated_file_is_named_before_anything_starts(tmp_path):
@@ -299,27 +310,8 @@ def test_a_bad_id_ends_the_run_and_leaves_nothing_that_looks_whole(tmp_path):
         f"feature 'item': id 101 at row 170 of {root / 'train' / 'item.bin'} lies outside its table "
         "of 100 rows"
     )
-    assert not {"summary.json", "checkpoints", "curves.png"} & {e.name for e in run_dir.iterdir()}
-
-
-def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_said_once(tmp_path):
-    root = write_clicks(tmp_path / "clicks")
-    # With two ranks, the second reads the rows 160 .. 191.
-    plant(root / "train" / "item.bin", 170, 101, "int8")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "dlrm.py")]
-    files = [f"data.path={root}", "data.shuffle_block=0", "run_dir=run"]
-    ended = start_command(*torchrun, *ON_FILES, *files, directory=tmp_path)
-    assert ended.exit_code != 0
-    ours, _, launchers = ended.err.partition("torch.distributed.elastic")
-    errors = [line for line in ours.splitlines() if line.startswith("error: ")]
-    assert errors[0].startswith("error: rank 1: feature 'item': id 101 at row 170 of ")
-    assert errors[1:] in (
-        [],
-        ["error: rank 0 stopped, since another rank has ended; its message says why"],
-    )
-    assert "nn/run.py" not in ended.err, "a traceback of ours"
-    assert not (tmp_path / "run" / "summary.json").exists()
-    assert launchers
+    assert not {"summary.json", "curves.png"} & {each.name for each in run_dir.iterdir()}
+    assert not list((run_dir / "checkpoints").glob("step_8"))
 
 
 def test_a_loss_that_is_no_number_ends_with_its_own_exit_code(clicks, tmp_path):
@@ -332,4 +324,3 @@ def test_a_loss_that_is_no_number_ends_with_its_own_exit_code(clicks, tmp_path):
         r"error: the loss is (nan|inf) at step \d \(learning rate 1e\+30\); .*\n", ended.err
     )
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert not (tmp_path / "run" / "checkpoints").exists()

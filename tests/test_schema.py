@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from configs.preproc_schema import PreprocConfig, StreamConfig
 from configs.schema import (
@@ -29,7 +30,7 @@ from configs.schema import (
     describe,
 )
 from tests.command import run_command
-from tests.composed import TINY, compose_config
+from tests.composed import TINY, compose_config, compose_with_hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,9 +101,9 @@ REFUSED = [
     (ShardingConfig, {"tables": "row_wise"},
      "sharding.tables must map tables to sharding types, such as {cat_0: row_wise}, got row_wise"),
     (ShardingConfig, {"tables": {"cat_1": "rowwise"}},
-     "sharding.tables sets cat_1 to rowwise, which is none of table_wise, column_wise, row_wise, data_parallel"),
+     "sharding.tables sets cat_1 to rowwise, which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
     (ShardingConfig, {"tables": {"cat_1": ["row_wise"]}},
-     "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, data_parallel"),
+     "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
     (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
 ]
 # fmt: on
@@ -156,7 +157,7 @@ def test_the_tables_take_the_dense_halfs_rule_unless_told_otherwise():
     ["sharding.tables={cat_0:row_wise,cat_1.bin:data_parallel}", "+sharding.tables.cat_0=row_wise"],
 )
 def test_tables_are_overridden_by_name(override):
-    tables = compose_config(*TINY, override).sharding.tables
+    tables = OmegaConf.to_object(compose_with_hydra(*TINY, override)).sharding.tables
     assert tables["cat_0"] is ShardingType.row_wise
     assert tables.get("cat_1.bin") in (None, ShardingType.data_parallel)
 

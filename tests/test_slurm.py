@@ -1,6 +1,10 @@
-"""slurm_multinode.sh, with an `srun` that writes down what each node would run instead of running it."""
+"""slurm_multinode.sh, with an `srun` that writes down what each node would run instead of running it.
+
+`tests/test_slurm_cluster.py` has the same script on a real SLURM.
+"""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +15,16 @@ SCRIPT = Path(__file__).resolve().parents[1] / "slurm_multinode.sh"
 JOB = {"SLURM_JOB_ID": "40017", "SLURM_JOB_NODELIST": "gpu[07-09]"}
 # Written NUL by NUL, so that no argument can be mistaken for two.
 FAKE_SRUN = '#!/bin/sh\nprintf "%s\\0" "$@" > srun.txt\n'
-FAKE_SCONTROL = (
-    '#!/bin/sh\n[ "$*" = "show hostnames gpu[07-09]" ] && printf "gpu07\\ngpu08\\ngpu09\\n"\n'
-)
+FAKE_SCONTROL = """\
+#!/bin/sh
+case "$*" in
+    "show hostnames gpu[07-09]") printf "gpu07\\ngpu08\\ngpu09\\n" ;;
+    requeue*) echo "$2" > requeued.txt ;;
+esac
+"""
 SRUN = [
     *["--nodes=3", "--ntasks=3", "--ntasks-per-node=1"],
-    *["--cpu-bind=none", "--kill-on-bad-exit=1"],
+    *["--cpu-bind=none", "--kill-on-bad-exit=0"],
 ]
 RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=gpu07:20017", "--rdzv-id=40017"]
 
@@ -58,9 +66,9 @@ def test_every_node_starts_one_torchrun_that_meets_on_the_first(checkout):
     options = ["experiment=dlrm_criteo_t0", "data.path=DIR"]
     assert launched(checkout, "dlrm.py", *options) == [
         *SRUN,
-        *["python", "-m", "torch.distributed.run"],
-        *["--nnodes=3", "--nproc-per-node=gpu", *RENDEZVOUS],
-        *["dlrm.py", *options],
+        *["python", "-m", "nn.node", "runs/dlrm/job_40017/logs/start_0", "node"],
+        *["--nnodes=3", "--nproc-per-node=gpu", "--max-restarts=3", *RENDEZVOUS],
+        *["dlrm.py", *options, "run_dir=runs/dlrm/job_40017"],
     ]
 
 
@@ -68,12 +76,14 @@ def test_arguments_arrive_as_they_were_written(checkout):
     options = [
         "data.path=/two words/$(touch owned)",
         "sharding.tables={cat_0:row_wise}",
-        "run_dir=`touch owned`;touch owned",
         "*",
         "--help",
         "",
     ]
-    assert launched(checkout, "dlrm.py", *options)[-6:] == options
+    assert launched(checkout, "dlrm.py", *options, "run_dir=`touch owned`;touch owned")[-6:] == [
+        *options,
+        "run_dir=`touch owned`;touch owned",
+    ]
     assert not (checkout / "owned").exists()
 
 
@@ -84,8 +94,23 @@ def test_the_environment_of_the_checkout_is_used(checkout):
     assert launched(checkout, "dlrm.py")[len(SRUN)] == str(interpreter)
 
 
-def test_ranks_of_a_node_can_be_set(checkout):
-    assert "--nproc-per-node=2" in launched(checkout, "dlrm.py", RANKS_PER_NODE="2")
+def test_ranks_binding_and_restarts_can_be_set(checkout):
+    given = launched(
+        checkout, "dlrm.py", RANKS_PER_NODE="2", NUMA_BINDING="exclusive", MAX_RESTARTS="0"
+    )
+    assert {"--nproc-per-node=2", "exclusive", "--max-restarts=0"} < set(given)
+
+
+def test_a_run_directory_of_ones_own_is_kept(checkout):
+    given = launched(checkout, "dlrm.py", "run_dir=/runs/mine", "seed=2")
+    assert given[-3:] == ["dlrm.py", "run_dir=/runs/mine", "seed=2"]
+
+
+def test_a_requeued_job_finds_its_run_directory_and_writes_new_logs(checkout):
+    first = launched(checkout, "dlrm.py")
+    again = launched(checkout, "dlrm.py", SLURM_RESTART_COUNT="2")
+    assert first[-1] == again[-1] == "run_dir=runs/dlrm/job_40017"
+    assert "runs/dlrm/job_40017/logs/start_2" in again
 
 
 def test_a_container_brings_its_own_python_and_files(checkout):
@@ -97,14 +122,18 @@ def test_a_container_brings_its_own_python_and_files(checkout):
         CONTAINER_IMAGE="registry#recsys:1",
         CONTAINER_MOUNTS="/scratch/a b:/data",
     )
-    assert given[len(SRUN) :][:3] == [
+    assert given[len(SRUN) :][:4] == [
         "--container-image=registry#recsys:1",
+        "--container-workdir=/recsys",
         "--container-mounts=/scratch/a b:/data",
         "python",
     ]
-    assert given[-1] == "dcnv2.py"
-    bare = launched(checkout, "dcnv2.py", CONTAINER_IMAGE="image")
-    assert [each for each in bare if "container" in each] == ["--container-image=image"]
+    assert given[-2:] == ["dcnv2.py", "run_dir=runs/dcnv2/job_40017"]
+    bare = launched(checkout, "dcnv2.py", CONTAINER_IMAGE="image", CONTAINER_WORKDIR="/code")
+    assert [each for each in bare if "container" in each] == [
+        "--container-image=image",
+        "--container-workdir=/code",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,14 +156,63 @@ def test_what_cannot_start_says_why(checkout, arguments, environment, message):
     assert not (checkout / "srun.txt").exists()
 
 
-def test_a_failing_job_fails(checkout):
-    (checkout / "bin" / "srun").write_text("#!/bin/sh\nexit 3\n")
-    assert submit(checkout, "dlrm.py", **JOB).returncode == 3
+def end_with(checkout: Path, srun: str, **environment: str) -> tuple[int, bool, str]:
+    """Exit code, whether the job was requeued, and what was said, of a job whose step is `srun`."""
+    (checkout / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    done = submit(checkout, "dlrm.py", **(JOB | environment))
+    requeued = checkout / "requeued.txt"
+    return done.returncode, requeued.exists() and requeued.read_text() == "40017\n", done.stderr
 
 
-def test_one_task_a_node_is_asked_for():
+@pytest.mark.parametrize("code", [2, 3, 130])
+def test_an_error_that_would_come_again_ends_the_job(checkout, code):
+    assert end_with(checkout, f"exit {code}") == (code, False, "")
+
+
+@pytest.mark.parametrize("code", [1, 75, 137])
+def test_a_job_that_can_go_on_is_requeued(checkout, code):
+    said = f"the ranks ended with {code}; the job goes back to the queue"
+    ended = end_with(checkout, f"exit {code}", SLURM_RESTART_COUNT="9")
+    assert ended == (0, True, f"slurm_multinode.sh: {said}\n")
+
+
+def test_a_job_that_fails_again_and_again_ends(checkout):
+    said = "the ranks ended with 1, requeued 10 times; the job ends"
+    ended = end_with(checkout, "exit 1", SLURM_RESTART_COUNT="10")
+    assert ended == (1, False, f"slurm_multinode.sh: {said}\n")
+    assert end_with(checkout, "exit 1", MAX_REQUEUES="0")[:2] == (1, False)
+
+
+def test_a_warning_is_handed_on_and_waited_for_and_does_not_count_as_a_failure(checkout):
+    step = (
+        "trap 'sleep 0.5; touch saved; exit 75' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done"
+    )
+    code, requeued, _ = end_with(checkout, step, SLURM_RESTART_COUNT="99")
+    assert (code, requeued) == (0, True)
+    assert (checkout / "saved").exists()
+
+
+def test_a_cancelled_job_is_waited_for_and_stays_cancelled(checkout):
+    step = "kill -TERM $PPID; sleep 0.5; touch saved; exit 75"
+    assert end_with(checkout, step)[:2] == (75, False)
+    assert (checkout / "saved").exists()
+
+
+def test_slurm_is_asked_for_one_task_a_node_a_warning_and_requeues():
     lines = SCRIPT.read_text().splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
-    assert "#SBATCH --ntasks-per-node=1" in directives
+    assert set(directives) >= {
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --signal=B:USR1@300",
+    }
     # SLURM reads directives up to the first command only.
     assert lines.index(directives[-1]) < lines.index("set -euo pipefail")
+
+
+def test_shellcheck_has_nothing_to_say():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck here: apt-get install shellcheck")
+    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")

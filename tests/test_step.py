@@ -22,7 +22,16 @@ from tests.distributed import run_distributed
 from tests.reference import Reference, ReferenceMLP
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
-TABLES = {"cat_0": "table_wise", "cat_1": "data_parallel", "cat_2": "row_wise", "cat_4": "row_wise"}
+TABLES = {
+    # Row-wise tables make every batch take TorchRec's way, and all others the static one.
+    "dynamic": {
+        "cat_0": "table_wise",
+        "cat_1": "data_parallel",
+        "cat_2": "row_wise",
+        "cat_4": "row_wise",
+    },
+    "static": {"cat_0": "table_wise", "cat_1": "data_parallel"},
+}
 # 197 rows in batches of 64 leave 5 for the tail: 3 for one rank, 2 for the other. Of 193, one rank gets none.
 EPOCHS = {"uneven_tail": 197, "tail_of_one": 193}
 STEPS = 8
@@ -32,8 +41,8 @@ def rule(name: str) -> list[str]:
     return [f"optimizer.name={name}", f"optimizer.lr={RATES[name]}", "optimizer.eps=0.01"]
 
 
-def two_epochs(name: str, rows: int) -> list[str]:
-    tables = TABLES | ({} if name == "rowwise_adagrad" else {"cat_3": "column_wise"})
+def two_epochs(name: str, rows: int, way: str = "dynamic") -> list[str]:
+    tables = TABLES[way] | ({} if name == "rowwise_adagrad" else {"cat_3": "column_wise"})
     overrides = ",".join(f"{table}:{layout}" for table, layout in tables.items())
     return [
         *TINY,
@@ -85,7 +94,7 @@ def train_cases(cases: list[list[str]]) -> list[tuple[list[float], dict]]:
     return results
 
 
-CASES = list(product(RATES, EPOCHS))
+CASES = list(product(RATES, EPOCHS, TABLES))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +128,7 @@ def ragged(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(ragged) -> dict[int, dict]:
     """World size -> case -> (losses, whole weights)."""
-    cases = {each: two_epochs(each[0], EPOCHS[each[1]]) for each in CASES}
+    cases = {each: two_epochs(each[0], EPOCHS[each[1]], each[2]) for each in CASES}
     for layout in ("table_wise", "row_wise", "data_parallel"):
         tables = f"sharding.tables={{genres:{layout},pair:{layout}}}"
         cases["ragged", layout] = [*TINY, *rule("adagrad"), f"data.path={ragged}", tables]
@@ -361,7 +370,7 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
     with ranks_of_cpu():
         tables = build(compose_config(*TINY, *rule("adam"))).step.tables
     tables._kernels = [kernel]
-    tables.prepare_update(7, 0.25)
+    tables.prepare_update(7, 0.25, by_fbgemm=True)
     assert (kernel.iter_cpu.item(), kernel.iter.item(), kernel.lr) == (7, 7, 0.25)
     assert tables._rule is OptimizerName.adam
 
@@ -393,7 +402,7 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
     class Graph:
         """Stands for the recorded pass where there is no GPU: runs the plain one and counts."""
 
-        def __init__(self, plain, ids, numerical, labels):
+        def __init__(self, plain, ids, numerical, labels, beside):
             self.plain = plain
             made.append(len(labels))
 
@@ -401,11 +410,26 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
             replayed.append(len(labels))
             return self.plain.run(ids, numerical, labels)
 
+    class GraphOfExchange:
+        """The same for the exchange of ids."""
+
+        def __init__(self, send, ids):
+            self.send = send
+            exchanges.append(len(ids))
+
+        def __call__(self, ids):
+            exchanged.append(len(ids))
+            return self.send(ids)
+
     config = compose_config(*TINY, "data.synthetic.train_rows=200")
+    exchanges, exchanged = [], []
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
         monkeypatch.setattr("nn.step.Captured", Graph)
+        monkeypatch.setattr("nn.sharding.CapturedExchange", GraphOfExchange)
         monkeypatch.setattr("nn.step.Step.why_not_captured", None)
         assert build(config).train(0, 8) == plain
     assert made == [64]
     assert replayed == [64] * 6
+    assert exchanges == [64 * 5]
+    assert exchanged == [64 * 5] * 6

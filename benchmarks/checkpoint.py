@@ -1,0 +1,198 @@
+"""What a checkpoint costs a run: how long training waits for it, how long it is written, and how long it takes to restore.
+
+    torchrun --nproc-per-node 4 -m benchmarks.checkpoint --out DIR dlrm experiment=dlrm_criteo_t3 data.path=DATA
+
+Builds the run as dlrm.py would, trains until the speed is known, saves below DIR/run/checkpoints while it trains on until all
+ranks have written, takes three more copies of the state (the first also had to take the memory for them), checks and restores
+what it wrote. Prints a line a number and writes DIR/checkpoint.json. The cost of a save is the time from its begin
+until it is written, less what the steps made in between would have taken: it holds the pause, and whatever the writing
+takes from training. `python -m benchmarks.recovery` can go on from what this leaves.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.rows import compose_row
+from configs.schema import Config, Mode
+from nn.build import (
+    build_plan,
+    build_step,
+    build_train_loader,
+    device_type,
+    hardware_of,
+    model_spec,
+    open_source,
+)
+from nn.checkpoint import facts_of, restore, state_of
+from nn.checkpoint_files import find_damage, newest_first, read_facts
+from nn.checkpointer import Checkpointer
+from nn.distributed import HostChannel, Ranks, process_group, ranks_from_environment
+from nn.feed import Feed
+from nn.host_copy import HostCopy, num_bytes
+from nn.quiet import quiet_libraries
+from nn.step import Step
+
+GIB = 2**30
+INTERVAL_S = 300.0
+WARM_UP_STEPS = 50
+STEPS_AT_ONCE = 50
+COPIES = 3
+MOST_STEPS = 10**7
+# What a trainer that has recorded and evaluated nothing yet would save.
+NOTHING_RECORDED = {
+    **{"loss_sum": 0.0, "loss_steps": 0, "test": {}, "untrained_test_auc": None},
+    **{"best_auc": None, "best_step": None},
+}
+
+
+def main() -> None:
+    """Measure what the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", choices=["dlrm", "dcnv2"])
+    parser.add_argument("overrides", nargs="*", help="such as experiment=dlrm_criteo_t3")
+    parser.add_argument("--out", type=Path, required=True, help="for the checkpoint and the result")
+    parser.add_argument("--baseline-s", type=float, default=5.0, help="training before the save")
+    args = parser.parse_args()
+    quiet_libraries()
+    config = compose_row(args.recipe, *args.overrides, f"run_dir={args.out / 'run'}")
+    ranks = ranks_from_environment(device_type(config))
+    with process_group(ranks):
+        result = measured(config, ranks, args.baseline_s)
+        if ranks.is_main:
+            (args.out / "checkpoint.json").write_text(json.dumps(result, indent=2) + "\n")
+            for name, value in result.items():
+                print(
+                    f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}"
+                )
+
+
+def measured(config: Config, ranks: Ranks, baseline_s: float) -> dict[str, Any]:
+    """Train, save, train on and restore; return seconds, bytes and shares, of the slowest rank where they differ."""
+    assert config.mode is Mode.train
+    source, channel = open_source(config), HostChannel()
+    hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
+    plan, _ = ranks.call_on_main(lambda: build_plan(config, source, hardware))
+    step = build_step(config, source, plan, ranks)
+    directory = Path(config.run_dir) / "checkpoints"
+    directory.mkdir(parents=True, exist_ok=True)
+    facts = facts_of(config, model_spec(config, source), ranks)
+    checkpointer = Checkpointer(
+        directory, step, facts, source.spec, config.checkpoint, ranks, say=print
+    )
+    batches = build_train_loader(config, source, ranks).batches(0, MOST_STEPS)
+    run = Steps(step, Feed(batches, step.tables, ranks.device), ranks, channel)
+    run.take(WARM_UP_STEPS)
+    step_s = run.until(lambda: run.seconds >= baseline_s)
+
+    run.seconds, run.count = 0.0, 0
+    with timed(run):
+        checkpointer.save(run.num_steps, NOTHING_RECORDED, {})
+    paused_s = run.seconds
+    run.until(lambda: not checkpointer.is_writing)
+    save_s, steps_meanwhile = run.seconds, run.count
+    assert checkpointer.wait() is None, "it could not be written"
+    cost_s = save_s - steps_meanwhile * step_s
+    batches.close()
+
+    total_bytes = sum(channel.gather(num_bytes(state_of(step))))
+    later_pause_s = median(later_copies(checkpointer.copy, step, ranks))
+    path = newest_first(directory)[0]
+    started = time.perf_counter()
+    damages = channel.gather(find_damage(path, read_facts(path), ranks.rank, ranks.world_size))
+    assert not any(damages), damages
+    check_s = time.perf_counter() - started
+    restore(path, step, with_optimizer=True)
+    channel.gather(None)
+    load_s = time.perf_counter() - started - check_s
+    step.close()
+
+    def slowest(value: float) -> float:
+        return channel.maximum([value])[0]
+
+    later_cost_s = slowest(cost_s - paused_s + later_pause_s)
+    return {
+        "ranks": ranks.world_size,
+        "checkpoint GiB": total_bytes / GIB,
+        "steps": run.num_steps,
+        "step ms": slowest(step_s) * 1e3,
+        "first pause s": slowest(paused_s),
+        "later pause s": slowest(later_pause_s),
+        "later pause GB/s": total_bytes / 1e9 / slowest(later_pause_s),
+        "written after s": slowest(save_s),
+        "written GB/s": total_bytes / 1e9 / slowest(save_s - paused_s),
+        "steps meanwhile": steps_meanwhile,
+        "step ms meanwhile": slowest((save_s - paused_s) / max(steps_meanwhile, 1)) * 1e3,
+        "cost of the first save s": slowest(cost_s),
+        "cost of a later save s": later_cost_s,
+        "later save, % of 5 minutes": 100 * later_cost_s / INTERVAL_S,
+        "check s": slowest(check_s),
+        "load s": slowest(load_s),
+    }
+
+
+class Steps:
+    """Trains in bunches of steps, and counts them and their time.
+
+    Attributes:
+        num_steps: in all.
+        count: since it was last set to 0.
+        seconds: likewise.
+    """
+
+    def __init__(self, step: Step, feed: Feed, ranks: Ranks, channel: HostChannel) -> None:
+        self._step, self._feed = step, feed
+        self._ranks, self._channel = ranks, channel
+        self.num_steps = self.count = 0
+        self.seconds = 0.0
+
+    def take(self, num_steps: int) -> None:
+        """Train some steps."""
+        for _ in range(num_steps):
+            self._step.train(self.num_steps, self._feed)
+            self.num_steps += 1
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize(self._ranks.device)
+
+    def until(self, is_over) -> float:
+        """Train until it is over on all ranks; return the median seconds a step."""
+        bunches = []
+        while self._channel.maximum([float(not is_over())])[0]:
+            before = self.seconds
+            with timed(self):
+                self.take(STEPS_AT_ONCE)
+            self.count += STEPS_AT_ONCE
+            bunches.append((self.seconds - before) / STEPS_AT_ONCE)
+        return median(bunches) if bunches else 0.0
+
+
+@contextmanager
+def timed(run: Steps) -> Iterator[None]:
+    """Add the time in here to `run.seconds`."""
+    started = time.perf_counter()
+    yield
+    run.seconds += time.perf_counter() - started
+
+
+def later_copies(copy: HostCopy, step: Step, ranks: Ranks) -> list[float]:
+    """Seconds of each of several copies of the state into host memory that is there already."""
+    seconds = []
+    for _ in range(COPIES):
+        ranks.barrier()
+        started = time.perf_counter()
+        copy.take(state_of(step))
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""How soon a run goes on after one of its ranks was killed.
+
+    python -m benchmarks.recovery --ranks 4 --out DIR dlrm experiment=dlrm_criteo_t3 data.path=DATA
+
+Starts `torchrun --max-restarts=1 dlrm.py ... run_dir=DIR/run`, which goes on from the checkpoint there if there is one (that
+of benchmarks.checkpoint, with the same options), or else waits for its first. Then SIGKILL goes to one rank. Prints, and writes
+to DIR/recovery.json, the seconds from there until the ranks have found their checkpoint, and until the first record after it.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.rows import ROOT
+
+RECORD_EVERY = 10
+FOREVER = ["train.epochs=1000000", f"log.every={RECORD_EVERY}", "log.tensorboard=false"]
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", choices=["dlrm", "dcnv2"])
+    parser.add_argument("overrides", nargs="*", help="such as experiment=dlrm_criteo_t3")
+    parser.add_argument("--out", type=Path, required=True, help="holds the run directory")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=300)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    run_dir, log = args.out / "run", args.out / "recovery.log"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}"),
+        *("--max-restarts=1", str(ROOT / f"{args.recipe}.py"), f"run_dir={run_dir}"),
+        *(*args.overrides, *FOREVER),
+    ]
+    with log.open("w") as stream:
+        launcher = subprocess.Popen(command, stdout=stream, stderr=stream)
+    try:
+        result = killed_and_back(launcher, run_dir, log, time.monotonic() + args.timeout_s)
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    (args.out / "recovery.json").write_text(json.dumps(result, indent=2) + "\n")
+    for name, value in result.items():
+        print(f"{name:28} {value:,.1f}")
+
+
+def killed_and_back(
+    launcher: subprocess.Popen, run_dir: Path, log: Path, end: float
+) -> dict[str, float]:
+    """Kill the last rank when it trains and there is something to go on from; time what follows."""
+
+    def wait_for(condition: Callable[[], bool]) -> float:
+        while not condition():
+            if time.monotonic() > end or launcher.poll() is not None:
+                sys.exit(f"did not come so far:\n{log.read_text()[-4000:]}")
+            time.sleep(0.02)
+        return time.monotonic()
+
+    restarts = run_dir / "restarts.jsonl"
+    checkpoints = run_dir / "checkpoints"
+    started_at = time.monotonic()
+    first_at = wait_for(lambda: last_step(run_dir) > 0 and any(checkpoints.glob("step_*")))
+    number = num_lines(restarts)
+    os.kill(ranks_of(launcher)[-1], signal.SIGKILL)
+    killed_at = time.monotonic()
+    found_at = wait_for(lambda: num_lines(restarts) > number)
+    step = json.loads(restarts.read_text().splitlines()[-1])["step"]
+    on_at = wait_for(lambda: last_step(run_dir) > step)
+    return {
+        "start to first record s": first_at - started_at,
+        "kill to checkpoint found s": found_at - killed_at,
+        "kill to next record s": on_at - killed_at,
+    }
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Processes that torchrun started."""
+    path = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(each) for each in path.read_text().split()]
+
+
+def last_step(run_dir: Path) -> int:
+    """Step of the last whole record, or 0."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1]).get("step", 0) if lines else 0
+
+
+def num_lines(path: Path) -> int:
+    """Lines of a file, which need not exist."""
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+if __name__ == "__main__":
+    main()

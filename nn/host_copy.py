@@ -1,0 +1,81 @@
+"""A copy of a run's state in host memory, which can be written while the original trains on."""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
+
+REGISTERED_BYTES = 2**24
+"""Tensors from this size on lie in pages of their own, which are pinned as they are."""
+
+State = dict[str, Tensor | ShardedTensor]
+
+
+class HostCopy:
+    """Memory for the copies, taken at the first one and used again; on GPUs it is pinned.
+
+    Args:
+        device: where the state lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def take(self, state: State) -> State:
+        """Return a copy of this rank's part of a state; valid until the next call."""
+        copied = {
+            name: self._of_shards(name, value)
+            if isinstance(value, ShardedTensor)
+            else self._of_tensor((name, 0), value)
+            for name, value in state.items()
+        }
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copied
+
+    def _of_shards(self, name: str, sharded: ShardedTensor) -> ShardedTensor:
+        shards = [
+            Shard(self._of_tensor((name, index), each.tensor), each.metadata)
+            for index, each in enumerate(sharded.local_shards())
+        ]
+        # The base's constructor: the class's own would ask for the device that the metadata names.
+        return ShardedTensorBase._init_from_local_shards_and_global_metadata(
+            shards, sharded.metadata()
+        )
+
+    def _of_tensor(self, key: tuple[str, int], value: Tensor) -> Tensor:
+        value = value.detach()
+        buffer = self._buffers.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            buffer = self._buffers[key] = _host_memory(value)
+        return buffer.copy_(value, non_blocking=True)
+
+
+def num_bytes(state: State) -> int:
+    """Bytes of this rank's part of a state."""
+    return sum(
+        each.nbytes
+        for value in state.values()
+        for each in (
+            [shard.tensor for shard in value.local_shards()]
+            if isinstance(value, ShardedTensor)
+            else [value]
+        )
+    )
+
+
+def _host_memory(value: Tensor) -> Tensor:
+    """Memory like a tensor, on the host; pinned for one on a GPU."""
+    if value.device.type != "cuda":
+        return torch.empty(value.shape, dtype=value.dtype)
+    if value.nbytes < REGISTERED_BYTES:
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    # torch would round pinned memory up to a power of two: up to twice the tables.
+    memory = torch.empty(value.shape, dtype=value.dtype)
+    cudart, address = torch.cuda.cudart(), memory.data_ptr()
+    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
+    # The pages go back when the tensor does; at the end of the process they do by themselves.
+    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+    return memory

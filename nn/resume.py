@@ -1,0 +1,182 @@
+"""Which checkpoint of its own `run_dir` a run goes on from, and whether it is still the same run."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.schema import Config
+from dataloading.feature_spec import FeatureSpec
+from dataloading.file_states import changed_files
+from nn.checkpoint import facts_of, plain_config
+from nn.checkpoint_files import (
+    NewerFormatError,
+    find_damage,
+    newest_first,
+    read_facts,
+    set_aside,
+    step_of,
+)
+from nn.distributed import HostChannel, Ranks
+from nn.trainer import is_good_enough
+
+# Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor its order.
+FREE = (
+    *("run_dir", "mode", "device", "data.path", "data.prefetch", "data.threads"),
+    *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
+    *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile."),
+)
+MISSING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        path: checkpoint to load, or None.
+        facts: its run.json, or nothing.
+        is_continuation: it is one of this `run_dir`, whose records are kept.
+    """
+
+    path: Path | None = None
+    facts: dict[str, Any] | None = None
+    is_continuation: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """Updates behind it."""
+        return self.facts["num_steps"] if self.facts else 0
+
+
+def find_start(
+    config: Config,
+    spec: FeatureSpec,
+    ranks: Ranks,
+    channel: HostChannel,
+    say: Callable[[str], None],
+) -> Start:
+    """Find the latest whole checkpoint of `config.run_dir`; all ranks must call it, and read its bytes together.
+
+    Args:
+        config: the whole run, of mode train.
+        spec: the dataset as the model sees it.
+        ranks: this process.
+        channel: between the hosts.
+        say: prints a line; only rank 0's is called.
+
+    Raises:
+        ValueError: on all ranks, when what is there is of another run, or of a newer version.
+    """
+    directory = Path(config.run_dir) / "checkpoints"
+    while True:
+        found = ranks.call_on_main(lambda: _latest(directory, say))
+        if found is None:
+            return Start()
+        path, facts = found
+        damages = channel.gather(find_damage(path, facts, ranks.rank, ranks.world_size))
+        damage = next((each for each in damages if each), None)
+        if damage is None:
+            ranks.call_on_main(lambda facts=facts: _check_same_run(config, spec, ranks, facts))
+            return Start(path, facts, is_continuation=True)
+        if ranks.is_main:
+            _report_damage(path, damage, say)
+        ranks.barrier()
+
+
+def is_over(config: Config, start: Start, last_step: int) -> bool:
+    """Whether a run has come to its end already: its summary is of the step of its latest checkpoint."""
+    if not start.is_continuation:
+        return False
+    try:
+        summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return False
+    if summary.get("steps") != start.num_steps:
+        return False
+    test = start.facts["trainer"]["test"]
+    return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)
+
+
+def may_start_over(run_dir: Path, config: Config) -> bool:
+    """Whether a run directory holds a run of the same settings that was killed before its first checkpoint."""
+    if (run_dir / "summary.json").exists():
+        return False
+    try:
+        before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return False
+    return isinstance(before, dict) and not _differences(before, plain_config(config))
+
+
+def _latest(directory: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    for path in newest_first(directory):
+        try:
+            return path, read_facts(path)
+        except NewerFormatError as error:
+            raise ValueError(
+                f"{path} cannot be gone on from: {error}, or set another run_dir"
+            ) from None
+        except ValueError as error:
+            _report_damage(path, str(error), say)
+    return None
+
+
+def _report_damage(path: Path, damage: str, say: Callable[[str], None]) -> None:
+    aside = set_aside(path)
+    say(
+        f"warning: the checkpoint of step {step_of(path)} is not used: {damage}; it is {aside} now, and the run "
+        "goes on from the one before it, if there is one"
+    )
+
+
+def _check_same_run(config: Config, spec: FeatureSpec, ranks: Ranks, facts: dict[str, Any]) -> None:
+    """Refuse to go on with other data or settings."""
+    if config.checkpoint.allow_changes:
+        return
+    now = facts_of(config, spec, ranks)
+    differences = _differences(facts["config"], now["config"])
+    if differences:
+        raise ValueError(
+            f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
+            "another run_dir (with checkpoint.restore to start from this run's model), or "
+            "checkpoint.allow_changes=true to go on with the new ones"
+        )
+    if facts["feature_spec"] != now["feature_spec"]:
+        raise ValueError(
+            f"run_dir={config.run_dir} was trained on other features than this dataset's (names, order, "
+            "cardinalities or hotness differ); set data.path to the dataset it was trained on, or "
+            "checkpoint.allow_changes=true if they mean the same"
+        )
+    changed = changed_files(facts["data_samples"], now["data_samples"])
+    if facts["config"]["data"]["path"] == config.data.path:
+        changed = changed or changed_files(facts["data_files"], now["data_files"])
+    if changed:
+        raise ValueError(
+            f"files of {spec.root} have changed since the checkpoint of step {facts['num_steps']} of "
+            f"run_dir={config.run_dir}: {', '.join(changed[:3])}; set data.path to the dataset it was trained on, or "
+            "checkpoint.allow_changes=true if its rows are the same"
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    old, new = _flat(before), _flat(now)
+    return [
+        f"{key}={old.get(key, MISSING)} instead of {new.get(key, MISSING)}"
+        for key in sorted(old | new)
+        if old.get(key, MISSING) != new.get(key, MISSING)
+        and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
+    ]
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

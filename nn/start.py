@@ -1,0 +1,94 @@
+"""What a run begins with: the latest checkpoint of its own `run_dir`, the one that `checkpoint.restore` names, or nothing."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from configs.schema import Config, Half, Mode
+from dataloading.columns import Source
+from nn import checkpoint, resume
+from nn.build import build_train_loader, model_spec
+from nn.checkpoint_files import newest_first
+from nn.distributed import HostChannel, Ranks
+from nn.errors import SharedError
+from nn.resume import Start
+from nn.step import Step
+from nn.trainer import total_steps
+
+
+def named_start(config: Config, source: Source) -> Start:
+    """Check what `checkpoint.restore` names, before any process group; a run that goes on by itself needs it no more.
+
+    Raises:
+        ValueError: it is no checkpoint, or not of this dataset, or has nothing left to train.
+    """
+    return Start() if _has_own_checkpoint(config) else _named(config, source)
+
+
+def own_start(config: Config, source: Source, ranks: Ranks, console: Console) -> Start | None:
+    """Find the checkpoint of its own run directory that a run goes on from; all ranks must call it.
+
+    Raises:
+        ValueError: on all ranks, when what is there is of another run, or of a newer version.
+    """
+    if not ranks.broadcast_object(_has_own_checkpoint(config)):
+        return None
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True)
+
+    start = resume.find_start(config, model_spec(config, source), ranks, HostChannel(), say)
+    # Where all of its own are damaged it begins as it did at first.
+    return start if start.is_continuation else _named(config, source)
+
+
+def is_over(config: Config, source: Source, ranks: Ranks, start: Start) -> bool:
+    """Whether nothing is left to do in the run that is continued; all ranks must call it."""
+    if not start.is_continuation:
+        return False
+    last_step = total_steps(config, build_train_loader(config, source, ranks).steps_per_epoch)
+    return ranks.call_on_main(lambda: resume.is_over(config, start, last_step))
+
+
+def load(config: Config, start: Start, step: Step) -> None:
+    """Load what a run begins with; its own checkpoint is always taken whole.
+
+    Raises:
+        SharedError: it is of another model or optimizer, or cannot be read.
+    """
+    if start.path is None:
+        return
+    parts = config.checkpoint
+    is_training = config.mode is Mode.train
+    try:
+        checkpoint.restore(
+            start.path,
+            step,
+            with_optimizer=is_training and (start.is_continuation or parts.takes_optimizer),
+            halves=tuple(Half) if start.is_continuation else parts.halves,
+            grow=parts.grow and not start.is_continuation,
+        )
+    except ValueError as error:
+        raise SharedError(str(error)) from error
+
+
+def _has_own_checkpoint(config: Config) -> bool:
+    if config.mode is not Mode.train or config.run_dir is None:
+        return False
+    return bool(newest_first(Path(config.run_dir) / "checkpoints"))
+
+
+def _named(config: Config, source: Source) -> Start:
+    parts = config.checkpoint
+    if parts.restore is None:
+        return Start()
+    path = Path(parts.restore)
+    facts = checkpoint.check(
+        path,
+        model_spec(config, source),
+        halves=parts.halves,
+        grow=parts.grow,
+        allow_changes=parts.allow_changes,
+    )
+    begins_anew = config.mode is Mode.train and not parts.takes_optimizer
+    return Start(path, {"num_steps": 0} if begins_anew else facts)

@@ -1,0 +1,241 @@
+"""Kill a training run at random moments, start it again each time, and compare its end with that of a run left alone.
+
+    python -m tests.crash --seed 1 --kills 20
+
+Each kill is a SIGKILL to one random rank: one in five while the ranks start and restore, the others at a random time of the
+training, half of these while a checkpoint is being written. The other ranks must end by themselves within a minute, with
+one message; those that were starting get SIGTERM, as a launcher sends it. A run that came to its end is compared with the one left alone, and another is
+begun if kills are left. Records, summary, weights and optimizer states must be equal bit by bit.
+"""
+
+import argparse
+import multiprocessing as mp
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from nn.errors import LOST_RANK_EXIT_CODE
+from tests.distributed import free_port
+from tests.runs import differences
+
+NUM_STEPS = 300
+RUN = [
+    *("data.synthetic.train_rows=19200", "data.synthetic.test_rows=256", "device=cpu"),
+    *("data.synthetic.cardinalities=[500,40,7,300,1000]", "data.synthetic.num_numerical=3"),
+    *("model.embedding_dim=8", "model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]"),
+    *("train.batch_size=64", "eval.batch_size=128", "eval.per_epoch=3", "optimizer.name=adagrad"),
+    *("optimizer.lr=0.05", "log.every=7", "log.tensorboard=false", "train.tf32=false"),
+    *("checkpoint.save_every=10",),
+]
+END_WITHIN_S = 60.0
+STARTS_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One start of a run: its processes, and where they write what they say."""
+
+    processes: list[BaseProcess]
+    log: Path
+
+    def wait(self, seconds: float) -> list[int]:
+        """Return the exit codes; ranks that take longer are killed, which is an error."""
+        end = time.monotonic() + seconds
+        for each in self.processes:
+            each.join(max(0.0, end - time.monotonic()))
+        late = [rank for rank, each in enumerate(self.processes) if each.is_alive()]
+        for each in self.processes:
+            each.kill()
+            each.join()
+        assert not late, f"ranks {late} did not end within {seconds:.0f} s:\n{self.log.read_text()}"
+        return [each.exitcode for each in self.processes]
+
+
+def start(
+    arguments: list[str], num_ranks: int, log: Path, local_world_size: int | None = None
+) -> Ranks:
+    """Start the ranks of `dlrm.py <arguments>`; they are forked from a process that has imported torch already.
+
+    None of them writes curves.png, which takes longer than a start of this small run. All are on one node, unless there
+    are `local_world_size` on each.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["nn.run"])
+    port = free_port()
+    log.touch()
+    processes = [
+        context.Process(
+            target=_rank,
+            args=(arguments, rank, (num_ranks, local_world_size or num_ranks), port, str(log)),
+        )
+        for rank in range(num_ranks)
+    ]
+    for each in processes:
+        each.start()
+    return Ranks(processes, log)
+
+
+def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, log: str) -> None:
+    import torch
+
+    from main import launch
+    from nn import recorder
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    torch.set_num_threads(1)
+    recorder.draw_curves = lambda *_: None
+    num_ranks, local_world_size = world
+    if num_ranks > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % local_world_size),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    sys.argv = ["dlrm.py", *arguments]
+    exit_code = 0
+    try:
+        launch("dlrm")
+    except SystemExit as end:
+        exit_code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        exit_code = 1
+    sys.stdout.flush()
+    os._exit(exit_code)
+
+
+def wait_until(condition, seconds: float) -> bool:
+    """Poll every millisecond; whether it came true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def crash(directory: Path, seed: int, kills: int, num_ranks: int) -> int:
+    """Run the test below `directory`; return the kills that happened while a checkpoint was being written."""
+    generator = random.Random(seed)
+    whole = directory / "whole"
+    ranks = start([*RUN, f"run_dir={whole}"], num_ranks, directory / "whole.log")
+    assert wait_until(lambda: trains(ranks), 120), ranks.log.read_text()
+    started = time.monotonic()
+    assert set(ranks.wait(300)) == {0}, ranks.log.read_text()
+    duration = time.monotonic() - started
+    print(
+        f"seed {seed}: {NUM_STEPS} steps on {num_ranks} ranks take {duration:.1f} s left alone",
+        flush=True,
+    )
+    killed = killed_in_save = round_ = 0
+    while killed < kills:
+        round_ += 1
+        parts = directory / f"parts_{round_}"
+        while True:
+            log = directory / f"{round_}_{killed}.log"
+            ranks = start([*RUN, f"run_dir={parts}"], num_ranks, log)
+            moment = kill_one(ranks, parts, generator, duration / kills) if killed < kills else None
+            if moment is None:
+                assert set(ranks.wait(300)) == {0}, log.read_text()
+                break
+            killed += 1
+            killed_in_save += moment == "saving"
+            at = time.monotonic()
+            codes = ranks.wait(END_WITHIN_S)
+            seconds = time.monotonic() - at
+            said = log.read_text()
+            assert "Traceback" not in said, said
+            assert said.count("error: ") == (LOST_RANK_EXIT_CODE in codes), said
+            print(
+                f"kill {killed:2} while {moment:8} exit codes {codes} after {seconds:.1f} s, "
+                f"checkpoints {checkpoints(parts)}",
+                flush=True,
+            )
+        found = differences(whole, parts)
+        assert not found, f"not as the run left alone: {', '.join(found)}"
+        print(f"round {round_}: equal bit by bit to the run left alone", flush=True)
+        shutil.rmtree(parts)
+    return killed_in_save
+
+
+def kill_one(ranks: Ranks, run_dir: Path, generator: random.Random, pace_s: float) -> str | None:
+    """Kill a random rank at a random moment; return what the run was doing then, None if it ended before."""
+    victim = generator.choice(ranks.processes)
+    is_early = generator.random() < 0.2
+    start_delay, delay = generator.uniform(0, STARTS_WITHIN_S), generator.uniform(0, 2 * pace_s)
+    wants_save = generator.random() < 0.5
+    in_save_delay = generator.uniform(0, 0.02)
+
+    def is_over() -> bool:
+        return not all(each.is_alive() for each in ranks.processes)
+
+    def is_saving() -> bool:
+        return any((run_dir / "checkpoints").glob(".step_*.unfinished"))
+
+    if is_early:
+        time.sleep(start_delay)
+    else:
+        wait_until(lambda: trains(ranks) or is_over(), 120)
+        time.sleep(delay)
+        if wants_save:
+            wait_until(lambda: is_saving() or is_over(), 5)
+            time.sleep(in_save_delay)
+    is_starting = not trains(ranks)
+    moment = "starting" if is_starting else "saving" if is_saving() else "training"
+    if is_over():
+        return None
+    os.kill(victim.pid, signal.SIGKILL)
+    if is_starting:
+        for each in ranks.processes:
+            each.terminate()
+    return moment
+
+
+def trains(ranks: Ranks) -> bool:
+    """Whether a start has come to its first record."""
+    return "step " in ranks.log.read_text()
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    """What lies in the directory of checkpoints."""
+    directory = run_dir / "checkpoints"
+    return sorted(each.name for each in directory.iterdir()) if directory.exists() else []
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="crash-") as name:
+        yield Path(name)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)))
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    given = parser.parse_args()
+    with _directory() as directory:
+        in_save = crash(directory, given.seed, given.kills, given.ranks)
+    print(
+        f"seed {given.seed}: {given.kills} kills, {in_save} of them while saving: equal bit by bit to the run left alone"
+    )
+
+
+if __name__ == "__main__":
+    main()
