@@ -71,6 +71,15 @@ def test_a_count_that_would_not_fit_its_bits_begins_anew(monkeypatch):
     assert (values.tolist(), counts.tolist()) == ([3], [5])
 
 
+def test_codes_behind_a_full_table_are_counted_for_the_next_one(monkeypatch):
+    monkeypatch.setattr(hashing, "MOST_COUNTED", 10)
+    counter = Counter(1)
+    [(values, counts)] = counter.add(np.array([1, 2, 2, 2, 2], np.uint32))
+    assert (values.tolist(), counts.tolist()) == ([1], [1])
+    [(values, counts)] = counter.add(np.full(7, 2, np.uint32))
+    assert (values.tolist(), counts.tolist()) == ([2], [4])
+
+
 def test_texts_without_a_code_are_noticed():
     counter = Counter(10)
     list(counter.add(np.array([1, ODD], np.uint32)))

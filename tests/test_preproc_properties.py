@@ -137,6 +137,12 @@ def line(label: str, number: str, first: str, last: str) -> bytes:
     return "\t".join([label, *[""] * 11, number, "7", first, *[""] * 24, last]).encode()
 
 
+def with_other_tab(row: bytes, number: int, other: bytes) -> bytes:
+    """Return the line with something else in the place of one of its tabs."""
+    fields = row.split(b"\t")
+    return b"\t".join(fields[: number + 1]) + other + b"\t".join(fields[number + 1 :])
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     rows=st.lists(
@@ -145,10 +151,15 @@ def line(label: str, number: str, first: str, last: str) -> bytes:
             st.builds(line, st.sampled_from("01"), st.just(""), HEX, st.one_of(FIELD, NEARLY_HEX)),
             st.builds(line, st.sampled_from(["2", "", "10", "x"]), st.just("1"), HEX, HEX),
             st.builds(
-                bytes.replace,
+                bytes.__add__,
+                st.builds(line, st.just("1"), st.just("1"), HEX, FIELD),
+                st.sampled_from([b"\xff", b"\xc3", b"\xc3\xa9"]),
+            ),
+            st.builds(
+                with_other_tab,
                 st.builds(line, st.just("1"), st.just("1"), HEX, HEX),
-                st.sampled_from([b"\t", b"7"]),
-                st.sampled_from([b"", b"\t\t", b"\r", b"\xff", b"\n"]),
+                st.integers(0, 38),
+                st.sampled_from([b"", b"\t\t", b"\r", b"\r\t", b"\xff", b"\n", b"7"]),
             ),
             st.binary(max_size=9),
         ),
