@@ -1,8 +1,5 @@
 """The tables' kernels give what plain torch gives: under Triton's interpreter here, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -149,49 +146,6 @@ def test_interpreted_lookup_and_update_equal_plain_torch(rule):
 )
 def test_interpreted_updates_of_16_bit_weights_equal_plain_torch(rule, stored):
     compare_stored(rule, 40, "cpu", stored)
-
-
-def compile_update(stored: str) -> None:
-    """Compile the update of rows of a dtype for an H200; Triton needs no GPU for that."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    from nn.table_kernels import _segment_update
-
-    constants = {
-        "RULE": "adam",
-        "LEVEL": 0,
-        "ONE_HOT": False,
-        "ALIGN": 16,
-        "WARPS": 4,
-        "LENGTH": 32,
-        "BLOCK_D": 128,
-    }
-    # Of arguments that are no pointers to int32.
-    types = {"weights": f"*{stored}", "gradients": "*bf16", "order": "*i64", "sums_counts": "*i8"}
-    types |= dict.fromkeys(["state1", "state2", "sums", "scalars"], "*fp32")
-    types |= dict.fromkeys(["eps", "beta1", "beta2"], "fp32")
-    types |= dict.fromkeys(["num_blocks", "gradient_stride"], "i32")
-    types |= dict.fromkeys(["weight_offset", "state1_offset", "state2_offset"], "*i64")
-    types |= dict.fromkeys(["key_base", "id_offset", "out_column", "sums_keys"], "*i64")
-    signature = {name: types.get(name, "*i32") for name in _segment_update.arg_names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=_segment_update, signature=signature, constexprs=constants)
-    assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-
-
-def test_the_update_compiles_for_weights_of_every_dtype():
-    """The interpreter takes what the compiler refuses, such as two returns of different types."""
-    program = "from tests.test_table_kernels import compile_update as run; "
-    program += "run('fp32'), run('bf16'), run('fp16')"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_equal_ids_of_many_blocks_are_summed_level_by_level():
