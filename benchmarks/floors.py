@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.rows import ROWS, Row
-from configs.schema import Amp, Config, ModelName
+from configs.schema import Amp, Config, ModelName, TableDtype
 from dataloading.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
 from nn.memory import DENSE_STATES, dense_layers
@@ -33,7 +33,7 @@ ALL_TO_ALL_BYTES_PER_S = 394e9
 ID_BYTES = 4  # the largest table has fewer than 2^31 rows
 LABEL_BYTES = 4
 NUMERICAL_BYTES = 4
-WEIGHT_BYTES = 4
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def count_hbm(
     Counted, a step:
 
     - batch: numbers, labels and ids written once, as they come from the host, and read once; ids twice, by lookup and update.
-    - rows read: each distinct row once, in FP32; repetitions may come from the cache.
+    - rows read: each distinct row once, as it is stored; repetitions may come from the cache.
     - pooled embeddings: written by the lookup, read forward, read again backward; their gradients written and read. What
       comes from another rank is written once more on each way, and read once more where it is sent.
     - rows updated: each distinct row read and written, and its optimizer state. Between lookup and update it has left the
@@ -161,6 +161,7 @@ def count_hbm(
     Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
     """
     dim = config.model.embedding_dim
+    weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
     columns = len(spec.categorical) * dim
     away = (world_size - 1) / world_size
     layers = dense_layers(config, spec)
@@ -178,11 +179,11 @@ def count_hbm(
             2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES)
             + 3 * ID_BYTES * _ids_a_row(spec, expands)
         ),
-        "rows read": unique * dim * WEIGHT_BYTES,
+        "rows read": unique * dim * weight_bytes,
         "pooled embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * away),
-        "rows updated": unique * 2 * (dim * (WEIGHT_BYTES + state_a_value) + state_a_row),
+        "rows updated": unique * 2 * (dim * (weight_bytes + state_a_value) + state_a_row),
         "activations": batch * saved * _activation_bytes(config) * 2,
-        "dense half": parameters * WEIGHT_BYTES * (2 + 2 + 2 * states),
+        "dense half": parameters * FP32_BYTES * (2 + 2 + 2 * states),
     }
 
 

@@ -6,7 +6,8 @@
 The first line generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. Peers are the
 straightforward scripts in `benchmarks/peers/`; they need the extra `bench`. Options that begin with `preproc.` go
 to `python -m preproc`. Memory is the resident set of all processes of a command, disk what lies below its directory,
-both sampled every 0.1 s; a command that passes `memory_gib` is stopped. Exits with 1 if a peer's bytes differ.
+both sampled every 0.1 s; CPU time is that of all processes too, and moves less than seconds do where other jobs
+share the machine. A command that passes `memory_gib` is stopped. Exits with 1 if a peer's bytes differ.
 """
 
 import argparse
@@ -40,6 +41,7 @@ OPTIONS = {
 }
 SAMPLE_S = 0.1
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Measured:
     Attributes:
         outcome: `ok`, or what went wrong.
         seconds: from start to end, the start of Python included.
+        cpu_s: CPU time of all its processes.
         memory_bytes: largest resident set of all its processes together.
         disk_bytes: most that lay below its directory at a time.
         output_bytes: what it left there.
@@ -56,6 +59,7 @@ class Measured:
 
     outcome: str = "ok"
     seconds: float = 0.0
+    cpu_s: float = 0.0
     memory_bytes: int = 0
     disk_bytes: int = 0
     output_bytes: int = 0
@@ -71,7 +75,9 @@ def measure(command: list[str], directory: Path, memory_gib: float) -> Measured:
         try:
             while process.poll() is None:
                 sleep(SAMPLE_S)
-                result.memory_bytes = max(result.memory_bytes, resident_bytes(process.pid))
+                resident, cpu_s = used_by(process.pid)
+                result.memory_bytes = max(result.memory_bytes, resident)
+                result.cpu_s = max(result.cpu_s, cpu_s)
                 result.disk_bytes = max(result.disk_bytes, disk_bytes(directory))
                 if result.memory_bytes > memory_gib * 2**30:
                     result.outcome = f"stopped: over {memory_gib:g} GiB"
@@ -89,17 +95,18 @@ def measure(command: list[str], directory: Path, memory_gib: float) -> Measured:
     return result
 
 
-def resident_bytes(session: int) -> int:
-    """Return the resident memory of all processes of a session."""
-    total = 0
+def used_by(session: int) -> tuple[int, float]:
+    """Return the resident bytes and CPU seconds, those of ended children included, of a session's processes."""
+    resident, ticks = 0, 0
     for stat in glob.glob("/proc/[0-9]*/stat"):
         try:
             fields = Path(stat).read_text().rpartition(")")[2].split()
         except OSError:  # it has ended meanwhile
             continue
         if int(fields[3]) == session:
-            total += int(fields[21]) * PAGE
-    return total
+            resident += int(fields[21]) * PAGE
+            ticks += sum(map(int, fields[11:15]))
+    return resident, ticks / TICKS_PER_S
 
 
 def disk_bytes(directory: Path) -> int:
@@ -181,7 +188,8 @@ def main() -> None:
             f"frequency_limit={limit}, threads={threads}, load average {os.getloadavg()[0]:.1f}"
         )
         print(
-            f"{'':8} {'rows/s':>10} {'s':>8} {'GiB memory':>11} {'GB disk':>8}  bytes", flush=True
+            f"{'':8} {'rows/s':>10} {'s':>8} {'CPU s':>8} {'GiB memory':>11} {'GB disk':>8}  bytes",
+            flush=True,
         )
         for name in ("ours", *filter(None, options["peers"].split(","))):
             directory = work / name
@@ -202,7 +210,7 @@ def main() -> None:
                 shutil.rmtree(directory)
             rate = f"{num_rows / result.seconds:,.0f}" if result.outcome == "ok" else "-"
             print(
-                f"{name:8} {rate:>10} {result.seconds:8.1f} {result.memory_bytes / 2**30:11.2f} "
+                f"{name:8} {rate:>10} {result.seconds:8.1f} {result.cpu_s:8.1f} {result.memory_bytes / 2**30:11.2f} "
                 f"{result.disk_bytes / 1e9:8.2f}  {agrees if result.outcome == 'ok' else result.outcome}",
                 flush=True,
             )

@@ -56,6 +56,7 @@ def compose_row(recipe: str, *overrides: str) -> Config:
 T15 = ("dlrm_criteo_t15", "criteo_t15")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
 MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
+BF16_TABLES = ("model.embedding_dtype=bf16",)
 
 ROWS = {
     # Strong scaling: 65,536 rows in all, whatever the number of GPUs.
@@ -71,6 +72,8 @@ ROWS = {
     "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),
     "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=("train.amp=off",)),
     "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=("train.amp=fp16",)),
+    "dlrm_t15_1_bf16_tables": Row("dlrm", 1, *T15, overrides=BF16_TABLES),
+    "dlrm_t15_1_fp16_tables": Row("dlrm", 1, *T15, overrides=("model.embedding_dtype=fp16",)),
     "dlrm_t15_4_weak_whole": Row(
         "dlrm",
         4,
@@ -80,8 +83,11 @@ ROWS = {
     "dlrm_t3_1": Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t3_2": Row("dlrm", 2, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t0_4": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0"),
+    # 420.9 GiB of tables in float32, on GPUs of 141 GB.
+    "dlrm_t0_2_bf16_tables": Row("dlrm", 2, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
     # DCNv2, Adam.
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
+    "dcnv2_t15_1_bf16_tables": Row("dcnv2", 1, *CROSS_T15, overrides=BF16_TABLES),
     "dcnv2_t15_1_compiled": Row("dcnv2", 1, *CROSS_T15, overrides=("train.compile=true",)),
     "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=("train.amp=off",)),
     "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
@@ -92,6 +98,13 @@ ROWS = {
         1,
         *MLPERF,
         overrides=("optimizer.embedding_name=rowwise_adagrad",),
+        train_rows=50 * 65_536,
+    ),
+    "dcnv2_mlperf_1_bf16_tables": Row(
+        "dcnv2",
+        1,
+        *MLPERF,
+        overrides=("optimizer.embedding_name=rowwise_adagrad", *BF16_TABLES),
         train_rows=50 * 65_536,
     ),
     "dcnv2_mlperf_4": Row("dcnv2", 4, *MLPERF, train_rows=50 * 65_536),

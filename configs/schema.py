@@ -69,6 +69,14 @@ class Amp(Enum):
     fp16 = "fp16"
 
 
+class TableDtype(Enum):
+    """What table weights are stored in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class OptimizerName(Enum):
     """Update rules that exist both for tables and for the dense half."""
 
@@ -240,6 +248,11 @@ class ModelConfig:
 
     name: ModelName = option(ModelName.dlrm, "dlrm (dot interaction) or dcnv2 (cross network)")
     embedding_dim: int = option(128, "columns of every table; a multiple of 4")
+    embedding_dtype: TableDtype = option(
+        TableDtype.fp32,
+        "what table weights are stored in: fp32, bf16 or fp16 with stochastic rounding; replicated "
+        "tables and optimizer state stay fp32",
+    )
     bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
     top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
     cross: CrossConfig = MISSING
@@ -569,6 +582,15 @@ class Config:
         require(
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
+        )
+        sharding = self.sharding
+        require(
+            self.model.embedding_dtype is TableDtype.fp32
+            or not {ShardingType.row_wise, ShardingType.table_row_wise}
+            & {*sharding.types, *sharding.tables.values()},
+            f"model.embedding_dtype={self.model.embedding_dtype.name} with row-wise tables: FBGEMM updates "
+            "those, and does not round as this recipe does; take row_wise and table_row_wise out of "
+            "sharding.types and sharding.tables, or set model.embedding_dtype=fp32",
         )
 
     @property

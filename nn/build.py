@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torchrec import EmbeddingBagCollection
 
-from configs.schema import Amp, Config, Device
+from configs.schema import Amp, Config, Device, TableDtype
 from dataloading.columns import Source
 from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import FeatureSpec
@@ -14,10 +14,10 @@ from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
 from nn.distributed import Ranks, launched_world
 from nn.initialization import initialise_dense
-from nn.model import build_dense, build_embeddings
+from nn.model import build_dense, build_embeddings, keep_float32
 from nn.multi_hot import MultiHot
 from nn.plan import Hardware, TablePlan
-from nn.planner import ShardingPlan, plan_tables
+from nn.planner import ShardingPlan, plan_tables, replicated_tables
 from nn.sharding import ShardedTables, register_rule
 from nn.step import Step, loss_scale
 
@@ -57,6 +57,23 @@ def device_type(config: Config) -> str:
     if chosen == "cpu" and config.train.amp is Amp.fp16:
         raise ValueError("train.amp=fp16 needs a GPU; on the CPU set train.amp=bf16 or off")
     return chosen
+
+
+def check_table_dtype(config: Config, spec: FeatureSpec) -> None:
+    """Refuse 16-bit tables of ragged features.
+
+    Raises:
+        ValueError: FBGEMM would update them. Its CPU kernels round fp16 to the nearest and have no bf16; on GPUs it draws
+            from torch's generator, whose state no checkpoint holds.
+    """
+    dtype = config.model.embedding_dtype
+    ragged = [each.name for each in spec.categorical if each.hotness is None]
+    if dtype is not TableDtype.fp32 and ragged:
+        raise ValueError(
+            f"model.embedding_dtype={dtype.name} wants a fixed number of ids a row, and {ragged[0]} has a "
+            "varying one: FBGEMM updates such tables, and does not round as this recipe does; set "
+            "model.embedding_dtype=fp32"
+        )
 
 
 def hardware_of(
@@ -155,8 +172,10 @@ def model_spec(config: Config, source: Source) -> FeatureSpec:
 
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> Step:
     """Build both halves with the seed's weights."""
+    embeddings = _meta_tables(config, source)
+    keep_float32(embeddings, replicated_tables(plan))
     tables = ShardedTables(
-        _meta_tables(config, source),
+        embeddings,
         source.spec,
         plan,
         ranks,

@@ -1,6 +1,7 @@
 """A pass recorded once as a CUDA graph and replayed for every whole batch."""
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -25,19 +26,28 @@ class Captured:
     """A pass as a CUDA graph, collectives included.
 
     Args:
-        plain: the pass to record; its runs before the recording change nothing.
+        plain: the pass to record; its runs before the recording change nothing. What it makes at its first run it keeps.
         ids: example; shapes and dtypes are then fixed.
         numerical: example.
         labels: example.
+        beside: another recording, never replayed while this one is: they use the same memory in turn.
     """
 
-    def __init__(self, plain: Pass, ids: LocalIds, numerical: Tensor, labels: Tensor) -> None:
+    def __init__(
+        self,
+        plain: Pass,
+        ids: LocalIds,
+        numerical: Tensor,
+        labels: Tensor,
+        *,
+        beside: "Captured | None" = None,
+    ) -> None:
         # The recording knows addresses only, so whatever memory the pass owns must live as long.
         self._plain = plain
         self._inputs = [each.clone() for each in _tensors(ids, numerical, labels)]
         owned, replicated, *rest = self._inputs
         arguments = (LocalIds(owned, replicated), *rest)
-        stream = torch.cuda.Stream()
+        stream = _stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), plain.idle():
             # Compilation, cuBLAS workspaces and NCCL's connections are made outside of the recording.
@@ -46,8 +56,11 @@ class Captured:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
+        pool = None if beside is None else beside._graph.pool()
         # Thread-local: the loader's threads go on allocating pinned memory meanwhile.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+        ):
             self._logits = plain.run(*arguments)
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
@@ -58,6 +71,12 @@ class Captured:
             ids.give_up()
         self._graph.replay()
         return self._logits
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings: the allocator reuses memory on the stream that it was used on."""
+    return torch.cuda.Stream(device)
 
 
 def _tensors(ids: LocalIds, numerical: Tensor, labels: Tensor) -> list[Tensor]:

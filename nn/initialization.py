@@ -76,14 +76,13 @@ def fill_uniform_(
     elements repeat nothing.
 
     Args:
-        out: shard [rows, columns], float32, on any device; may be a strided view.
+        out: shard [rows, columns], on any device; may be a strided view. Float32, or what that is rounded to.
         seed: any integer.
         table: name of the table.
         row_offset: global index of the shard's first row.
         col_offset: global index of the shard's first column.
         bound: half the width of the distribution; 1/sqrt(rows of the whole table) for a whole table's shards.
     """
-    assert out.dtype is torch.float32, out.dtype
     num_rows, num_columns = out.shape
     if out.numel() == 0:
         return
@@ -106,8 +105,11 @@ def fill_uniform_(
         bits.bitwise_xor_(row_bits[:, 1:])
         bits.mul_(0x846CA68B - 2**32)
         bits.bitwise_right_shift_(8)  # arithmetic: a signed number of 24 bits, exact in float32
-        chunk.copy_(bits)
-        chunk.mul_(bound / 2**23)
+        if chunk.dtype is torch.float32:
+            chunk.copy_(bits)
+            chunk.mul_(bound / 2**23)
+        else:
+            chunk.copy_(bits.float().mul_(bound / 2**23))
 
 
 def _hash_indices(key: int, start: int, count: int, device: torch.device) -> Tensor:

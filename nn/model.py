@@ -6,7 +6,7 @@ device; on many, the sharded step does.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from configs.schema import CrossStructure, ModelConfig, ModelName
+from configs.schema import CrossStructure, ModelConfig, ModelName, TableDtype
 from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
 from nn.cross import CrossNet
@@ -168,15 +168,22 @@ def build_dense(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
     return BUILDERS[config.name](config, spec)
 
 
+DATA_TYPES = {
+    TableDtype.fp32: DataType.FP32,
+    TableDtype.bf16: DataType.BF16,
+    TableDtype.fp16: DataType.FP16,
+}
+
+
 def build_embeddings(
     config: ModelConfig, spec: FeatureSpec, device: torch.device
 ) -> EmbeddingBagCollection:
-    """Build one FP32 table a categorical feature, named after it, summing the ids of a bag.
+    """Build one table a categorical feature, named after it, summing the ids of a bag.
 
     On a real device the weights are TorchRec's default draw; `initialise_tables` gives them their final values.
 
     Args:
-        config: gives the tables' columns.
+        config: gives the tables' columns and dtype.
         spec: gives names and rows, in model order.
         device: may be meta, where tables of any size cost nothing.
 
@@ -199,12 +206,20 @@ def build_embeddings(
                 num_embeddings=feature.cardinality,
                 feature_names=[feature.name],
                 pooling=PoolingType.SUM,
-                data_type=DataType.FP32,
+                data_type=DATA_TYPES[config.embedding_dtype],
             )
             for feature in spec.categorical
         ],
         device=device,
     )
+
+
+def keep_float32(embeddings: EmbeddingBagCollection, tables: Collection[str]) -> None:
+    """Let some of the tables, which have no memory yet, be float32 whatever the others are."""
+    for table in embeddings.embedding_bag_configs():
+        if table.name in tables:
+            table.data_type = DataType.FP32
+            embeddings.embedding_bags[table.name].float()
 
 
 def table_name(feature: str) -> str:

@@ -27,10 +27,11 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from configs.schema import OptimizerName, ShardingConfig, ShardingType
 from dataloading.feature_spec import FeatureSpec
-from nn.model import table_name
+from nn.model import keep_float32, table_name
 from nn.plan import Hardware, TablePlan
 
 GIB = 2**30
@@ -43,20 +44,14 @@ INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
 HOST_BYTES_PER_MS = 200e9 / 1e3
 HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
 
-# FBGEMM's optimizer state: bytes a table element, and bytes a table row.
+# Optimizer state, always float32: bytes a table element, and bytes a table row.
 STATE_BYTES = {
     OptimizerName.sgd: (0, 0),
     OptimizerName.adagrad: (4, 0),
     OptimizerName.rowwise_adagrad: (0, 4),
     OptimizerName.adam: (8, 0),
 }
-WEIGHT_BYTES = 4
-
-# Passes over a row's bytes that its update makes, in units of the lookup's one: the gradient is read, the weight and each
-# state of its size are read and written. The planner's default of 2 would leave a hundred-hot table whole.
-UPDATE_PASSES = {
-    rule: 3 + 2 * a_value // WEIGHT_BYTES for rule, (a_value, _) in STATE_BYTES.items()
-}
+FP32_BYTES = 4
 
 # Layouts that part a table's rows: over all ranks, or over those of one node.
 ROWS_CUT = (ShardingType.row_wise, ShardingType.table_row_wise)
@@ -91,13 +86,17 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
 
 class TableEnumerator(EmbeddingEnumerator):
-    """TorchRec's search space, with the memory that expanding a table's ids takes where the table lies.
+    """TorchRec's search space, with memory that it does not know of where a table lies.
+
+    That is what expands the table's ids, and half of the optimizer state of a 16-bit table, which TorchRec takes to be of
+    16 bits too.
 
     Args:
         topology: what to plan for.
         batch_size: rows a rank.
         constraints: of each table.
         expansion_bytes: table -> bytes on every rank that holds a part of it.
+        rule: update rule of the tables.
     """
 
     def __init__(
@@ -106,17 +105,22 @@ class TableEnumerator(EmbeddingEnumerator):
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
         expansion_bytes: Mapping[str, int],
+        rule: OptimizerName,
     ) -> None:
         super().__init__(topology=topology, batch_size=batch_size, constraints=constraints)
         self._on_gpu = topology.compute_device == "cuda"
         self._expansion_bytes = expansion_bytes
+        self._rule = rule
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Price each way of sharding each table."""
         super().populate_estimates(sharding_options)
         for option in sharding_options:
-            size = self._expansion_bytes.get(option.name, 0)
+            weight_bytes = option.tensor.element_size()
             for shard in option.shards:
+                state = table_bytes(*shard.size, self._rule, weight_bytes=0)
+                size = state * (FP32_BYTES - weight_bytes) // FP32_BYTES
+                size += self._expansion_bytes.get(option.name, 0)
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
 
 
@@ -137,7 +141,8 @@ def plan_tables(
     """Lay all tables over the ranks.
 
     Args:
-        embeddings: the unsharded tables, on the meta device, with their optimizer registered.
+        embeddings: the unsharded tables, on the meta device, with their optimizer registered; those that are to be
+            replicated become float32.
         spec: the dataset; gives each table's hotness, where ids are expanded that after it.
         config: what the user allows and overrides.
         rule: update rule of the tables.
@@ -156,12 +161,17 @@ def plan_tables(
     constraints = _constraints(
         embeddings, spec, config, rule, hardware, batch_size, set(expansion_bytes)
     )
-    topology = _topology(hardware, config, rule)
+    replicated = [ShardingType.data_parallel.value]
+    keep_float32(
+        embeddings,
+        [name for name, each in constraints.items() if each.sharding_types == replicated],
+    )
+    topology = _topology(hardware, config, update_passes(embeddings, rule))
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
         constraints=constraints,
-        enumerator=TableEnumerator(topology, batch_size, constraints, expansion_bytes),
+        enumerator=TableEnumerator(topology, batch_size, constraints, expansion_bytes, rule),
         # Ours is taken off already: TorchRec's would leave CPUs without one.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         debug=False,
@@ -187,12 +197,21 @@ def plan_tables(
     return plan, _rows(plan, embeddings, spec, rule, expansion_bytes)
 
 
+def replicated_tables(plan: ShardingPlan) -> list[str]:
+    """Return the names of the tables that every rank has a copy of."""
+    return [
+        name
+        for name, sharding in plan.plan["embeddings"].items()
+        if sharding.sharding_type == ShardingType.data_parallel.value
+    ]
+
+
 def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
     """Memory of a rank that tables may fill."""
     return int(hardware.bytes_per_rank * (1 - config.reserve))
 
 
-def _topology(hardware: Hardware, config: ShardingConfig, rule: OptimizerName) -> Topology:
+def _topology(hardware: Hardware, config: ShardingConfig, update_passes: float) -> Topology:
     cuda = hardware.device_type == "cuda"
     usable = _usable_bytes(hardware, config)
     links = HardwareConfig(
@@ -212,7 +231,7 @@ def _topology(hardware: Hardware, config: ShardingConfig, rule: OptimizerName) -
         links if cuda else HardwareConfig(),
         KernelConfig(
             compute_device=hardware.device_type,
-            bwd_compute_multiplier=UPDATE_PASSES[rule],
+            bwd_compute_multiplier=update_passes,
             use_hardware_based_bandwidth=cuda,
         ),
     )
@@ -263,7 +282,7 @@ def _constraints(
                     "a row, and a row cut in pieces would train differently; add table_wise or row_wise"
                 )
         # Every slice is looked up anew, so only tables that are hard to place whole are cut unasked.
-        size = table_bytes(table.num_embeddings, table.embedding_dim, rule)
+        size = _bytes_of(table, rule)
         parts = max(size / most_bytes, hotness[table.name] / most_lookups)
         only = types == [ShardingType.column_wise]
         cut = ShardingType.column_wise in types and (only or parts > 1)
@@ -330,10 +349,33 @@ def _column_width(embedding_dim: int, parts: float, world_size: int) -> int:
     return embedding_dim // next((each for each in counts if each >= max(parts, 2)), counts[-1])
 
 
-def table_bytes(num_embeddings: int, embedding_dim: int, rule: OptimizerName) -> int:
-    """Weight and optimizer bytes of a table, or of one shard of it."""
+def table_bytes(
+    num_embeddings: int, embedding_dim: int, rule: OptimizerName, *, weight_bytes: int = FP32_BYTES
+) -> int:
+    """Weight and optimizer bytes of a table, or of one shard of it; `weight_bytes` is that of one weight."""
     a_value, a_row = STATE_BYTES[rule]
-    return num_embeddings * (embedding_dim * (WEIGHT_BYTES + a_value) + a_row)
+    return num_embeddings * (embedding_dim * (weight_bytes + a_value) + a_row)
+
+
+def _bytes_of(table: EmbeddingBagConfig, rule: OptimizerName) -> int:
+    return table_bytes(
+        table.num_embeddings, table.embedding_dim, rule, weight_bytes=_weight_bytes(table)
+    )
+
+
+def _weight_bytes(table: EmbeddingBagConfig) -> int:
+    return data_type_to_dtype(table.data_type).itemsize
+
+
+def update_passes(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> float:
+    """Passes over a row's bytes that its update makes, in units of the lookup's one.
+
+    The gradient is read, the weight and each state of its size are read and written. The planner's default of 2 would
+    leave a hundred-hot table whole.
+    """
+    weight_bytes = min(map(_weight_bytes, embeddings.embedding_bag_configs()))
+    a_value, _ = STATE_BYTES[rule]
+    return 3 + 2 * a_value // weight_bytes
 
 
 def _rows(
@@ -349,12 +391,12 @@ def _rows(
         sharding = plan.plan["embeddings"][table.name]
         used: dict[int, int] = {}
         if sharding.sharding_spec is None:
-            size = table_bytes(table.num_embeddings, table.embedding_dim, rule)
-            used = dict.fromkeys(sharding.ranks, size)
+            used = dict.fromkeys(sharding.ranks, _bytes_of(table, rule))
         else:
             for shard in sharding.sharding_spec.shards:
                 rank = shard.placement.rank()
-                used[rank] = used.get(rank, 0) + table_bytes(*shard.shard_sizes, rule)
+                size = table_bytes(*shard.shard_sizes, rule, weight_bytes=_weight_bytes(table))
+                used[rank] = used.get(rank, 0) + size
         rows.append(
             TablePlan(
                 table=table.name,
@@ -380,8 +422,7 @@ def _does_not_fit(
     error: PlannerError,
 ) -> str:
     sizes = {
-        each.name: table_bytes(each.num_embeddings, each.embedding_dim, rule)
-        + expansion_bytes.get(each.name, 0)
+        each.name: _bytes_of(each, rule) + expansion_bytes.get(each.name, 0)
         for each in embeddings.embedding_bag_configs()
     }
     state = f"{rule.value} state" + " and what expands their ids" * bool(expansion_bytes)
@@ -403,6 +444,11 @@ def _does_not_fit(
         remedies.append(
             "choose an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd)"
         )
+    is_float32 = all(
+        _weight_bytes(each) == FP32_BYTES for each in embeddings.embedding_bag_configs()
+    )
+    if is_float32 and ShardingType.row_wise not in config.types:
+        remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
     remedies.append("lower model.embedding_dim")
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "

@@ -20,6 +20,7 @@ from nn.build import (
     build_step,
     build_test_loader,
     build_train_loader,
+    check_table_dtype,
     device_type,
     hardware_of,
     model_spec,
@@ -76,6 +77,7 @@ def run(config: Config, config_yaml: str) -> None:
         StoppedError: a signal asked for it; raised alike on all ranks.
     """
     source = open_source(config)
+    check_table_dtype(config, source.spec)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
         hardware = planned_hardware(config)
@@ -383,7 +385,7 @@ def _head(config: Config, source: Source, run_dir: Path, start: Start) -> dict[s
     facts |= {
         "batch": f"{config.train.batch_size:,} rows over all ranks, "
         + _count(config.train.epochs, "epoch"),
-        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, tables "
+        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, {config.model.embedding_dtype.value} tables "
         f"{optimizer.table_name.value} {optimizer.table_lr:g}, amp {config.train.amp.value}",
     }
     if config.train.freeze:

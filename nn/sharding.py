@@ -1,14 +1,14 @@
 """The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
 
 A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`). Where all shapes are known,
-everything after that is `static`'s (`nn.static_tables`), on the same memory. Otherwise TorchRec does it: ids are looked
+and always where weights have 16 bits, everything after that is `static`'s (`nn.static_tables`), on the same memory. Otherwise TorchRec does it: ids are looked
 up by FBGEMM (`look_up`), the embeddings travel home (`bring_home`), and their gradients back; `update` then changes the
 tables, with FBGEMM inside their backward pass, and by the same rule right after it for replicated tables and for all
 tables where FBGEMM has no fused form of the rule. World size 1 takes the same path.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ from nn.initialization import fill_uniform_
 from nn.model import embeddings_of
 from nn.multi_hot import MultiHot
 from nn.planner import TableSharder
+from nn.rounding import rounding_key
 from nn.static_exchange import LocalIds
 from nn.static_tables import Channels, Place, Placement, StaticTables
 from nn.table_optimizer import TableOptimizer
@@ -112,7 +113,7 @@ class ShardedTables:
         config: the update rule.
         amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
         loss_scale: that gradients arrive multiplied by.
-        seed: of the initial weights.
+        seed: of the initial weights, and of the rounding of 16-bit ones.
         multi_hot: which features' ids are expanded where their tables are.
     """
 
@@ -183,6 +184,7 @@ class ShardedTables:
             else None
         )
         self._config = config
+        self._seed = seed
         self._hotness = {each.name: each.hotness for each in spec.categorical}
         self._multi_hot = multi_hot
         self._dim = embeddings.embedding_bag_configs()[0].embedding_dim
@@ -227,18 +229,21 @@ class ShardedTables:
 
     def start_exchange(self, batch: Batch) -> LocalIds | Exchange:
         """Send a batch's ids on their way, or where their number may vary, first how many there are."""
-        whole = batch.global_valid == len(batch.labels) * self._ranks.world_size
-        if self.why_not_static is None and whole:
-            return self._send_whole(len(batch.labels), batch.ids.values())
+        if self.why_not_static is None:
+            return self._send(batch)
         context = self.module.create_context()
         return Exchange(context, self.module.input_dist(context, batch.ids))
 
-    def _send_whole(self, batch_size: int, ids: Tensor) -> LocalIds:
-        if batch_size not in self.recorded_sizes:
-            return self.static(batch_size).send_ids(ids)
-        if batch_size not in self._exchanges:
-            self._exchanges[batch_size] = CapturedExchange(self.static(batch_size).send_ids, ids)
-        return self._exchanges[batch_size](ids)
+    def _send(self, batch: Batch) -> LocalIds:
+        size, ids = len(batch.labels), batch.ids.values()
+        if batch.global_valid < size * self._ranks.world_size:
+            ids = _padded(ids, list(self._hotness.values()), batch.num_valid, size)
+            return self.static(size).send_ids(ids, batch.global_valid)
+        if size not in self.recorded_sizes:
+            return self.static(size).send_ids(ids)
+        if size not in self._exchanges:
+            self._exchanges[size] = CapturedExchange(self.static(size).send_ids, ids)
+        return self._exchanges[size](ids)
 
     def close(self) -> None:
         """Free the recorded exchanges; NCCL would wait for them for ever when its group is closed."""
@@ -266,7 +271,7 @@ class ShardedTables:
         return None
 
     def static(self, batch_size: int) -> StaticTables:
-        """Return the tables for whole batches of `batch_size` rows a rank, always the same ones for a size."""
+        """Return the tables for batches of `batch_size` rows a rank, always the same ones for a size."""
         if batch_size not in self._static:
             self._static[batch_size] = StaticTables(
                 self.placement,
@@ -284,6 +289,11 @@ class ShardedTables:
                 room=self.room,
             )
         return self._static[batch_size]
+
+    def drop_static(self, batch_size: int) -> None:
+        """Free the memory of `static(batch_size)`, which nothing may be using still."""
+        self._static.pop(batch_size, None)
+        self._exchanges.pop(batch_size, None)
 
     @cached_property
     def expansions(self) -> dict[str, Tensor]:
@@ -321,7 +331,8 @@ class ShardedTables:
                             name: _shard_at(states[f"{table.name}.{name}"], column)
                             for name in STATE_OF_RULE[self._rule]
                         }
-                        owned.append(Part(feature, looked_up[feature], weight, state))
+                        key = rounding_key(self._seed, table.name)
+                        owned.append(Part(feature, looked_up[feature], weight, state, column, key))
         if self._ranks.world_size == 1:
             # Nothing is sent, so the order is free: the model's makes one matrix of what is looked up.
             order = sorted(
@@ -455,12 +466,21 @@ def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
     return found.tensor.detach()
 
 
+def _padded(ids: Tensor, hotness: list[int], num_valid: int, rows: int) -> Tensor:
+    """Give rows of padding the id 0, which every table has: feature after feature, [rows, hotness] each."""
+    given = ids.split([num_valid * each for each in hotness])
+    further = [ids.new_zeros((rows - num_valid) * each) for each in hotness]
+    return torch.cat([part for pair in zip(given, further, strict=True) for part in pair])
+
+
 def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:
-    """Lay a rank's state [its rows, its columns] out as the shards of its table's weight."""
+    """Lay a rank's state [its rows, its columns], float32, out as the shards of its table's weight."""
     shards = weight.local_shards()
+    metadata = weight.metadata()
+    properties = replace(metadata.tensor_properties, dtype=torch.float32)
     # Of a table with fewer rows than ranks, the last ranks hold a shard without rows, which has no optimizer.
     if local is None:
-        parts = [torch.empty_like(shard.tensor) for shard in shards]
+        parts = [torch.empty_like(shard.tensor, dtype=torch.float32) for shard in shards]
     else:
         parts = local.view(-1).split([shard.tensor.numel() for shard in shards])
     return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -468,5 +488,5 @@ def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:
             Shard(part.view_as(shard.tensor), shard.metadata)
             for part, shard in zip(parts, shards, strict=True)
         ],
-        weight.metadata(),
+        replace(metadata, tensor_properties=properties),
     )

@@ -6,6 +6,7 @@ tables. Every buffer is made once for one size of batch; nothing is read back by
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -58,7 +59,7 @@ class Channels:
 
 
 class StaticTables:
-    """The tables, for whole batches of one size.
+    """The tables, for batches of one size.
 
     Args:
         placement: of the tables.
@@ -108,6 +109,7 @@ class StaticTables:
             channel=channels.ids,
         )
         num_samples = batch_size * world_size
+        self._owned_sizes = [num_samples * hotness[part.feature] for part in placement.owned]
         self._expand_owned, self._expand_copies = (
             IdExpansion([part.feature for part in parts], count, hotness, expansions)
             for parts, count in ((placement.owned, num_samples), (placement.copies, batch_size))
@@ -137,14 +139,28 @@ class StaticTables:
         self._home = torch.empty(starts[-1] + batch_size * copied, dtype=dtype, device=device)
         if world_size > 1:
             self._sent = torch.empty(num_samples, widths[ranks.rank], dtype=dtype, device=device)
-            self._returned = torch.empty_like(self._sent)
         else:
             self._sent = self._of_owned(self._home)
 
-    def send_ids(self, ids: Tensor) -> LocalIds:
-        """Send this rank's ids, feature after feature, to their tables, and expand them there."""
+    def send_ids(self, ids: Tensor, num_valid: int | None = None) -> LocalIds:
+        """Send this rank's ids to their tables, and expand them there.
+
+        Args:
+            ids: feature after feature, each [B, hotness].
+            num_valid: rows of the global batch that count, if not all; the others come after them, and arrive with the first one's
+                ids: no row is looked up, and with a gradient of zero changed, that the batch has not.
+        """
         arrived = self._exchange(ids)
+        if num_valid is not None:
+            for each in arrived.owned.split(self._owned_sizes):
+                rows = each.view(self._owned.num_samples, -1)
+                rows[num_valid:] = rows[0]
         return LocalIds(self._expand_owned(arrived.owned), self._expand_copies(arrived.replicated))
+
+    @cached_property
+    def _returned(self) -> Tensor:
+        """Where gradients arrive; evaluation has none."""
+        return torch.empty_like(self._sent)
 
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up and bring home; the memory [B * F * D] that `layout` describes, overwritten by the next call."""

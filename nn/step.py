@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Amp, Config, Half
+from configs.schema import Amp, Config, Half, Mode
 from dataloading.batch import Batch
 from nn.captured import Captured, Pass
 from nn.dense_optimizer import build_dense_optimizer
@@ -17,6 +17,7 @@ from nn.errors import DivergedError
 from nn.feed import Feed
 from nn.flat_gradients import FlatGradients
 from nn.marks import mark
+from nn.padded_pass import PaddedPass
 from nn.readback import Readback
 from nn.schedule import learning_rate_factor
 from nn.sharding import Exchange, ShardedTables
@@ -90,6 +91,11 @@ class Step:
         halves = (dense, self._gradients, self._readback)
         self._dynamic = DynamicPass(tables, *halves, **settings)
         self._make_static = lambda static: StaticPass(static, *halves, **settings)
+        self._make_padded = lambda static, **valid: PaddedPass(static, *halves, **valid, **settings)
+        inference = config.mode is Mode.inference
+        self._forward_sizes = (
+            config.inference.batch_sizes if inference else [config.eval.batch_size]
+        )
         # By rows a rank.
         self._passes: dict[int, Pass] = {}
         self._forwards: dict[int, Pass] = {}
@@ -110,7 +116,7 @@ class Step:
         lookups = None
         with mark("pass"):
             if is_static:
-                logits = self._pass(batch, ids).run(ids, batch.numerical, batch.labels)
+                logits = _run(self._pass(batch, ids), ids, batch)
             else:
                 logits, lookups = self._dynamic.run(ids, batch)
         feed.start_next()
@@ -126,7 +132,7 @@ class Step:
     def predict(self, batch: Batch, ids: LocalIds | Exchange) -> Tensor:
         """Return the logits [B] of a batch, without learning from it; overwritten by the next call."""
         if isinstance(ids, LocalIds):
-            return self._forward(batch, ids).run(ids, batch.numerical, batch.labels)
+            return _run(self._forward(batch, ids), ids, batch)
         embeddings = self.tables.bring_home(ids.context, self.tables.look_up(ids))
         with self._autocast():
             return self.dense(batch.numerical, embeddings)
@@ -159,23 +165,40 @@ class Step:
     def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
         """The pass for batches of this size; only that of whole training batches is worth a graph and its memory."""
         size = len(batch.labels)
+        if batch.global_valid < size * self._ranks.world_size:
+            valid = {"num_valid": batch.num_valid, "global_valid": batch.global_valid}
+            return self._make_padded(self.tables.static(size), **valid)
         if size not in self._passes:
             plain = self._make_static(self.tables.static(size))
-            whole = size * self._ranks.world_size == self._config.train.batch_size
+            whole = batch.global_valid == self._config.train.batch_size
             self._passes[size] = self._recorded(plain, batch, ids) if whole else plain
         return self._passes[size]
 
     def _forward(self, batch: Batch, ids: LocalIds) -> Pass:
+        """The forward pass for batches of this size; a graph for whole ones, of one size at a time."""
         size = len(batch.labels)
         if size not in self._forwards:
+            whole = batch.global_valid in self._forward_sizes
+            if whole:
+                self._drop_forwards()
             plain = StaticForward(self.tables.static(size), self.dense, self._autocast)
-            self._forwards[size] = self._recorded(plain, batch, ids)
+            self._forwards[size] = self._recorded(plain, batch, ids) if whole else plain
         return self._forwards[size]
+
+    def _drop_forwards(self) -> None:
+        """Free what batches of other sizes were evaluated with."""
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        for size in self._forwards.keys() - self._passes.keys():
+            self.tables.drop_static(size)
+        self._forwards.clear()
 
     def _recorded(self, plain: Pass, batch: Batch, ids: LocalIds) -> Pass:
         if self.why_not_captured is not None:
             return plain
-        return Captured(plain, ids, batch.numerical, batch.labels)
+        others = (*self._passes.values(), *self._forwards.values())
+        beside = next((each for each in others if isinstance(each, Captured)), None)
+        return Captured(plain, ids, batch.numerical, batch.labels, beside=beside)
 
     def _autocast(self) -> AbstractContextManager:
         """The precision that the dense half runs in."""
@@ -208,3 +231,11 @@ class Step:
             "was updated with it. Lower optimizer.lr, lengthen scheduler.warmup_steps, or look "
             "for bad numerical values in the data"
         )
+
+
+def _run(each: Pass, ids: LocalIds, batch: Batch) -> Tensor:
+    logits = each.run(ids, batch.numerical, batch.labels)
+    # A recording gives them up itself, as soon as it has copied them.
+    if ids.give_up is not None and not isinstance(each, Captured):
+        ids.give_up()
+    return logits

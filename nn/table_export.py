@@ -4,6 +4,7 @@ npy          <table>.id.npy int64 [rows], <table>.weight.npy [rows, columns], an
 safetensors  <table>.safetensors, with the same names
 tf2          sparse/feature_<i>.npy and sparse/config.json: `nn.tf2_tables`
 
+Weights keep their dtype, but where a format lacks it they become float32: bfloat16 in npy, both of 16 bits in tf2.
 `id` is what a batch holds to look a row up: the row's number in the table. `export.json` says what was written.
 """
 
@@ -150,9 +151,8 @@ def _write_npy(directory: Path, table: str, columns: dict[str, Column]) -> list[
 
 def _write_array(path: Path, column: Column) -> None:
     if column.dtype == "bfloat16":
-        raise ValueError(
-            f"numpy has no bfloat16, which {path.name} would hold; set format=safetensors"
-        )
+        # numpy has none.
+        column = _as_float32(column)
     with path.open("xb") as stream:
         header = {
             "descr": DTYPES[column.dtype].str,
@@ -161,6 +161,19 @@ def _write_array(path: Path, column: Column) -> None:
         }
         np.lib.format.write_array_header_1_0(stream, header)
         _write_blocks(stream, column.blocks)
+
+
+def _as_float32(column: Column) -> Column:
+    """Return the same numbers of 16 bits as float32, which has them all."""
+
+    def widened() -> Iterator[np.ndarray]:
+        for block in column.blocks:
+            if column.dtype == "bfloat16":
+                yield (block.astype(np.uint32) << 16).view(np.float32)
+            else:
+                yield block.astype(np.float32)
+
+    return Column("float32", column.size, widened())
 
 
 def _write_blocks(stream: BinaryIO, arrays: Iterable[np.ndarray]) -> None:
@@ -198,12 +211,15 @@ def _write_tf2(directory: Path, index: TensorIndex) -> dict[str, list[str]]:
     written, sizes = {}, []
     for position, table in enumerate(index.tables):
         weight = _table(index, table)
-        if weight.dtype != "float32":
+        column = Column(weight.dtype, weight.size, blocks(weight))
+        if weight.dtype in ("bfloat16", "float16"):
+            column = _as_float32(column)
+        elif weight.dtype != "float32":
             raise ValueError(
                 f"table {table} is {weight.dtype}, and the TF2 recipe reads float32 only"
             )
         name = f"{FOLDER}/{tf2_file_name(position)}"
-        _write_array(directory / name, Column(weight.dtype, weight.size, blocks(weight)))
+        _write_array(directory / name, column)
         written[table] = [name]
         sizes.append(weight.size)
     config = json.dumps(tf2_config(sizes), indent=4)

@@ -5,6 +5,7 @@ host and all of it can be recorded in a CUDA graph: Triton kernels on a GPU, pla
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -54,11 +55,7 @@ class TableGroup:
         self._columns = list(accumulate(widths, initial=0))
         self._key_bases = list(accumulate(rows, initial=0))
         self.num_ids, self.num_columns = self._id_starts[-1], self._columns[-1]
-        key_dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
-        bases = torch.tensor(self._key_bases[:-1], dtype=key_dtype)
-        self._base_of_id = bases.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(
-            device
-        )
+        self._counts, self._device = counts, device
         self._kernels = None
         if device.type == "cuda" and self.parts:
             # Triton comes with torch's CUDA builds only.
@@ -72,6 +69,14 @@ class TableGroup:
                 key_bases=self._key_bases,
                 rule=config,
             )
+
+    @cached_property
+    def _base_of_id(self) -> Tensor:
+        """Rows of all parts before that of each id; made for the first update, as evaluation makes none."""
+        key_dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
+        bases = torch.tensor(self._key_bases[:-1], dtype=key_dtype)
+        counts = torch.tensor(self._counts, dtype=torch.int64)
+        return bases.repeat_interleave(counts).to(self._device)
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
         """Sum the rows of each sample's ids.
@@ -116,8 +121,7 @@ class TableGroup:
             total = mine.new_zeros(len(rows), part.weight.shape[1])
             total.index_add_(0, inverse, mine.index_select(0, samples))
             update_rows(
-                part.weight,
-                part.state,
+                part,
                 rows - self._key_bases[index],
                 total,
                 self._config,

@@ -1,4 +1,4 @@
-"""Lookup and update of many tables as one Triton kernel each, for GPUs; `nn.table_ops` has both in plain torch.
+"""Lookup and update of many tables as one Triton kernel each, for GPUs; `nn.table_group` has both in plain torch.
 
 FBGEMM has both as well, but its update takes the learning rate and Adam's step count from the host, so a CUDA graph of
 it would repeat one step's values for ever, and it sums a row's gradients with atomic additions where a row is hit often.
@@ -8,10 +8,14 @@ The update sums the gradients of equal ids. Ids come sorted, and a warp walks ov
 thread, so that a running sum is all it needs; where a run of equal ids ends, its row is updated. A run that crosses the
 edge of such a block leaves its part of the sum, at most two parts a block; the parts, still sorted, are the next level's
 input, until one block is left.
+
+Rows of 16 bits are read as float32 and written back with stochastic rounding (`nn.rounding`).
 """
 
 import triton
 import triton.language as tl
+
+from nn.rounding_kernels import random_bits, round_stochastically, step_bits
 
 # P: parts (a table, or columns of one), G: samples looked up for, H: hotness of a part, N: ids in all (sum of G * H),
 # D: columns of a part, T: columns of all parts
@@ -94,8 +98,11 @@ def _segment_update(
     out_column,
     columns,
     hotness,
+    rounding_key,
+    first_pair,
     gradient_stride,
     scalars,
+    updates_before,
     is_good,
     eps,
     beta1,
@@ -142,6 +149,10 @@ def _segment_update(
     tl.store(sums_counts + 2 * block, leaves_first.to(tl.int8), mask=exists)
     tl.store(sums_counts + 2 * block + 1, leaves_last.to(tl.int8), mask=exists)
 
+    row_dtype: tl.constexpr = weights.dtype.element_ty
+    if row_dtype != tl.float32:
+        of_step = step_bits(tl.load(rounding_key + part), tl.load(updates_before))
+        pair = tl.load(first_pair + part)[:, None]
     rate = tl.load(scalars)
     scale = tl.load(scalars + 3)
     total = tl.zeros((WARPS, BLOCK_D), tl.float32)
@@ -220,7 +231,11 @@ def _segment_update(
             mean = mean * tl.load(scalars + 1)
             variance = variance * tl.load(scalars + 2)
             weight -= rate * mean / (tl.sqrt(variance) + eps)
-        tl.store(place, weight.to(weights.dtype.element_ty), mask=inside)
+        if row_dtype != tl.float32:
+            weight = round_stochastically(
+                weight, random_bits(of_step, row, pair, column), row_dtype
+            )
+        tl.store(place, weight, mask=inside)
         total = tl.where(ends[:, None], 0.0, total)
         if LEVEL > 0:
             has_some = has_some & ~ends

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import gcd
 
@@ -87,12 +88,20 @@ class Launches:
         self._key_base = on_device(key_bases[: len(parts)], torch.int64)
         self._width = on_device(widths, torch.int32)
         self._hotness = on_device([part.hotness for part in parts], torch.int32)
+        self._rounding_key = on_device([part.rounding_key for part in parts], torch.int32)
+        # Two columns share their random bits, so a cut must not part them.
+        assert all(part.first_column % 2 == 0 for part in parts)
+        self._first_pair = on_device([part.first_column // 2 for part in parts], torch.int32)
         # Every address is a multiple of this many elements, which lets a thread load as many at once.
         self._align = gcd(16, *widths, *(each.item() % 16 or 16 for each in self._every_offset()))
         self._one_hot = all(part.hotness == 1 for part in parts)
         self._block_d = triton.next_power_of_2(max(widths))
-        counts = [num_samples * part.hotness for part in parts]
-        self._levels = _levels(counts, LENGTH, self._block_d, device)
+        self._counts = [num_samples * part.hotness for part in parts]
+
+    @cached_property
+    def _levels(self) -> list[_Level]:
+        """Made for the first update: `nn.memory` knows their size, and evaluation makes no update."""
+        return _levels(self._counts, LENGTH, self._block_d, self._weights.device)
 
     def _every_offset(self) -> Tensor:
         """Of whole rows; row-wise state has an element a row and wants no alignment."""
@@ -144,8 +153,11 @@ class Launches:
                 self._column,
                 self._width,
                 self._hotness,
+                self._rounding_key,
+                self._first_pair,
                 gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,
+                scalars.step,
                 is_good,
                 self._rule.eps,
                 self._rule.beta1,

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig, OptimizerName
+from nn.rounding import random_bits, round_stochastically
+from nn.table_parts import Part
 
 
 class TableOptimizer(torch.optim.Optimizer):
@@ -22,7 +24,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     State of a table, made at once so that a checkpoint can be loaded before the first step, under FBGEMM's names:
     `momentum1` [rows, dim] (Adagrad's sum, Adam's mean) or [rows] (row-wise Adagrad's sum), `momentum2` [rows, dim]
-    (Adam's variance) and `iter` [] (Adam's count of steps).
+    (Adam's variance) and `iter` [] (Adam's count of steps). All of it is float32, whatever the table is.
 
     Args:
         params: the tables, or parameter groups of them.
@@ -61,18 +63,16 @@ class TableOptimizer(torch.optim.Optimizer):
 
 
 def _new_state(name: OptimizerName, table: Tensor) -> dict[str, Tensor]:
+    def zeros(*size: int) -> Tensor:
+        return table.new_zeros(size, dtype=torch.float32)
+
     if name is OptimizerName.sgd:
         return {}
     if name is OptimizerName.rowwise_adagrad:
-        return {"momentum1": table.new_zeros(len(table))}
+        return {"momentum1": zeros(len(table))}
     if name is OptimizerName.adagrad:
-        return {"momentum1": torch.zeros_like(table)}
-    return {
-        "momentum1": torch.zeros_like(table),
-        "momentum2": torch.zeros_like(table),
-        # of the table's dtype, because torch.optim casts loaded state to it
-        "iter": table.new_zeros(()),
-    }
+        return {"momentum1": zeros(*table.shape)}
+    return {"momentum1": zeros(*table.shape), "momentum2": zeros(*table.shape), "iter": zeros()}
 
 
 def _sgd(
@@ -136,8 +136,7 @@ UPDATES = {
 
 @torch.no_grad()
 def update_rows(
-    table: Tensor,
-    state: dict[str, Tensor],
+    part: Part,
     rows: Tensor,
     gradients: Tensor,
     config: OptimizerConfig,
@@ -148,18 +147,20 @@ def update_rows(
     """Apply one update to some rows of a table, in plain torch.
 
     Args:
-        table: [rows, dim].
-        state: momentum1 and momentum2 of the table, as far as the rule has them.
+        part: a table, or a range of its columns. Weights of 16 bits are computed in float32 and rounded by chance.
         rows: which, each once, [n].
-        gradients: of these rows, float32 [n, dim].
+        gradients: of these rows, float32 [n, D].
         config: the rule.
         lr: learning rate.
-        step: updates before this one.
+        step: updates before this one, [1].
     """
-    some = table[rows].float()
-    some_state = {name: each[rows] for name, each in state.items()}
+    some = part.weight[rows].float()
+    some_state = {name: each[rows] for name, each in part.state.items()}
     group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
     UPDATES[config.table_name]([some], [gradients], [some_state | {"iter": step.float()}], group)
-    table[rows] = some.to(table.dtype)
+    if part.weight.dtype is not torch.float32:
+        bits = random_bits(part.rounding_key, step, rows, part.first_column, some.shape[1])
+        some = round_stochastically(some, part.weight.dtype, bits)
+    part.weight[rows] = some
     for name, each in some_state.items():
-        state[name][rows] = each
+        part.state[name][rows] = each

@@ -18,13 +18,17 @@ class Part:
         feature: whose ids are its rows.
         hotness: ids a sample.
         weight: [rows, D], contiguous.
-        state: what the rule keeps beside it, as `nn.table_optimizer` names and shapes it: momentum1, momentum2.
+        state: what the rule keeps beside it, as `nn.table_optimizer` names and shapes it: momentum1, momentum2. Float32.
+        first_column: of the table that `weight` begins at, even.
+        rounding_key: of the table, see `nn.rounding`; not looked at where weights are float32.
     """
 
     feature: str
     hotness: int
     weight: Tensor
     state: dict[str, Tensor]
+    first_column: int = 0
+    rounding_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)

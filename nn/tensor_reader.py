@@ -18,7 +18,7 @@ from nn.stored_tensors import ChunkReader, StoredTensor
 
 
 class TensorReader(dcp.StorageReader):
-    """Reads, of each tensor, the rows that this rank holds.
+    """Reads, of each tensor, the rows that this rank holds; what is stored in another dtype is rounded to the nearest.
 
     torch's own reader would take every chunk that it needs a row of into memory as a whole, on every rank.
 

@@ -48,9 +48,9 @@ from preproc.work import (
     work_directory_of,
 )
 
-# Python, NumPy and DuckDB themselves, and the text that is being parsed.
-BASE_BYTES = 200 << 20
-# A column at work: counts in DuckDB, a chunk and a vocabulary in NumPy.
+# Python, NumPy, Numba and DuckDB themselves.
+BASE_BYTES = 256 << 20
+# A column at work: counts in DuckDB, a chunk and a hash table beside it.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
 
@@ -63,7 +63,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     """
     assert config.output is not None
     output = Path(config.output).resolve()
-    memory_bytes(config)
+    memory = memory_bytes(config)
     files = find_files(config.source, "source")
     test_files = find_files(config.test_source, "test_source") if config.test_source else []
     shared = {file.path.resolve() for file in files} & {file.path.resolve() for file in test_files}
@@ -83,7 +83,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
                 disk_bytes(files + test_files, staged.row_bytes, config.shuffle),
                 "the run",
             )
-        rows = parse_files(files + test_files, config, work, staged, progress)
+        rows = parse_files(files + test_files, config, memory - BASE_BYTES, work, staged, progress)
         try:
             splits = split_rows(config, rows[: len(files)], rows[len(files) :])
         except ValueError:

@@ -1,8 +1,8 @@
 """One categorical column: count its values, rank them, write the ids. Several columns at a time.
 
 Counting and ranking are the SQL of `preproc/sql.py` in DuckDB, which spills when it has to; it is
-given one partial count a piece of rows. Encoding is the join with the vocabulary, done as a
-`Lookup`, in as many passes over the column as the vocabulary has pieces that fit.
+given what a `Counter` holds, once, or each time that it is full. Encoding is the join with the
+vocabulary, done as a `Lookup`, in as many passes over the column as the vocabulary has pieces that fit.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ import numpy as np
 
 from dataloading.feature_spec import CategoricalFeature
 from preproc.fields import ODD
-from preproc.lookup import ENTRY_BYTES, Lookup
+from preproc.hashing import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
 from preproc.output import GrowingFile
 from preproc.report import COVERAGE_LIMITS
 from preproc.sql import coverage, merge_counts, vocabulary
 from preproc.staged import StagedColumn
 
-CHUNK_ROWS = 1 << 21
-# What stands between arrays of a chunk: codes, their sorted copy, values, counts, ids.
-CHUNK_BYTES = CHUNK_ROWS * 40
+CHUNK_ROWS = 1 << 20
+# What stands between arrays of a chunk: codes, ids, ids of the pieces before.
+CHUNK_BYTES = CHUNK_ROWS * 12
 # Partial counts of a column that are merged once there are so many, and four times those before.
 MERGE_ROWS = 1 << 25
 
@@ -58,7 +58,7 @@ class ColumnEncoder:
         splits: dict[str, range],
         counted: range,
         frequency_limit: int,
-        lookup_bytes: int,
+        table_bytes: int,
     ) -> None:
         """Say where to and by which rules.
 
@@ -68,14 +68,15 @@ class ColumnEncoder:
             splits: rows of each split.
             counted: rows whose values make the vocabulary.
             frequency_limit: values seen less often get id 0.
-            lookup_bytes: memory for the vocabulary of one column.
+            table_bytes: memory for the counts, then for the vocabulary, of one column.
         """
         self._connection = connection
         self._dataset = dataset
         self._splits = splits
         self._counted = counted
         self._limit = frequency_limit
-        self._piece = max(1, lookup_bytes // ENTRY_BYTES)
+        self._counted_values = max(1, table_bytes // GROWING_ENTRY_BYTES)
+        self._piece = max(1, table_bytes // ENTRY_BYTES)
 
     def __call__(self, number: int, name: str, column: StagedColumn) -> EncodedColumn:
         """Count and encode categorical column `number`, called `name`."""
@@ -91,23 +92,31 @@ class ColumnEncoder:
     def _build_vocabulary(
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StagedColumn
     ) -> tuple[int, int, int, list[list[int]], bool]:
-        cursor.execute(f"CREATE OR REPLACE TABLE partial_{name} (value UINTEGER, count BIGINT)")
-        has_odd, held, merged = False, 0, 0
-        for _, codes in column.chunks(self._counted, CHUNK_ROWS):
-            values, counts = np.unique(codes, return_counts=True)
-            has_odd |= bool(np.isin(np.uint32(ODD), values))
-            numbers = values < ODD
-            partial = {"value": values[numbers], "count": counts[numbers]}  # noqa: F841
-            cursor.execute(f"INSERT INTO partial_{name} FROM partial")
-            held += int(numbers.sum())
+        counter = Counter(self._counted_values)
+        cursor.execute(
+            f"CREATE OR REPLACE TEMP TABLE partial_{name} (value UINTEGER, count BIGINT)"
+        )
+        held = merged = 0
+
+        def keep(parts: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
+            nonlocal held, merged
+            for values, counts in parts:
+                partial = {"value": values, "count": counts}  # noqa: F841, the query reads it
+                cursor.execute(f"INSERT INTO partial_{name} FROM partial")
+                held += len(values)
             if held > max(MERGE_ROWS, 4 * merged):
-                # Otherwise a value would stand there once for every piece of rows that holds it.
+                # Otherwise a value would stand there once for every count that holds it.
                 query = merge_counts(f"partial_{name}")
-                cursor.execute(f"CREATE TABLE merged_{name} AS {query}")
+                cursor.execute(f"CREATE TEMP TABLE merged_{name} AS {query}")
                 cursor.execute(f"DROP TABLE partial_{name}")
                 cursor.execute(f"ALTER TABLE merged_{name} RENAME TO partial_{name}")
                 (held,) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchone()
                 merged = held
+
+        for _, codes in column.chunks(self._counted, CHUNK_ROWS):
+            keep(counter.add(codes))
+        keep(counter.take())
+        has_odd = counter.has_odd
         counts_of = merge_counts(f"partial_{name}")
         if has_odd:
             first, last = self._counted.start, self._counted.stop
@@ -116,10 +125,10 @@ class ColumnEncoder:
                 f'SELECT value, 1 AS count FROM odd WHERE "column" = {number} '
                 f'AND "row" >= {first} AND "row" < {last})'
             )
-        cursor.execute(f"CREATE OR REPLACE TABLE counts_{name} AS {counts_of}")
+        cursor.execute(f"CREATE OR REPLACE TEMP TABLE counts_{name} AS {counts_of}")
         cursor.execute(f"DROP TABLE partial_{name}")
         cursor.execute(
-            f"CREATE OR REPLACE TABLE vocabulary_{name} AS "
+            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS "
             f"{vocabulary(f'counts_{name}', self._limit)}"
         )
         summary = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchone()
@@ -160,15 +169,17 @@ class ColumnEncoder:
             zeros[split] = 0
             with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
                 for start, codes in column.chunks(rows, CHUNK_ROWS):
-                    ids = lookup(codes)
                     if split in partial_ids:
-                        ids += StagedColumn(partial_ids[split], "<i4").read(
+                        ids = StagedColumn(partial_ids[split], "<i4").read(
                             start - rows.start, start - rows.start + len(codes)
                         )
+                    else:
+                        ids = np.zeros(len(codes), dtype.newbyteorder("<"))
+                    lookup(codes, ids)
                     if has_odd and (codes == ODD).any():
                         self._patch(cursor, number, name, start, ids)
                     zeros[split] += len(ids) - int(np.count_nonzero(ids))
-                    file.append(ids.astype(dtype.newbyteorder("<")))
+                    file.append(ids.astype(dtype.newbyteorder("<"), copy=False))
             files |= file.record
         for path in partial_ids.values():
             path.unlink()
@@ -211,9 +222,11 @@ class ColumnEncoder:
         before = StagedColumn(path, "<i4") if split in partial_ids else None
         with path.open("r+b" if before else "wb") as stream:
             for start, codes in column.chunks(rows, CHUNK_ROWS):
-                ids = lookup(codes)
                 if before:
-                    ids += before.read(start - rows.start, start - rows.start + len(codes))
+                    ids = before.read(start - rows.start, start - rows.start + len(codes))
+                else:
+                    ids = np.zeros(len(codes), "<i4")
+                lookup(codes, ids)
                 stream.write(ids.data)
         partial_ids[split] = path
 

@@ -57,7 +57,10 @@ class Engine(Protocol):
         """Return the few rows of a query."""
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
-        """Return what could not be split into columns: file, line, reason, text; unless `on_bad=fail`."""
+        """Return what could not be split into columns: file, line, reason, text.
+
+        Under `on_bad=fail` an engine may raise instead when it meets one.
+        """
 
     def exploded(self, relation: str, row: str, column: str) -> str:
         """Return a query (row, position, value): a row for each item of a list column."""

@@ -1,168 +1,205 @@
-"""Tab-separated lines to numbers, a block at a time, in NumPy: no string is made for a good field.
+"""Tab-separated lines to columns of numbers: one pass over the bytes, compiled by Numba.
 
-The tabs and line ends of a block are found in one pass. A field is then the 8 bytes that end where
-it ends, read as one uint64 (little-endian: its first character is the lowest byte), and decimals
-and hexadecimals are decoded by arithmetic on all eight bytes at once.
+The kernel takes good lines as they come and stops in front of any other; which of its fields is
+wrong, and whether that is the whole truth, is for `preproc/lines.py` to say. It holds no lock of
+Python's, so several threads parse at once.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
+from numba import njit
+
+from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
 # Codes of a hexadecimal column that stand for no number: a missing field, and a field that is not
 # exactly eight lower-case digits (or is one of these two), whose text is kept beside the codes.
 MISSING = 0xFFFFFFFF
 ODD = 0xFFFFFFFE
-# A missing integer; integers have at most 18 digits.
-NO_INTEGER = np.iinfo(np.int64).min
+# Integers whose transformed value is looked up, nearly all of Criteo's; the table holds one more
+# value, that of a missing integer. Numbers of at most 18 digits always fit 64 bits.
+LEAST, MOST = -16, (1 << 21) - 17
+MAX_DIGITS = 18
+# Why the kernel stops: the text is at its end, the line is not one it takes, an array is full.
+END, OTHER_LINE, FULL = 0, 1, 2
 
-PADDING = 8
-TAB, LINE_END, RETURN = 9, 10, 13
+TAB, LINE_END, RETURN = ord("\t"), ord("\n"), ord("\r")
+PLUS, MINUS, ZERO = ord("+"), ord("-"), ord("0")
+# Fields of the bit set that says which integers of a row are missing, as numpy.packbits has them.
+MISSING_BYTES = (NUM_NUMERICAL + 7) // 8
 
 
 def _each(byte: int) -> np.uint64:
+    """Return a word of eight equal bytes."""
     return np.uint64(byte * 0x0101010101010101)
 
 
-# Mask of the last n of eight bytes.
-LAST_BYTES = np.array([(2**64 - 1) ^ (2 ** (64 - 8 * n) - 1) for n in range(9)], np.uint64)
+ONES, HIGH_BITS, LOW_NIBBLES = _each(0x01), _each(0x80), _each(0x0F)
+# A digit is 0x30 to 0x39, a letter 0x61 to 0x66: what to take away from each byte, so that its high
+# bit (set before) goes if it is too small, and what to add, so that its high bit comes if too large.
+LEAST_DIGIT, TO_LETTER = _each(0x30), np.uint64(0x61 - 0x30)
+OVER_DIGIT, OVER_LETTER = _each(0x7F - 0x39), np.uint64((0x7F - 0x39) - (0x7F - 0x66))
+PAIRS, QUADS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF)
+NINE, SIX, BYTE, HALF = np.uint64(9), np.uint64(6), np.uint64(8), np.uint64(16)
+NIBBLE, WHOLE, CODE = np.uint64(4), np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
-class BadBlockError(Exception):
-    """Some line of a block is not as it should be; which one has to be found line by line."""
+@njit(nogil=True, cache=True)
+def _word(text, at):
+    """Return eight bytes as a little-endian number.
 
-
-@dataclass(slots=True)
-class Fields:
-    """Where the fields of a block are: `text` with 8 bytes before it, `starts` and `ends` [columns, rows]."""
-
-    text: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-
-    @property
-    def num_rows(self) -> int:
-        """Lines of the block."""
-        return self.ends.shape[1]
-
-
-def find_fields(block: bytes, num_columns: int) -> Fields:
-    """Return the fields of whole lines.
-
-    Raises:
-        BadBlockError: a line with another number of fields, a carriage return, a blank line.
+    LLVM makes one load of it, if indices are unsigned: signed ones may count from the end.
     """
-    text = np.frombuffer(bytes(PADDING) + block, np.uint8)
-    body = text[PADDING:]
-    if not len(block) or body[-1] != LINE_END:
-        raise BadBlockError
-    is_end = body == TAB
-    is_end |= body == LINE_END
-    ends = np.flatnonzero(is_end)
-    num_rows, rest = divmod(len(ends), num_columns)
-    if rest or b"\r" in block:
-        raise BadBlockError
-    ends = ends.reshape(num_rows, num_columns)
-    # As many line ends as rows, each behind the last field of its row: no other line is short or long.
-    last = body[ends[:, -1]] == LINE_END
-    if not last.all() or block.count(b"\n") != num_rows:
-        raise BadBlockError
-    ends = np.ascontiguousarray(ends.T)
-    ends += PADDING
-    starts = np.empty_like(ends)
-    starts[1:] = ends[:-1]
-    starts[0, 0] = PADDING - 1
-    starts[0, 1:] = ends[-1, :-1]
-    starts += 1
-    return Fields(text, starts, ends)
+    word, first = np.uint64(0), np.uint64(at)
+    for byte in range(8):
+        word |= np.uint64(text[first + np.uint64(byte)]) << np.uint64(8 * byte)
+    return word
 
 
-def _words(fields: Fields, columns: slice) -> np.ndarray:
-    """Return the 8 bytes before the end of each field as uint64."""
-    text = fields.text
-    words = np.ndarray((len(text) - 7,), "<u8", buffer=text, strides=(1,))
-    return words[fields.ends[columns] - 8]
+@njit(nogil=True, cache=True)
+def _hexadecimal(word):
+    """Return the number that eight characters stand for, or ODD if one is no lower-case digit."""
+    letters = (word >> SIX) & ONES
+    enough = ((word | HIGH_BITS) - (LEAST_DIGIT + letters * TO_LETTER)) & HIGH_BITS
+    wrong = (word | (word + (OVER_DIGIT - letters * OVER_LETTER))) & HIGH_BITS
+    if enough != HIGH_BITS or wrong != 0:
+        return np.uint32(ODD)
+    # Nibbles join their neighbours to bytes, these to pairs, these to the number; the first
+    # character, in the lowest byte, is the most significant.
+    digits = (word & LOW_NIBBLES) + letters * NINE
+    digits = ((digits << NIBBLE) | (digits >> BYTE)) & PAIRS
+    digits = ((digits << BYTE) | (digits >> HALF)) & QUADS
+    return np.uint32(((digits << HALF) | (digits >> WHOLE)) & CODE)
 
 
-def hexadecimal(fields: Fields, columns: slice) -> np.ndarray:
-    """Return uint32 [columns, rows]: the value of eight lower-case digits, or MISSING, or ODD."""
-    words = _words(fields, columns)
-    lengths = fields.ends[columns] - fields.starts[columns]
-    one = _each(1)
-    letter = words >> np.uint64(6)
-    letter &= one
-    digit = words & _each(0x0F)
-    digit += letter * np.uint64(9)
-    wrong = letter * np.uint64(0x27)
-    wrong += digit
-    wrong += _each(0x30)
-    wrong ^= words  # the character that this digit would have
-    above = digit + _each(6)
-    above >>= np.uint64(4)
-    above &= one
-    above ^= letter  # 10 and more are letters, 9 and less are not
-    wrong |= above
-    above = digit & _each(0x10)
-    wrong |= above
-    good = wrong == 0
-    good &= lengths == 8
-    value = digit << np.uint64(4)
-    value |= digit >> np.uint64(8)
-    value &= np.uint64(0x00FF00FF00FF00FF)
-    value = (value << np.uint64(8)) | (value >> np.uint64(16))
-    value &= np.uint64(0x0000FFFF0000FFFF)
-    value = (value << np.uint64(16)) | (value >> np.uint64(32))
-    codes = value.astype(np.uint32)
-    good &= codes < ODD
-    codes[~good] = ODD
-    codes[lengths == 0] = MISSING
-    return codes
+@njit(nogil=True, cache=True)
+def _ends_field(byte):
+    return byte in (TAB, LINE_END, RETURN)
 
 
-def integers(fields: Fields, columns: slice) -> np.ndarray:
-    """Return int64 [columns, rows]: digits with an optional sign, or NO_INTEGER for an empty field.
+@njit(nogil=True, cache=True)
+def _integers(text, at, row, known, numericals, missing, far, far_values, num_far):
+    """Store the integers of a row; return where the next field begins or -1, and entries of `far`."""
+    missing_bits = 0
+    for column in range(NUM_NUMERICAL):
+        byte = np.int64(text[at])
+        if byte == TAB:
+            missing_bits |= 1 << (8 * MISSING_BYTES - 1 - column)
+            numericals[row, column] = known[MOST - LEAST + 1]
+            at += 1
+            continue
+        negative = byte == MINUS
+        if negative or byte == PLUS:
+            at += 1
+            byte = np.int64(text[at])
+        first, value = at, 0
+        while ZERO <= byte <= ZERO + 9:
+            value = 10 * value + (byte - ZERO)
+            at += 1
+            byte = np.int64(text[at])
+        if byte != TAB or at == first or at - first > MAX_DIGITS:
+            return -1, num_far
+        if negative:
+            value = -value
+        if LEAST <= value <= MOST:
+            numericals[row, column] = known[value - LEAST]
+        else:
+            far[num_far] = row * NUM_NUMERICAL + column
+            far_values[num_far] = value
+            num_far += 1
+        at += 1
+    for byte in range(MISSING_BYTES):
+        missing[row, byte] = missing_bits >> (8 * (MISSING_BYTES - 1 - byte)) & 0xFF
+    return at, num_far
 
-    Raises:
-        BadBlockError: a field that is neither.
+
+@njit(nogil=True, cache=True)
+def _categories(text, at, stop, trusted, row, codes, odd, num_odd):
+    """Store the codes of a row; return where the next line begins or -1, and entries of `odd`."""
+    for column in range(NUM_CATEGORICAL):
+        code, end = np.uint32(MISSING), at
+        if not _ends_field(text[at]):
+            code = np.uint32(ODD)
+            if at + 8 < stop and _ends_field(text[at + 8]):
+                code, end = _hexadecimal(_word(text, at)), at + 8
+            if code >= ODD:
+                code, end, beyond_ascii = np.uint32(ODD), at, np.uint8(0)
+                while not _ends_field(text[end]):
+                    beyond_ascii |= text[end]
+                    end += 1
+                if beyond_ascii >= 0x80 and not trusted:
+                    return -1, num_odd
+                odd[num_odd, 0] = column
+                odd[num_odd, 1] = row
+                odd[num_odd, 2] = at
+                odd[num_odd, 3] = end
+                num_odd += 1
+        codes[column, row] = code
+        if column < NUM_CATEGORICAL - 1:
+            if text[end] != TAB:
+                return -1, num_odd
+        else:
+            if text[end] == RETURN:
+                end += 1
+            if text[end] != LINE_END:
+                return -1, num_odd
+        at = end + 1
+    return at, num_odd
+
+
+@njit(nogil=True, cache=True)
+def parse_lines(
+    text, at, stop, trusted, row, known, labels, numericals, missing, codes, far, far_values, odd
+):
+    """Parse lines into row `row` and those behind it.
+
+    Blank lines are skipped; a carriage return before the line end is left out.
+
+    Args:
+        text: uint8; text[stop - 1] is a line end.
+        at: where a line begins.
+        stop: where to end, behind a line end.
+        trusted: whether text beyond ASCII is known to be UTF-8; if not, its lines are not taken.
+        row: rows that stand in the columns already.
+        known: the stored value of the integers LEAST to MOST, then that of a missing one.
+        labels: uint8 [rows].
+        numericals: stored values [rows, NUM_NUMERICAL].
+        missing: uint8 [rows, MISSING_BYTES], a bit an integer.
+        codes: uint32 [NUM_CATEGORICAL, rows].
+        far: int64 [n], index in the flat `numericals` of an integer that `known` does not hold.
+        far_values: int64 [n], that integer.
+        odd: int64 [n, 4]: column, row, start and end of a text that has no code.
+
+    Returns:
+        END, OTHER_LINE or FULL; the beginning of the first line that was not parsed; the number of
+        lines, blank ones included, that were; rows in the columns; entries of `far`, of `odd`.
     """
-    starts, ends = fields.starts[columns], fields.ends[columns]
-    lengths = ends - starts
-    first = fields.text[starts]
-    negative = (first == ord("-")) & (lengths > 0)
-    digits = lengths - (negative | ((first == ord("+")) & (lengths > 0)))
-    if (digits[lengths > 0] == 0).any() or (digits > 18).any():
-        raise BadBlockError
-    short = np.minimum(digits, 8)
-    words = _words(fields, columns)
-    words ^= _each(0x30)
-    words &= LAST_BYTES[short]
-    if (((words + _each(0x76)) | words) & _each(0x80)).any():
-        raise BadBlockError
-    words *= np.uint64(10 * 256 + 1)
-    words >>= np.uint64(8)
-    words &= np.uint64(0x00FF00FF00FF00FF)
-    words *= np.uint64(100 * 2**16 + 1)
-    words >>= np.uint64(16)
-    words &= np.uint64(0x0000FFFF0000FFFF)
-    words *= np.uint64(10000 * 2**32 + 1)
-    words >>= np.uint64(32)
-    values = words.astype(np.int64)
-    long = np.nonzero(digits > 8)
-    for column, row in zip(*long, strict=True):
-        field = fields.text[starts[column, row] : ends[column, row]].tobytes()
-        unsigned = field[1:] if field[:1] in (b"+", b"-") else field
-        if not unsigned.isdigit():
-            raise BadBlockError
-        values[column, row] = int(unsigned)
-    np.negative(values, where=negative, out=values)
-    values[lengths == 0] = NO_INTEGER
-    return values
-
-
-def labels(fields: Fields, column: int) -> np.ndarray:
-    """Return uint8 [rows]; BadBlockError unless each is `0` or `1`."""
-    starts, ends = fields.starts[column], fields.ends[column]
-    values = fields.text[starts] - np.uint8(ord("0"))
-    if (ends - starts != 1).any() or (values > 1).any():
-        raise BadBlockError
-    return values
+    num_lines = num_far = num_odd = 0
+    while at < stop:
+        if text[at] == LINE_END:
+            at += 1
+            num_lines += 1
+            continue
+        if text[at] == RETURN and text[at + 1] == LINE_END:
+            at += 2
+            num_lines += 1
+            continue
+        start, row_far, row_odd = at, num_far, num_odd
+        full = row == len(labels) or num_far + NUM_NUMERICAL > len(far)
+        if full or num_odd + NUM_CATEGORICAL > len(odd):
+            return FULL, start, num_lines, row, num_far, num_odd
+        label = np.int64(text[at]) - ZERO
+        good = 0 <= label <= 1 and text[at + 1] == TAB
+        if good:
+            labels[row] = label
+            at, row_far = _integers(
+                text, at + 2, row, known, numericals, missing, far, far_values, num_far
+            )
+            good = at >= 0
+        if good:
+            at, row_odd = _categories(text, at, stop, trusted, row, codes, odd, num_odd)
+            good = at >= 0
+        if not good:
+            return OTHER_LINE, start, num_lines, row, num_far, num_odd
+        num_far, num_odd = row_far, row_odd
+        num_lines += 1
+        row += 1
+    return END, at, num_lines, row, num_far, num_odd

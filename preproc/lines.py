@@ -1,36 +1,23 @@
-"""A raw file as blocks of whole lines, from any offset on, and what is wrong with a line.
-
-A block is about half a megabyte: small enough that the field parser works in the processor's cache.
-"""
+"""A raw file as blocks of whole lines, from any offset on, and what is wrong with a line."""
 
 import gzip
 import re
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import duckdb
+from isal import igzip, isal_zlib
 
 from preproc.raw_files import RawFile, cut_short
 from preproc.sql import COLUMNS, NUM_CATEGORICAL, NUM_NUMERICAL, NUMERICAL
 
-BLOCK_BYTES = 1 << 19
 LONGEST_LINE_BYTES = 1 << 26
 # 18 digits always fit 64 bits.
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 REMOVE = "correct or remove the line"
 
 
-@dataclass(slots=True)
-class Sorted:
-    """The lines of a block, the good ones as a clean block and the bad ones apart."""
-
-    good: bytes
-    bad: list[tuple[int, str, bytes]] = field(default_factory=list)  # index, reason, line
-
-
-def blocks(file: RawFile, offset: int, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
     """Yield the text of `file` from byte `offset` of the plain text on, in whole lines.
 
     The last line gets a line end if it has none.
@@ -45,7 +32,7 @@ def blocks(file: RawFile, offset: int, size: int = BLOCK_BYTES) -> Iterator[byte
             while data := stream.read(size):
                 end = data.rfind(b"\n") + 1
                 if end:
-                    yield rest + data[:end]
+                    yield b"".join((rest, memoryview(data)[:end]))
                     rest = data[end:]
                 else:
                     rest += data
@@ -58,13 +45,13 @@ def blocks(file: RawFile, offset: int, size: int = BLOCK_BYTES) -> Iterator[byte
                 yield rest + b"\n"
     except EOFError:
         raise ValueError(cut_short(file.path)) from None
-    except (gzip.BadGzipFile, zlib.error) as error:
+    except (gzip.BadGzipFile, isal_zlib.error) as error:
         raise ValueError(f"{file.path}: damaged gzip data ({error}); fetch it again") from None
 
 
 def _open(file: RawFile) -> BinaryIO:
     if file.compression == "gzip":
-        return gzip.open(file.path)
+        return igzip.open(file.path)
     if file.compression == "zstd":
         return _Zstandard(file)  # type: ignore[return-value]
     return file.path.open("rb", buffering=0)
@@ -101,23 +88,6 @@ class _Zstandard:
             return text
         rows = self._result.fetchmany(2048)
         return "".join(f"{line or ''}\n" for (line,) in rows).encode()
-
-
-def sort_lines(block: bytes) -> Sorted:
-    """Sort the lines of a block one by one: carriage returns at line ends and blank lines go."""
-    good: list[bytes] = []
-    found = Sorted(b"")
-    for index, raw in enumerate(block.split(b"\n")[:-1]):
-        line = raw.removesuffix(b"\r")
-        if not line:
-            continue
-        reason = what_is_wrong(line)
-        if reason is None:
-            good.append(line + b"\n")
-        else:
-            found.bad.append((index, reason, line))
-    found.good = b"".join(good)
-    return found
 
 
 def what_is_wrong(line: bytes) -> str | None:

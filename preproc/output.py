@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dataloading.dataset_directory import put_in_place, sync_directory, write_spec
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.split_files import SplitFiles
 from preproc.staged import bytes_of
 
@@ -51,6 +51,16 @@ class GrowingFile:
         return {self._name: {"bytes": self._bytes, "crc32": f"{self._crc32:08x}"}}
 
 
+def checksum(path: Path) -> dict[str, Any]:
+    """Return the entry of `metadata.files` of a file that is complete."""
+    num_bytes = crc32 = 0
+    with path.open("rb") as stream:
+        while data := stream.read(1 << 22):
+            crc32 = zlib.crc32(data, crc32)
+            num_bytes += len(data)
+    return {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
+
+
 def finish_dataset(
     directory: Path,
     output: Path,
@@ -73,7 +83,7 @@ def finish_dataset(
         numerical_dtype: float16 or float32.
         label: name of the label.
         rows: rows of each split.
-        files: bytes and CRC-32 of each file.
+        files: bytes and CRC-32 of each file of a split; those of all others are taken here.
         metadata: plain yaml values; `rows` and `files` are added.
     """
     splits = {}
@@ -90,12 +100,13 @@ def finish_dataset(
                 if feature.hotness is None
             },
         )
-    ordered = {
-        path.relative_to(directory).as_posix(): None
+    ordered = [
+        path.relative_to(directory).as_posix()
         for split in splits.values()
         for path in [split.label, split.numerical, *split.ids.values(), *split.offsets.values()]
         if path is not None
-    }
+    ]
+    records = {name: dict(files[name]) for name in ordered}
     measured = tuple(
         CategoricalFeature(
             feature.name,
@@ -106,6 +117,11 @@ def finish_dataset(
         )
         for feature in categorical
     )
+    for path in sorted(directory.rglob("*")):  # vocabularies, report, bad rows
+        name = path.relative_to(directory).as_posix()
+        # A run that was killed at this very place may have left a spec, whole or in part.
+        if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
+            records[name] = checksum(path)
     spec = FeatureSpec(
         directory,
         numerical,
@@ -113,7 +129,7 @@ def finish_dataset(
         label,
         measured,
         splits,
-        {**metadata, "rows": dict(rows), "files": {name: dict(files[name]) for name in ordered}},
+        {**metadata, "rows": dict(rows), "files": records},
     )
     write_spec(spec, directory)
     sync_directory(directory)

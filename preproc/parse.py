@@ -11,9 +11,7 @@ codes, so that nothing is lost and no dictionary has to fit in memory.
 
 import os
 import time
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,31 +20,22 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig
-from preproc.fields import (
-    NO_INTEGER,
-    ODD,
-    PADDING,
-    BadBlockError,
-    find_fields,
-    hexadecimal,
-    integers,
-    labels,
-)
-from preproc.lines import Sorted, blocks, sort_lines
+from preproc.in_order import in_order
+from preproc.lines import blocks
+from preproc.parse_piece import OddTexts, Parsed, PieceParser
 from preproc.raw_files import RawFile
 from preproc.report import Progress, Stage
-from preproc.sql import CATEGORICAL, COLUMNS, NUMERICAL, numerical
+from preproc.sql import CATEGORICAL, NUMERICAL
 from preproc.staged import ColumnAppender, StagedColumn
 from preproc.work import Work
 
-# Text that one task parses: enough rows for one SQL query, little enough to have many in flight.
-TASK_BYTES = 1 << 22
+# Text that a thread parses at a time: enough to be worth handing over, little enough to have many.
+PIECE_BYTES = 1 << 22
+# With its columns, which take at most four times the text.
+MEMORY_BYTES = 5 * PIECE_BYTES
 CHECKPOINT_SECONDS = 10.0
 # Odd texts held in memory before a checkpoint writes them.
 ODD_VALUES = 500_000
-LABELS = slice(0, 1)
-INTEGERS = slice(1, 1 + len(NUMERICAL))
-CATEGORIES = slice(1 + len(NUMERICAL), len(COLUMNS))
 
 
 @dataclass(slots=True)
@@ -82,49 +71,17 @@ class Staged:
         return sum(column.row_bytes for column in self.columns)
 
 
-@dataclass(slots=True)
-class OddTexts:
-    """Texts that have no code: the number of their column, their row, themselves."""
-
-    columns: np.ndarray
-    rows: np.ndarray
-    texts: list[str]
-
-    @classmethod
-    def joined(cls, parts: "list[OddTexts]") -> "OddTexts":
-        """Return one after another."""
-        nothing = [np.empty(0, np.int64)]
-        return cls(
-            np.concatenate(nothing + [part.columns for part in parts]),
-            np.concatenate(nothing + [part.rows for part in parts]),
-            [text for part in parts for text in part.texts],
-        )
-
-    def moved(self, rows: int) -> "OddTexts":
-        """Return them with row numbers that are larger by `rows`."""
-        return OddTexts(self.columns, self.rows + rows, self.texts)
-
-
-@dataclass(slots=True)
-class Parsed:
-    """A piece of text as columns; `odd` counts rows within the piece."""
-
-    columns: list[np.ndarray]
-    odd: "OddTexts"
-    bad: list[tuple[int, str, bytes]]
-    num_lines: int
-    num_bytes: int
-
-    @property
-    def num_rows(self) -> int:
-        """Good lines."""
-        return len(self.columns[0])
-
-
 def parse_files(
-    files: list[RawFile], config: PreprocConfig, work: Work, staged: Staged, progress: Progress
+    files: list[RawFile],
+    config: PreprocConfig,
+    memory: int,
+    work: Work,
+    staged: Staged,
+    progress: Progress,
 ) -> list[int]:
     """Stage all files in order, from where the record of `work` ends; return the rows of each.
+
+    `memory` is for the pieces of text that are parsed at a time.
 
     Raises:
         ValueError: a bad line under `on_bad=fail`, a damaged file, a file without a good line.
@@ -134,13 +91,14 @@ def parse_files(
     if state.get("done"):
         return state["rows"]
     threads = config.threads or os.cpu_count() or 1
-    with (
-        progress.stage("parse") as stage,
-        _Writer(work, staged, state) as writer,
-        duckdb.connect(config={"threads": 1}) as connection,
-        ThreadPoolExecutor(threads) as pool,
-    ):
-        task = _Task(connection, staged.numerical.dtype)
+    # One is being read and one written beside these.
+    ahead = max(1, min(2 * threads, memory // MEMORY_BYTES - 2))
+    parser = PieceParser(staged.numerical.dtype.name)
+
+    def parse(texts: Iterator[bytes]) -> Iterator[Parsed]:
+        return in_order(parser, texts, threads, ahead)
+
+    with progress.stage("parse") as stage, _Writer(work, staged, state) as writer:
         stage.total = sum(file.path.stat().st_size for file in files)
         done_bytes = 0
         for number, file in enumerate(files):
@@ -153,7 +111,7 @@ def parse_files(
                 state["offset"] = state["lines"] = 0
                 state["before"] = {key: state[key] for key in ("odd", "bad", "bad_bytes")}
             stage.detail = str(file.path)
-            _parse_file(file, config, writer, task, pool, stage, done_bytes)
+            _parse_file(file, config, writer, parse, stage, done_bytes)
             done_bytes += file.path.stat().st_size
             if state["rows"][number] == 0:
                 raise ValueError(
@@ -173,16 +131,14 @@ def _parse_file(
     file: RawFile,
     config: PreprocConfig,
     writer: "_Writer",
-    task: "_Task",
-    pool: ThreadPoolExecutor,
+    parse: Callable[[Iterator[bytes]], Iterator[Parsed]],
     stage: Stage,
     done_bytes: int,
 ) -> None:
     """Stage the rest of one file."""
     size = file.path.stat().st_size
-    # What a compressed file holds is not known; about a third is what logs pack to.
-    plain = size if file.compression == "none" else 3 * size
-    for parsed in _in_order(blocks(file, writer.state["offset"], TASK_BYTES), task, pool):
+    plain = _plain_bytes(file)
+    for parsed in parse(blocks(file, writer.state["offset"], PIECE_BYTES)):
         for index, reason, line in parsed.bad:
             number = writer.state["lines"] + index + 1
             if config.on_bad is OnBad.fail:
@@ -194,6 +150,11 @@ def _parse_file(
         writer.append(parsed)
         stage.update(done_bytes + min(size, size * writer.state["offset"] / plain))
         writer.checkpoint_if_due()
+
+
+def _plain_bytes(file: RawFile) -> int:
+    """Return the bytes of its text; compressed logs are taken to unpack to three times their size."""
+    return file.path.stat().st_size * (1 if file.compression == "none" else 3)
 
 
 def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
@@ -218,89 +179,6 @@ def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
 def _identity(file: RawFile) -> list[Any]:
     status = file.path.stat()
     return [str(file.path.resolve()), status.st_size, status.st_mtime_ns]
-
-
-def _in_order(texts: Iterator[bytes], task: "_Task", pool: ThreadPoolExecutor) -> Iterator[Parsed]:
-    """Yield the parsed texts in their order, a few being parsed ahead."""
-    ahead = 2 * pool._max_workers
-    parsing: deque[Future[Parsed]] = deque()
-    for text in texts:
-        parsing.append(pool.submit(task, text))
-        if len(parsing) >= ahead:
-            yield parsing.popleft().result()
-    while parsing:
-        yield parsing.popleft().result()
-
-
-class _Task:
-    """Parses one piece of text; several threads may call it."""
-
-    def __init__(self, connection: duckdb.DuckDBPyConnection, dtype: np.dtype) -> None:
-        self._connection = connection
-        self._dtype = dtype
-        given = ", ".join(f"nullif({name}, {NO_INTEGER}) AS {name}" for name in NUMERICAL)
-        wanted = ", ".join(f"{numerical(name)} AS {name}" for name in NUMERICAL)
-        self._query = f"SELECT {wanted} FROM (SELECT {given} FROM piece)"
-
-    def __call__(self, text: bytes) -> Parsed:
-        size = 1 << 19
-        parts, odd, bad = [], [], []
-        start = rows = lines = 0
-        while start < len(text):
-            stop = text.rfind(b"\n", start, start + size) + 1 or text.find(b"\n", start) + 1
-            found = self._parse_block(text[start:stop], bad, lines)
-            start = stop
-            lines += found[-1]
-            parts.append(found[:3])
-            odd.append(found[3].moved(rows))
-            rows += len(found[0])
-        label = np.concatenate([part[0] for part in parts])
-        values = np.concatenate([part[1] for part in parts], axis=1)
-        codes = np.concatenate([part[2] for part in parts], axis=1)
-        missing = np.packbits((values == NO_INTEGER).T, axis=1)
-        if missing.shape[1] == 1:
-            missing = missing[:, 0]
-        columns = [label, self._numericals(values), missing, *codes]
-        return Parsed(columns, OddTexts.joined(odd), bad, lines, len(text))
-
-    def _parse_block(self, block: bytes, bad: list, line: int) -> tuple:
-        """Return labels, integers, codes, odd texts and lines; append what is bad, by line of the text."""
-        num_lines = block.count(b"\n")
-        try:
-            if not block.isascii():
-                block.decode()
-            return *_fields(block), num_lines
-        except (BadBlockError, UnicodeDecodeError):
-            found: Sorted = sort_lines(block)
-        bad += [(line + index, reason, text) for index, reason, text in found.bad]
-        if not found.good:
-            nothing = np.empty((len(NUMERICAL), 0), np.int64)
-            codes = np.empty((len(CATEGORICAL), 0), np.uint32)
-            return np.empty(0, np.uint8), nothing, codes, OddTexts.joined([]), num_lines
-        return *_fields(found.good), num_lines
-
-    def _numericals(self, values: np.ndarray) -> np.ndarray:
-        """Return the transformed numericals [rows, 13] in the dtype that is stored."""
-        stored = np.empty((values.shape[1], len(NUMERICAL)), self._dtype)
-        if values.shape[1]:
-            with self._connection.cursor() as cursor:
-                piece = dict(zip(NUMERICAL, values, strict=True))  # noqa: F841, the query reads it
-                for column, each in enumerate(cursor.execute(self._query).fetchnumpy().values()):
-                    stored[:, column] = each
-        return stored
-
-
-def _fields(block: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, list]:
-    """Return labels [n], integers [13, n], codes [26, n] and the odd texts."""
-    fields = find_fields(block, len(COLUMNS))
-    codes = hexadecimal(fields, CATEGORIES)
-    columns, rows = np.nonzero(codes == ODD)
-    at = (columns + CATEGORIES.start, rows)
-    places = zip(fields.starts[at].tolist(), fields.ends[at].tolist(), strict=True)
-    # A place counts from before the block, where eight more bytes stand.
-    texts = [block[start - PADDING : end - PADDING].decode() for start, end in places]
-    odd = OddTexts(columns, rows, texts)
-    return labels(fields, 0), integers(fields, INTEGERS), codes, odd
 
 
 class _Writer:

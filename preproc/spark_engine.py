@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
-from configs.preproc_schema import OnBad, PreprocConfig
+from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Source
 from preproc.engine import nulls_first
 from preproc.raw_files import RawFile
 from preproc.table_sql import quoted
 from preproc.work import memory_bytes
+
+# Columns of what is wrong with a line, and of the line.
+REASON, LINE = "reason_", "line_"
 
 
 class SparkEngine:
@@ -45,7 +48,9 @@ class SparkEngine:
         self._spark.conf.set("spark.sql.ansi.doubleQuotedIdentifiers", "true")
         self._spark.conf.set("spark.sql.session.timeZone", "UTC")
         self._spark.sparkContext.setLogLevel("ERROR")
-        self._on_bad = config.on_bad
+        # Otherwise a line is whole as soon as it has the columns that a query asks for.
+        self._spark.conf.set("spark.sql.csv.parser.columnPruning.enabled", "false")
+        self._texts: list[tuple[RawFile, int, DataFrame]] = []
         self._sql(
             "CREATE OR REPLACE TEMPORARY FUNCTION hex_number(digits STRING) RETURNS BIGINT "
             "RETURN CAST(conv(digits, 16, 10) AS BIGINT)"
@@ -68,16 +73,20 @@ class SparkEngine:
                 names = frame.columns
             else:
                 frame, names = self._text(source, path)
-            parts.append(
-                frame.select(
-                    F.lit(number).alias("file_"),
-                    # Blocks stand at their offset; the rows of a block are read one after another.
-                    F.struct(
-                        F.col("_metadata.file_block_start"), F.monotonically_increasing_id()
-                    ).alias("order_"),
-                    *(F.col(f"`{each}`") for each in names),
-                )
+            columns = [F.col(f"`{each}`") for each in names]
+            frame = frame.select(
+                F.lit(number).alias("file_"),
+                # Blocks stand at their offset; the rows of a block are read one after another.
+                F.struct(
+                    F.col("_metadata.file_block_start"), F.monotonically_increasing_id()
+                ).alias("order_"),
+                *columns,
+                *([] if source.format == "parquet" else [_reason(columns), F.col(LINE)]),
             )
+            if source.format != "parquet":
+                self._texts.append((file, int(source.header), frame))
+                frame = frame.where(F.col(REASON).isNull()).drop(REASON, LINE)
+            parts.append(frame)
         whole = parts[0]
         for part in parts[1:]:
             whole = whole.unionByName(part)
@@ -91,12 +100,11 @@ class SparkEngine:
         reader = reader.option("quote", '"' if csv else "\u0000").option(
             "escape", '"' if csv else "\u0000"
         )
-        reader = reader.option(
-            "mode", "FAILFAST" if self._on_bad is OnBad.fail else "DROPMALFORMED"
-        )
+        # A line that cannot be split into the columns is kept as it is in a column of its own.
+        reader = reader.option("mode", "PERMISSIVE").option("columnNameOfCorruptRecord", LINE)
         reader = reader.option("nullValue", "").option("emptyValue", "")
         names = source.columns or reader.csv(path).columns
-        schema = ", ".join(f"`{column}` STRING" for column in names)
+        schema = ", ".join(f"`{column}` STRING" for column in [*names, LINE])
         return reader.schema(schema).csv(path), names
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
@@ -156,8 +164,19 @@ class SparkEngine:
             raise _explained(error) from None
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
-        """Return nothing: Spark drops such lines without a word, so their columns are its to judge."""
-        return []
+        """Return the lines that were left out; lines are counted as Spark does, without blank ones."""
+        found = []
+        for file, headers, frame in self._texts:
+            # Numbering lines takes one task for the whole file: only if there is a reason.
+            if frame.where(F.col(REASON).isNotNull()).isEmpty():
+                continue
+            numbered = frame.withColumn("number_", F.row_number().over(Window.orderBy("order_")))
+            bad = numbered.where(F.col(REASON).isNotNull()).orderBy("number_")
+            found += [
+                (str(file.path), row["number_"] + headers, row[REASON], row[LINE] or "")
+                for row in bad.select("number_", REASON, LINE).collect()
+            ]
+        return found
 
     def exploded(self, relation: str, row: str, column: str) -> str:
         """Explode the list with its positions."""
@@ -168,6 +187,14 @@ class SparkEngine:
 
     def close(self) -> None:
         """Leave the session to whoever started it: it ends with the process."""
+
+
+def _reason(columns: list[Column]) -> Column:
+    """Return what is wrong with a line of text, null if nothing is."""
+    # Spark puts this character where bytes are no UTF-8.
+    garbled = F.concat_ws("", *columns).contains("\ufffd")
+    wanted = f"not {len(columns)} columns"
+    return F.when(F.col(LINE).isNotNull(), wanted).when(garbled, "not UTF-8 text").alias(REASON)
 
 
 def _explained(error: PySparkException) -> Exception:

@@ -320,6 +320,12 @@ class _Run:
         """Write `query` numbered, and what the engine could not read beside it."""
         self.engine.number(query, order, path)
         rejected = self.engine.rejected()
+        if rejected and self.config.on_bad is OnBad.fail:
+            (file, line, reason, _), *_ = rejected
+            self.work.forget()
+            raise ValueError(
+                f"{file}, line {line}: {reason}; correct or remove it, or set on_bad=quarantine"
+            )
         self.work.state["rejected"] = len(rejected)
         with (self.work.directory / REJECTED).open("w") as stream:
             for file, line, reason, raw in rejected:

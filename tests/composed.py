@@ -154,7 +154,7 @@ def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.table_names())}
     copies = set(tables.placement.copied_tables) if tables.why_not_static is None else set()
     for shard, old in zip(tables.shards(), before, strict=True):
-        change = (shard.weight - old).double()
+        change = shard.weight.double() - old.double()
         found = [change.square().sum()]
         for seed in (101, 102):
             direction = torch.empty_like(shard.weight)

@@ -66,6 +66,20 @@ def test_bytes_of_a_small_dlrm():
     }
 
 
+def test_16_bit_tables_halve_the_bytes_of_rows_and_not_of_their_state():
+    rule = "optimizer.embedding_name=adagrad"
+    full, half = (
+        count_hbm(
+            *composed(rule, f"model.embedding_dtype={dtype}"), batch=10, unique=7, world_size=1
+        )
+        for dtype in ("fp32", "bf16")
+    )
+    assert half.pop("rows read") * 2 == full.pop("rows read")
+    assert half.pop("rows updated") == 7 * 2 * 8 * (2 + 4)
+    assert full.pop("rows updated") == 7 * 2 * 8 * (4 + 4)
+    assert half == full
+
+
 def test_dcnv2_counts_its_input_once_as_embeddings():
     one = composed("model.cross.num_layers=1", "model.cross.projection_dim=5", recipe="dcnv2")
     counted = count_hbm(*one, batch=10, unique=7, world_size=1)

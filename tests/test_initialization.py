@@ -149,3 +149,14 @@ def test_dense_weights_built_on_meta_get_the_same_values():
     for module in (late, early):
         initialise_dense(module, 1)
     assert torch.equal(late.top.layers[0].weight, early.top.layers[0].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_of_16_bits_begin_as_what_float32_is_rounded_to(dtype):
+    full, narrow = torch.empty(300, 12), torch.empty(300, 12, dtype=dtype)
+    for out in (full, narrow):
+        fill_uniform_(out, seed=7, table="cat_0", bound=0.1)
+    assert torch.equal(narrow, full.to(dtype))
+    part = torch.empty(40, 4, dtype=dtype)
+    fill_uniform_(part, seed=7, table="cat_0", row_offset=100, col_offset=8, bound=0.1)
+    assert torch.equal(part, narrow[100:140, 8:])

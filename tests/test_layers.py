@@ -177,11 +177,12 @@ def test_preprocessing_needs_no_torch():
     assert importers_of("torch", brought) | importers_of("torchrec", brought) == set()
 
 
-def test_only_preprocessing_of_raw_logs_needs_duckdb():
-    users = importers_of("duckdb", set(sources()))
+@pytest.mark.parametrize("library", ["duckdb", "isal", "numba"])
+def test_only_preprocessing_of_raw_logs_needs(library):
+    users = importers_of(library, set(sources()))
     assert users
     assert {name.split(".")[0] for name in users} == {"preproc"}
-    for start in ("preproc.__main__", "preproc.synthetic"):
+    for start in ("preproc.__main__", "preproc.synthetic", "preproc.verify", "preproc.convert"):
         assert not reached_from(start, lazy=False) & users
 
 

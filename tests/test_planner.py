@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingType
+from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingType, TableDtype
 from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
 from nn.model import build_embeddings
@@ -52,6 +52,7 @@ def plan_of(
     memory: int = H200,
     batch_size: int = 16,
     expansion_bytes: dict[str, int] | None = None,
+    dtype: TableDtype = TableDtype.fp32,
     **sharding,
 ):
     """TorchRec's plan and ours; `memory` is that of a rank."""
@@ -64,7 +65,7 @@ def plan_of(
         exponent=1.0,
         seed=0,
     ).spec
-    model = ModelConfig(embedding_dim=dim, bottom_mlp=[dim], cross=None)
+    model = ModelConfig(embedding_dim=dim, bottom_mlp=[dim], cross=None, embedding_dtype=dtype)
     tables = build_embeddings(model, spec, torch.device("meta"))
     register_rule(tables, rule)
     local = local_world_size or world_size
@@ -186,12 +187,16 @@ def test_bytes_are_those_of_weights_and_state(rule, size, device):
     assert row.bytes_per_rank == (size,)
 
 
+@pytest.mark.parametrize("dtype", list(TableDtype))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("rule", list(OptimizerName))
-def test_the_planner_counts_the_same_bytes(rule, device):
+def test_the_planner_counts_the_same_bytes(rule, device, dtype):
     """TorchRec's own estimate decides what fits; it agrees with ours within 2 %."""
-    size = table_bytes(1_000_000, 64, rule)
-    given = {"dim": 64, "rule": rule, "device": device, "reserve": 0.0}
+    weight_bytes = 4 if dtype is TableDtype.fp32 else 2
+    size = table_bytes(1_000_000, 64, rule, weight_bytes=weight_bytes)
+    given = {"dim": 64, "rule": rule, "device": device, "reserve": 0.0, "dtype": dtype}
+    [row] = rows_of([1_000_000], **given)
+    assert row.bytes_per_rank == (size,)
     assert rows_of([1_000_000], memory=int(1.02 * size), **given)
     with pytest.raises(ValueError, match="the tables do not fit"):
         rows_of([1_000_000], memory=int(0.98 * size), **given)
@@ -306,8 +311,8 @@ def test_what_does_not_fit_is_said_with_numbers_and_remedies():
         "the tables do not fit: with adam state they take 17.2 GiB, and 2 x 7.2 GiB are usable "
         "(8.0 GiB a rank less sharding.reserve=0.1); the largest are cat_0 11.4 GiB, cat_1 5.7 "
         "GiB, cat_2 0.0 GiB. Either start 3 ranks or more, add row_wise to sharding.types, choose "
-        "an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd), lower "
-        "model.embedding_dim, or raise the frequency limit of the dataset. The planner said: "
+        "an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd), store "
+        "weights in 16 bits (model.embedding_dtype=bf16), lower model.embedding_dim, or raise the frequency limit of the dataset. The planner said: "
         "Unable to find a plan"
     )
 
@@ -317,7 +322,7 @@ def test_only_remedies_that_help_are_named():
     with pytest.raises(ValueError, match="the tables do not fit") as caught:
         rows_of([20_000_000], types=WHOLE_OR_COPIED, **given)
     # No number of ranks holds a whole table that one rank cannot.
-    assert "Either add row_wise or column_wise to sharding.types, lower" in str(caught.value)
+    assert "Either add row_wise or column_wise to sharding.types, store" in str(caught.value)
     with pytest.raises(ValueError, match="the tables do not fit") as caught:
         rows_of([60_000_000], types=list(ShardingType), **given)
     assert "Either start 4 ranks or more, lower model.embedding_dim" in str(caught.value)

@@ -17,10 +17,12 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed (group `de
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preproc.fields import NO_INTEGER, BadBlockError, find_fields, hexadecimal, integers
+from preproc.fields import MISSING, ODD
+from preproc.lines import what_is_wrong
+from preproc.parse_piece import PieceParser
 
 SETTINGS = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 # Fields of raw text: anything but what separates fields and lines; hexadecimals often.
 TEXT = st.text(
@@ -118,67 +120,81 @@ def test_any_csv_gives_the_ids_of_the_reference(rows, frequency_limit):
         shutil.rmtree(directory)
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(
-        st.one_of(FIELD, st.sampled_from(["0000001g", "-", "x", "12345678"])),
-        min_size=1,
-        max_size=30,
-    )
+INTEGER_TEXT = st.one_of(
+    st.integers(-(10**18) + 1, 10**18 - 1).map(str),
+    st.integers(0, 10**6).map("+{:09}".format),
+    st.integers(-20, 70_000).map(str),
+    st.sampled_from(
+        ["-", "+", "--1", "-0", "1.0", "1e3", "٣", "9" * 19, " 1", "12:4", "+-12", "1\r"]
+    ),
 )
-def test_a_field_is_a_code_if_and_only_if_it_is_eight_digits(values):
-    fields = (
-        find_fields("".join(f"{value}\n" for value in values).encode(), 1) if all(values) else None
-    )
-    if fields is None:  # a line of one empty field is a blank line
-        return
-    digits = set("0123456789abcdef")
-    wanted = [
-        int(value, 16)
-        if len(value) == 8 and set(value) <= digits and int(value, 16) < 2**32 - 2
-        else 2**32 - 2
-        for value in values
-    ]
-    assert hexadecimal(fields, slice(0, 1))[0].tolist() == wanted
+NEARLY_HEX = st.sampled_from(
+    ["0000001g", "0000001/", "0000001:", "0000001`", "0000001G", "1234567", "123456789", "é234567"]
+)
 
 
-@settings(max_examples=300, deadline=None)
+def line(label: str, number: str, first: str, last: str) -> bytes:
+    return "\t".join([label, *[""] * 11, number, "7", first, *[""] * 24, last]).encode()
+
+
+@settings(max_examples=200, deadline=None)
 @given(
-    st.lists(
+    rows=st.lists(
         st.one_of(
-            st.integers(-(10**18) + 1, 10**18 - 1).map(str),
-            st.integers(0, 10**6).map("+{:09}".format),
-            st.sampled_from(
-                [
-                    "",
-                    "-",
-                    "+",
-                    "--1",
-                    "-0",
-                    "1.0",
-                    "1e3",
-                    "٣",
-                    "9" * 19,
-                    " 1",
-                    "12:4",
-                    "+-123456789",
-                ]
+            st.builds(line, st.sampled_from("01"), INTEGER_TEXT, st.one_of(FIELD, NEARLY_HEX), HEX),
+            st.builds(line, st.sampled_from("01"), st.just(""), HEX, st.one_of(FIELD, NEARLY_HEX)),
+            st.builds(line, st.sampled_from(["2", "", "10", "x"]), st.just("1"), HEX, HEX),
+            st.builds(
+                bytes.replace,
+                st.builds(line, st.just("1"), st.just("1"), HEX, HEX),
+                st.sampled_from([b"\t", b"7"]),
+                st.sampled_from([b"", b"\t\t", b"\r", b"\xff", b"\n"]),
             ),
+            st.binary(max_size=9),
         ),
-        min_size=1,
         max_size=12,
-    )
+    ),
+    line_end=st.sampled_from([b"\n", b"\r\n"]),
 )
-def test_a_field_is_an_integer_if_and_only_if_it_reads_as_one(values):
-    fields = find_fields("".join(f"x\t{value}\n" for value in values).encode(), 2)
+def test_a_piece_of_any_bytes_gives_the_rows_of_its_good_lines(rows, line_end):
+    text = b"".join(row + line_end for row in rows)
+    found = PARSER(text)
+    lines = [raw.removesuffix(b"\r") for raw in text.split(b"\n")[:-1]]
+    reasons = [what_is_wrong(raw) if raw else None for raw in lines]
+    wrong = [
+        (number, reason, raw)
+        for number, (reason, raw) in enumerate(zip(reasons, lines, strict=True))
+        if reason
+    ]
+    assert (found.num_lines, found.num_bytes, found.bad) == (len(lines), len(text), wrong)
+    good = [
+        raw.decode().split("\t")
+        for reason, raw in zip(reasons, lines, strict=True)
+        if raw and not reason
+    ]
+    labels, numericals, missing, *codes = found.columns
+    assert labels.tolist() == [int(row[0]) for row in good]
+    wanted = np.array([[reference_number(each) for each in row[1:14]] for row in good], np.float32)
+    assert numericals.tolist() == wanted.reshape(-1, 13).tolist()
+    bits = [[int(not each) for each in row[1:14]] for row in good]
+    assert np.unpackbits(missing, axis=1, count=13).tolist() == bits
+    wanted_codes = [[reference_code(each) for each in row[14:]] for row in good]
+    assert np.array(codes).T.tolist() == wanted_codes
+    odd = {
+        (column, number): value
+        for number, row in enumerate(good)
+        for column, value in enumerate(row[14:])
+        if reference_code(value) == ODD
+    }
+    places = zip(found.odd.columns.tolist(), found.odd.rows.tolist(), strict=True)
+    assert dict(zip(places, found.odd.texts, strict=True)) == odd
 
-    def good(value: str) -> bool:
-        unsigned = value[1:] if value[:1] in ("+", "-") else value
-        return not value or (0 < len(unsigned) <= 18 and set(unsigned) <= set("0123456789"))
 
-    if all(map(good, values)):
-        wanted = [int(value) if value else NO_INTEGER for value in values]
-        assert integers(fields, slice(1, 2))[0].tolist() == wanted
-    else:
-        with pytest.raises(BadBlockError):
-            integers(fields, slice(1, 2))
+PARSER = PieceParser("float32")
+
+
+def reference_code(value: str) -> int:
+    if not value:
+        return MISSING
+    is_code = len(value) == 8 and set(value) <= set("0123456789abcdef")
+    return min(int(value, 16), ODD) if is_code else ODD

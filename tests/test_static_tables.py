@@ -52,6 +52,25 @@ def test_it_trains_as_torchrec_does(world_size):
             torch.testing.assert_close(static[1], dynamic[1], rtol=1e-5, atol=1e-6)
 
 
+def test_padding_arrives_with_the_ids_of_the_first_row():
+    """So that no row is updated, by a gradient of zero, that the batch does not look up: Adam would move it."""
+    with process_group(ranks_from_environment("cpu")):
+        built = build(compose_config(*case("dlrm", "multi_hot", "adam", "table_wise")))
+        tables = built.step.tables.static(4)
+        hotness = [3, 1, 2, 5, 1]
+        ids = torch.arange(4 * sum(hotness), dtype=torch.int32)
+        ids = torch.cat([each % 7 for each in ids.split([4 * each for each in hotness])])
+        sent = tables.send_ids(ids, 4).owned
+        padded = tables.send_ids(ids, 3).owned
+    assert torch.equal(sent, ids)
+    for before, after in zip(
+        *(each.split([4 * each for each in hotness]) for each in (sent, padded)), strict=True
+    ):
+        before, after = before.view(4, -1), after.view(4, -1)
+        assert torch.equal(after[:3], before[:3])
+        assert torch.equal(after[3], before[0])
+
+
 def scattered(num_samples: int, room: int = 0) -> tuple[torch.Tensor, EmbeddingLayout]:
     """Three features of 4 columns, the second cut in two, in two blocks; or in one with room before it."""
     wanted = torch.arange(num_samples * 12.0).view(num_samples, 12)

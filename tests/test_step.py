@@ -22,7 +22,16 @@ from tests.distributed import run_distributed
 from tests.reference import Reference, ReferenceMLP
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
-TABLES = {"cat_0": "table_wise", "cat_1": "data_parallel", "cat_2": "row_wise", "cat_4": "row_wise"}
+TABLES = {
+    # Row-wise tables make every batch take TorchRec's way, and all others the static one.
+    "dynamic": {
+        "cat_0": "table_wise",
+        "cat_1": "data_parallel",
+        "cat_2": "row_wise",
+        "cat_4": "row_wise",
+    },
+    "static": {"cat_0": "table_wise", "cat_1": "data_parallel"},
+}
 # 197 rows in batches of 64 leave 5 for the tail: 3 for one rank, 2 for the other. Of 193, one rank gets none.
 EPOCHS = {"uneven_tail": 197, "tail_of_one": 193}
 STEPS = 8
@@ -32,8 +41,8 @@ def rule(name: str) -> list[str]:
     return [f"optimizer.name={name}", f"optimizer.lr={RATES[name]}", "optimizer.eps=0.01"]
 
 
-def two_epochs(name: str, rows: int) -> list[str]:
-    tables = TABLES | ({} if name == "rowwise_adagrad" else {"cat_3": "column_wise"})
+def two_epochs(name: str, rows: int, way: str = "dynamic") -> list[str]:
+    tables = TABLES[way] | ({} if name == "rowwise_adagrad" else {"cat_3": "column_wise"})
     overrides = ",".join(f"{table}:{layout}" for table, layout in tables.items())
     return [
         *TINY,
@@ -85,7 +94,7 @@ def train_cases(cases: list[list[str]]) -> list[tuple[list[float], dict]]:
     return results
 
 
-CASES = list(product(RATES, EPOCHS))
+CASES = list(product(RATES, EPOCHS, TABLES))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +128,7 @@ def ragged(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(ragged) -> dict[int, dict]:
     """World size -> case -> (losses, whole weights)."""
-    cases = {each: two_epochs(each[0], EPOCHS[each[1]]) for each in CASES}
+    cases = {each: two_epochs(each[0], EPOCHS[each[1]], each[2]) for each in CASES}
     for layout in ("table_wise", "row_wise", "data_parallel"):
         tables = f"sharding.tables={{genres:{layout},pair:{layout}}}"
         cases["ragged", layout] = [*TINY, *rule("adagrad"), f"data.path={ragged}", tables]
@@ -393,7 +402,7 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
     class Graph:
         """Stands for the recorded pass where there is no GPU: runs the plain one and counts."""
 
-        def __init__(self, plain, ids, numerical, labels):
+        def __init__(self, plain, ids, numerical, labels, beside):
             self.plain = plain
             made.append(len(labels))
 

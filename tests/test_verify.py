@@ -13,7 +13,7 @@ from dataloading.feature_spec import CategoricalFeature
 from preproc import verify
 from tests.datasets import plant
 from tests.handwritten import write_handwritten
-from tests.preproc_command import preproc
+from tests.preproc_command import preproc, raw_line, write_lines
 
 ROWS = 50
 
@@ -172,6 +172,28 @@ def test_a_file_that_only_the_checksums_name_is_read_too(dataset, capsys):
     spec.write_text(yaml.safe_dump(document))
     (dataset / "notes.txt").write_text("ab")
     assert found(dataset, capsys)[1][0].startswith("notes.txt: its bytes have changed")
+
+
+def test_what_preprocessing_wrote_beside_the_splits_is_read_too(tmp_path, capsys):
+    lines = [raw_line(row % 2, c1=f"{row:08x}") for row in range(40)] + ["no line"]
+    source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
+    options = ["plot=true", "on_bad=quarantine"]
+    preproc(f"source={source}", f"output={output}", *options)
+    assert found(output, capsys) == (0, [])
+    others = [
+        "bad_rows.tsv",
+        "preproc.json",
+        "report.json",
+        "report.png",
+        "vocabulary/cat_0.parquet",
+    ]
+    for name in others:
+        data = bytearray((output / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (output / name).write_bytes(data)
+    status, wrong = found(output, capsys)
+    assert status == 1
+    assert [line.partition(": its bytes have changed")[0] for line in wrong] == others
 
 
 def test_a_missing_file_ends_it_before_anything_is_read(dataset):

@@ -1,0 +1,161 @@
+"""A piece of raw text to columns: labels, transformed numericals, their missing bits, codes.
+
+A category of eight lower-case hexadecimal digits is its own code; the texts of all others go beside
+the codes. Several threads parse pieces with one parser.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import duckdb
+import numpy as np
+
+from preproc.fields import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
+from preproc.lines import what_is_wrong
+from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
+
+KNOWN_PART = 1 << 17
+# A line of empty fields; what a piece has no rows for is memory that is never touched.
+SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
+# Texts without a code, and integers that are not looked up, that the kernel finds before it stops.
+FOUND = 1 << 13
+
+
+@dataclass(slots=True)
+class OddTexts:
+    """Texts that have no code: the number of their column, their row, themselves."""
+
+    columns: np.ndarray
+    rows: np.ndarray
+    texts: list[str]
+
+    @classmethod
+    def joined(cls, parts: "list[OddTexts]") -> "OddTexts":
+        """Return one after another."""
+        nothing = [np.empty(0, np.int64)]
+        return cls(
+            np.concatenate(nothing + [part.columns for part in parts]),
+            np.concatenate(nothing + [part.rows for part in parts]),
+            [text for part in parts for text in part.texts],
+        )
+
+    def moved(self, rows: int) -> "OddTexts":
+        """Return them with row numbers that are larger by `rows`."""
+        return OddTexts(self.columns, self.rows + rows, self.texts)
+
+
+@dataclass(slots=True)
+class Parsed:
+    """A piece of text as columns.
+
+    Attributes:
+        columns: arrays of the good lines, in the order of `Staged.columns`.
+        odd: texts without a code, by row within the piece.
+        bad: index of the line within the piece, reason, line.
+        num_lines: lines of the text, good, bad or blank.
+        num_bytes: of the text.
+    """
+
+    columns: list[np.ndarray]
+    odd: OddTexts
+    bad: list[tuple[int, str, bytes]]
+    num_lines: int
+    num_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        """Good lines."""
+        return len(self.columns[0])
+
+
+@cache
+def _known(dtype: np.dtype) -> np.ndarray:
+    """Return the values of the integers LEAST to MOST and of a missing one, as they are stored."""
+    # In parts: what DuckDB needs for all at once would be the largest thing in memory.
+    parts: list[np.ndarray] = [
+        np.arange(start, min(start + KNOWN_PART, MOST + 1))
+        for start in range(LEAST, MOST + 1, KNOWN_PART)
+    ]
+    parts.append(np.ma.masked_all(1, np.int64))
+    with duckdb.connect(config={"threads": 1}) as connection:
+        return np.concatenate([_transformed(connection, dtype, part) for part in parts])
+
+
+def _transformed(
+    connection: duckdb.DuckDBPyConnection, dtype: np.dtype, integers: np.ndarray
+) -> np.ndarray:
+    """Apply the SQL of `preproc/sql.py` to int64 [n]; masked ones are missing."""
+    found = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
+    return found.fetchnumpy()["y"].astype(dtype)
+
+
+class PieceParser:
+    """Parses pieces of whole lines; it keeps nothing from one piece to the next."""
+
+    def __init__(self, numerical_dtype: str) -> None:
+        self._connection = duckdb.connect(config={"threads": 1})
+        self._dtype = np.dtype(numerical_dtype)
+        # The kernel copies values and need not know what they are: Numba has no float16.
+        self._bits = np.dtype(f"u{self._dtype.itemsize}")
+        self._known = _known(self._dtype).view(self._bits)
+
+    def __call__(self, text: bytes) -> Parsed:
+        """Return the columns of `text`, which ends with a line end."""
+        # An odd number of cache lines a column of codes: columns that lie a multiple of 4 KiB apart
+        # would push each other out of the cache.
+        rows = len(text) // SHORTEST_LINE_BYTES // 32 * 32 + 48
+        labels = np.empty(rows, np.uint8)
+        numericals = np.empty((rows, NUM_NUMERICAL), self._bits)
+        missing = np.empty((rows, MISSING_BYTES), np.uint8)
+        codes = np.empty((NUM_CATEGORICAL, rows), np.uint32)
+        far, far_values = np.empty((2, FOUND), np.int64)
+        odd = np.empty((FOUND, 4), np.int64)
+        data = np.frombuffer(text, np.uint8)
+        odd_texts: list[OddTexts] = []
+        bad: list[tuple[int, str, bytes]] = []
+        is_utf8 = _is_utf8(text)
+        at = num_rows = num_lines = 0
+        stop, trusted = len(text), is_utf8
+        while at < len(text):
+            why, at, lines, num_rows, num_far, num_odd = parse_lines(
+                *(data, at, stop, trusted, num_rows, self._known),
+                *(labels, numericals, missing, codes, far, far_values, odd),
+            )
+            num_lines += lines
+            if num_far:
+                with self._connection.cursor() as cursor:
+                    values = _transformed(cursor, self._dtype, far_values[:num_far])
+                numericals.reshape(-1)[far[:num_far]] = values.view(self._bits)
+            if num_odd:
+                odd_texts.append(_odd_texts(text, odd[:num_odd]))
+            stop, trusted = len(text), is_utf8
+            if why == OTHER_LINE:
+                end = text.index(b"\n", at)
+                line = text[at:end].removesuffix(b"\r")
+                reason = what_is_wrong(line)
+                if reason is None:  # text beyond ASCII, which this line alone may hold
+                    assert not trusted, line
+                    stop, trusted = end + 1, True
+                else:
+                    bad.append((num_lines, reason, line))
+                    num_lines += 1
+                    at = end + 1
+        columns = [each[:num_rows] for each in (labels, numericals.view(self._dtype), missing)]
+        columns += [each[:num_rows] for each in codes]
+        return Parsed(columns, OddTexts.joined(odd_texts), bad, num_lines, len(text))
+
+
+def _is_utf8(text: bytes) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _odd_texts(text: bytes, odd: np.ndarray) -> OddTexts:
+    """Return what the kernel found: [n, 4] of column, row, start and end."""
+    texts = [text[start:end].decode() for start, end in odd[:, 2:].tolist()]
+    return OddTexts(odd[:, 0].copy(), odd[:, 1].copy(), texts)
