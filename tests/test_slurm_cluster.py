@@ -118,7 +118,7 @@ def submit(cluster, tmp_path) -> Callable[..., Job]:
             directory=tmp_path,
             PATH=f"{Path(sys.executable).parent}:{cluster.environment['PATH']}",
             OMP_NUM_THREADS="1",
-            SLURM_WAIT="3",
+            SLURM_WAIT="10",
             **environment,
         )
         return Job(cluster, tmp_path, number)
