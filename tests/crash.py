@@ -53,11 +53,15 @@ class Ranks:
         for each in self.processes:
             each.join(max(0.0, end - time.monotonic()))
         late = [rank for rank, each in enumerate(self.processes) if each.is_alive()]
+        self.kill()
+        assert not late, f"ranks {late} did not end within {seconds:.0f} s:\n{self.log.read_text()}"
+        return [each.exitcode for each in self.processes]
+
+    def kill(self) -> None:
+        """End those that are left."""
         for each in self.processes:
             each.kill()
             each.join()
-        assert not late, f"ranks {late} did not end within {seconds:.0f} s:\n{self.log.read_text()}"
-        return [each.exitcode for each in self.processes]
 
 
 def start(

@@ -79,9 +79,12 @@ class Faults:
         log = self.run_dir.with_name(f"{name}.log")
         before = self.latest()
         ranks = start([*RUN, f"run_dir={self.run_dir}"], 2, log)
-        assert wait_until(lambda: self.latest() > before, 120), log.read_text()
-        fault([each.pid for each in ranks.processes], log)
-        self.starts[name] = Start(ranks.wait(ends_within_s), log.read_text(), self.latest())
+        try:
+            assert wait_until(lambda: self.latest() > before, 120), log.read_text()
+            fault([each.pid for each in ranks.processes], log)
+            self.starts[name] = Start(ranks.wait(ends_within_s), log.read_text(), self.latest())
+        finally:
+            ranks.kill()
 
 
 def send(signum: int, rank: int) -> Callable[[list[int], Path], None]:
@@ -89,7 +92,12 @@ def send(signum: int, rank: int) -> Callable[[list[int], Path], None]:
 
 
 def hang(pids: list[int], log: Path) -> None:
-    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective."""
+    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective.
+
+    Not while the loop waits for what is being written, which may take long: there only the launcher's SIGKILL ends it.
+    """
+    checkpoints = log.with_name("run") / "checkpoints"
+    assert wait_until(lambda: not list(checkpoints.glob(".step*")), 60)
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGTERM)
@@ -183,15 +191,23 @@ def test_torchrun_restarts_ranks_that_were_killed_and_not_those_that_a_signal_ha
     def saved_since(step: int) -> bool:
         return any(step_of(path) > step for path in newest_first(run_dir / "checkpoints"))
 
-    assert wait_until(lambda: saved_since(0), 120), log.read_text()
-    os.kill(children(launcher.pid)[1], signal.SIGKILL)
-    assert wait_until((run_dir / "restarts.jsonl").exists, 120), log.read_text()
-    began_at = json.loads((run_dir / "restarts.jsonl").read_text())["step"]
-    assert wait_until(lambda: saved_since(began_at), 120), log.read_text()
-    os.kill(children(launcher.pid)[1], signal.SIGUSR1)
-    assert launcher.wait(120) != 0
+    def restarts() -> list[str]:
+        path = run_dir / "restarts.jsonl"
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    try:
+        assert wait_until(lambda: saved_since(0), 120), log.read_text()
+        os.kill(children(launcher.pid)[1], signal.SIGKILL)
+        assert wait_until(restarts, 120), log.read_text()
+        began_at = json.loads(restarts()[0])["step"]
+        assert wait_until(lambda: saved_since(began_at), 120), log.read_text()
+        os.kill(children(launcher.pid)[1], signal.SIGUSR1)
+        assert launcher.wait(120) != 0
+    finally:
+        launcher.terminate()
+        launcher.wait()
     assert log.read_text().count("stopped by SIGUSR1 after step") == 1
-    assert len((run_dir / "restarts.jsonl").read_text().splitlines()) == 1
+    assert len(restarts()) == 1
     ranks = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
     assert ranks.wait(120) == [0, 0], ranks.log.read_text()
     assert differences(whole, run_dir) == []

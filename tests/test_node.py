@@ -1,20 +1,21 @@
 """`python -m nn.node` with ranks that end in every way: what it ends with, whether it starts them again, where they write."""
 
+import multiprocessing as mp
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
-from nn.node import exit_code, numa_options
+from nn.node import exit_code, main, numa_options
 
-ROOT = Path(__file__).resolve().parents[1]
 # A rank that ends as it is told to: `exit N`, `kill` once amid a group, `wait` for the warning. It says when it starts.
 RANK = """\
 import os, signal, sys, time
@@ -35,34 +36,53 @@ time.sleep(60 if how == "wait" or (how == "exit" and rank == 0 and start == 0) e
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A running `python -m nn.node`, and the file that it and its ranks print to."""
+
+    process: BaseProcess
+    log: Path
+
+    def ended(self) -> tuple[int | None, str]:
+        """Wait for its end; return exit code and output."""
+        self.process.join(120)
+        return self.process.exitcode, self.log.read_text()
+
+
 @contextmanager
-def started(directory: Path, *how: str) -> Iterator[subprocess.Popen]:
+def started(directory: Path, *how: str) -> Iterator[Node]:
     """Two ranks under `nn.node`, with one restart."""
     (directory / "rank.py").write_text(RANK)
     flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     arguments = [directory / "logs", "node", *flags, directory / "rank.py", *how]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nn.node", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "SLURMD_NODENAME": "gpu07"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    log = directory / "log"
+    # Forked from a process that has imported torch.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["nn.run"])
+    process = context.Process(target=run_node, args=(list(map(str, arguments)), str(log)))
+    process.start()
     try:
-        yield process
+        yield Node(process, log)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        # Its ranks end with it: torchrun ends them at SIGTERM.
+        process.terminate()
+        process.join(60)
+        process.kill()
 
 
-def ended(directory: Path, *how: str) -> tuple[int, str]:
+def run_node(arguments: list[str], log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "SLURMD_NODENAME": "gpu07"}
+    sys.exit(main(arguments))
+
+
+def ended(directory: Path, *how: str) -> tuple[int | None, str]:
     """Exit code and output of a node."""
-    with started(directory, *how) as process:
-        out, _ = process.communicate(timeout=120)
-        return process.returncode, out
+    with started(directory, *how) as node:
+        return node.ended()
 
 
 def test_a_node_whose_ranks_end_well_ends_well_and_each_rank_has_its_logs(tmp_path):
@@ -98,16 +118,16 @@ def test_ranks_that_lost_others_are_started_again_and_the_node_says_1(tmp_path):
 
 
 def test_a_warning_reaches_the_ranks_and_is_waited_for(tmp_path):
-    with started(tmp_path, "wait") as process:
+    with started(tmp_path, "wait") as node:
         logs = tmp_path / "logs"
         deadline = time.monotonic() + 60
         while sum(each.stat().st_size > 0 for each in logs.glob("**/stderr.log")) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         # To the node's process alone, as where SLURM follows processes by cgroups.
-        process.send_signal(signal.SIGUSR1)
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, out
+        os.kill(node.process.pid, signal.SIGUSR1)
+        code, out = node.ended()
+    assert code == 75, out
     assert "start 1" not in out
 
 

@@ -146,8 +146,8 @@ def test_every_rank_is_told_who_it_is_and_an_error_of_the_user_is_not_requeued(s
 
 def test_a_job_that_slurm_warns_of_its_time_limit_goes_on_after_it(submit):
     """A limit of a minute, of which the warning leaves 55 s; where ranks take longer to begin, it comes once more."""
-    limit = ("--time=1", "--signal=B:USR1@55")
-    job = submit("stand_in.py", "wait", options=limit, RANKS_PER_NODE="1")
+    options = ("--nodes=1", "--time=1", "--signal=B:USR1@55")
+    job = submit("stand_in.py", "wait", options=options, RANKS_PER_NODE="1")
     state, code, restarts = job.end()
     assert (state, code) == ("COMPLETED", "0:0"), job.log()
     assert int(restarts) > 0
@@ -155,8 +155,8 @@ def test_a_job_that_slurm_warns_of_its_time_limit_goes_on_after_it(submit):
 
 
 def test_a_cancelled_job_stays_cancelled(submit):
-    job = submit("stand_in.py", "wait", RANKS_PER_NODE="1")
-    until(lambda: bool(all(job.logs(0, node) for node in job.cluster.nodes)), job.log)
+    job = submit("stand_in.py", "wait", options=("--nodes=1",), RANKS_PER_NODE="1")
+    until(lambda: any(job.logs(0, "*")), job.log)
     job.cluster.command("scancel", job.number)
     assert job.end()[::2] == ("CANCELLED", "0"), job.log()
 
