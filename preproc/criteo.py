@@ -42,7 +42,6 @@ from preproc.work import (
     Work,
     check_disk,
     connect,
-    growing_dataset,
     memory_bytes,
     work_directory,
     work_directory_of,
@@ -75,7 +74,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         raise ValueError(gap)
     if gap:
         progress.console.print(f"warning: {gap}", highlight=False, markup=False, soft_wrap=True)
-    with work_directory(config, output, _identity(config, len(files))) as work:
+    with work_directory(config, output, _identity(config, len(files), len(test_files))) as work:
         staged = Staged.below(work.directory, config.numerical_dtype.name)
         if not work.has_progress:
             check_disk(
@@ -93,14 +92,15 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     print_result(progress.console, progress, output, sum(rows))
 
 
-def _identity(config: PreprocConfig, num_files: int) -> dict[str, Any]:
+def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dict[str, Any]:
     """Return what the dataset depends on, apart from the files themselves."""
     keys = ("split", "train_fraction", "frequency_limit", "vocabulary", "numerical_dtype")
     keys += ("shuffle", "on_bad", "seed", "plot")
     options = {key: getattr(config, key) for key in keys}
     return {key: getattr(value, "name", value) for key, value in options.items()} | {
         "source_files": num_files,
-        "format": 1,
+        "test_files": num_test_files,
+        "format": 2,
     }
 
 
@@ -171,7 +171,7 @@ def _write(
     threads = config.threads or os.cpu_count() or 1
     # Half of what the base leaves for DuckDB, half for arrays; far too little is for DuckDB to say.
     spare = max(memory - BASE_BYTES, memory // 2)
-    dataset = growing_dataset(output)
+    dataset = work.dataset
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
     with connect(config, work.directory, spare // 2) as connection:
@@ -188,7 +188,7 @@ def _write(
             max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
         )
         encoded = _encode_all(encoder, work, staged, workers, progress)
-    plain, clicks = _write_plain(dataset, work, staged, splits, progress)
+    clicks = _write_plain(dataset, work, staged, splits, progress)
     columns = _missing_numericals(staged, counted) | {
         name: ColumnSummary(
             1 - column.seen / len(counted),
@@ -227,7 +227,7 @@ def _write(
         numerical_dtype=config.numerical_dtype.name,
         label=LABEL,
         rows={split: len(rows) for split, rows in splits.items()},
-        files=plain | {k: v for column in encoded.values() for k, v in column.files.items()},
+        files=work.state["files"],
         metadata={
             "frequency_limit": config.frequency_limit,
             "vocabulary_rows": config.vocabulary.name,
@@ -309,7 +309,9 @@ def _encode_all(
                 while running:
                     for done in wait(running, return_when=FIRST_COMPLETED).done:
                         name = running.pop(done)
-                        state[name] = asdict(done.result())
+                        column, files = done.result()
+                        state[name] = asdict(column)
+                        work.state["files"] |= files
                         work.save()
                         staged.codes[name].path.unlink()
                         stage.detail = name
@@ -322,26 +324,26 @@ def _encode_all(
 
 def _write_plain(
     dataset: Path, work: Work, staged: Staged, splits: dict[str, range], progress: Progress
-) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    """Write labels and numericals of every split; return the files and the clicks."""
-    state = work.state.setdefault("plain", {"files": {}, "clicks": {}})
+) -> dict[str, int]:
+    """Write labels and numericals of every split; return the clicks."""
+    done = work.state.setdefault("clicks", {})
     with progress.stage("write labels and numericals"):
         for split, rows in splits.items():
-            if split in state["clicks"]:
+            if split in done:
                 continue
             clicks = 0
             with GrowingFile(dataset, f"{split}/label.bin") as file:
                 for _, values in staged.label.chunks(rows, CHUNK_ROWS):
                     clicks += int(values.sum())
                     file.append(values)
-            state["files"] |= file.record
+            files = file.record
             with GrowingFile(dataset, f"{split}/numerical.bin") as file:
                 for _, values in staged.numerical.chunks(rows, CHUNK_ROWS):
                     file.append(values)
-            state["files"] |= file.record
-            state["clicks"][split] = clicks
+            work.state["files"] |= files | file.record
+            done[split] = clicks
             work.save()
-    return state["files"], state["clicks"]
+    return done
 
 
 def _missing_numericals(staged: Staged, counted: range) -> dict[str, ColumnSummary]:

@@ -15,7 +15,7 @@ import numpy as np
 from dataloading.feature_spec import CategoricalFeature
 from preproc.fields import ODD
 from preproc.hashing import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
-from preproc.output import GrowingFile
+from preproc.output import GrowingFile, checksum
 from preproc.report import COVERAGE_LIMITS
 from preproc.sql import coverage, merge_counts, vocabulary
 from preproc.staged import StagedColumn
@@ -37,7 +37,6 @@ class EncodedColumn:
         kept: values with an id.
         coverage: for each of `COVERAGE_LIMITS`, values seen at least so often, and rows they make.
         zeros: ids that are 0, by split.
-        files: bytes and CRC-32 of each file written.
     """
 
     seen: int
@@ -45,7 +44,6 @@ class EncodedColumn:
     kept: int
     coverage: list[list[int]]
     zeros: dict[str, int]
-    files: dict[str, dict]
 
 
 class ColumnEncoder:
@@ -78,8 +76,14 @@ class ColumnEncoder:
         self._counted_values = max(1, table_bytes // GROWING_ENTRY_BYTES)
         self._piece = max(1, table_bytes // ENTRY_BYTES)
 
-    def __call__(self, number: int, name: str, column: StagedColumn) -> EncodedColumn:
-        """Count and encode categorical column `number`, called `name`."""
+    def __call__(
+        self, number: int, name: str, column: StagedColumn
+    ) -> tuple[EncodedColumn, dict[str, dict]]:
+        """Count and encode categorical column `number`, called `name`.
+
+        Returns:
+            What is recorded of it, and bytes and CRC-32 of each file written.
+        """
         with self._connection.cursor() as cursor:
             seen, distinct, kept, covered, has_odd = self._build_vocabulary(
                 cursor, number, name, column
@@ -87,7 +91,9 @@ class ColumnEncoder:
             feature = CategoricalFeature.of(name, kept + 1)
             files, zeros = self._encode(cursor, number, name, column, feature.dtype, has_odd)
             cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
-        return EncodedColumn(seen, distinct, kept, covered, zeros, files)
+        written = f"vocabulary/{name}.parquet"
+        files[written] = checksum(self._dataset / written)
+        return EncodedColumn(seen, distinct, kept, covered, zeros), files
 
     def _build_vocabulary(
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StagedColumn

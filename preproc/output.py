@@ -83,7 +83,7 @@ def finish_dataset(
         numerical_dtype: float16 or float32.
         label: name of the label.
         rows: rows of each split.
-        files: bytes and CRC-32 of each file of a split; those of all others are taken here.
+        files: bytes and CRC-32 of each file of a split; those of all others, if missing, are taken here.
         metadata: plain yaml values; `rows` and `files` are added.
     """
     splits = {}
@@ -121,7 +121,7 @@ def finish_dataset(
         name = path.relative_to(directory).as_posix()
         # A run that was killed at this very place may have left a spec, whole or in part.
         if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
-            records[name] = checksum(path)
+            records[name] = dict(files.get(name) or checksum(path))
     spec = FeatureSpec(
         directory,
         numerical,

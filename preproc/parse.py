@@ -170,8 +170,7 @@ def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
         state |= state["before"] | {"files": known[:-1], "rows": state["rows"][:-1]}
     else:
         state = fresh
-        for later in set(work.state) - {"identity"}:
-            del work.state[later]
+        work.begin_anew()
     work.state["parse"] = state
     return state
 

@@ -51,7 +51,6 @@ from preproc.work import (
     Work,
     check_disk,
     first_line,
-    growing_dataset,
     work_directory,
     work_directory_of,
 )
@@ -168,7 +167,7 @@ class _Run:
         with self.progress.stage("fit and transform numericals"):
             statistics = fitted["statistics"] if fitted else {}
             columns = self._numericals(statistics, counted, fit=fitted is None)
-        dataset = growing_dataset(output)
+        dataset = self.work.dataset
         with self.progress.stage("count, rank and encode categoricals") as stage:
             stage.total = len(table.categorical)
             values = {}

@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -13,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preproc import parse
+from dataloading.dataset_directory import clear_leftovers
+from preproc import criteo, parse
 from preproc.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.staged import StagedColumn
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
@@ -162,6 +164,92 @@ def test_other_options_begin_anew(tmp_path, monkeypatch):
     assert all_files(output) == all_files(tmp_path / "wanted")
 
 
+def stopped_at(stage: str, monkeypatch, *options: str) -> None:
+    """Run the command until it comes to function `stage` of the job, where the disk is full."""
+    with monkeypatch.context() as patch:
+        patch.setattr(f"preproc.criteo.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop")))
+        with pytest.raises(SystemExit):
+            preproc(*options)
+
+
+def test_a_run_to_another_output_does_not_go_on_with_the_files_of_the_first(tmp_path, monkeypatch):
+    options = [
+        f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}",
+        f"temp_directory={tmp_path}",
+    ]
+    stopped_at("_write_plain", monkeypatch, *options, f"output={tmp_path / 'one' / 'out'}")
+    for directory in ("two", "one"):
+        preproc(*options, f"output={tmp_path / directory / 'out'}")
+    assert len(data_files(tmp_path / "one" / "out")) == 2 * 28
+    assert all_files(tmp_path / "one" / "out") == all_files(tmp_path / "two" / "out")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "lost", ["train/cat_3.bin", "vocabulary/cat_0.parquet", "test/label.bin", ""]
+)
+def test_a_run_whose_files_were_removed_writes_them_again(tmp_path, monkeypatch, lost):
+    options = [f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}"]
+    preproc(*options, f"output={tmp_path / 'wanted'}")
+    stopped_at("_missing_numericals", monkeypatch, *options, f"output={tmp_path / 'out'}")
+    [dataset] = tmp_path.glob(".out.partial-*")
+    if lost:
+        (dataset / lost).unlink()
+    else:
+        shutil.rmtree(dataset)
+    preproc(*options, f"output={tmp_path / 'out'}")
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+
+
+def test_runs_that_work_in_two_places_never_share_a_dataset(tmp_path, monkeypatch):
+    # The same sizes, other bytes: nothing but the owner tells their files apart.
+    source = write_lines(tmp_path / "raw.tsv", noise(500))
+    options = [f"source={source}", f"output={tmp_path / 'out'}"]
+    one, two = (
+        [*options, "shuffle=true", f"seed={n}", f"temp_directory={tmp_path / n}"] for n in "12"
+    )
+    preproc(*one[:1], f"output={tmp_path / 'wanted'}", *one[2:])
+    stopped_at("_missing_numericals", monkeypatch, *one)
+    stopped_at("_missing_numericals", monkeypatch, *two)
+    preproc(*one)
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+    later = []
+
+    def write_plain(*arguments):
+        clear_leftovers(output)  # as `write_dataset` does
+        with pytest.raises(SystemExit, match="another run is writing") as refused:
+            preproc(f"source={source}", f"output={output}", f"temp_directory={tmp_path / 'two'}")
+        later.append(refused.value.code)
+        return criteo_write_plain(*arguments)
+
+    criteo_write_plain = criteo._write_plain
+    monkeypatch.setattr(criteo, "_write_plain", write_plain)
+    preproc(f"source={source}", f"output={output}")
+    assert later == [
+        f"error: another run is writing {output}; wait for it, or choose another output"
+    ]
+    assert len(data_files(output)) == 2 * 28
+
+
+@pytest.mark.parametrize("before", ["first", "last", None])
+def test_other_test_rows_leave_nothing_of_the_splits_before(tmp_path, monkeypatch, before):
+    files = [write_lines(tmp_path / f"day_{day}", noise(300 + day, day)) for day in range(4)]
+    options = ["dataset=criteo_1tb", "frequency_limit=1", f"source=[{files[0]},{files[1]}]"]
+    tests = {"first": [f"test_source={files[2]}"], "last": [f"test_source={files[3]}"], None: []}
+    for wanted in {*tests} - {before}:
+        name = f"{wanted}"
+        preproc(*options, *tests[wanted], f"output={tmp_path / 'wanted' / name}")
+        output = f"output={tmp_path / 'out' / name}"
+        stopped_at("_missing_numericals", monkeypatch, *options, *tests[before], output)
+        preproc(*options, *tests[wanted], output)
+        assert all_files(tmp_path / "out" / name) == all_files(tmp_path / "wanted" / name)
+
+
 def test_shuffling_moves_whole_training_rows_and_nothing_else(tmp_path):
     source = write_lines(tmp_path / "raw.tsv", noise(2000))
     for name, *options in (
@@ -197,7 +285,7 @@ def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_p
     monkeypatch.setattr(shuffle, "CHUNK_ROWS", 777)
     column = StagedColumn(tmp_path / "rows", "<i4")
     np.arange(10_500, dtype="<i4").tofile(column.path)
-    work = Work(tmp_path, {})
+    work = Work(tmp_path, tmp_path / "dataset", {})
     shuffle.shuffle_rows([column], 10_000, 5, 2, work, Stage("", print))
     rows = column.read(0, 10_500)
     assert (rows[10_000:] == np.arange(10_000, 10_500)).all()
