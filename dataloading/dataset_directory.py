@@ -260,7 +260,12 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    sync_file(directory)
+
+
+def sync_file(path: Path) -> None:
+    """Make what somebody else wrote to `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

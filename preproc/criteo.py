@@ -6,6 +6,7 @@ end the spec is written and the directory renamed to its place. What a stage has
 (`preproc/work.py`), and a run that was killed goes on behind it.
 """
 
+import glob
 import os
 import shutil
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
+from dataloading.dataset_directory import sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.criteo_table import criteo_table
 from preproc.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
@@ -256,6 +258,7 @@ def _shuffle(
             with origin.path.open("wb") as stream:
                 for start in range(0, num_rows, CHUNK_ROWS):
                     np.arange(start, min(start + CHUNK_ROWS, num_rows)).tofile(stream)
+            sync_file(origin.path)
         columns.append(origin)
     with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
         # Two arrays of a bucket and their order are in memory in each thread.
@@ -277,7 +280,7 @@ def _view_odd(
     if not work.state["parse"]["odd"]:
         connection.execute('CREATE TABLE odd ("column" INTEGER, "row" BIGINT, value VARCHAR)')
         return
-    files = str(staged.odd / "*.parquet").replace("'", "''")
+    files = (glob.escape(str(staged.odd)) + "/*.parquet").replace("'", "''")
     if not shuffled_rows:
         connection.execute(f"CREATE VIEW odd AS FROM read_parquet('{files}')")
         return

@@ -12,6 +12,7 @@ from pathlib import Path
 import duckdb
 import numpy as np
 
+from dataloading.dataset_directory import sync_directory, sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.fields import ODD
 from preproc.hashing import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
@@ -141,12 +142,15 @@ class ColumnEncoder:
         distinct, seen, *covered = [int(each or 0) for each in summary]
         cursor.execute(f"DROP TABLE counts_{name}")
         (kept,) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchone()
-        path = str(self._dataset / "vocabulary" / f"{name}.parquet").replace("'", "''")
+        path = self._dataset / "vocabulary" / f"{name}.parquet"
+        quoted = str(path).replace("'", "''")
         text = "value" if has_odd else "printf('%08x', value)"
         cursor.execute(
             f"COPY (SELECT {text} AS value, id, count FROM vocabulary_{name} ORDER BY id) "
-            f"TO '{path}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
+            f"TO '{quoted}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
         )
+        sync_file(path)
+        sync_directory(path.parent)
         pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
         return seen, distinct, kept, pairs, has_odd
 

@@ -20,6 +20,7 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig
+from dataloading.dataset_directory import sync_directory, sync_file
 from preproc.in_order import in_order
 from preproc.lines import blocks
 from preproc.parse_piece import OddTexts, Parsed, PieceParser
@@ -258,6 +259,5 @@ def _write_odd(odd: OddTexts, path: Path) -> None:
             'COPY (SELECT "column", "row", CAST(value AS VARCHAR) AS value FROM texts '
             f'ORDER BY "column", "row") TO \'{name}\' (FORMAT parquet)'
         )
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    sync_file(path)
+    sync_directory(path.parent)

@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, TableConfig, transform_of
+from dataloading.dataset_directory import sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.engine import DuckDBEngine, Engine
 from preproc.fitted import copy_vocabulary, load_fitted, save_fitted
@@ -254,6 +255,8 @@ class _Run:
         path = self.work.directory / name
         if name not in done:
             write(path)
+            for written in [*path.rglob("*"), path, path.parent]:
+                sync_file(written)
             with self._recording:
                 done.append(name)
                 self.work.save()

@@ -19,7 +19,7 @@ from typing import Any
 import duckdb
 
 from configs.preproc_schema import PreprocConfig
-from dataloading.dataset_directory import clear_leftovers
+from dataloading.dataset_directory import clear_leftovers, sync_directory
 
 STATE = "state.json"
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -49,7 +49,9 @@ class Work:
             stream.write(json.dumps(self.state))
             stream.flush()
             os.fsync(stream.fileno())
+        # With it go the names of all files that it speaks of.
         temporary.replace(self.directory / STATE)
+        sync_directory(self.directory)
 
     def begin_anew(self) -> None:
         """Drop what is on record, and what stands of the dataset, but not who the run is."""

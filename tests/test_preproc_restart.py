@@ -1,5 +1,6 @@
 """A run that is killed goes on, and writes what an uninterrupted one writes; memory stays in bounds."""
 
+import os
 import random
 import re
 import shutil
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 
 from dataloading.dataset_directory import clear_leftovers
-from preproc import criteo, parse
+from preproc import criteo, parse, work
+from preproc import output as output_module
 from preproc.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.staged import StagedColumn
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
@@ -153,6 +155,44 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
     assert all_files(output) == all_files(tmp_path / "wanted")
 
 
+@pytest.mark.parametrize("job", [raw_logs, any_table])
+def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatch, job):
+    synced, missed = set(), []
+    fsync, save = os.fsync, work.Work.save
+    put_in_place = output_module.put_in_place
+
+    def note(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def need(*paths):
+        missed.extend(path for path in paths if path.stat().st_ino not in synced)
+
+    def record(run):
+        for name in run.state["files"]:
+            need(run.dataset / name, (run.dataset / name).parent)
+        for name in run.state.get("relations", []):
+            need(run.directory / name, *(run.directory / name).iterdir())
+        if run.state.get("parse", {}).get("odd"):
+            need(run.directory / "odd", *(run.directory / "odd").iterdir())
+        if "shuffle" in run.state:
+            need(run.directory / "origin.i64")
+        save(run)
+
+    def place(dataset, root):
+        need(dataset, *dataset.rglob("*"))
+        put_in_place(dataset, root)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(work.Work, "save", record)
+    monkeypatch.setattr(output_module, "put_in_place", place)
+    source = write_lines(tmp_path / "raw.tsv", [*noise(300), "bad"])
+    options = ["shuffle=true", "on_bad=quarantine", "plot=true", f"output={tmp_path / 'out'}"]
+    preproc(*job(str(source)), *options)
+    assert missed == []
+    assert {"report.png", "bad_rows.tsv"} < {path.name for path in (tmp_path / "out").iterdir()}
+
+
 def test_other_options_begin_anew(tmp_path, monkeypatch):
     source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
     with monkeypatch.context() as patch:
@@ -274,6 +314,15 @@ def test_shuffling_moves_whole_training_rows_and_nothing_else(tmp_path):
     numerical = np.frombuffer(plain["train/numerical.bin"], "<f2").reshape(-1, 13)
     assert one["train/numerical.bin"] == numerical[order].tobytes()
     assert one["train/label.bin"] != other["train/label.bin"]
+
+
+@pytest.mark.parametrize("job", [raw_logs, any_table])
+def test_brackets_in_a_path_are_letters_like_others(tmp_path, job):
+    source = write_lines(tmp_path / "raw.tsv", noise(300))
+    for name in ("plain", "odd[1]*b"):
+        output = tmp_path / name / "out"
+        preproc(*job(str(source)), f"output='{output}'", "shuffle=true")
+    assert all_files(tmp_path / "odd[1]*b") == all_files(tmp_path / "plain") != {}
 
 
 def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_path, monkeypatch):
