@@ -164,16 +164,23 @@ class ColumnEncoder:
         has_odd: bool,
     ) -> tuple[dict[str, dict], dict[str, int]]:
         """Write the ids of every split; return the files and how many ids are 0."""
-        lookups = self._lookups(cursor, name, has_odd)
-        lookup = next(lookups)
+        # Only what has a code; the rest is patched in by `_patch`.
+        values = f"(SELECT value, id FROM vocabulary_{name})"
+        if has_odd:
+            values = (
+                f"(SELECT CAST('0x' || value AS UINTEGER) AS value, id FROM vocabulary_{name} "
+                f"WHERE regexp_full_match(value, '[0-9a-f]{{8}}') AND value < '{ODD:08x}')"
+            )
+        ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
+        pieces = max(1, -(-last // self._piece))
         partial_ids: dict[str, Path] = {}
-        rest = next(lookups, None)
-        while (
-            rest is not None
-        ):  # the vocabulary comes in pieces: all but the last leave their ids here
-            for split, rows in self._splits.items():
-                self._add_piece(column, rows, lookup, partial_ids, name, split)
-            lookup, rest = rest, next(lookups, None)
+        lookup = None
+        for piece in range(pieces):
+            lookup = None  # two of them would be twice the memory that there is
+            lookup = self._lookup(cursor, values, range(piece * self._piece, last))
+            if piece < pieces - 1:  # all but the last leave their ids here
+                for split, rows in self._splits.items():
+                    self._add_piece(column, rows, lookup, partial_ids, name, split)
         files, zeros = {}, {}
         for split, rows in self._splits.items():
             zeros[split] = 0
@@ -195,28 +202,17 @@ class ColumnEncoder:
             path.unlink()
         return files, zeros
 
-    def _lookups(
-        self, cursor: duckdb.DuckDBPyConnection, name: str, has_odd: bool
-    ) -> Iterator[Lookup]:
-        """Yield the vocabulary as lookups, one after another; the last one may be empty."""
-        values = f"SELECT value, id FROM vocabulary_{name}"
-        if has_odd:  # only what has a code; the rest is patched in by `_patch`
-            values = (
-                f"SELECT CAST('0x' || value AS UINTEGER) AS value, id FROM vocabulary_{name} "
-                "WHERE regexp_full_match(value, '[0-9a-f]{8}') "
-                f"AND value < '{ODD:08x}'"
-            )
-        (last,) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM ({values})").fetchone()
-        for piece in range(max(1, -(-last // self._piece))):
-            part = cursor.execute(
-                f"SELECT value, CAST(id AS INTEGER) AS id FROM ({values}) "
-                + (
-                    f"WHERE id > {piece * self._piece} AND id <= {(piece + 1) * self._piece}"
-                    if last > self._piece
-                    else ""
-                )
-            ).fetchnumpy()
-            yield Lookup(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
+    def _lookup(self, cursor: duckdb.DuckDBPyConnection, values: str, ids: range) -> Lookup:
+        """Return a lookup of the first of `ids`, as many as there is memory for, in query `values`."""
+        first, last = ids.start, min(ids.start + self._piece, ids.stop)
+        lookup = Lookup(last - first)
+        found = cursor.sql(
+            f"SELECT value, CAST(id AS INTEGER) AS id FROM {values} "
+            f"WHERE id > {first} AND id <= {last}"
+        )
+        for part in found.to_arrow_reader(CHUNK_ROWS):
+            lookup.add(part["value"].to_numpy(), part["id"].to_numpy())
+        return lookup
 
     def _add_piece(
         self,

@@ -7,6 +7,8 @@ import shutil
 import signal
 import sys
 import time
+import tracemalloc
+import weakref
 from contextlib import suppress
 from itertools import count
 from multiprocessing import get_context
@@ -16,10 +18,13 @@ import numpy as np
 import pytest
 
 from dataloading.dataset_directory import clear_leftovers
-from preproc import criteo, parse, work
+from preproc import criteo, parse, shuffle
 from preproc import output as output_module
+from preproc.hashing import Lookup
+from preproc.report import Stage
 from preproc.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.staged import StagedColumn
+from preproc.work import Work
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
 from tests.test_preproc_table import _hydra
 
@@ -158,7 +163,7 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
 @pytest.mark.parametrize("job", [raw_logs, any_table])
 def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatch, job):
     synced, missed = set(), []
-    fsync, save = os.fsync, work.Work.save
+    fsync, save = os.fsync, Work.save
     put_in_place = output_module.put_in_place
 
     def note(descriptor):
@@ -184,7 +189,7 @@ def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatc
         put_in_place(dataset, root)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(work.Work, "save", record)
+    monkeypatch.setattr(Work, "save", record)
     monkeypatch.setattr(output_module, "put_in_place", place)
     source = write_lines(tmp_path / "raw.tsv", [*noise(300), "bad"])
     options = ["shuffle=true", "on_bad=quarantine", "plot=true", f"output={tmp_path / 'out'}"]
@@ -326,10 +331,6 @@ def test_brackets_in_a_path_are_letters_like_others(tmp_path, job):
 
 
 def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_path, monkeypatch):
-    from preproc import shuffle
-    from preproc.report import Stage
-    from preproc.work import Work
-
     monkeypatch.setattr(shuffle, "BUCKET_ROWS", 1000)
     monkeypatch.setattr(shuffle, "CHUNK_ROWS", 777)
     column = StagedColumn(tmp_path / "rows", "<i4")
@@ -344,6 +345,22 @@ def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_p
     assert (rows[:10_000] == np.arange(10_000)).sum() < 8
 
 
+def test_a_thread_that_shuffles_takes_no_more_memory_than_it_is_counted_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "BUCKET_ROWS", 20_000)
+    monkeypatch.setattr(shuffle, "CHUNK_ROWS", 10_000)
+    labels = StagedColumn(tmp_path / "labels", "u1")
+    numericals = StagedColumn(tmp_path / "numericals", "<f4", 13)
+    np.zeros(50_000, "u1").tofile(labels.path)
+    np.zeros((50_000, 13), "<f4").tofile(numericals.path)
+    columns = [labels, numericals]
+    work = Work(tmp_path, tmp_path / "dataset", {})
+    tracemalloc.start()
+    shuffle.shuffle_rows(columns, 50_000, 5, 1, work, Stage("", print))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.7 < peak / shuffle.worker_bytes(columns, 50_000) < 1.05
+
+
 def test_buckets_depend_on_the_rows_alone():
     assert num_buckets(BUCKET_ROWS + 1) == 2
     whole = buckets_of(3, 0, 5000, 7)
@@ -355,8 +372,23 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}")
     monkeypatch.setattr("preproc.encode.ENTRY_BYTES", 1 << 20)
-    preproc(f"source={source}", f"output={tmp_path / 'pieces'}", "memory_limit=2GB")
+    alive = []
+
+    class Watched(Lookup):
+        made = most_alive = 0
+
+        def __init__(self, most_entries):
+            super().__init__(most_entries)
+            alive.append(weakref.ref(self))
+            Watched.made += 1
+            Watched.most_alive = max(Watched.most_alive, sum(each() is not None for each in alive))
+
+    monkeypatch.setattr("preproc.encode.Lookup", Watched)
+    options = ["memory_limit=2GB", "threads=1"]
+    preproc(f"source={source}", f"output={tmp_path / 'pieces'}", *options)
     assert data_files(tmp_path / "pieces") == data_files(tmp_path / "whole")
+    assert Watched.made > 26
+    assert Watched.most_alive == 1
 
 
 def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
@@ -370,8 +402,6 @@ def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, mo
 
 
 def test_a_stage_tells_its_rate_and_the_time_left():
-    from preproc.report import Stage
-
     stage = Stage("parse", print)
     stage.total, stage.detail = 400.0, "day_3"
     stage.update(100.0)
