@@ -37,7 +37,7 @@ from preproc.report import (
     print_splits,
 )
 from preproc.report_files import write_report
-from preproc.shuffle import shuffle_rows
+from preproc.shuffle import shuffle_rows, worker_bytes
 from preproc.sql import CATEGORICAL, LABEL, NUMERICAL
 from preproc.staged import StagedColumn
 from preproc.work import (
@@ -45,6 +45,7 @@ from preproc.work import (
     check_disk,
     connect,
     memory_bytes,
+    same_disk,
     work_directory,
     work_directory_of,
 )
@@ -54,6 +55,9 @@ BASE_BYTES = 256 << 20
 # A column at work: counts in DuckDB, a chunk and a hash table beside it.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
+# The ids of a row, as in the dataset of Criteo's terabyte (docs/criteo.md): how wide they become is
+# not known before the values are counted.
+IDS_BYTES = 63
 
 
 def build_criteo(config: PreprocConfig, progress: Progress) -> None:
@@ -79,11 +83,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     with work_directory(config, output, _identity(config, len(files), len(test_files))) as work:
         staged = Staged.below(work.directory, config.numerical_dtype.name)
         if not work.has_progress:
-            check_disk(
-                work_directory_of(config, output).parent,
-                disk_bytes(files + test_files, staged.row_bytes, config.shuffle),
-                "the run",
-            )
+            _check_disks(config, output, staged, estimated_rows(files + test_files))
         rows = parse_files(files + test_files, config, memory - BASE_BYTES, work, staged, progress)
         try:
             splits = split_rows(config, rows[: len(files)], rows[len(files) :])
@@ -106,19 +106,32 @@ def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dic
     }
 
 
-def disk_bytes(files: list[RawFile], row_bytes: int, shuffle: bool) -> float:
-    """Return the bytes a run needs beside its sources, from the length of the first lines.
-
-    The staged columns stand once, twice while rows are shuffled; ids take no more than the codes
-    they replace, and labels and numericals are written a second time.
-    """
+def estimated_rows(files: list[RawFile]) -> float:
+    """Return about how many rows the files have, from the length of their first lines."""
     rows = 0.0
     for file in files:
         piece = next(blocks(file, 0), b"")
         length = len(piece) / max(piece.count(b"\n"), 1)
         plain = file.path.stat().st_size * (1 if file.compression == "none" else 3)
         rows += plain / max(length, 1)
-    return rows * row_bytes * (2.0 if shuffle else 1.3)
+    return rows
+
+
+def _check_disks(config: PreprocConfig, output: Path, staged: Staged, rows: float) -> None:
+    """Raise ValueError if the work directory or the dataset will not fit where they are to stand.
+
+    The staged columns stand once, twice while rows are shuffled. Beside them grows the dataset: labels
+    and numericals are written a second time, and ids take no more than the codes that they replace.
+    """
+    work_parent = work_directory_of(config, output).parent
+    work_bytes = rows * staged.row_bytes * (2.0 if config.shuffle else 1.0)
+    if same_disk(work_parent, output.parent):
+        grown_bytes = rows * staged.row_bytes * 1.3
+        check_disk(work_parent, max(work_bytes, grown_bytes), "the run")
+        return
+    check_disk(work_parent, work_bytes, "the work directory")
+    plain_bytes = staged.label.row_bytes + staged.numerical.row_bytes
+    check_disk(output.parent, rows * (plain_bytes + IDS_BYTES), "the dataset")
 
 
 def split_rows(
@@ -261,8 +274,8 @@ def _shuffle(
             sync_file(origin.path)
         columns.append(origin)
     with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
-        # Two arrays of a bucket and their order are in memory in each thread.
-        workers = max(1, min(threads, memory_bytes(config) // COLUMN_BYTES))
+        spare = memory_bytes(config) - BASE_BYTES
+        workers = max(1, min(threads, spare // worker_bytes(columns, num_rows)))
         shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
     work.state["shuffled"] = True
     work.save()

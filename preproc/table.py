@@ -16,10 +16,10 @@ from typing import Any
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, TableConfig, transform_of
 from dataloading.dataset_directory import sync_file
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.feature_spec import SPEC_NAME, CategoricalFeature
 from preproc.engine import DuckDBEngine, Engine
 from preproc.fitted import copy_vocabulary, load_fitted, save_fitted
-from preproc.output import finish_dataset
+from preproc.output import checksum, finish_dataset
 from preproc.raw_files import RawFile, find_files, refuse_copies
 from preproc.report import (
     COVERAGE_LIMITS,
@@ -109,8 +109,11 @@ def _engine(config: PreprocConfig, directory: Path) -> Engine:
 def _identity(config: PreprocConfig, table: TableConfig, files: list[RawFile]) -> dict[str, Any]:
     keys = ("train_fraction", "frequency_limit", "vocabulary", "numerical_dtype", "shuffle")
     options = {key: getattr(config, key) for key in (*keys, "on_bad", "seed", "mode", "fitted")}
+    fitted = Path(config.fitted or "") / SPEC_NAME
     return {
         "options": {key: getattr(value, "name", value) for key, value in options.items()},
+        # It holds the checksums of all that was fitted.
+        "fitted": checksum(fitted) if config.mode is Mode.transform and fitted.exists() else None,
         "table": asdict(table),
         "engine": config.engine.name,
         "files": [

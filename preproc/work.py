@@ -206,14 +206,24 @@ def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckD
 
 def check_disk(directory: Path, needed_bytes: float, what: str) -> None:
     """Raise ValueError, before anything is written, if `directory` has too little space for `what`."""
-    while not directory.exists():
-        directory = directory.parent
+    directory = _existing(directory)
     free = shutil.disk_usage(directory).free
     if needed_bytes > free:
         raise ValueError(
             f"{what} needs about {needed_bytes / 1e9:,.2f} GB at {directory}, where "
             f"{free / 1e9:,.2f} GB are free; free some, or move output or temp_directory"
         )
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Return whether two directories, which may not be there yet, will be on one file system."""
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(directory: Path) -> Path:
+    while not directory.exists():
+        directory = directory.parent
+    return directory
 
 
 def first_line(error: Exception | str) -> str:

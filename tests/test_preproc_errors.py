@@ -401,6 +401,22 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, o
     )
 
 
+def test_a_disk_that_is_too_small_for_the_dataset_alone_is_told(tmp_path, output, monkeypatch):
+    # Work and output are on two disks: 100 rows of 133 bytes here, of 90 bytes there.
+    free = {tmp_path / "work": 13_500, tmp_path: 8_000}
+    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    monkeypatch.setattr(criteo, "same_disk", lambda *_: False)
+    (tmp_path / "work").mkdir()
+    source = write_lines(tmp_path / "raw.tsv", GOOD)
+    options = [f"source={source}", f"output={output}", f"temp_directory={tmp_path / 'work'}"]
+    fails(f"the dataset needs about 0.00 GB at {tmp_path}, where .*", *options)
+    free[tmp_path / "work"] = 13_000
+    fails(f"the work directory needs about 0.00 GB at {tmp_path / 'work'}, where .*", *options)
+    monkeypatch.setattr(criteo, "same_disk", lambda *_: True)
+    free[tmp_path / "work"] = 17_000
+    fails(f"the run needs about 0.00 GB at {tmp_path / 'work'}, where .*", *options)
+
+
 def test_a_copy_of_a_file_is_refused(tmp_path, output):
     first = write_lines(tmp_path / "day_0", GOOD)
     second = write_lines(tmp_path / "day_1", GOOD)
