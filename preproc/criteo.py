@@ -50,8 +50,8 @@ from preproc.work import (
     work_directory_of,
 )
 
-# Python, NumPy, Numba and DuckDB themselves.
-BASE_BYTES = 256 << 20
+# Python, NumPy, Numba, Arrow and DuckDB themselves.
+BASE_BYTES = 320 << 20
 # A column at work: counts in DuckDB, a chunk and a hash table beside it.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20

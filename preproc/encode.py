@@ -22,6 +22,8 @@ from preproc.sql import coverage, merge_counts, vocabulary
 from preproc.staged import StagedColumn
 
 CHUNK_ROWS = 1 << 20
+# Entries of a vocabulary that are put into a hash table at a time.
+PART_ENTRIES = 1 << 18
 # What stands between arrays of a chunk: codes, ids, ids of the pieces before.
 CHUNK_BYTES = CHUNK_ROWS * 12
 # Partial counts of a column that are merged once there are so many, and four times those before.
@@ -206,12 +208,13 @@ class ColumnEncoder:
         """Return a lookup of the first of `ids`, as many as there is memory for, in query `values`."""
         first, last = ids.start, min(ids.start + self._piece, ids.stop)
         lookup = Lookup(last - first)
-        found = cursor.sql(
-            f"SELECT value, CAST(id AS INTEGER) AS id FROM {values} "
-            f"WHERE id > {first} AND id <= {last}"
-        )
-        for part in found.to_arrow_reader(CHUNK_ROWS):
-            lookup.add(part["value"].to_numpy(), part["id"].to_numpy())
+        for start in range(first, last, PART_ENTRIES):
+            # DuckDB knows the least and the largest id of each piece of the table, and skips the others.
+            part = cursor.execute(
+                f"SELECT value, CAST(id AS INTEGER) AS id FROM {values} "
+                f"WHERE id > {start} AND id <= {min(start + PART_ENTRIES, last)}"
+            ).fetchnumpy()
+            lookup.add(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
         return lookup
 
     def _add_piece(

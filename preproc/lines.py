@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-import pyarrow as pa
 from isal import igzip, isal_zlib
 
 from preproc.raw_files import RawFile, cut_short
@@ -60,6 +59,9 @@ def _open(file: RawFile) -> BinaryIO:
     if file.compression == "gzip":
         return igzip.open(file.path)
     if file.compression == "zstd":
+        # 25 MB that others need not load.
+        import pyarrow as pa
+
         return pa.CompressedInputStream(str(file.path), "zstd")
     return file.path.open("rb", buffering=0)
 
