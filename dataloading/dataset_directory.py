@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def write_dataset(
         root, tuple(numerical), np.dtype(numerical_dtype), label, tuple(categorical), {}, metadata
     )
     writer = _split_writer(file_format)
-    _clear_leftovers(root)
+    clear_leftovers(root)
     temporary = root.with_name(f".{root.name}.partial-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     # Held until this process ends, however it ends: so a later writer sees which directories are leftovers.
@@ -180,18 +181,30 @@ def check_output(root: Path | str, overwrite: bool = False) -> Path:
     return root
 
 
-def _clear_leftovers(root: Path) -> None:
-    """Remove what killed writers of `root` left behind: at the scale of a terabyte nobody wants to keep it."""
-    for leftover in root.parent.glob(f".{root.name}.partial-*"):
+def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
+    """Remove what killed writers of `root` left behind: at the scale of a terabyte nobody wants to keep it.
+
+    Args:
+        root: the dataset that they wrote.
+        but: one that stays.
+
+    Returns:
+        The directories that somebody is writing; they stay too.
+    """
+    written = []
+    for leftover in sorted(root.parent.glob(f".{escape(root.name)}.partial-*")):
+        if leftover == but:
+            continue
         lock = os.open(leftover, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # somebody is writing it
+            written.append(leftover)
         else:
             shutil.rmtree(leftover)
         finally:
             os.close(lock)
+    return written
 
 
 def put_in_place(temporary: Path, root: Path) -> None:
@@ -247,7 +260,12 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    sync_file(directory)
+
+
+def sync_file(path: Path) -> None:
+    """Make what somebody else wrote to `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

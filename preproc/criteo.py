@@ -6,6 +6,7 @@ end the spec is written and the directory renamed to its place. What a stage has
 (`preproc/work.py`), and a run that was killed goes on behind it.
 """
 
+import glob
 import os
 import shutil
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
+from dataloading.dataset_directory import sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.criteo_table import criteo_table
 from preproc.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
@@ -35,24 +37,27 @@ from preproc.report import (
     print_splits,
 )
 from preproc.report_files import write_report
-from preproc.shuffle import shuffle_rows
+from preproc.shuffle import shuffle_rows, worker_bytes
 from preproc.sql import CATEGORICAL, LABEL, NUMERICAL
 from preproc.staged import StagedColumn
 from preproc.work import (
     Work,
     check_disk,
     connect,
-    growing_dataset,
     memory_bytes,
+    same_disk,
     work_directory,
     work_directory_of,
 )
 
-# Python, NumPy, Numba and DuckDB themselves.
-BASE_BYTES = 256 << 20
+# Python, NumPy, Numba, Arrow and DuckDB themselves.
+BASE_BYTES = 320 << 20
 # A column at work: counts in DuckDB, a chunk and a hash table beside it.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
+# The ids of a row, as in the dataset of Criteo's terabyte (docs/criteo.md): how wide they become is
+# not known before the values are counted.
+IDS_BYTES = 63
 
 
 def build_criteo(config: PreprocConfig, progress: Progress) -> None:
@@ -75,14 +80,10 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         raise ValueError(gap)
     if gap:
         progress.console.print(f"warning: {gap}", highlight=False, markup=False, soft_wrap=True)
-    with work_directory(config, output, _identity(config, len(files))) as work:
+    with work_directory(config, output, _identity(config, len(files), len(test_files))) as work:
         staged = Staged.below(work.directory, config.numerical_dtype.name)
         if not work.has_progress:
-            check_disk(
-                work_directory_of(config, output).parent,
-                disk_bytes(files + test_files, staged.row_bytes, config.shuffle),
-                "the run",
-            )
+            _check_disks(config, output, staged, estimated_rows(files + test_files))
         rows = parse_files(files + test_files, config, memory - BASE_BYTES, work, staged, progress)
         try:
             splits = split_rows(config, rows[: len(files)], rows[len(files) :])
@@ -93,30 +94,44 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     print_result(progress.console, progress, output, sum(rows))
 
 
-def _identity(config: PreprocConfig, num_files: int) -> dict[str, Any]:
+def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dict[str, Any]:
     """Return what the dataset depends on, apart from the files themselves."""
     keys = ("split", "train_fraction", "frequency_limit", "vocabulary", "numerical_dtype")
     keys += ("shuffle", "on_bad", "seed", "plot")
     options = {key: getattr(config, key) for key in keys}
     return {key: getattr(value, "name", value) for key, value in options.items()} | {
         "source_files": num_files,
-        "format": 1,
+        "test_files": num_test_files,
+        "format": 2,
     }
 
 
-def disk_bytes(files: list[RawFile], row_bytes: int, shuffle: bool) -> float:
-    """Return the bytes a run needs beside its sources, from the length of the first lines.
-
-    The staged columns stand once, twice while rows are shuffled; ids take no more than the codes
-    they replace, and labels and numericals are written a second time.
-    """
+def estimated_rows(files: list[RawFile]) -> float:
+    """Return about how many rows the files have, from the length of their first lines."""
     rows = 0.0
     for file in files:
         piece = next(blocks(file, 0), b"")
         length = len(piece) / max(piece.count(b"\n"), 1)
         plain = file.path.stat().st_size * (1 if file.compression == "none" else 3)
         rows += plain / max(length, 1)
-    return rows * row_bytes * (2.0 if shuffle else 1.3)
+    return rows
+
+
+def _check_disks(config: PreprocConfig, output: Path, staged: Staged, rows: float) -> None:
+    """Raise ValueError if the work directory or the dataset will not fit where they are to stand.
+
+    The staged columns stand once, twice while rows are shuffled. Beside them grows the dataset: labels
+    and numericals are written a second time, and ids take no more than the codes that they replace.
+    """
+    work_parent = work_directory_of(config, output).parent
+    work_bytes = rows * staged.row_bytes * (2.0 if config.shuffle else 1.0)
+    if same_disk(work_parent, output.parent):
+        grown_bytes = rows * staged.row_bytes * 1.3
+        check_disk(work_parent, max(work_bytes, grown_bytes), "the run")
+        return
+    check_disk(work_parent, work_bytes, "the work directory")
+    plain_bytes = staged.label.row_bytes + staged.numerical.row_bytes
+    check_disk(output.parent, rows * (plain_bytes + IDS_BYTES), "the dataset")
 
 
 def split_rows(
@@ -171,7 +186,7 @@ def _write(
     threads = config.threads or os.cpu_count() or 1
     # Half of what the base leaves for DuckDB, half for arrays; far too little is for DuckDB to say.
     spare = max(memory - BASE_BYTES, memory // 2)
-    dataset = growing_dataset(output)
+    dataset = work.dataset
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
     with connect(config, work.directory, spare // 2) as connection:
@@ -188,7 +203,7 @@ def _write(
             max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
         )
         encoded = _encode_all(encoder, work, staged, workers, progress)
-    plain, clicks = _write_plain(dataset, work, staged, splits, progress)
+    clicks = _write_plain(dataset, work, staged, splits, progress)
     columns = _missing_numericals(staged, counted) | {
         name: ColumnSummary(
             1 - column.seen / len(counted),
@@ -227,7 +242,7 @@ def _write(
         numerical_dtype=config.numerical_dtype.name,
         label=LABEL,
         rows={split: len(rows) for split, rows in splits.items()},
-        files=plain | {k: v for column in encoded.values() for k, v in column.files.items()},
+        files=work.state["files"],
         metadata={
             "frequency_limit": config.frequency_limit,
             "vocabulary_rows": config.vocabulary.name,
@@ -256,10 +271,11 @@ def _shuffle(
             with origin.path.open("wb") as stream:
                 for start in range(0, num_rows, CHUNK_ROWS):
                     np.arange(start, min(start + CHUNK_ROWS, num_rows)).tofile(stream)
+            sync_file(origin.path)
         columns.append(origin)
     with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
-        # Two arrays of a bucket and their order are in memory in each thread.
-        workers = max(1, min(threads, memory_bytes(config) // COLUMN_BYTES))
+        spare = memory_bytes(config) - BASE_BYTES
+        workers = max(1, min(threads, spare // worker_bytes(columns, num_rows)))
         shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
     work.state["shuffled"] = True
     work.save()
@@ -277,7 +293,7 @@ def _view_odd(
     if not work.state["parse"]["odd"]:
         connection.execute('CREATE TABLE odd ("column" INTEGER, "row" BIGINT, value VARCHAR)')
         return
-    files = str(staged.odd / "*.parquet").replace("'", "''")
+    files = (glob.escape(str(staged.odd)) + "/*.parquet").replace("'", "''")
     if not shuffled_rows:
         connection.execute(f"CREATE VIEW odd AS FROM read_parquet('{files}')")
         return
@@ -309,7 +325,9 @@ def _encode_all(
                 while running:
                     for done in wait(running, return_when=FIRST_COMPLETED).done:
                         name = running.pop(done)
-                        state[name] = asdict(done.result())
+                        column, files = done.result()
+                        state[name] = asdict(column)
+                        work.state["files"] |= files
                         work.save()
                         staged.codes[name].path.unlink()
                         stage.detail = name
@@ -322,26 +340,26 @@ def _encode_all(
 
 def _write_plain(
     dataset: Path, work: Work, staged: Staged, splits: dict[str, range], progress: Progress
-) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    """Write labels and numericals of every split; return the files and the clicks."""
-    state = work.state.setdefault("plain", {"files": {}, "clicks": {}})
+) -> dict[str, int]:
+    """Write labels and numericals of every split; return the clicks."""
+    done = work.state.setdefault("clicks", {})
     with progress.stage("write labels and numericals"):
         for split, rows in splits.items():
-            if split in state["clicks"]:
+            if split in done:
                 continue
             clicks = 0
             with GrowingFile(dataset, f"{split}/label.bin") as file:
                 for _, values in staged.label.chunks(rows, CHUNK_ROWS):
                     clicks += int(values.sum())
                     file.append(values)
-            state["files"] |= file.record
+            files = file.record
             with GrowingFile(dataset, f"{split}/numerical.bin") as file:
                 for _, values in staged.numerical.chunks(rows, CHUNK_ROWS):
                     file.append(values)
-            state["files"] |= file.record
-            state["clicks"][split] = clicks
+            work.state["files"] |= files | file.record
+            done[split] = clicks
             work.save()
-    return state["files"], state["clicks"]
+    return done
 
 
 def _missing_numericals(staged: Staged, counted: range) -> dict[str, ColumnSummary]:

@@ -12,15 +12,18 @@ from pathlib import Path
 import duckdb
 import numpy as np
 
+from dataloading.dataset_directory import sync_directory, sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.fields import ODD
 from preproc.hashing import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
-from preproc.output import GrowingFile
+from preproc.output import GrowingFile, checksum
 from preproc.report import COVERAGE_LIMITS
 from preproc.sql import coverage, merge_counts, vocabulary
 from preproc.staged import StagedColumn
 
 CHUNK_ROWS = 1 << 20
+# Entries of a vocabulary that are put into a hash table at a time.
+PART_ENTRIES = 1 << 18
 # What stands between arrays of a chunk: codes, ids, ids of the pieces before.
 CHUNK_BYTES = CHUNK_ROWS * 12
 # Partial counts of a column that are merged once there are so many, and four times those before.
@@ -37,7 +40,6 @@ class EncodedColumn:
         kept: values with an id.
         coverage: for each of `COVERAGE_LIMITS`, values seen at least so often, and rows they make.
         zeros: ids that are 0, by split.
-        files: bytes and CRC-32 of each file written.
     """
 
     seen: int
@@ -45,7 +47,6 @@ class EncodedColumn:
     kept: int
     coverage: list[list[int]]
     zeros: dict[str, int]
-    files: dict[str, dict]
 
 
 class ColumnEncoder:
@@ -78,8 +79,14 @@ class ColumnEncoder:
         self._counted_values = max(1, table_bytes // GROWING_ENTRY_BYTES)
         self._piece = max(1, table_bytes // ENTRY_BYTES)
 
-    def __call__(self, number: int, name: str, column: StagedColumn) -> EncodedColumn:
-        """Count and encode categorical column `number`, called `name`."""
+    def __call__(
+        self, number: int, name: str, column: StagedColumn
+    ) -> tuple[EncodedColumn, dict[str, dict]]:
+        """Count and encode categorical column `number`, called `name`.
+
+        Returns:
+            What is recorded of it, and bytes and CRC-32 of each file written.
+        """
         with self._connection.cursor() as cursor:
             seen, distinct, kept, covered, has_odd = self._build_vocabulary(
                 cursor, number, name, column
@@ -87,7 +94,9 @@ class ColumnEncoder:
             feature = CategoricalFeature.of(name, kept + 1)
             files, zeros = self._encode(cursor, number, name, column, feature.dtype, has_odd)
             cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
-        return EncodedColumn(seen, distinct, kept, covered, zeros, files)
+        written = f"vocabulary/{name}.parquet"
+        files[written] = checksum(self._dataset / written)
+        return EncodedColumn(seen, distinct, kept, covered, zeros), files
 
     def _build_vocabulary(
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StagedColumn
@@ -135,12 +144,15 @@ class ColumnEncoder:
         distinct, seen, *covered = [int(each or 0) for each in summary]
         cursor.execute(f"DROP TABLE counts_{name}")
         (kept,) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchone()
-        path = str(self._dataset / "vocabulary" / f"{name}.parquet").replace("'", "''")
+        path = self._dataset / "vocabulary" / f"{name}.parquet"
+        quoted = str(path).replace("'", "''")
         text = "value" if has_odd else "printf('%08x', value)"
         cursor.execute(
             f"COPY (SELECT {text} AS value, id, count FROM vocabulary_{name} ORDER BY id) "
-            f"TO '{path}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
+            f"TO '{quoted}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
         )
+        sync_file(path)
+        sync_directory(path.parent)
         pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
         return seen, distinct, kept, pairs, has_odd
 
@@ -154,16 +166,23 @@ class ColumnEncoder:
         has_odd: bool,
     ) -> tuple[dict[str, dict], dict[str, int]]:
         """Write the ids of every split; return the files and how many ids are 0."""
-        lookups = self._lookups(cursor, name, has_odd)
-        lookup = next(lookups)
+        # Only what has a code; the rest is patched in by `_patch`.
+        values = f"(SELECT value, id FROM vocabulary_{name})"
+        if has_odd:
+            values = (
+                f"(SELECT CAST('0x' || value AS UINTEGER) AS value, id FROM vocabulary_{name} "
+                f"WHERE regexp_full_match(value, '[0-9a-f]{{8}}') AND value < '{ODD:08x}')"
+            )
+        ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
+        pieces = max(1, -(-last // self._piece))
         partial_ids: dict[str, Path] = {}
-        rest = next(lookups, None)
-        while (
-            rest is not None
-        ):  # the vocabulary comes in pieces: all but the last leave their ids here
-            for split, rows in self._splits.items():
-                self._add_piece(column, rows, lookup, partial_ids, name, split)
-            lookup, rest = rest, next(lookups, None)
+        lookup = None
+        for piece in range(pieces):
+            lookup = None  # two of them would be twice the memory that there is
+            lookup = self._lookup(cursor, values, range(piece * self._piece, last))
+            if piece < pieces - 1:  # all but the last leave their ids here
+                for split, rows in self._splits.items():
+                    self._add_piece(column, rows, lookup, partial_ids, name, split)
         files, zeros = {}, {}
         for split, rows in self._splits.items():
             zeros[split] = 0
@@ -185,28 +204,18 @@ class ColumnEncoder:
             path.unlink()
         return files, zeros
 
-    def _lookups(
-        self, cursor: duckdb.DuckDBPyConnection, name: str, has_odd: bool
-    ) -> Iterator[Lookup]:
-        """Yield the vocabulary as lookups, one after another; the last one may be empty."""
-        values = f"SELECT value, id FROM vocabulary_{name}"
-        if has_odd:  # only what has a code; the rest is patched in by `_patch`
-            values = (
-                f"SELECT CAST('0x' || value AS UINTEGER) AS value, id FROM vocabulary_{name} "
-                "WHERE regexp_full_match(value, '[0-9a-f]{8}') "
-                f"AND value < '{ODD:08x}'"
-            )
-        (last,) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM ({values})").fetchone()
-        for piece in range(max(1, -(-last // self._piece))):
+    def _lookup(self, cursor: duckdb.DuckDBPyConnection, values: str, ids: range) -> Lookup:
+        """Return a lookup of the first of `ids`, as many as there is memory for, in query `values`."""
+        first, last = ids.start, min(ids.start + self._piece, ids.stop)
+        lookup = Lookup(last - first)
+        for start in range(first, last, PART_ENTRIES):
+            # DuckDB knows the least and the largest id of each piece of the table, and skips the others.
             part = cursor.execute(
-                f"SELECT value, CAST(id AS INTEGER) AS id FROM ({values}) "
-                + (
-                    f"WHERE id > {piece * self._piece} AND id <= {(piece + 1) * self._piece}"
-                    if last > self._piece
-                    else ""
-                )
+                f"SELECT value, CAST(id AS INTEGER) AS id FROM {values} "
+                f"WHERE id > {start} AND id <= {min(start + PART_ENTRIES, last)}"
             ).fetchnumpy()
-            yield Lookup(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
+            lookup.add(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
+        return lookup
 
     def _add_piece(
         self,

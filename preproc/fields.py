@@ -10,6 +10,9 @@ from numba import njit
 
 from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
+# Numba's cache of compiled kernels follows this file alone: whoever changes NUM_NUMERICAL or
+# NUM_CATEGORICAL in `preproc/sql.py` has to touch it too, or remove `__pycache__`.
+
 # Codes of a hexadecimal column that stand for no number: a missing field, and a field that is not
 # exactly eight lower-case digits (or is one of these two), whose text is kept beside the codes.
 MISSING = 0xFFFFFFFF

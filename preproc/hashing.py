@@ -14,6 +14,9 @@ from numba import njit
 
 from preproc.fields import ODD
 
+# Numba's cache follows the file of a kernel alone, not the constants that it takes from others: what
+# is imported from elsewhere is therefore an argument.
+
 # Bytes an entry: a slot, and an empty one that keeps probes short; while a table grows, the one before.
 ENTRY_BYTES = 16
 GROWING_ENTRY_BYTES = 24
@@ -40,17 +43,18 @@ def _place(code, num_slots, drawn):
 
 
 @njit(nogil=True, cache=True)
-def _count(codes, begin, slots, used, drawn):
-    """Count codes[begin:]; return where it stopped, the slots in use, and whether one was ODD.
+def _count(codes, begin, slots, used, drawn, first_odd):
+    """Count codes[begin:]; return where it stopped, the slots in use, and whether one was odd.
 
-    It stops where a code is new and half of the slots are in use.
+    It stops where a code is new and half of the slots are in use. Codes from `first_odd` on are not
+    counted, and that one itself is odd.
     """
     most = len(slots) // 2
     has_odd = False
     for at in range(begin, len(codes)):
         code = codes[at]
-        if code >= ODD:
-            has_odd |= code == ODD
+        if code >= first_odd:
+            has_odd |= code == first_odd
             continue
         key = np.uint64(code) << HALF
         place = _place(code, len(slots), drawn)
@@ -117,7 +121,7 @@ class Counter:
         self._counted += len(codes)
         at = 0
         while True:
-            at, self._used, odd = _count(codes, at, self._slots, self._used, DRAWN)
+            at, self._used, odd = _count(codes, at, self._slots, self._used, DRAWN, ODD)
             self.has_odd |= odd
             if at == len(codes):
                 return
@@ -142,9 +146,12 @@ class Counter:
 class Lookup:
     """Maps codes to ids."""
 
-    def __init__(self, codes: np.ndarray, ids: np.ndarray) -> None:
-        """Build it from distinct uint32 `codes` and their int32 or int64 `ids`, from 1 on."""
-        self._slots = np.zeros(2 * len(codes) + 1, np.uint64)
+    def __init__(self, most_entries: int) -> None:
+        """Make room for `most_entries` codes, `ENTRY_BYTES` each."""
+        self._slots = np.zeros(2 * most_entries + 1, np.uint64)
+
+    def add(self, codes: np.ndarray, ids: np.ndarray) -> None:
+        """Add distinct uint32 `codes` and their int32 or int64 `ids`, from 1 on: a part of them all."""
         _insert(codes.astype(np.uint64) << HALF | ids.astype(np.uint64), self._slots, DRAWN)
 
     def __call__(self, codes: np.ndarray, ids: np.ndarray) -> None:

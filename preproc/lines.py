@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-import duckdb
 from isal import igzip, isal_zlib
 
 from preproc.raw_files import RawFile, cut_short
@@ -27,7 +26,10 @@ def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
     """
     try:
         with _open(file) as stream:
-            stream.seek(offset)
+            if file.compression == "zstd":
+                _read_away(stream, offset)
+            else:
+                stream.seek(offset)
             rest = b""
             while data := stream.read(size):
                 end = data.rfind(b"\n") + 1
@@ -47,47 +49,27 @@ def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
         raise ValueError(cut_short(file.path)) from None
     except (gzip.BadGzipFile, isal_zlib.error) as error:
         raise ValueError(f"{file.path}: damaged gzip data ({error}); fetch it again") from None
+    except OSError as error:
+        if file.compression != "zstd" or error.errno is not None:
+            raise
+        raise ValueError(f"{file.path}: damaged Zstandard data ({error}); fetch it again") from None
 
 
 def _open(file: RawFile) -> BinaryIO:
     if file.compression == "gzip":
         return igzip.open(file.path)
     if file.compression == "zstd":
-        return _Zstandard(file)  # type: ignore[return-value]
+        # 25 MB that others need not load.
+        import pyarrow as pa
+
+        return pa.CompressedInputStream(str(file.path), "zstd")
     return file.path.open("rb", buffering=0)
 
 
-class _Zstandard:
-    """Reads a Zstandard file through DuckDB, since Python has no reader for it before 3.14."""
-
-    def __init__(self, file: RawFile) -> None:
-        self._connection = duckdb.connect(config={"threads": 1})
-        path = str(file.path).replace("'", "''")
-        self._result = self._connection.execute(
-            f"SELECT line FROM read_csv('{path}', compression = 'zstd', columns = "
-            "{'line': 'VARCHAR'}, delim = '\x01', quote = '', escape = '', comment = '', "
-            "header = false, auto_detect = false, max_line_size = 67108864)"
-        )
-        self._rest = b""
-
-    def __enter__(self) -> "_Zstandard":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-
-    def seek(self, offset: int) -> None:
-        while offset > 0 and (text := self.read(0)):
-            self._rest = text[offset:]
-            offset -= len(text)
-
-    def read(self, _size: int) -> bytes:
-        """Return the next 2,048 lines (one vector of DuckDB's)."""
-        if self._rest:
-            text, self._rest = self._rest, b""
-            return text
-        rows = self._result.fetchmany(2048)
-        return "".join(f"{line or ''}\n" for (line,) in rows).encode()
+def _read_away(stream: BinaryIO, offset: int) -> None:
+    """Leave out the first `offset` bytes of a stream that cannot seek."""
+    while offset and (data := stream.read(min(offset, 1 << 20))):
+        offset -= len(data)
 
 
 def what_is_wrong(line: bytes) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.dataset_directory import put_in_place, sync_directory, write_spec
+from dataloading.dataset_directory import put_in_place, sync_directory, sync_file, write_spec
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.split_files import SplitFiles
 from preproc.staged import bytes_of
@@ -43,6 +43,7 @@ class GrowingFile:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             os.fsync(self._stream.fileno())
+            sync_directory(self._path.parent)
         self._stream.close()
 
     @property
@@ -83,7 +84,7 @@ def finish_dataset(
         numerical_dtype: float16 or float32.
         label: name of the label.
         rows: rows of each split.
-        files: bytes and CRC-32 of each file of a split; those of all others are taken here.
+        files: bytes and CRC-32 of each file of a split; those of all others, if missing, are taken here.
         metadata: plain yaml values; `rows` and `files` are added.
     """
     splits = {}
@@ -121,7 +122,10 @@ def finish_dataset(
         name = path.relative_to(directory).as_posix()
         # A run that was killed at this very place may have left a spec, whole or in part.
         if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
-            records[name] = checksum(path)
+            sync_file(path)
+            records[name] = dict(files.get(name) or checksum(path))
+        elif path.is_dir():
+            sync_directory(path)
     spec = FeatureSpec(
         directory,
         numerical,

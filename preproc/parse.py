@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig
+from dataloading.dataset_directory import sync_directory, sync_file
 from preproc.in_order import in_order
 from preproc.lines import blocks
 from preproc.parse_piece import OddTexts, Parsed, PieceParser
@@ -31,11 +31,13 @@ from preproc.work import Work
 
 # Text that a thread parses at a time: enough to be worth handing over, little enough to have many.
 PIECE_BYTES = 1 << 22
-# With its columns, which take at most four times the text.
-MEMORY_BYTES = 5 * PIECE_BYTES
+# With its columns, which take at most four times the text; if most of its fields are texts without a
+# code, of a character each, the lines are longer, and columns and texts take less than seven times it.
+MEMORY_BYTES = 8 * PIECE_BYTES
 CHECKPOINT_SECONDS = 10.0
-# Odd texts held in memory before a checkpoint writes them.
-ODD_VALUES = 500_000
+# Odd texts held in memory before a checkpoint writes them, and the memory of the DuckDB that does.
+ODD_BYTES = 1 << 24
+ODD_MEMORY = "128MB"
 
 
 @dataclass(slots=True)
@@ -170,8 +172,7 @@ def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
         state |= state["before"] | {"files": known[:-1], "rows": state["rows"][:-1]}
     else:
         state = fresh
-        for later in set(work.state) - {"identity"}:
-            del work.state[later]
+        work.begin_anew()
     work.state["parse"] = state
     return state
 
@@ -199,7 +200,7 @@ class _Writer:
         self._bad.truncate(state["bad_bytes"])
         self._bad.seek(0, os.SEEK_END)
         self._odd: list[OddTexts] = []
-        self._num_odd = 0
+        self._odd_bytes = 0
         self._saved = time.monotonic()
 
     def __enter__(self) -> "_Writer":
@@ -212,9 +213,9 @@ class _Writer:
     def append(self, parsed: Parsed) -> None:
         """Append one piece; it is on record only after the next checkpoint."""
         self._columns.append(parsed.columns)
-        if parsed.odd.texts:
-            self._odd.append(parsed.odd.moved(self._num_rows))
-            self._num_odd += len(parsed.odd.texts)
+        for odd in parsed.odd:
+            self._odd.append(odd.moved(self._num_rows))
+            self._odd_bytes += self._odd[-1].num_bytes
         self._num_rows += parsed.num_rows
         self.state["rows"][-1] += parsed.num_rows
         self.state["offset"] += parsed.num_bytes
@@ -228,17 +229,16 @@ class _Writer:
     def checkpoint_if_due(self) -> None:
         """Make a checkpoint now and then."""
         due = time.monotonic() - self._saved > CHECKPOINT_SECONDS
-        if due or self._num_odd > ODD_VALUES:
+        if due or self._odd_bytes > ODD_BYTES:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Bring everything to the disk, then record it."""
         self._columns.sync()
         if self._odd:
-            odd = OddTexts.joined(self._odd)
-            _write_odd(odd, self._odd_directory / f"{self.state['odd']}.parquet")
+            _write_odd(self._odd, self._odd_directory / f"{self.state['odd']}.parquet")
             self.state["odd"] += 1
-            self._odd, self._num_odd = [], 0
+            self._odd, self._odd_bytes = [], 0
         self._bad.flush()
         os.fsync(self._bad.fileno())
         self.state["bad_bytes"] = self._bad.tell()
@@ -246,19 +246,24 @@ class _Writer:
         self._saved = time.monotonic()
 
 
-def _write_odd(odd: OddTexts, path: Path) -> None:
-    """Write texts that have no code, ordered by column and row."""
-    texts = {  # noqa: F841, the query reads it
-        "column": odd.columns.astype(np.int32),
-        "row": odd.rows,
-        "value": np.array(odd.texts, object),
-    }
+def _write_odd(odd: list[OddTexts], path: Path) -> None:
+    """Write texts that have no code, ordered by column and row; `path` lies in the work directory."""
+    import pyarrow as pa
+
+    texts = pa.table(  # noqa: F841, the query reads it
+        {
+            "column": pa.chunked_array([part.columns for part in odd]),
+            "row": pa.chunked_array([part.rows for part in odd]),
+            "value": pa.chunked_array([part.texts for part in odd]),
+        }
+    )
     name = str(path).replace("'", "''")
-    with duckdb.connect(config={"threads": 1}) as connection:
+    spill = str(path.parent.with_name("spill"))
+    settings = {"threads": 1, "memory_limit": ODD_MEMORY, "temp_directory": spill}
+    with duckdb.connect(config=settings) as connection:
         connection.execute(
-            'COPY (SELECT "column", "row", CAST(value AS VARCHAR) AS value FROM texts '
+            'COPY (SELECT CAST("column" AS INTEGER) AS "column", "row", value FROM texts '
             f'ORDER BY "column", "row") TO \'{name}\' (FORMAT parquet)'
         )
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    sync_file(path)
+    sync_directory(path.parent)

@@ -6,6 +6,7 @@ the codes. Several threads parse pieces with one parser.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import duckdb
 import numpy as np
@@ -14,7 +15,12 @@ from preproc.fields import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
 from preproc.lines import what_is_wrong
 from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
 
+if TYPE_CHECKING:  # 25 MB that only texts without a code are worth
+    import pyarrow as pa
+
 KNOWN_PART = 1 << 17
+# Settings of a DuckDB that transforms a few integers.
+SMALL: dict[str, str | bool | int | float | list[str]] = {"threads": 1, "memory_limit": "64MB"}
 # A line of empty fields; what a piece has no rows for is memory that is never touched.
 SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
 # Texts without a code, and integers that are not looked up, that the kernel finds before it stops.
@@ -23,25 +29,28 @@ FOUND = 1 << 13
 
 @dataclass(slots=True)
 class OddTexts:
-    """Texts that have no code: the number of their column, their row, themselves."""
+    """Texts that have no code, as Arrow arrays: a Python string for each would be ten times as large.
 
-    columns: np.ndarray
-    rows: np.ndarray
-    texts: list[str]
+    Attributes:
+        columns: uint8 [n], the number of the column.
+        rows: int32 [n] within a piece, int64 [n] over all.
+        texts: string [n].
+    """
 
-    @classmethod
-    def joined(cls, parts: "list[OddTexts]") -> "OddTexts":
-        """Return one after another."""
-        nothing = [np.empty(0, np.int64)]
-        return cls(
-            np.concatenate(nothing + [part.columns for part in parts]),
-            np.concatenate(nothing + [part.rows for part in parts]),
-            [text for part in parts for text in part.texts],
-        )
+    columns: "pa.Array"
+    rows: "pa.Array"
+    texts: "pa.Array"
 
     def moved(self, rows: int) -> "OddTexts":
         """Return them with row numbers that are larger by `rows`."""
-        return OddTexts(self.columns, self.rows + rows, self.texts)
+        import pyarrow as pa
+
+        return OddTexts(self.columns, pa.array(self.rows.to_numpy() + np.int64(rows)), self.texts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.columns.nbytes + self.rows.nbytes + self.texts.nbytes
 
 
 @dataclass(slots=True)
@@ -50,14 +59,14 @@ class Parsed:
 
     Attributes:
         columns: arrays of the good lines, in the order of `Staged.columns`.
-        odd: texts without a code, by row within the piece.
+        odd: texts without a code, in parts, by row within the piece.
         bad: index of the line within the piece, reason, line.
         num_lines: lines of the text, good, bad or blank.
         num_bytes: of the text.
     """
 
     columns: list[np.ndarray]
-    odd: OddTexts
+    odd: list[OddTexts]
     bad: list[tuple[int, str, bytes]]
     num_lines: int
     num_bytes: int
@@ -77,7 +86,7 @@ def _known(dtype: np.dtype) -> np.ndarray:
         for start in range(LEAST, MOST + 1, KNOWN_PART)
     ]
     parts.append(np.ma.masked_all(1, np.int64))
-    with duckdb.connect(config={"threads": 1}) as connection:
+    with duckdb.connect(config=SMALL) as connection:
         return np.concatenate([_transformed(connection, dtype, part) for part in parts])
 
 
@@ -93,7 +102,7 @@ class PieceParser:
     """Parses pieces of whole lines; it keeps nothing from one piece to the next."""
 
     def __init__(self, numerical_dtype: str) -> None:
-        self._connection = duckdb.connect(config={"threads": 1})
+        self._connection = duckdb.connect(config=SMALL)
         self._dtype = np.dtype(numerical_dtype)
         # The kernel copies values and need not know what they are: Numba has no float16.
         self._bits = np.dtype(f"u{self._dtype.itemsize}")
@@ -142,7 +151,7 @@ class PieceParser:
                     at = end + 1
         columns = [each[:num_rows] for each in (labels, numericals.view(self._dtype), missing)]
         columns += [each[:num_rows] for each in codes]
-        return Parsed(columns, OddTexts.joined(odd_texts), bad, num_lines, len(text))
+        return Parsed(columns, odd_texts, bad, num_lines, len(text))
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -157,5 +166,13 @@ def _is_utf8(text: bytes) -> bool:
 
 def _odd_texts(text: bytes, odd: np.ndarray) -> OddTexts:
     """Return what the kernel found: [n, 4] of column, row, start and end."""
-    texts = [text[start:end].decode() for start, end in odd[:, 2:].tolist()]
-    return OddTexts(odd[:, 0].copy(), odd[:, 1].copy(), texts)
+    import pyarrow as pa
+
+    data = b"".join([text[start:end] for start, end in odd[:, 2:].tolist()])
+    ends = np.zeros(len(odd) + 1, np.int32)
+    np.cumsum(odd[:, 3] - odd[:, 2], out=ends[1:])
+    return OddTexts(
+        pa.array(odd[:, 0].astype(np.uint8)),
+        pa.array(odd[:, 1].astype(np.int32)),
+        pa.StringArray.from_buffers(len(odd), pa.py_buffer(ends), pa.py_buffer(data)),
+    )

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,7 +73,8 @@ def find_gap(files: Sequence[RawFile]) -> str | None:
         if match:
             numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
     for (before, after), found in numbers.items():
-        gaps = sorted(set(range(min(found), max(found))) - set(found))
+        found.sort()
+        gaps = [low + 1 for low, high in pairwise(found) if high > low + 1]
         if gaps:
             return (
                 f"{before}{gaps[0]}{after} is missing between {before}{min(found)}{after} and "
@@ -123,7 +125,7 @@ def cut_short(path: Path) -> str:
 def zstd_is_whole(path: Path) -> bool:
     """Return whether `path` ends where its last Zstandard frame does (RFC 8878, section 3.1).
 
-    DuckDB takes the end of the file for the end of the data. Walking over the block headers costs
+    Decompressors take the end of the file for the end of the data. Walking over the block headers costs
     one seek for every 128 KiB of text, and no decompression.
     """
     size = path.stat().st_size

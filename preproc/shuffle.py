@@ -38,6 +38,13 @@ def order_within(seed: int, bucket: int, num_rows: int) -> np.ndarray:
     return np.random.default_rng([seed, bucket]).permutation(num_rows)
 
 
+def worker_bytes(columns: list[StagedColumn], num_rows: int) -> int:
+    """Return what a thread takes at most: a bucket of the widest column twice, and its order."""
+    widest = max(column.row_bytes for column in columns)
+    rows = min(num_rows, BUCKET_ROWS)
+    return rows * (2 * widest + np.dtype(np.int64).itemsize)
+
+
 def shuffle_rows(
     columns: list[StagedColumn], num_rows: int, seed: int, threads: int, work: Work, stage: Stage
 ) -> None:
@@ -75,8 +82,12 @@ def shuffle_rows(
         with column.path.open("r+b", buffering=0) as stream:
             for bucket in range(buckets):
                 first, last = int(starts[bucket]), int(starts[bucket + 1])
-                values = source.read(first, last)[order_within(seed, bucket, last - first)]
-                _write_at(stream.fileno(), values, first * column.row_bytes)
+                # Without a name, so that no bucket is in memory while the next one is read.
+                _write_at(
+                    stream.fileno(),
+                    source.read(first, last)[order_within(seed, bucket, last - first)],
+                    first * column.row_bytes,
+                )
             os.fsync(stream.fileno())
 
     with ThreadPoolExecutor(threads) as pool:

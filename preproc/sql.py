@@ -66,14 +66,3 @@ def vocabulary(counts: str, frequency_limit: int) -> str:
         f"SELECT value, row_number() OVER (ORDER BY count DESC, value) AS id, count FROM {counts} "
         f"WHERE count >= {frequency_limit}"
     )
-
-
-def encode(column: str, rows: str, row: str, vocabulary: str) -> str:
-    """Return a query (id): `column` of the relation `rows` as ids of the relation `vocabulary`.
-
-    The result is in ascending order of `row`: a join keeps no order of its own.
-    """
-    return (
-        f"SELECT CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {rows} AS r "
-        f"LEFT JOIN {vocabulary} AS v ON r.{column} = v.value ORDER BY r.{row}"
-    )

@@ -15,10 +15,11 @@ from typing import Any
 
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, TableConfig, transform_of
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.dataset_directory import sync_file
+from dataloading.feature_spec import SPEC_NAME, CategoricalFeature
 from preproc.engine import DuckDBEngine, Engine
 from preproc.fitted import copy_vocabulary, load_fitted, save_fitted
-from preproc.output import finish_dataset
+from preproc.output import checksum, finish_dataset
 from preproc.raw_files import RawFile, find_files, refuse_copies
 from preproc.report import (
     COVERAGE_LIMITS,
@@ -51,7 +52,6 @@ from preproc.work import (
     Work,
     check_disk,
     first_line,
-    growing_dataset,
     work_directory,
     work_directory_of,
 )
@@ -109,8 +109,11 @@ def _engine(config: PreprocConfig, directory: Path) -> Engine:
 def _identity(config: PreprocConfig, table: TableConfig, files: list[RawFile]) -> dict[str, Any]:
     keys = ("train_fraction", "frequency_limit", "vocabulary", "numerical_dtype", "shuffle")
     options = {key: getattr(config, key) for key in (*keys, "on_bad", "seed", "mode", "fitted")}
+    fitted = Path(config.fitted or "") / SPEC_NAME
     return {
         "options": {key: getattr(value, "name", value) for key, value in options.items()},
+        # It holds the checksums of all that was fitted.
+        "fitted": checksum(fitted) if config.mode is Mode.transform and fitted.exists() else None,
         "table": asdict(table),
         "engine": config.engine.name,
         "files": [
@@ -168,7 +171,7 @@ class _Run:
         with self.progress.stage("fit and transform numericals"):
             statistics = fitted["statistics"] if fitted else {}
             columns = self._numericals(statistics, counted, fit=fitted is None)
-        dataset = growing_dataset(output)
+        dataset = self.work.dataset
         with self.progress.stage("count, rank and encode categoricals") as stage:
             stage.total = len(table.categorical)
             values = {}
@@ -255,6 +258,8 @@ class _Run:
         path = self.work.directory / name
         if name not in done:
             write(path)
+            for written in [*path.rglob("*"), path, path.parent]:
+                sync_file(written)
             with self._recording:
                 done.append(name)
                 self.work.save()

@@ -1,5 +1,6 @@
 """The files of a table dataset, from what an engine wrote as Parquet: the same bytes from any engine."""
 
+import glob
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,13 @@ class TableFiles:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
+    def _files(self, relation: str) -> str:
+        """Return the literal that names all files of a relation."""
+        return text(glob.escape(str(self._directory / relation)) + "/*.parquet")
+
     def _chunks(self, relation: str, columns: str, rows: range, order: str = "row_"):
         """Yield the first row and the columns of pieces of `rows`; relations are stored in order."""
-        files = text(str(self._directory / relation / "*.parquet"))
+        files = self._files(relation)
         for start in range(rows.start, rows.stop, CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, rows.stop)
             yield (
@@ -122,7 +127,7 @@ class TableFiles:
 
     def write_vocabulary(self, relation: str, name: str) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids."""
-        files = text(str(self._directory / relation / "*.parquet"))
+        files = self._files(relation)
         path = text(str(self._dataset / "vocabulary" / f"{name}.parquet"))
         self._connection.execute(
             "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 import duckdb
 
 from configs.preproc_schema import PreprocConfig
+from dataloading.dataset_directory import clear_leftovers, sync_directory
 
 STATE = "state.json"
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -26,11 +28,19 @@ DEFAULT_SHARE = 0.8
 
 
 class Work:
-    """What a run has recorded. `state` is plain JSON; call `save` after each step that is complete."""
+    """What a run has recorded. `state` is plain JSON; call `save` after each step that is complete.
 
-    def __init__(self, directory: Path, state: dict[str, Any]) -> None:
+    Attributes:
+        directory: where the run works.
+        dataset: where its dataset grows until it is renamed to the output, on the same file system.
+        state: `files` in it says which files of the dataset are complete, as `metadata.files` does.
+    """
+
+    def __init__(self, directory: Path, dataset: Path, state: dict[str, Any]) -> None:
         self.directory = directory
+        self.dataset = dataset
         self.state = state
+        state.setdefault("files", {})
 
     def save(self) -> None:
         """Write the state by rename, synced."""
@@ -39,7 +49,16 @@ class Work:
             stream.write(json.dumps(self.state))
             stream.flush()
             os.fsync(stream.fileno())
+        # With it go the names of all files that it speaks of.
         temporary.replace(self.directory / STATE)
+        sync_directory(self.directory)
+
+    def begin_anew(self) -> None:
+        """Drop what is on record, and what stands of the dataset, but not who the run is."""
+        for key in set(self.state) - {"identity", "dataset"}:
+            del self.state[key]
+        self.state["files"] = {}
+        clear(self.dataset)
 
     def forget(self) -> None:
         """Drop the record, for a run that cannot be gone on with."""
@@ -57,45 +76,37 @@ def work_directory_of(config: PreprocConfig, output: Path) -> Path:
     return parent / f".{output.name}.preproc"
 
 
-def growing_dataset(output: Path) -> Path:
-    """Return where the dataset grows until it is renamed to `output`: on the same file system."""
-    return output.with_name(f".{output.name}.partial-preproc")
-
-
 @contextmanager
 def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]) -> Iterator[Work]:
     """Open the work directory of `output`; it is removed when the run is complete.
 
     A run that ends otherwise leaves it if it has recorded something. The next one goes on from there
-    if its `identity`, everything but files that the bytes of the dataset depend on, is the same, and
-    starts anew otherwise.
+    if its output and its `identity`, everything but files that the bytes of the dataset depend on,
+    are the same and the files that are on record stand, and starts anew otherwise.
 
     Raises:
-        ValueError: another run holds the directory, DuckDB runs out of memory or disk.
+        ValueError: another run holds the directory or writes to `output`, DuckDB runs out of memory
+            or disk.
     """
     directory = work_directory_of(config, output)
     directory.mkdir(parents=True, exist_ok=True)
-    lock = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another run is staging {output} in {directory}; wait for it, or choose another "
-                "output"
-            ) from None
-        work = Work(directory, _recorded(directory, identity))
-        if not work.has_progress:
-            clear(directory)
-            shutil.rmtree(growing_dataset(output), ignore_errors=True)
-        try:
-            yield work
-        except BaseException:
-            if not work.has_progress:
-                shutil.rmtree(directory)
-                shutil.rmtree(growing_dataset(output), ignore_errors=True)
-            raise
-        shutil.rmtree(directory)
+        with _held(directory, output):
+            work = _opened(directory, output, identity)
+            try:
+                with _held(work.dataset, output):
+                    # Those of runs that worked elsewhere: of two that began, the last one counts.
+                    if clear_leftovers(output, but=work.dataset):
+                        raise ValueError(
+                            f"another run is writing {output}; wait for it, or choose another output"
+                        )
+                    yield work
+            except BaseException:
+                if not work.has_progress:
+                    shutil.rmtree(directory)
+                    shutil.rmtree(work.dataset, ignore_errors=True)
+                raise
+            shutil.rmtree(directory)
     except duckdb.OutOfMemoryException as error:
         raise ValueError(
             "DuckDB ran out of memory; raise memory_limit "
@@ -111,22 +122,47 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
         if str(error) == "Query interrupted":
             raise KeyboardInterrupt from None
         raise
+
+
+@contextmanager
+def _held(directory: Path, output: Path) -> Iterator[None]:
+    """Hold `directory`, until this process ends, however it ends; ValueError if another one does."""
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another run is staging {output} in {directory}; wait for it, or choose another "
+                "output"
+            ) from None
+        yield
     finally:
         os.close(lock)
 
 
-def _recorded(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that stands in `directory`, or a new one; an old one that differs is removed."""
-    identity = json.loads(json.dumps(identity))
-    path = directory / STATE
+def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
+    """Return what stands in `directory`, or begin anew if that is no use for this run."""
+    identity = json.loads(json.dumps({**identity, "output": str(output)}))
     try:
-        state = json.loads(path.read_text())
+        state = json.loads((directory / STATE).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         state = {}
-    if state.get("identity") != identity:
-        path.unlink(missing_ok=True)
-        state = {"identity": identity}
-    return state
+    if state.get("identity") == identity:
+        work = Work(directory, output.with_name(state["dataset"]), state)
+        if all(_stands(work.dataset / name, record) for name, record in state["files"].items()):
+            work.dataset.mkdir(exist_ok=True)
+            return work
+    (directory / STATE).unlink(missing_ok=True)
+    clear(directory)
+    # A name of its own: else the files of a run that worked elsewhere could pass for this one's.
+    dataset = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
+    dataset.mkdir(parents=True)
+    return Work(directory, dataset, {"identity": identity, "dataset": dataset.name})
+
+
+def _stands(path: Path, record: dict[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == record["bytes"]
 
 
 def clear(directory: Path) -> None:
@@ -170,14 +206,24 @@ def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckD
 
 def check_disk(directory: Path, needed_bytes: float, what: str) -> None:
     """Raise ValueError, before anything is written, if `directory` has too little space for `what`."""
-    while not directory.exists():
-        directory = directory.parent
+    directory = _existing(directory)
     free = shutil.disk_usage(directory).free
     if needed_bytes > free:
         raise ValueError(
             f"{what} needs about {needed_bytes / 1e9:,.2f} GB at {directory}, where "
             f"{free / 1e9:,.2f} GB are free; free some, or move output or temp_directory"
         )
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Return whether two directories, which may not be there yet, will be on one file system."""
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(directory: Path) -> Path:
+    while not directory.exists():
+        directory = directory.parent
+    return directory
 
 
 def first_line(error: Exception | str) -> str:

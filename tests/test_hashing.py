@@ -28,7 +28,9 @@ def test_a_lookup_is_a_dictionary(kind):
     codes = some_codes(kind)
     known = codes[: len(codes) // 2]
     wanted = dict(zip(known.tolist(), range(1, len(known) + 1), strict=True))
-    lookup = Lookup(known, np.arange(1, len(known) + 1, dtype=np.int32))
+    lookup, ids = Lookup(len(known)), np.arange(1, len(known) + 1, dtype=np.int32)
+    for start in range(0, len(known), 999):
+        lookup.add(known[start : start + 999], ids[start : start + 999])
     asked = np.concatenate([codes, codes, np.array([0, 1, ODD - 1, ODD, MISSING], np.uint32)])
     ids = np.zeros(len(asked), np.int16)
     lookup(asked, ids)
@@ -37,7 +39,9 @@ def test_a_lookup_is_a_dictionary(kind):
 
 def test_a_lookup_leaves_ids_that_it_does_not_know():
     ids = np.array([7, 7, 7], np.int32)
-    Lookup(np.array([5], np.uint32), np.array([1]))(np.array([4, 5, MISSING], np.uint32), ids)
+    lookup = Lookup(1)
+    lookup.add(np.array([5], np.uint32), np.array([1]))
+    lookup(np.array([4, 5, MISSING], np.uint32), ids)
     assert ids.tolist() == [7, 1, 7]
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from dataloading.binary import BinarySource
 from dataloading.feature_spec import FeatureSpec
-from preproc.sql import encode
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
 
 KAGGLE = Path(__file__).resolve().parents[2] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
@@ -132,16 +131,6 @@ def test_two_runs_on_one_and_two_threads_write_the_same_bytes(tmp_path, lines):
     )
     assert len(one) == 2 * 28 + 26 + 3
     assert one == two
-
-
-def test_rows_keep_their_order_when_threads_share_a_join():
-    with duckdb.connect(config={"threads": 4}) as connection:
-        connection.execute("CREATE TABLE raw AS SELECT range::VARCHAR AS cat_0 FROM range(250_000)")
-        connection.execute("CREATE TABLE v AS SELECT cat_0 AS value, rowid AS id FROM raw")
-        query = encode("cat_0", "raw", "rowid", "v")
-        connection.execute(f"CREATE TABLE encoded AS {query}")
-        ids = connection.execute("SELECT id FROM encoded").fetchnumpy()["id"]
-    assert np.array_equal(ids, np.arange(250_000))
 
 
 def test_gzip_zstandard_and_plain_text_are_the_same(tmp_path, lines):

@@ -12,13 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import duckdb
+import pyarrow as pa
 import pytest
 
 from configs.preproc_schema import PreprocConfig
 from configs.schema import describe
 from preproc import criteo, parse, work
 from preproc import output as output_module
-from preproc.raw_files import zstd_is_whole
+from preproc.lines import blocks
+from preproc.raw_files import RawFile, find_gap, zstd_is_whole
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
 
 GOOD = [raw_line(i % 2, i1=i, c1=f"{i % 7:08x}") for i in range(100)]
@@ -173,6 +175,28 @@ def test_no_cut_of_a_zstandard_file_passes_for_whole(tmp_path):
     for length in sorted({*lengths, *ends}):
         cut.write_bytes(whole[:length])
         assert zstd_is_whole(cut) == (length in ends), length
+
+
+def test_a_damaged_zstandard_is_named(tmp_path, output):
+    source = tmp_path / "raw.zst"
+    packed = bytearray(pa.compress("\n".join(GOOD).encode(), "zstd", asbytes=True))
+    packed[len(packed) // 2 :] = bytes(len(packed) - len(packed) // 2)
+    packed[-1] = 1
+    source.write_bytes(packed)
+    file = RawFile(source, "zstd")
+    with pytest.raises(ValueError, match=r"damaged Zstandard data \(.*\); fetch it again"):
+        list(blocks(file, 0))
+
+
+def test_a_zstandard_file_of_several_frames_is_read_from_any_byte(tmp_path):
+    text = "".join(f"{line}\n" for line in GOOD).encode()
+    parts = text[:1000], b"", text[1000:]
+    skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
+    source = tmp_path / "raw.zst"
+    source.write_bytes(skippable.join(pa.compress(part, "zstd", asbytes=True) for part in parts))
+    assert zstd_is_whole(source)
+    for offset in (0, 1, 999, 1000, 1001, len(text) - 1, len(text)):
+        assert b"".join(blocks(RawFile(source, "zstd"), offset, 100)) == text[offset:]
 
 
 @pytest.mark.parametrize("name", ["raw.tsv", "raw.tsv.gz"])
@@ -377,6 +401,22 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, o
     )
 
 
+def test_a_disk_that_is_too_small_for_the_dataset_alone_is_told(tmp_path, output, monkeypatch):
+    # Work and output are on two disks: 100 rows of 133 bytes here, of 90 bytes there.
+    free = {tmp_path / "work": 13_500, tmp_path: 8_000}
+    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    monkeypatch.setattr(criteo, "same_disk", lambda *_: False)
+    (tmp_path / "work").mkdir()
+    source = write_lines(tmp_path / "raw.tsv", GOOD)
+    options = [f"source={source}", f"output={output}", f"temp_directory={tmp_path / 'work'}"]
+    fails(f"the dataset needs about 0.00 GB at {tmp_path}, where .*", *options)
+    free[tmp_path / "work"] = 13_000
+    fails(f"the work directory needs about 0.00 GB at {tmp_path / 'work'}, where .*", *options)
+    monkeypatch.setattr(criteo, "same_disk", lambda *_: True)
+    free[tmp_path / "work"] = 17_000
+    fails(f"the run needs about 0.00 GB at {tmp_path / 'work'}, where .*", *options)
+
+
 def test_a_copy_of_a_file_is_refused(tmp_path, output):
     first = write_lines(tmp_path / "day_0", GOOD)
     second = write_lines(tmp_path / "day_1", GOOD)
@@ -408,6 +448,15 @@ def test_a_header_line_is_named(tmp_path, output):
     )
 
 
+def test_a_gap_is_found_however_far_the_numbers_reach():
+    files = [RawFile(Path(f"day_{number}"), "none") for number in (10**15, 2, 10**15 + 1, 1)]
+    assert find_gap(files) == (
+        "day_3 is missing between day_1 and day_1000000000000001; fetch it, or give the files one "
+        "by one"
+    )
+    assert find_gap(files[:1] + files[2:3]) is None
+
+
 def test_a_damaged_gzip_is_named(tmp_path, output):
     source = write_lines(tmp_path / "raw.tsv.gz", GOOD * 20, compress=True)
     packed = bytearray(source.read_bytes())
@@ -426,15 +475,19 @@ BAD = {
     12: raw_line(2).encode(),
     30: raw_line(1, i3="1e3").encode(),
     31: b"\xff" + GOOD[0].encode(),
+    32: GOOD[0].encode() + b"\x01\rx",
     99: raw_line(1, i3="9" * 19).encode(),
 }
 
 
-@pytest.mark.parametrize("on_bad", ["skip", "quarantine"])
-def test_bad_rows_are_left_out_counted_and_kept_aside(tmp_path, on_bad):
+@pytest.mark.parametrize(
+    ("on_bad", "packed"), [("skip", False), ("quarantine", False), ("quarantine", True)]
+)
+def test_bad_rows_are_left_out_counted_and_kept_aside(tmp_path, on_bad, packed):
     lines = [BAD.get(number, line.encode()) for number, line in enumerate(GOOD, start=1)]
     source = tmp_path / "raw.tsv"
-    source.write_bytes(b"\r\n".join(lines))
+    text = b"\r\n".join(lines)
+    source.write_bytes(pa.compress(text, "zstd", asbytes=True) if packed else text)
     preproc(f"source={source}", f"output={tmp_path / 'out'}", f"on_bad={on_bad}")
     good = write_lines(
         tmp_path / "good", [line for n, line in enumerate(GOOD, start=1) if n not in BAD]
@@ -446,7 +499,7 @@ def test_bad_rows_are_left_out_counted_and_kept_aside(tmp_path, on_bad):
     if on_bad == "skip":
         assert not aside.exists()
         return
-    kept = [line.split(b"\t", 3) for line in aside.read_bytes().splitlines()]
+    kept = [line.split(b"\t", 3) for line in aside.read_bytes().removesuffix(b"\n").split(b"\n")]
     assert [(int(line), text) for _, line, _, text in kept] == list(BAD.items())
     assert {Path(file.decode()) for file, *_ in kept} == {source}
     assert kept[3][2].startswith(b"column 4 (num_2) is '1e3', wanted an integer")

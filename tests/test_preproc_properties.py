@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from preproc.fields import MISSING, ODD
 from preproc.lines import what_is_wrong
+from preproc.parse import MEMORY_BYTES, PIECE_BYTES
 from preproc.parse_piece import PieceParser
 
 SETTINGS = settings(
@@ -197,8 +198,25 @@ def test_a_piece_of_any_bytes_gives_the_rows_of_its_good_lines(rows, line_end):
         for column, value in enumerate(row[14:])
         if reference_code(value) == ODD
     }
-    places = zip(found.odd.columns.tolist(), found.odd.rows.tolist(), strict=True)
-    assert dict(zip(places, found.odd.texts, strict=True)) == odd
+    texts = {
+        (column, number): value
+        for part in found.odd
+        for column, number, value in zip(
+            part.columns.to_pylist(), part.rows.to_pylist(), part.texts.to_pylist(), strict=True
+        )
+    }
+    assert texts == odd
+
+
+@pytest.mark.parametrize("category", ["", "0123abcd", "x", "a longer text than eight"])
+def test_a_parsed_piece_stays_within_what_is_counted_for_it(category):
+    line = "1" + "\t" * 13 + f"\t{category}" * 26 + "\n"
+    text = line.encode() * ((1 << 18) // len(line))
+    found = PARSER(text)
+    odd_bytes = sum(part.num_bytes for part in found.odd)
+    assert bool(odd_bytes) == (len(category) not in (0, 8))
+    kept_bytes = len(text) + sum(each.nbytes for each in found.columns) + odd_bytes
+    assert kept_bytes < MEMORY_BYTES / PIECE_BYTES * len(text)
 
 
 PARSER = PieceParser("float32")

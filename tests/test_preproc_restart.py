@@ -1,10 +1,14 @@
 """A run that is killed goes on, and writes what an uninterrupted one writes; memory stays in bounds."""
 
+import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
+import tracemalloc
+import weakref
 from contextlib import suppress
 from itertools import count
 from multiprocessing import get_context
@@ -13,9 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preproc import parse
+from dataloading.dataset_directory import clear_leftovers
+from preproc import criteo, parse, shuffle
+from preproc import output as output_module
+from preproc.hashing import Lookup
+from preproc.report import Stage
 from preproc.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.staged import StagedColumn
+from preproc.work import Work
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
 from tests.test_preproc_table import _hydra
 
@@ -151,6 +160,44 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
     assert all_files(output) == all_files(tmp_path / "wanted")
 
 
+@pytest.mark.parametrize("job", [raw_logs, any_table])
+def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatch, job):
+    synced, missed = set(), []
+    fsync, save = os.fsync, Work.save
+    put_in_place = output_module.put_in_place
+
+    def note(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def need(*paths):
+        missed.extend(path for path in paths if path.stat().st_ino not in synced)
+
+    def record(run):
+        for name in run.state["files"]:
+            need(run.dataset / name, (run.dataset / name).parent)
+        for name in run.state.get("relations", []):
+            need(run.directory / name, *(run.directory / name).iterdir())
+        if run.state.get("parse", {}).get("odd"):
+            need(run.directory / "odd", *(run.directory / "odd").iterdir())
+        if "shuffle" in run.state:
+            need(run.directory / "origin.i64")
+        save(run)
+
+    def place(dataset, root):
+        need(dataset, *dataset.rglob("*"))
+        put_in_place(dataset, root)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Work, "save", record)
+    monkeypatch.setattr(output_module, "put_in_place", place)
+    source = write_lines(tmp_path / "raw.tsv", [*noise(300), "bad"])
+    options = ["shuffle=true", "on_bad=quarantine", "plot=true", f"output={tmp_path / 'out'}"]
+    preproc(*job(str(source)), *options)
+    assert missed == []
+    assert {"report.png", "bad_rows.tsv"} < {path.name for path in (tmp_path / "out").iterdir()}
+
+
 def test_other_options_begin_anew(tmp_path, monkeypatch):
     source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
     with monkeypatch.context() as patch:
@@ -160,6 +207,92 @@ def test_other_options_begin_anew(tmp_path, monkeypatch):
     preproc(f"source={source}", f"output={output}", "frequency_limit=5")
     preproc(f"source={source}", f"output={tmp_path / 'wanted'}", "frequency_limit=5")
     assert all_files(output) == all_files(tmp_path / "wanted")
+
+
+def stopped_at(stage: str, monkeypatch, *options: str) -> None:
+    """Run the command until it comes to function `stage` of the job, where the disk is full."""
+    with monkeypatch.context() as patch:
+        patch.setattr(f"preproc.criteo.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop")))
+        with pytest.raises(SystemExit):
+            preproc(*options)
+
+
+def test_a_run_to_another_output_does_not_go_on_with_the_files_of_the_first(tmp_path, monkeypatch):
+    options = [
+        f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}",
+        f"temp_directory={tmp_path}",
+    ]
+    stopped_at("_write_plain", monkeypatch, *options, f"output={tmp_path / 'one' / 'out'}")
+    for directory in ("two", "one"):
+        preproc(*options, f"output={tmp_path / directory / 'out'}")
+    assert len(data_files(tmp_path / "one" / "out")) == 2 * 28
+    assert all_files(tmp_path / "one" / "out") == all_files(tmp_path / "two" / "out")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "lost", ["train/cat_3.bin", "vocabulary/cat_0.parquet", "test/label.bin", ""]
+)
+def test_a_run_whose_files_were_removed_writes_them_again(tmp_path, monkeypatch, lost):
+    options = [f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}"]
+    preproc(*options, f"output={tmp_path / 'wanted'}")
+    stopped_at("_missing_numericals", monkeypatch, *options, f"output={tmp_path / 'out'}")
+    [dataset] = tmp_path.glob(".out.partial-*")
+    if lost:
+        (dataset / lost).unlink()
+    else:
+        shutil.rmtree(dataset)
+    preproc(*options, f"output={tmp_path / 'out'}")
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+
+
+def test_runs_that_work_in_two_places_never_share_a_dataset(tmp_path, monkeypatch):
+    # The same sizes, other bytes: nothing but the owner tells their files apart.
+    source = write_lines(tmp_path / "raw.tsv", noise(500))
+    options = [f"source={source}", f"output={tmp_path / 'out'}"]
+    one, two = (
+        [*options, "shuffle=true", f"seed={n}", f"temp_directory={tmp_path / n}"] for n in "12"
+    )
+    preproc(*one[:1], f"output={tmp_path / 'wanted'}", *one[2:])
+    stopped_at("_missing_numericals", monkeypatch, *one)
+    stopped_at("_missing_numericals", monkeypatch, *two)
+    preproc(*one)
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+    later = []
+
+    def write_plain(*arguments):
+        clear_leftovers(output)  # as `write_dataset` does
+        with pytest.raises(SystemExit, match="another run is writing") as refused:
+            preproc(f"source={source}", f"output={output}", f"temp_directory={tmp_path / 'two'}")
+        later.append(refused.value.code)
+        return criteo_write_plain(*arguments)
+
+    criteo_write_plain = criteo._write_plain
+    monkeypatch.setattr(criteo, "_write_plain", write_plain)
+    preproc(f"source={source}", f"output={output}")
+    assert later == [
+        f"error: another run is writing {output}; wait for it, or choose another output"
+    ]
+    assert len(data_files(output)) == 2 * 28
+
+
+@pytest.mark.parametrize("before", ["first", "last", None])
+def test_other_test_rows_leave_nothing_of_the_splits_before(tmp_path, monkeypatch, before):
+    files = [write_lines(tmp_path / f"day_{day}", noise(300 + day, day)) for day in range(4)]
+    options = ["dataset=criteo_1tb", "frequency_limit=1", f"source=[{files[0]},{files[1]}]"]
+    tests = {"first": [f"test_source={files[2]}"], "last": [f"test_source={files[3]}"], None: []}
+    for wanted in {*tests} - {before}:
+        name = f"{wanted}"
+        preproc(*options, *tests[wanted], f"output={tmp_path / 'wanted' / name}")
+        output = f"output={tmp_path / 'out' / name}"
+        stopped_at("_missing_numericals", monkeypatch, *options, *tests[before], output)
+        preproc(*options, *tests[wanted], output)
+        assert all_files(tmp_path / "out" / name) == all_files(tmp_path / "wanted" / name)
 
 
 def test_shuffling_moves_whole_training_rows_and_nothing_else(tmp_path):
@@ -188,16 +321,21 @@ def test_shuffling_moves_whole_training_rows_and_nothing_else(tmp_path):
     assert one["train/label.bin"] != other["train/label.bin"]
 
 
-def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_path, monkeypatch):
-    from preproc import shuffle
-    from preproc.report import Stage
-    from preproc.work import Work
+@pytest.mark.parametrize("job", [raw_logs, any_table])
+def test_brackets_in_a_path_are_letters_like_others(tmp_path, job):
+    source = write_lines(tmp_path / "raw.tsv", noise(300))
+    for name in ("plain", "odd[1]*b"):
+        output = tmp_path / name / "out"
+        preproc(*job(str(source)), f"output='{output}'", "shuffle=true")
+    assert all_files(tmp_path / "odd[1]*b") == all_files(tmp_path / "plain") != {}
 
+
+def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "BUCKET_ROWS", 1000)
     monkeypatch.setattr(shuffle, "CHUNK_ROWS", 777)
     column = StagedColumn(tmp_path / "rows", "<i4")
     np.arange(10_500, dtype="<i4").tofile(column.path)
-    work = Work(tmp_path, {})
+    work = Work(tmp_path, tmp_path / "dataset", {})
     shuffle.shuffle_rows([column], 10_000, 5, 2, work, Stage("", print))
     rows = column.read(0, 10_500)
     assert (rows[10_000:] == np.arange(10_000, 10_500)).all()
@@ -205,6 +343,22 @@ def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_p
     # Correlation of place and row, and fixed points: about 0 (sd 0.01) and about 1.
     assert abs(np.corrcoef(np.arange(10_000), rows[:10_000])[0, 1]) < 0.05
     assert (rows[:10_000] == np.arange(10_000)).sum() < 8
+
+
+def test_a_thread_that_shuffles_takes_no_more_memory_than_it_is_counted_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "BUCKET_ROWS", 20_000)
+    monkeypatch.setattr(shuffle, "CHUNK_ROWS", 10_000)
+    labels = StagedColumn(tmp_path / "labels", "u1")
+    numericals = StagedColumn(tmp_path / "numericals", "<f4", 13)
+    np.zeros(50_000, "u1").tofile(labels.path)
+    np.zeros((50_000, 13), "<f4").tofile(numericals.path)
+    columns = [labels, numericals]
+    work = Work(tmp_path, tmp_path / "dataset", {})
+    tracemalloc.start()
+    shuffle.shuffle_rows(columns, 50_000, 5, 1, work, Stage("", print))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.7 < peak / shuffle.worker_bytes(columns, 50_000) < 1.05
 
 
 def test_buckets_depend_on_the_rows_alone():
@@ -218,8 +372,23 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}")
     monkeypatch.setattr("preproc.encode.ENTRY_BYTES", 1 << 20)
-    preproc(f"source={source}", f"output={tmp_path / 'pieces'}", "memory_limit=2GB")
+    alive = []
+
+    class Watched(Lookup):
+        made = most_alive = 0
+
+        def __init__(self, most_entries):
+            super().__init__(most_entries)
+            alive.append(weakref.ref(self))
+            Watched.made += 1
+            Watched.most_alive = max(Watched.most_alive, sum(each() is not None for each in alive))
+
+    monkeypatch.setattr("preproc.encode.Lookup", Watched)
+    options = ["memory_limit=2GB", "threads=1"]
+    preproc(f"source={source}", f"output={tmp_path / 'pieces'}", *options)
     assert data_files(tmp_path / "pieces") == data_files(tmp_path / "whole")
+    assert Watched.made > 26
+    assert Watched.most_alive == 1
 
 
 def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
@@ -233,8 +402,6 @@ def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, mo
 
 
 def test_a_stage_tells_its_rate_and_the_time_left():
-    from preproc.report import Stage
-
     stage = Stage("parse", print)
     stage.total, stage.detail = 400.0, "day_3"
     stage.update(100.0)

@@ -252,6 +252,22 @@ def test_training_rows_can_be_shuffled(tmp_path):
     assert rows_of(tmp_path / "out", "test") == list(range(450, 500))
 
 
+def test_a_transform_does_not_go_on_with_a_fit_that_was_made_anew(tmp_path, people, monkeypatch):
+    features = {"numerical": [{"name": "age", "transforms": [{"fill": 0}, "minmax"]}]}
+    table = described(people, **features)
+    build(tmp_path / "fit", table)
+    options = ("mode=transform", f"fitted={tmp_path / 'fit'}")
+    with monkeypatch.context() as patch:
+        patch.setattr("preproc.table.TableFiles", None)
+        with pytest.raises(TypeError):
+            build(tmp_path / "out", table, *options)
+    other = tmp_path / "other.csv"
+    other.write_text("bought,age,city,tags\n" + "1,7,Rome,a\n0,9,Oslo,b\n" * 4)
+    build(tmp_path / "fit", described(other, **features), "overwrite=true")
+    files = build(tmp_path / "out", table, *options)
+    assert files == build(tmp_path / "wanted", table, *options)
+
+
 def test_a_fit_is_applied_to_new_rows_and_unseen_values_are_counted(tmp_path, people):
     features = {
         "numerical": [{"name": "age", "transforms": [{"fill": 0}, "minmax"]}],
