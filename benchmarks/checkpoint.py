@@ -4,9 +4,9 @@
 
 Builds the run as dlrm.py would, trains until the speed is known, saves below DIR/run/checkpoints while it trains on until all
 ranks have written, takes three more copies of the state (the first also had to take the memory for them), checks and restores
-what it wrote. Prints a line a number and writes DIR/checkpoint.json. The cost of a save is the time from its begin
-until it is written, less what the steps made in between would have taken: it holds the pause, and whatever the writing
-takes from training. `python -m benchmarks.recovery` can go on from what this leaves.
+what it wrote. Says how far it is, then prints a line a number and writes DIR/checkpoint.json. The cost of a save is the time
+from its begin until it is written, less what the steps made in between would have taken: it holds the pause, and whatever
+the writing takes from training. `python -m benchmarks.recovery` can go on from what this leaves.
 """
 
 import argparse
@@ -93,15 +93,18 @@ def measured(config: Config, ranks: Ranks, baseline_s: float) -> dict[str, Any]:
     run = Steps(step, Feed(batches, step.tables, ranks.device), ranks, channel)
     run.take(WARM_UP_STEPS)
     step_s = run.until(lambda: run.seconds >= baseline_s)
+    _tell(ranks, f"{step_s * 1e3:.2f} ms a step; saving")
 
     run.seconds, run.count = 0.0, 0
     with timed(run):
         checkpointer.save(run.num_steps, NOTHING_RECORDED, {})
     paused_s = run.seconds
+    _tell(ranks, f"paused for {paused_s:.2f} s; writing")
     run.until(lambda: not checkpointer.is_writing)
     save_s, steps_meanwhile = run.seconds, run.count
     assert checkpointer.wait() is None, "it could not be written"
     cost_s = save_s - steps_meanwhile * step_s
+    _tell(ranks, f"written after {save_s:.1f} s; copying again, checking, restoring")
     batches.close()
 
     total_bytes = sum(channel.gather(num_bytes(state_of(step))))
@@ -138,6 +141,12 @@ def measured(config: Config, ranks: Ranks, baseline_s: float) -> dict[str, Any]:
         "check s": slowest(check_s),
         "load s": slowest(load_s),
     }
+
+
+def _tell(ranks: Ranks, text: str) -> None:
+    """Say how far it is: a large state takes minutes, and whoever stops it wants what was seen."""
+    if ranks.is_main:
+        print(text, flush=True)
 
 
 class Steps:
