@@ -19,7 +19,7 @@ import torch
 from nn.checkpoint_files import find_damage, newest_first, read_facts, step_of
 from tests.command import ROOT, run_command
 from tests.composed import TINY
-from tests.crash import RUN, crash, start, wait_until
+from tests.crash import RUN, crash, start, trains, wait_until
 from tests.datasets import plant, write_clicks
 from tests.runs import at_step, differences, records, stored_bytes, wait_for_writer
 
@@ -73,14 +73,27 @@ class Faults:
         return self.run_dir / "checkpoints"
 
     def meet(
-        self, name: str, fault: Callable[[list[int], Path], None], ends_within_s: float = 60
+        self,
+        name: str,
+        fault: Callable[[list[int], Path], None],
+        *,
+        saves: bool = True,
+        ends_within_s: float = 60,
     ) -> None:
-        """Start, call `fault` with the processes and the log, and note how that ends."""
+        """Start, call `fault` with the processes and the log once there is a new checkpoint, and note how that ends.
+
+        Without saves it is called once there is a record.
+        """
         log = self.run_dir.with_name(f"{name}.log")
         before = self.latest()
-        ranks = start([*RUN, f"run_dir={self.run_dir}"], 2, log)
+        overrides = [f"run_dir={self.run_dir}", *([] if saves else ["checkpoint.save_every=null"])]
+        ranks = start([*RUN, *overrides], 2, log)
+
+        def has_come_so_far() -> bool:
+            return self.latest() > before if saves else trains(ranks)
+
         try:
-            assert wait_until(lambda: self.latest() > before, 120), log.read_text()
+            assert wait_until(has_come_so_far, 120), log.read_text()
             fault([each.pid for each in ranks.processes], log)
             self.starts[name] = Start(ranks.wait(ends_within_s), log.read_text(), self.latest())
         finally:
@@ -92,12 +105,7 @@ def send(signum: int, rank: int) -> Callable[[list[int], Path], None]:
 
 
 def hang(pids: list[int], log: Path) -> None:
-    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective.
-
-    Not while the loop waits for what is being written, which may take long: there only the launcher's SIGKILL ends it.
-    """
-    checkpoints = log.with_name("run") / "checkpoints"
-    assert wait_until(lambda: not list(checkpoints.glob(".step*")), 60)
+    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective."""
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGTERM)
@@ -126,7 +134,8 @@ def faults(tmp_path_factory) -> Faults:
     faults.meet("SIGUSR1", send(signal.SIGUSR1, rank=0))
     faults.meet("kill rank 0", send(signal.SIGKILL, rank=0))
     faults.meet("kill rank 1", send(signal.SIGKILL, rank=1))
-    faults.meet("hang", hang)
+    # A loop that waits for what is being written may wait long: there only the launcher's SIGKILL ends it.
+    faults.meet("hang", hang, saves=False)
     faults.meet("to the end", fill_disk_of_rank_1_then_be_slow, ends_within_s=300)
     return faults
 
