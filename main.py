@@ -27,6 +27,7 @@ from nn.errors import (
 
 # A launcher ends all ranks when it sees the first one fail; the rank that speaks must not be ended before it has.
 SILENT_RANK_WAIT_S = 2.0
+STARTED_BY = os.getppid()
 
 
 def launch(config_name: str) -> None:
@@ -104,9 +105,9 @@ def _end(message: str | None, exit_code: int) -> NoReturn:
         sign = "" if exit_code == RESUME_EXIT_CODE else "error: "
         print(f"{sign}{message}", file=sys.stderr)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        if exit_code == RESUME_EXIT_CODE:
-            # Otherwise the launcher would take this for a failure, and use up a restart.
-            os.kill(os.getppid(), signal.SIGTERM)
+        if exit_code == RESUME_EXIT_CODE and os.getppid() == STARTED_BY:
+            # Otherwise the launcher, if it is still there, would take this for a failure, and use up a restart.
+            os.kill(STARTED_BY, signal.SIGTERM)
         _leave_launcher(exit_code)
     sys.exit(exit_code)
 

@@ -24,13 +24,15 @@ PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
 START_S = 30
 
 # The first node has this machine's name, since that is where the ranks meet. A requeued job waits until its old
-# credentials have expired, two minutes unless `cred_expire` says otherwise.
+# credentials have expired, two minutes unless `cred_expire` says otherwise. Jobs of two clusters on one machine would meet
+# each other, at the port that their number gives: so numbers begin anywhere.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
+FirstJobId={first_job_id}
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket,cred_expire=5
 StateSaveLocation={root}/state
@@ -71,7 +73,12 @@ class Cluster:
         self.nodes = (host, f"{host}-2")
         self._daemons: list[subprocess.Popen[bytes]] = []
         configuration = CONFIGURATION.format(
-            host=host, user=getpass.getuser(), root=root, nodes=self.nodes, ports=_free_ports(3)
+            host=host,
+            user=getpass.getuser(),
+            root=root,
+            nodes=self.nodes,
+            ports=_free_ports(3),
+            first_job_id=secrets.randbelow(2**24) + 1,
         )
         (root / "slurm.conf").write_text(configuration)
         (root / "state").mkdir()

@@ -78,6 +78,7 @@ class Job:
     def processes(self, node: str) -> list[int]:
         """What runs on a node: torchrun, then its ranks."""
         mark = {f"SLURM_JOB_ID={self.number}".encode(), f"SLURMD_NODENAME={node}".encode()}
+        mark.add(f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}".encode())
         return sorted(
             int(path.parent.name)
             for path in Path("/proc").glob("[0-9]*/environ")
