@@ -1,4 +1,4 @@
-"""A training pass through TorchRec: for ragged features, row-wise tables, tables in host memory, and the tail of an epoch."""
+"""A training pass through TorchRec: for ragged features, row-wise tables and tables in host memory."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -27,7 +27,7 @@ class StaticPass:
     """Everything of a step but the update of the dense half and of replicated tables, whose gradients it leaves.
 
     Args:
-        tables: for whole batches of one size.
+        tables: for batches of one size.
         dense: the dense half, on its device.
         gradients: where the gradients go.
         readback: where the loss goes.
@@ -35,6 +35,8 @@ class StaticPass:
         loss_scale: multiplies the loss before the backward pass; gradients are checked and divided by it if not 1.
         ranks: this process.
         update_tables: whether the tables learn.
+        num_valid: rows of this rank that count, the first ones; None for all. The others are padding.
+        global_valid: rows over all ranks that count; None for all.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class StaticPass:
         loss_scale: float,
         ranks: Ranks,
         update_tables: bool,
+        num_valid: int | None = None,
+        global_valid: int | None = None,
     ) -> None:
         self._tables = tables
         self._dense = dense
@@ -57,12 +61,13 @@ class StaticPass:
         self._autocast = autocast
         self._loss_scale = loss_scale
         self._ranks = ranks
+        self._num_valid, self._global_valid = num_valid, global_valid
         on_gpu = ranks.device.type == "cuda"
         self._enabled = torch.ones(1, dtype=torch.int32, device=ranks.device)
         self._queue = torch.cuda.Stream(ranks.device) if on_gpu else None
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Learn from a whole batch.
+        """Learn from a batch.
 
         Args:
             ids: at their tables.
@@ -103,8 +108,7 @@ class StaticPass:
         of_home = of_owned = None
         with self._autocast(), mark("dense half"):
             logits = self._dense(numerical, Embeddings(self._tables.layout, arrive))
-        rows = len(labels)
-        share = share_of_loss(logits, labels, rows, rows * self._ranks.world_size)
+        share = share_of_loss(logits, labels, *self._counts(len(labels)))
         with self._beside():
             loss = self._ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
@@ -127,9 +131,13 @@ class StaticPass:
                     self._tables.update(sorted_owned, of_owned, is_good)
         if self._queue is not None:
             torch.cuda.current_stream().wait_stream(self._queue)
-        if ids.give_up is not None:
-            ids.give_up()
         return logits.detach()
+
+    def _counts(self, rows: int) -> tuple[int, int]:
+        """Rows that count, of this rank and of all."""
+        if self._num_valid is None or self._global_valid is None:
+            return rows, rows * self._ranks.world_size
+        return self._num_valid, self._global_valid
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ from nn.errors import DivergedError
 from nn.feed import Feed
 from nn.flat_gradients import FlatGradients
 from nn.marks import mark
-from nn.padded_pass import PaddedPass
 from nn.readback import Readback
 from nn.schedule import learning_rate_factor
 from nn.sharding import Exchange, ShardedTables
@@ -90,8 +89,7 @@ class Step:
         }
         halves = (dense, self._gradients, self._readback)
         self._dynamic = DynamicPass(tables, *halves, **settings)
-        self._make_static = lambda static: StaticPass(static, *halves, **settings)
-        self._make_padded = lambda static, **valid: PaddedPass(static, *halves, **valid, **settings)
+        self._make_static = lambda static, **valid: StaticPass(static, *halves, **settings, **valid)
         inference = config.mode is Mode.inference
         self._forward_sizes = (
             config.inference.batch_sizes if inference else [config.eval.batch_size]
@@ -167,7 +165,7 @@ class Step:
         size = len(batch.labels)
         if batch.global_valid < size * self._ranks.world_size:
             valid = {"num_valid": batch.num_valid, "global_valid": batch.global_valid}
-            return self._make_padded(self.tables.static(size), **valid)
+            return self._make_static(self.tables.static(size), **valid)
         if size not in self._passes:
             plain = self._make_static(self.tables.static(size))
             whole = batch.global_valid == self._config.train.batch_size
