@@ -42,7 +42,7 @@ def unfinished(directory: Path, num_steps: int) -> Path:
 def newest_first(directory: Path) -> list[Path]:
     """Return the checkpoints of a directory, which need not exist."""
     found = [each for each in directory.glob("step_*") if re.fullmatch(r"step_\d+", each.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
@@ -204,7 +204,7 @@ def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that a crash on the way leaves none that looks whole."""
-    going = path.with_name(f".{path.name}.unfinished")
+    going = unfinished(path.parent, step_of(path))
     shutil.rmtree(going, ignore_errors=True)
     path.rename(going)
     shutil.rmtree(going, ignore_errors=True)

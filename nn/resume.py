@@ -88,9 +88,7 @@ def find_start(
 
 
 def is_over(config: Config, start: Start, last_step: int) -> bool:
-    """Whether a run has come to its end already: its summary is of the step of its latest checkpoint."""
-    if not start.is_continuation:
-        return False
+    """Whether a run that goes on has come to its end already: its summary is of the step of its latest checkpoint."""
     try:
         summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
     except (OSError, json.JSONDecodeError):

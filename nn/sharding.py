@@ -1,10 +1,10 @@
 """The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
 
 A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`). Where all shapes are known,
-and always where weights have 16 bits, everything after that is `static`'s (`nn.static_tables`), on the same memory. Otherwise TorchRec does it: ids are looked
-up by FBGEMM (`look_up`), the embeddings travel home (`bring_home`), and their gradients back; `update` then changes the
-tables, with FBGEMM inside their backward pass, and by the same rule right after it for replicated tables and for all
-tables where FBGEMM has no fused form of the rule. World size 1 takes the same path.
+and always where weights have 16 bits, everything after that is `static`'s (`nn.static_tables`), on the same memory.
+Otherwise TorchRec does it: ids are looked up by FBGEMM (`look_up`), the embeddings travel home (`bring_home`), and their
+gradients back; `update` then changes the tables, with FBGEMM inside their backward pass, and by the same rule right after
+it for replicated tables and for all tables where FBGEMM has no fused form of the rule. World size 1 takes the same path.
 """
 
 from collections.abc import Iterator
@@ -149,7 +149,6 @@ class ShardedTables:
         self._ranks = ranks
         table_plan = plan.plan["embeddings"]
         self.features = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
-        self.names = [table.name for table in embeddings.embedding_bag_configs()]
         self._rows = {
             table.name: table.num_embeddings for table in embeddings.embedding_bag_configs()
         }
@@ -211,10 +210,6 @@ class ShardedTables:
                 col_offset=shard.column_offset,
                 bound=self._rows[shard.table] ** -0.5,
             )
-
-    def table_names(self) -> list[str]:
-        """Return the names of all tables, on whatever rank."""
-        return list(self._rows)
 
     def shards(self) -> Iterator[TableShard]:
         """Yield the pieces of tables that this rank holds."""

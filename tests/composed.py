@@ -99,6 +99,16 @@ class Built:
         feed = self.feed(start_step, num_steps)
         return [self.step.train(start_step + index, feed).loss for index in range(num_steps)]
 
+    def score(self, num_batches: int) -> None:
+        """Predict the first batches of the test split, and go on training."""
+        self.step.set_training(False)
+        batches = self.test_loader.batches(0, num_batches)
+        feed = Feed(batches, self.step.tables, self.ranks.device)
+        for batch, ids in feed:
+            self.step.predict(batch, ids)
+            feed.start_next()
+        self.step.set_training(True)
+
 
 def build(config: Config, source: Source | None = None) -> Built:
     """Build a run, on the data of the configuration unless told otherwise; needs a process group."""
@@ -151,7 +161,7 @@ def learnt_in_cases(
 def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list[float]]:
     """Of each whole table, whatever its layout: the length of its change, and that change along two random directions."""
     tables = built.step.tables
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.table_names())}
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.names)}
     copies = set(tables.placement.copied_tables) if tables.why_not_static is None else set()
     for shard, old in zip(tables.shards(), before, strict=True):
         change = shard.weight.double() - old.double()

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nn.errors import LOST_RANK_EXIT_CODE
-from tests.distributed import free_port
+from tests.distributed import free_port, launched_as
 from tests.runs import differences
 
 NUM_STEPS = 300
@@ -102,14 +102,7 @@ def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, lo
     recorder.draw_curves = lambda *_: None
     num_ranks, local_world_size = world
     if num_ranks > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % local_world_size),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(local_world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        os.environ |= launched_as(rank, num_ranks, local_world_size, port)
     sys.argv = ["dlrm.py", *arguments]
     exit_code = 0
     try:

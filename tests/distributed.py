@@ -121,6 +121,18 @@ def _receive(pipe: Connection) -> tuple[Any, str]:
         return None, "a rank died"
 
 
+def launched_as(rank: int, world_size: int, local_world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a rank of this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local_world_size),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
@@ -130,14 +142,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             return
         # TorchRec keeps the groups of a node's ranks for ever, but each call opens its own process group.
         comm._INTRA_PG = comm._CROSS_PG = None
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % local_world_size),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(local_world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        os.environ |= launched_as(rank, world_size, local_world_size, port)
         try:
             answer = (function(*args), "")
         except BaseException:

@@ -99,12 +99,7 @@ def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list
         for each in cases:
             built = build(compose_config(*each))
             losses = built.train(0, 5)
-            built.step.set_training(False)
-            batch, ids = next(
-                Feed(built.test_loader.batches(0, 1), built.step.tables, built.ranks.device)
-            )
-            built.step.predict(batch, ids)
-            built.step.set_training(True)
+            built.score(1)
             losses += built.train(5, NUM_STEPS - 5)
             captured = [type(each).__name__ == "Captured" for each in built.step._passes.values()]
             results.append((all(captured), losses))
@@ -313,13 +308,7 @@ def losses_while_another_feed_runs(cases: list[list[str]]) -> list[list[float]]:
             built = build(compose_config(*each))
             feed = built.feed(0, NUM_STEPS)
             losses = [built.step.train(step, feed).loss for step in range(5)]
-            built.step.set_training(False)
-            batches = built.test_loader.batches(0, 2)
-            others = Feed(batches, built.step.tables, built.ranks.device)
-            for batch, ids in others:
-                built.step.predict(batch, ids)
-                others.start_next()
-            built.step.set_training(True)
+            built.score(2)
             losses += [built.step.train(step, feed).loss for step in range(5, NUM_STEPS)]
             results.append(losses)
             built.step.close()

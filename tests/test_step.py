@@ -17,7 +17,6 @@ from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature
 from nn.build import open_source
 from nn.errors import DivergedError
-from nn.feed import Feed
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed
 from tests.reference import Reference, ReferenceMLP
@@ -345,13 +344,7 @@ def test_evaluating_between_two_steps_changes_nothing(name):
             built = build(compose_config(*TINY, *rule(name)))
             first = built.train(0, 3)
             if evaluates:
-                built.step.set_training(False)
-                batches = built.test_loader.batches(0, 2)
-                feed = Feed(batches, built.step.tables, built.ranks.device)
-                for batch, ids in feed:
-                    built.step.predict(batch, ids)
-                    feed.start_next()
-                built.step.set_training(True)
+                built.score(2)
             losses.append(first + built.train(3, 3))
     assert losses[0] == losses[1]
 
