@@ -1,0 +1,43 @@
+"""When the recorded exchange may use its memory again; what it computes is shown on GPUs (tests/test_gpu.py)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, tensor
+
+from nn.captured_exchange import CapturedExchange
+from nn.static_exchange import LocalIds
+
+
+def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(monkeypatch):
+    launches: list[Callable[[], Tensor]] = []
+
+    def send(ids: Tensor) -> LocalIds:
+        owned = ids * 10
+        launches.append(lambda: owned.copy_(ids * 10))
+        return LocalIds(owned, ids + 1)
+
+    @contextmanager
+    def record(graph: SimpleNamespace, **_: object) -> Iterator[None]:
+        yield
+        graph.replay = launches[-1]
+
+    # Stands for a GPU whose graphs repeat what was launched while they were recorded.
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    stream = SimpleNamespace(wait_event=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+    exchange = CapturedExchange(send, tensor([1]))
+    first = exchange(tensor([2]))
+    second = exchange(tensor([3]))
+    assert (first.owned.item(), second.owned.item()) == (20, 30)
+    assert second.give_up is None, "it has memory of its own"
+    first.give_up()
+    third = exchange(tensor([4]))
+    assert third.owned is first.owned
+    assert third.owned.item() == 40
