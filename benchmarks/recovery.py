@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.launch import children, launched
 from benchmarks.rows import ROOT
 
 RECORD_EVERY = 10
@@ -41,13 +42,9 @@ def main() -> None:
         *("--max-restarts=1", str(ROOT / f"{args.recipe}.py"), f"run_dir={run_dir}"),
         *(*args.overrides, *FOREVER),
     ]
-    with log.open("w") as stream:
-        launcher = subprocess.Popen(command, stdout=stream, stderr=stream)
-    try:
+    log.unlink(missing_ok=True)
+    with launched(command, log) as launcher:
         result = killed_and_back(launcher, run_dir, log, time.monotonic() + args.timeout_s)
-    finally:
-        launcher.terminate()
-        launcher.wait()
     (args.out / "recovery.json").write_text(json.dumps(result, indent=2) + "\n")
     for name, value in result.items():
         print(f"{name:28} {value:,.1f}")
@@ -70,7 +67,7 @@ def killed_and_back(
     started_at = time.monotonic()
     first_at = wait_for(lambda: last_step(run_dir) > 0 and any(checkpoints.glob("step_*")))
     number = num_lines(restarts)
-    os.kill(ranks_of(launcher)[-1], signal.SIGKILL)
+    os.kill(children(launcher.pid)[-1], signal.SIGKILL)
     killed_at = time.monotonic()
     found_at = wait_for(lambda: num_lines(restarts) > number)
     step = json.loads(restarts.read_text().splitlines()[-1])["step"]
@@ -80,12 +77,6 @@ def killed_and_back(
         "kill to checkpoint found s": found_at - killed_at,
         "kill to next record s": on_at - killed_at,
     }
-
-
-def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    """Processes that torchrun started."""
-    path = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-    return [int(each) for each in path.read_text().split()]
 
 
 def last_step(run_dir: Path) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from benchmarks.floors import Floor, floor_of_row
+from benchmarks.launch import launched
 from benchmarks.rows import ROOT, ROWS, Row
 from nn.breakdown import DATA_WAIT, KERNEL_PHASES
 from nn.recorder import git_commit
@@ -84,18 +85,15 @@ def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str
 def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
     command = command_of(row, _dataset(row, args.data), run_dir, args.steps)
     log = args.out / f"{name}.log"
-    with log.open("w") as stream:
-        stream.write(shlex.join(command) + "\n")
-        stream.flush()
+    log.write_text(shlex.join(command) + "\n")
+    with launched(command, log) as launcher:
         try:
-            done = subprocess.run(
-                command, stdout=stream, stderr=subprocess.STDOUT, timeout=args.timeout_s
-            )
+            exit_code = launcher.wait(args.timeout_s)
         except subprocess.TimeoutExpired:
             print(f"`{name}` took more than {args.timeout_s:g} s, see {log}", file=sys.stderr)
             return False
-    if done.returncode:
-        print(f"`{name}`: exit code {done.returncode}, see {log}", file=sys.stderr)
+    if exit_code:
+        print(f"`{name}`: exit code {exit_code}, see {log}", file=sys.stderr)
         lines = log.read_text().splitlines()
         # The launcher's own traceback ends the log.
         told = [line for line in lines if re.match(r"error: |[\w.]+Error\b", line)]

@@ -2,12 +2,16 @@
 
 import json
 import re
+import signal
 import sys
+from pathlib import Path
+from time import sleep
 
 import pytest
 
 from benchmarks.checkpoint import measured
 from benchmarks.floors import floor_of
+from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, Row
 from benchmarks.scaling import PEERS, draw_scaling, read_results
 from benchmarks.train import _dataset, breakdown_table, command_of, read_result, speed_line
@@ -111,6 +115,20 @@ def test_a_dataset_has_the_tables_of_the_row_and_is_made_once(tmp_path, monkeypa
     (path / "feature_spec.yaml").touch()
     _dataset(row, tmp_path / "data")
     assert len(made) == 1
+
+
+def test_a_measurement_leaves_nothing_running(tmp_path):
+    # As torchrun does it: the rank has a session of its own, and outlives its launcher.
+    rank = "setsid sleep 600 & echo $! > rank; wait"
+    with launched(["bash", "-c", f"cd {tmp_path}; {rank}"], tmp_path / "log") as launcher:
+        while not (tmp_path / "rank").exists() or not (tmp_path / "rank").read_text():
+            sleep(0.01)
+        pid = (tmp_path / "rank").read_text().strip()
+        assert int(pid) in started_by(launcher.pid)
+    assert launcher.poll() == -signal.SIGKILL
+    state = Path(f"/proc/{pid}/stat")
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        sleep(0.01)
 
 
 def test_peers_in_the_picture_are_those_of_the_page():
