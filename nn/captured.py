@@ -72,6 +72,10 @@ class Captured:
         self._graph.replay()
         return self._logits
 
+    def close(self) -> None:
+        """Free the recording, whoever still knows this object: NCCL waits for it when its group is closed."""
+        self._graph.reset()
+
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:

@@ -46,6 +46,10 @@ class CapturedExchange:
         self._graph.replay()
         return self._arrived
 
+    def close(self) -> None:
+        """Free the recording, whoever still knows this object: NCCL waits for it when its group is closed."""
+        self._graph.reset()
+
     def _give_up(self) -> None:
         """What arrived may be overwritten, once the current stream has come here."""
         self._given_up.record()

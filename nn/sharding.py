@@ -242,7 +242,8 @@ class ShardedTables:
 
     def close(self) -> None:
         """Free the recorded exchanges; NCCL would wait for them for ever when its group is closed."""
-        self._exchanges.clear()
+        for size in list(self._exchanges):
+            self._drop_exchange(size)
 
     def finish_exchange(self, exchange: LocalIds | Exchange) -> LocalIds | Exchange:
         """Send the ids themselves where that is still to be done; the host then waits until it knows their number."""
@@ -288,7 +289,12 @@ class ShardedTables:
     def drop_static(self, batch_size: int) -> None:
         """Free the memory of `static(batch_size)`, which nothing may be using still."""
         self._static.pop(batch_size, None)
-        self._exchanges.pop(batch_size, None)
+        self._drop_exchange(batch_size)
+
+    def _drop_exchange(self, batch_size: int) -> None:
+        exchange = self._exchanges.pop(batch_size, None)
+        if exchange is not None:
+            exchange.close()
 
     @cached_property
     def expansions(self) -> dict[str, Tensor]:

@@ -142,8 +142,8 @@ class Step:
 
     def close(self) -> None:
         """Free the recorded graphs; NCCL would wait for them for ever when its group is closed."""
-        self._passes.clear()
-        self._forwards.clear()
+        _free(self._passes)
+        _free(self._forwards)
         self.tables.close()
 
     @property
@@ -189,7 +189,7 @@ class Step:
             torch.cuda.synchronize()
         for size in self._forwards.keys() - self._passes.keys():
             self.tables.drop_static(size)
-        self._forwards.clear()
+        _free(self._forwards)
 
     def _recorded(self, plain: Pass, batch: Batch, ids: LocalIds) -> Pass:
         if self.why_not_captured is not None:
@@ -229,6 +229,13 @@ class Step:
             "was updated with it. Lower optimizer.lr, lengthen scheduler.warmup_steps, or look "
             "for bad numerical values in the data"
         )
+
+
+def _free(passes: dict[int, Pass]) -> None:
+    for each in passes.values():
+        if isinstance(each, Captured):
+            each.close()
+    passes.clear()
 
 
 def _run(each: Pass, ids: LocalIds, batch: Batch) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor, tensor
 
@@ -11,7 +12,18 @@ from nn.captured_exchange import CapturedExchange
 from nn.static_exchange import LocalIds
 
 
-def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(monkeypatch):
+class FakeGraph:
+    """Repeats what was launched while it was recorded."""
+
+    is_reset = False
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
+@pytest.fixture
+def exchange(monkeypatch) -> CapturedExchange:
+    """One that multiplies ids by 10."""
     launches: list[Callable[[], Tensor]] = []
 
     def send(ids: Tensor) -> LocalIds:
@@ -20,19 +32,21 @@ def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(monkeypatch):
         return LocalIds(owned, ids + 1)
 
     @contextmanager
-    def record(graph: SimpleNamespace, **_: object) -> Iterator[None]:
+    def record(graph: FakeGraph, **_: object) -> Iterator[None]:
         yield
         graph.replay = launches[-1]
 
-    # Stands for a GPU whose graphs repeat what was launched while they were recorded.
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     stream = SimpleNamespace(wait_event=lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
-    exchange = CapturedExchange(send, tensor([1]))
+    return CapturedExchange(send, tensor([1]))
+
+
+def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
     first = exchange(tensor([2]))
     second = exchange(tensor([3]))
     assert (first.owned.item(), second.owned.item()) == (20, 30)
@@ -41,3 +55,10 @@ def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(monkeypatch):
     third = exchange(tensor([4]))
     assert third.owned is first.owned
     assert third.owned.item() == 40
+
+
+def test_a_closed_exchange_is_free_although_somebody_still_holds_its_ids(exchange):
+    held = exchange(tensor([2]))
+    exchange.close()
+    assert held.give_up is not None
+    assert exchange._graph.is_reset
