@@ -106,7 +106,9 @@ def _segment_update(
     is_good,
     eps,
     beta1,
+    rest1,
     beta2,
+    rest2,
     RULE: tl.constexpr,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
@@ -224,8 +226,8 @@ def _segment_update(
             place2 = state2 + tl.multiple_of(tl.load(state2_offset + part), ALIGN)[:, None] + offset
             mean = tl.load(place1, mask=inside, other=0.0)
             variance = tl.load(place2, mask=inside, other=0.0)
-            mean = beta1 * mean + (1 - beta1) * sum_of_row
-            variance = beta2 * variance + (1 - beta2) * sum_of_row * sum_of_row
+            mean = beta1 * mean + rest1 * sum_of_row
+            variance = beta2 * variance + rest2 * sum_of_row * sum_of_row
             tl.store(place1, mean, mask=inside)
             tl.store(place2, variance, mask=inside)
             mean = mean * tl.load(scalars + 1)

@@ -161,7 +161,10 @@ class Launches:
                 is_good,
                 self._rule.eps,
                 self._rule.beta1,
+                # In single precision 1 - 0.999 keeps four digits only.
+                1 - self._rule.beta1,
                 self._rule.beta2,
+                1 - self._rule.beta2,
                 RULE=self._rule.table_name.value,
                 LEVEL=min(number, 1),
                 ONE_HOT=self._one_hot,

@@ -18,7 +18,7 @@ POINTERS = {
 SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names} | {
     **dict.fromkeys(["id_offset", "out_column"], "*i64"),
     **dict.fromkeys(["counts", "first_pair", "ids"], "*i32"),
-    **dict.fromkeys(["eps", "beta1", "beta2"], "fp32"),
+    **dict.fromkeys(["eps", "beta1", "rest1", "beta2", "rest2"], "fp32"),
     "masked": "*bf16",
 }
 
