@@ -141,6 +141,8 @@ class ShardedTables:
                 "beta1": config.beta1,
                 "beta2": config.beta2,
                 "output_dtype": SparseType.BF16 if half else SparseType.FP32,
+                # On a GPU FBGEMM has no cache of bf16, and refuses such tables for it although they need none.
+                "cache_precision": SparseType.FP32,
                 # The loader has checked every id; the kernel's own check would cost a tenth of a step.
                 "bounds_check_mode": BoundsCheckMode.NONE,
             }
