@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.rows import compose_row
 from configs.schema import Config, Mode
+from dataloading.columns import Source
 from nn.build import (
     build_plan,
     build_step,
@@ -79,10 +80,17 @@ def main() -> None:
 def measured(config: Config, ranks: Ranks, baseline_s: float) -> dict[str, Any]:
     """Train, save, train on and restore; return seconds, bytes and shares, of the slowest rank where they differ."""
     assert config.mode is Mode.train
-    source, channel = open_source(config), HostChannel()
+    source = open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.call_on_main(lambda: build_plan(config, source, hardware))
-    step = build_step(config, source, plan, ranks)
+    with closing(build_step(config, source, plan, ranks)) as step:
+        return _measured(config, source, step, ranks, baseline_s)
+
+
+def _measured(
+    config: Config, source: Source, step: Step, ranks: Ranks, baseline_s: float
+) -> dict[str, Any]:
+    channel = HostChannel()
     directory = Path(config.run_dir) / "checkpoints"
     directory.mkdir(parents=True, exist_ok=True)
     facts = facts_of(config, model_spec(config, source), ranks)
@@ -117,7 +125,6 @@ def measured(config: Config, ranks: Ranks, baseline_s: float) -> dict[str, Any]:
     restore(path, step, with_optimizer=True)
     channel.gather(None)
     load_s = time.perf_counter() - started - check_s
-    step.close()
 
     def slowest(value: float) -> float:
         return channel.maximum([value])[0]
