@@ -11,10 +11,13 @@ from threading import Event
 
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.remote_device import _remote_device
 
-from nn.checkpoint import facts_of, restore
+from nn.checkpoint import facts_of, restore, state_of
 from nn.checkpoint_files import clear, find_damage, newest_first, read_facts, step_of
 from nn.checkpointer import Checkpointer
+from nn.host_copy import HostCopy
 from nn.tensor_writer import TensorWriter
 from tests.command import run_command
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
@@ -52,6 +55,24 @@ def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path,
     stored = tmp_path / "run" / "checkpoints" / "step_4" / "rank_00000.bin"
     weights = tmp_path / "four" / "checkpoints" / "step_4" / "rank_00000.bin"
     assert stored.read_bytes()[: weights.stat().st_size] == weights.read_bytes()
+
+
+def test_a_copy_says_that_it_lies_in_host_memory():
+    """Not on the GPU that its shards came from: torch refuses a shard that is elsewhere than it says."""
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        state = state_of(built.step)
+        for sharded in state.values():
+            for shard in sharded.local_shards() if isinstance(sharded, ShardedTensor) else []:
+                shard.metadata.placement = _remote_device("rank:0/cuda:0")
+        copied = HostCopy(torch.device("cpu")).take(state)
+    shards = [
+        shard
+        for each in copied.values()
+        if isinstance(each, ShardedTensor)
+        for shard in each.local_shards()
+    ]
+    assert {str(each.metadata.placement) for each in shards} == {"rank:0/cpu"}
 
 
 def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
