@@ -4,7 +4,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from mmap import MADV_HUGEPAGE, mmap
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def _host_memory(value: Tensor) -> Tensor:
     if value.nbytes < REGISTERED_BYTES:
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     # torch would round pinned memory up to a power of two: up to twice the tables. Large pages are pinned in half the time.
-    pages = mmap(-1, value.nbytes)
+    pages = mmap(-1, value.nbytes, MAP_PRIVATE | MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         pages.madvise(MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=value.dtype).view(value.shape)
