@@ -154,8 +154,9 @@ def update_rows(
         lr: learning rate.
         step: updates before this one, [1].
     """
-    some = part.weight[rows].float()
-    some_state = {name: each[rows] for name, each in part.state.items()}
+    # In one copy a row; indexing by brackets reads number after number.
+    some = part.weight.index_select(0, rows).float()
+    some_state = {name: each.index_select(0, rows) for name, each in part.state.items()}
     group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
     UPDATES[config.table_name]([some], [gradients], [some_state | {"iter": step.float()}], group)
     if part.weight.dtype is not torch.float32:
