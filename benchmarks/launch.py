@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def launched(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
-    """Start a command whose output goes to `log`; at the end it and all it has started are killed.
+    """Start a command whose output goes to `log`; if it is still there at the end, it and all it has started are killed.
 
     SIGKILL, because ranks that are told to end would first save, and a launcher that is killed does not end its ranks.
     """
@@ -19,12 +19,15 @@ def launched(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
     try:
         yield launcher
     finally:
-        started = started_by(launcher.pid)
-        launcher.kill()
-        launcher.wait()
-        for each in started:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+        if launcher.poll() is None:
+            # So that it starts nothing while it is looked at.
+            launcher.send_signal(signal.SIGSTOP)
+            started = started_by(launcher.pid)
+            launcher.kill()
+            launcher.wait()
+            for each in started:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
 
 
 def started_by(pid: int) -> list[int]:
@@ -34,7 +37,9 @@ def started_by(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that one has started, in their order."""
-    with suppress(OSError):
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []  # it has ended
+    """Return the processes that one has started, the last one last; none if it has ended."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += [int(each) for each in path.read_text().split()]
+    return sorted(found)

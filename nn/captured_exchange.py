@@ -49,6 +49,7 @@ class CapturedExchange:
     def close(self) -> None:
         """Free the recording, whoever still knows this object: NCCL waits for it when its group is closed."""
         self._graph.reset()
+        del self._send, self._arrived  # the tables' memory
 
     def _give_up(self) -> None:
         """What arrived may be overwritten, once the current stream has come here."""

@@ -1,10 +1,10 @@
 """A copy of a run's state in host memory, which can be written while the original trains on."""
 
+import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class HostCopy:
         ]
         whole = sharded.metadata()
         whole = replace(whole, shards_metadata=[_on_host(each) for each in whole.shards_metadata])
-        # The base's constructor: the class's own would ask all ranks.
+        # The base's constructor: the class's own wants a process group.
         return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
 
     def _of_tensor(self, key: tuple[str, int], value: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ def _host_memory(value: Tensor) -> Tensor:
     if value.nbytes < REGISTERED_BYTES:
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     # torch would round pinned memory up to a power of two: up to twice the tables. Large pages are pinned in half the time.
-    pages = mmap(-1, value.nbytes, MAP_PRIVATE | MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, value.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
-        pages.madvise(MADV_HUGEPAGE)
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=value.dtype).view(value.shape)
     with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
         list(pool.map(Tensor.zero_, memory.view(-1).chunk(TOUCHING_THREADS)))

@@ -8,6 +8,7 @@ are one.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class StaticPass:
         self._num_valid, self._global_valid = num_valid, global_valid
         on_gpu = ranks.device.type == "cuda"
         self._enabled = torch.ones(1, dtype=torch.int32, device=ranks.device)
-        self._queue = torch.cuda.Stream(ranks.device) if on_gpu else None
+        self._queue = _tables_queue(ranks.device) if on_gpu else None
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Learn from a batch.
@@ -194,6 +195,12 @@ class StaticForward:
     def idle(self) -> AbstractContextManager:
         """It changes nothing anyway."""
         return nullcontext()
+
+
+@cache
+def _tables_queue(device: torch.device) -> torch.cuda.Stream:
+    """One for all passes: torch has 32 streams and then begins anew, and the feed's would be among them."""
+    return torch.cuda.Stream(device)
 
 
 class _Home(torch.autograd.Function):

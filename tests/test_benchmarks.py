@@ -4,8 +4,8 @@ import json
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
-from time import sleep
 
 import pytest
 
@@ -19,6 +19,7 @@ from configs.schema import Config, check_overrides
 from nn.build import open_source
 from tests.command import run_command
 from tests.composed import TINY, compose_config, ranks_of_cpu
+from tests.crash import wait_until
 
 ROW = Row("dlrm", 1, "none", "none")
 
@@ -119,16 +120,19 @@ def test_a_dataset_has_the_tables_of_the_row_and_is_made_once(tmp_path, monkeypa
 
 def test_a_measurement_leaves_nothing_running(tmp_path):
     # As torchrun does it: the rank has a session of its own, and outlives its launcher.
-    rank = "setsid sleep 600 & echo $! > rank; wait"
+    rank = "setsid sleep 600 & echo $! > told; mv told rank; wait"
     with launched(["bash", "-c", f"cd {tmp_path}; {rank}"], tmp_path / "log") as launcher:
-        while not (tmp_path / "rank").exists() or not (tmp_path / "rank").read_text():
-            sleep(0.01)
+        assert wait_until(lambda: (tmp_path / "rank").exists(), 60)
         pid = (tmp_path / "rank").read_text().strip()
         assert int(pid) in started_by(launcher.pid)
     assert launcher.poll() == -signal.SIGKILL
-    state = Path(f"/proc/{pid}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        sleep(0.01)
+    # Gone, or dead and waiting for whoever inherits orphans.
+    with suppress(OSError):
+        assert wait_until(lambda: state_of(pid) == "Z", 60)
+
+
+def state_of(pid: str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_peers_in_the_picture_are_those_of_the_page():

@@ -410,6 +410,9 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
             self.plain = plain
             made.append(len(labels))
 
+        def close(self):
+            closed.append("pass")
+
         def run(self, ids, numerical, labels):
             replayed.append(len(labels))
             return self.plain.run(ids, numerical, labels)
@@ -421,18 +424,25 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
             self.send = send
             exchanges.append(len(ids))
 
+        def close(self):
+            closed.append("exchange")
+
         def __call__(self, ids):
             exchanged.append(len(ids))
             return self.send(ids)
 
     config = compose_config(*TINY, "data.synthetic.train_rows=200")
-    exchanges, exchanged = [], []
+    exchanges, exchanged, closed = [], [], []
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
         monkeypatch.setattr("nn.step.Captured", Graph)
         monkeypatch.setattr("nn.sharding.CapturedExchange", GraphOfExchange)
         monkeypatch.setattr("nn.step.Step.why_not_captured", None)
-        assert build(config).train(0, 8) == plain
+        built = build(config)
+        assert built.train(0, 8) == plain
+        built.step.close()
+    # NCCL waits for recordings when its groups are closed.
+    assert sorted(closed) == ["exchange", "pass"]
     assert made == [64]
     assert replayed == [64] * 6
     assert exchanges == [64 * 5]

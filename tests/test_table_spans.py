@@ -11,8 +11,8 @@ from nn.table_parts import Part, UpdateScalars
 from nn.table_spans import spans_of
 
 CPU = torch.device("cpu")
-# Rows and hotness: the second and the third are alike and adjoin, the last is two-hot.
-TABLES = [(5, 2), (300, 1), (40, 1), (7, 2)]
+# Rows and hotness: the second and the third are alike and adjoin, and so are the last two.
+TABLES = [(5, 2), (300, 1), (40, 1), (7, 2), (30, 2)]
 DIM = 4
 
 
@@ -61,7 +61,7 @@ def trained(parts: list[Part], num_samples: int) -> list[torch.Tensor]:
 
 def test_parts_of_one_memory_and_hotness_are_one_table():
     parts = adjoining()
-    assert [(span.first, span.end) for span in spans_of(parts)] == [(0, 1), (1, 3), (3, 4)]
+    assert [(span.first, span.end) for span in spans_of(parts)] == [(0, 1), (1, 3), (3, 5)]
     assert torch.equal(spans_of(parts)[1].table.weight[300:], parts[2].weight)
     assert len(spans_of(apart(parts))) == len(parts)
     assert len(spans_of([parts[1], parts[0], parts[2]])) == 3
@@ -83,7 +83,8 @@ def test_ids_that_are_filled_up_are_sorted_as_others():
     assert group.num_ids < RADIX_SORT_IDS
     ids = torch.cat([torch.randint(rows, (3000 * hotness,)) for rows, hotness in TABLES]).int()
     ids[-1] = TABLES[-1][0] - 1
-    bases = torch.tensor([0, 5, 305, 345]).repeat_interleave(torch.tensor([6000, 3000, 3000, 6000]))
+    bases = torch.tensor([0, 5, 305, 345, 352])
+    bases = bases.repeat_interleave(torch.tensor([6000, 3000, 3000, 6000, 6000]))
     keys, order = torch.sort(ids + bases, stable=True)
     found = group.sort(ids)
     assert torch.equal(found.keys.long(), keys)
