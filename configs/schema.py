@@ -576,6 +576,11 @@ class Config:
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
         require(
+            self.run_dir != "",
+            "run_dir is empty, perhaps a variable that is not set: name a directory, or null for a new "
+            "runs/<recipe>/<time>",
+        )
+        require(
             self.mode is not Mode.eval or self.checkpoint.restore is not None,
             "mode=eval needs a trained model: set checkpoint.restore to a run's checkpoints/step_N",
         )

@@ -68,6 +68,7 @@ class Checkpointer:
         self._has_room: bool | None = None
         self._thread: Thread | None = None
         self._problem: str | None = None
+        self._is_last = False
         self._error: BaseException | None = None
 
     def save(
@@ -91,6 +92,7 @@ class Checkpointer:
             RuntimeError: another rank has ended.
         """
         self.wait()
+        self._is_last = is_last
         started = time.perf_counter()
         try:
             self._ranks.call_on_main(self._check_data)
@@ -192,9 +194,9 @@ class Checkpointer:
         back_to = (
             "there is none yet" if latest is None else f"the latest is of step {step_of(latest)}"
         )
+        further = "" if self._is_last else ". The run goes on, and the next save tries again"
         self._say(
-            f"warning: the checkpoint of step {num_steps} could not be written: {self._problem}; {back_to}. "
-            "The run goes on, and the next save tries again"
+            f"warning: the checkpoint of step {num_steps} could not be written: {self._problem}; {back_to}{further}"
         )
 
     def _fits(self, state: State) -> bool:

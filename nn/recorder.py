@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -279,16 +280,28 @@ def claim(run_dir: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        holder = _holder_of(descriptor)
         os.close(descriptor)
         raise ValueError(
-            f"run_dir={run_dir} is in use: another process is writing into it; wait for its end, or set "
-            "another run_dir"
+            f"run_dir={run_dir} is in use: {holder} is writing into it; wait for its end, end it (SIGTERM leaves a "
+            "checkpoint), or set another run_dir"
         ) from None
     except OSError:
         # Not every network file system can lock a directory.
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _holder_of(descriptor: int) -> str:
+    """Name the process that has locked a directory; on another host, or without Linux, nobody knows."""
+    inode = os.fstat(descriptor).st_ino
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, pid, place, *_ = line.split()
+            if kind == "FLOCK" and place.endswith(f":{inode}"):
+                return f"process {pid}"
+    return "another process"
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:

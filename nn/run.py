@@ -27,7 +27,7 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.checkpoint_files import clear
+from nn.checkpoint_files import clear, prune
 from nn.checkpointer import Checkpointer
 from nn.console import (
     Progress,
@@ -184,6 +184,10 @@ def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any
             directory = session.recorder.run_dir / "checkpoints"
             if ranks.is_main:
                 clear(directory, start.num_steps if start.is_continuation else 0)
+                if start.is_continuation:
+                    # Now, not after the next save: it may be for want of room that fewer shall be kept.
+                    best = start.facts["trainer"]["best_step"]
+                    prune(directory, start.num_steps, config.checkpoint.keep, best)
             checkpointer = Checkpointer(
                 directory,
                 step,

@@ -12,6 +12,7 @@ from configs.schema import Config
 from dataloading.loader import Loader
 from nn.agreement import Agreement
 from nn.breakdown import STEP
+from nn.checkpoint_files import step_of
 from nn.checkpointer import Checkpointer
 from nn.console import Progress
 from nn.distributed import Ranks
@@ -208,11 +209,13 @@ class Trainer:
         decision = agreement.after_step()
         if decision.signum:
             self.save(is_last=True)
-            problem = self._checkpointer.wait()
-            left = "a checkpoint was left" if problem is None else "the last checkpoint is older"
+            is_saved = self._checkpointer.wait() is None
+            latest = self._checkpointer.latest
+            start = "anew" if latest is None else f"from step {step_of(latest)}"
+            left = "a checkpoint was left" if is_saved else "no checkpoint could be written"
             raise StoppedError(
                 f"stopped by {signal.Signals(decision.signum).name} after step {self.num_steps}, where {left}; "
-                f"the same command with run_dir={self._recorder.run_dir} goes on from it"
+                f"the same command with run_dir={self._recorder.run_dir} goes on {start}"
             )
         every = self._config.checkpoint.save_every
         is_due = every is not None and self._due(every)

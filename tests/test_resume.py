@@ -336,6 +336,19 @@ def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
     assert (checkpoints / "step_6").exists() or (checkpoints / "step_4").exists()
 
 
+def test_fewer_checkpoints_are_kept_from_the_start_on(tmp_path, monkeypatch):
+    """Not from the next save on: it may be for want of room that fewer shall be kept."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with broken_off_at(11):
+        train(tmp_path / "run", "checkpoint.keep=9")
+    assert len(newest_first(checkpoints)) > 2
+    best = (checkpoints / "best").resolve().name
+    seen = []
+    at_step(monkeypatch, 9, lambda: seen.extend(each.name for each in newest_first(checkpoints)))
+    assert train(tmp_path / "run", "checkpoint.keep=1").exit_code == 0
+    assert set(seen) == {"step_8", best}
+
+
 def test_one_run_directory_serves_one_process_at_a_time(tmp_path):
     train_and_break_off(11, tmp_path / "run")
     descriptor = os.open(tmp_path / "run", os.O_RDONLY)
@@ -344,7 +357,7 @@ def test_one_run_directory_serves_one_process_at_a_time(tmp_path):
     ended = train(tmp_path / "run")
     os.close(descriptor)
     assert ended.exit_code == 2
-    assert "is in use: another process is writing into it; wait for its end" in ended.err
+    assert f"is in use: process {os.getpid()} is writing into it; wait for its end" in ended.err
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
