@@ -4,11 +4,14 @@ import os
 import signal
 import sys
 import time
+from types import FrameType
 from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.help import register_option_help
 from configs.schema import Config, check_overrides, to_config
@@ -24,10 +27,16 @@ from nn.errors import (
     SharedError,
     StoppedError,
 )
+from nn.launcher import (
+    ask_launcher_to_end,
+    end_with_launcher,
+    is_launched,
+    leave_launcher,
+    speaks_for_node,
+)
 
 # A launcher ends all ranks when it sees the first one fail; the rank that speaks must not be ended before it has.
 SILENT_RANK_WAIT_S = 2.0
-STARTED_BY = os.getppid()
 
 
 def launch(config_name: str) -> None:
@@ -35,15 +44,22 @@ def launch(config_name: str) -> None:
     # OpenMP's threads otherwise spin while they wait, and starve the loader's where cores are few. Read when torch is
     # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Otherwise Hydra ends with 1 where an option's value is wrong, as after an error that may not come again.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    end_with_launcher()
+    signal.signal(signal.SIGUSR1, _stop_at_once)
     try:
         check_overrides(sys.argv[1:], Config, groups=("experiment", "data"))
     except ValueError as error:
-        _end(str(error) if _speaks_for_node() else None, USER_ERROR_EXIT_CODE)
+        _end(str(error) if speaks_for_node() else None, USER_ERROR_EXIT_CODE)
     ConfigStore.instance().store(name="schema", node=Config)
     register_option_help(Config)
-    hydra.main(version_base="1.3", config_path="configs", config_name=config_name)(_run)()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _leave_launcher()
+    try:
+        hydra.main(version_base="1.3", config_path="configs", config_name=config_name)(_run)()
+    except (HydraException, OmegaConfBaseException) as error:
+        _end(_one_line(error) if speaks_for_node() else None, USER_ERROR_EXIT_CODE)
+    if is_launched():
+        leave_launcher()
 
 
 def _run(composed: DictConfig) -> None:
@@ -55,7 +71,7 @@ def _run(composed: DictConfig) -> None:
         config = to_config(composed)
         require_stack()
         quiet_libraries()
-        if sys.stdout.isatty() and _speaks_for_node():
+        if sys.stdout.isatty() and speaks_for_node():
             # Five to ten seconds; the next line overwrites it.
             print("loading torch and TorchRec ...", end="\r", flush=True)
         from nn.run import run
@@ -67,48 +83,51 @@ def _run(composed: DictConfig) -> None:
         _end(str(error) or None, LOST_RANK_EXIT_CODE)
     except (ValueError, SharedError) as error:
         # Every rank of a node, if not of all nodes, has met the same error; one of them says it.
-        _end(str(error) if _speaks_for_node() else None, USER_ERROR_EXIT_CODE)
+        _end(str(error) if speaks_for_node() else None, USER_ERROR_EXIT_CODE)
     except OSError as error:
-        _end(f"{error.strerror or error}: {error.filename}", USER_ERROR_EXIT_CODE)
+        where = error.filename or "while a file of the run was read or written"
+        _end(f"{error.strerror or error}: {where}", USER_ERROR_EXIT_CODE)
     except DivergedError as error:
-        _end(str(error) if _speaks_for_node() else None, DIVERGED_EXIT_CODE)
+        _end(str(error) if speaks_for_node() else None, DIVERGED_EXIT_CODE)
     except StoppedError as error:
-        _end(str(error) if _speaks_for_node() else None, RESUME_EXIT_CODE)
+        _end(str(error) if speaks_for_node() else None, RESUME_EXIT_CODE)
     except KeyboardInterrupt:
         text = (
             "interrupted; what was recorded so far is in the run directory, and the model as of the latest "
             "checkpoint, if there is one"
         )
-        _end(text if _speaks_for_node() else None, INTERRUPTED_EXIT_CODE)
+        _end(text if speaks_for_node() else None, INTERRUPTED_EXIT_CODE)
 
 
-def _leave_launcher(exit_code: int = 0) -> NoReturn:
-    """End a rank that torchrun started, all of whose files are closed.
+def _one_line(error: Exception) -> str:
+    """What Hydra says of the command line, and why, without its search path."""
+    told = [
+        str(each).partition("Config search path")[0] for each in (error, error.__cause__) if each
+    ]
+    lines = [line.strip() for each in told for line in each.splitlines()]
+    known = ("full_key:", "reference_type=", "object_type=", "See https:")
+    text = " ".join(line for line in lines if line and not line.startswith(known))
+    return text + ("; a list is written as [a,b]" if "ListConfig" in text else "")
 
-    Torch's own threads may still run when Python takes itself down, and then abort the process ("terminate called without
-    an active exception", 2 of 14 two-rank CPU runs), which torchrun would report as a failure of the whole run. After a
-    failure, a thread may wait for ranks that are gone.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
-
-def _speaks_for_node() -> bool:
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+def _stop_at_once(signum: int, frame: FrameType | None) -> None:
+    """Until training has begun there is nothing to save, and its own handler takes over."""
+    name = signal.Signals(signum).name
+    text = f"stopped by {name} before anything was trained; the same command starts again"
+    _end(text if speaks_for_node() else None, RESUME_EXIT_CODE)
 
 
 def _end(message: str | None, exit_code: int) -> NoReturn:
-    if message is None:
-        time.sleep(SILENT_RANK_WAIT_S)
-    else:
+    if message is not None:
         sign = "" if exit_code == RESUME_EXIT_CODE else "error: "
-        print(f"{sign}{message}", file=sys.stderr)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        if exit_code == RESUME_EXIT_CODE and os.getppid() == STARTED_BY:
-            # Otherwise the launcher, if it is still there, would take this for a failure, and use up a restart.
-            os.kill(STARTED_BY, signal.SIGTERM)
-        _leave_launcher(exit_code)
+        print(f"{sign}{message}", file=sys.stderr, flush=True)
+    if message is None or (exit_code == LOST_RANK_EXIT_CODE and is_launched()):
+        # The launcher blames the rank that it sees end first, which shall be the one that was lost.
+        time.sleep(SILENT_RANK_WAIT_S)
+    if exit_code == RESUME_EXIT_CODE:
+        ask_launcher_to_end()
+    if is_launched():
+        leave_launcher(exit_code)
     sys.exit(exit_code)
 
 

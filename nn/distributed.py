@@ -1,8 +1,8 @@
 """Who this process is among the ranks, and the collectives that have nothing to do with tables.
 
 The tables' files (`sharding.py`, `static_exchange.py`, `planner.py`), `checkpoint.py` and this one import
-`torch.distributed`, nothing else does; the launcher's environment variables are read here, and in `main.py` for the
-rank that reports an error. Everything else takes a `Ranks`.
+`torch.distributed`, nothing else does; the launcher's environment variables are read here, and in `launcher.py` for how
+a rank ends. Everything else takes a `Ranks`.
 """
 
 import os

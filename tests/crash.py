@@ -116,6 +116,14 @@ def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, lo
     os._exit(exit_code)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or dead and waits for whoever inherits orphans."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def wait_until(condition, seconds: float) -> bool:
     """Poll every millisecond; whether it came true."""
     end = time.monotonic() + seconds

@@ -4,8 +4,6 @@ import json
 import re
 import signal
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,7 @@ from configs.schema import Config, check_overrides
 from nn.build import open_source
 from tests.command import run_command
 from tests.composed import TINY, compose_config, ranks_of_cpu
-from tests.crash import wait_until
+from tests.crash import has_ended, wait_until
 
 ROW = Row("dlrm", 1, "none", "none")
 
@@ -123,16 +121,10 @@ def test_a_measurement_leaves_nothing_running(tmp_path):
     rank = "setsid sleep 600 & echo $! > told; mv told rank; wait"
     with launched(["bash", "-c", f"cd {tmp_path}; {rank}"], tmp_path / "log") as launcher:
         assert wait_until(lambda: (tmp_path / "rank").exists(), 60)
-        pid = (tmp_path / "rank").read_text().strip()
-        assert int(pid) in started_by(launcher.pid)
+        pid = int((tmp_path / "rank").read_text())
+        assert pid in started_by(launcher.pid)
     assert launcher.poll() == -signal.SIGKILL
-    # Gone, or dead and waiting for whoever inherits orphans.
-    with suppress(OSError):
-        assert wait_until(lambda: state_of(pid) == "Z", 60)
-
-
-def state_of(pid: str) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert wait_until(lambda: has_ended(pid), 60)
 
 
 def test_peers_in_the_picture_are_those_of_the_page():

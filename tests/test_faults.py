@@ -19,7 +19,7 @@ import torch
 from nn.checkpoint_files import find_damage, newest_first, read_facts, step_of
 from tests.command import ROOT, run_command
 from tests.composed import TINY
-from tests.crash import RUN, crash, start, trains, wait_until
+from tests.crash import RUN, crash, has_ended, start, trains, wait_until
 from tests.datasets import plant, write_clicks
 from tests.runs import at_step, differences, records, stored_bytes, wait_for_writer
 
@@ -226,6 +226,49 @@ def is_whole(path: Path) -> bool:
     return find_damage(path, read_facts(path), 0, 1) is None
 
 
+def test_ranks_whose_launcher_is_gone_leave_a_checkpoint_and_end(whole, tmp_path):
+    """torchrun does not know SIGUSR1, and dies of it."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [*torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as stream:
+        launcher = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
+    try:
+        assert wait_until(lambda: newest_first(run_dir / "checkpoints"), 120), log.read_text()
+        ranks = children(launcher.pid)
+    finally:
+        launcher.send_signal(signal.SIGUSR1)
+        launcher.wait()
+    assert len(ranks) == 2
+    assert wait_until(lambda: all(map(has_ended, ranks)), 60)
+    said = log.read_text()
+    left_at = re.search(r"stopped by SIGTERM after step (\d+), where a checkpoint was left", said)
+    assert left_at, said
+    assert f"step_{left_at[1]}" in {each.name for each in newest_first(run_dir / "checkpoints")}
+    again = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
+    assert again.wait(120) == [0, 0], again.log.read_text()
+    assert differences(whole, run_dir) == []
+
+
+def test_a_signal_while_a_run_starts_ends_it_as_one_that_trains(tmp_path):
+    command = [sys.executable, str(ROOT / "dlrm.py"), *SHORT, f"run_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def has_a_handler() -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+        return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+
+    assert wait_until(has_a_handler, 60)
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert said == (
+        "stopped by SIGUSR1 before anything was trained; the same command starts again\n"
+    )
+
+
 @contextmanager
 def small_disk(directory: Path) -> Iterator[Path]:
     """A file system of 600 KiB at `directory`; needs root."""
@@ -291,6 +334,30 @@ def test_a_file_that_cannot_grow_costs_no_more_than_the_checkpoint(tmp_path, mon
     steps = [each.name for each in newest_first(directory)]
     assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
     assert not list(directory.glob(".step*"))
+
+
+def test_a_run_that_is_stopped_and_cannot_save_says_where_it_goes_on(tmp_path, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def stop_without_room() -> None:
+        wait_for_writer()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    at_step(monkeypatch, 10, stop_without_room)
+    try:
+        ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ended.exit_code == 75
+    told = re.fullmatch(
+        r"stopped by SIGTERM after step (\d+), where no checkpoint could be written; the same command with "
+        rf"run_dir={tmp_path / 'run'} goes on from step 8\n",
+        ended.err,
+    )
+    assert told, ended.err
+    assert f"checkpoint of step {told[1]} could not be written" in ended.out
+    assert "tries again" not in ended.out
 
 
 def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monkeypatch):

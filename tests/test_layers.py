@@ -35,7 +35,7 @@ KNOWS_RANKS = {
     "nn.tensor_reader",
     "nn.tensor_writer",
 }
-READS_ENVIRONMENT = {"nn.distributed", "nn.node", "main"}
+READS_ENVIRONMENT = {"nn.distributed", "nn.launcher", "nn.node", "main"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,6 +264,41 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(changes, messa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.batch_size=4o96", "Value '4o96' of type 'str' could not be converted to Integer"),
+        ("mode=evall", "Invalid value 'evall', expected one of [train, eval, inference, plan]"),
+        ("checkpoint.parts=tables", "a list is written as [a,b]"),
+        ("train.epochs", "Error parsing override 'train.epochs' missing EQUAL"),
+        (
+            "experiment=dlrm_criteo_t9",
+            "Could not find 'experiment/dlrm_criteo_t9' Available options",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_in_one_line_too(change, message, tmp_path):
+    told = refused(*SHORT, f"run_dir={tmp_path / 'run'}", change)
+    assert message in told
+    assert "search path" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_run_directory_is_no_new_one():
+    assert refused(*SHORT, "run_dir=").startswith(
+        "run_dir is empty, perhaps a variable that is not"
+    )
+
+
+def test_an_error_of_the_system_without_a_file_is_told_without_one(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nn.run.run", full)
+    told = refused(*SHORT, f"run_dir={tmp_path / 'run'}")
+    assert told == "No space left on device: while a file of the run was read or written"
+
+
 def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
