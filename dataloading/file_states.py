@@ -25,8 +25,34 @@ def file_samples(spec: FeatureSpec) -> dict[str, list[int]]:
 
 
 def changed_files(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names whose entries differ, missing and further ones among them."""
-    return sorted(name for name in before | now if before.get(name) != now.get(name))
+    """Return the names whose states differ, missing and further ones among them, each with what differs.
+
+    A file whose time alone differs is among them: while a run reads it, it may be half rewritten.
+    """
+    return _changes(
+        before, now, "touched or rewritten: the same bytes are enough, its time may differ"
+    )
+
+
+def changed_samples(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names whose samples differ, missing and further ones among them, each with what differs."""
+    return _changes(before, now, "the same size, other bytes")
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], of_one_size: str) -> list[str]:
+    def change(name: str) -> str:
+        if name not in now:
+            return "gone"
+        if name not in before:
+            return "new"
+        got, wanted = now[name][0], before[name][0]
+        return of_one_size if got == wanted else f"{got:,} bytes instead of {wanted:,}"
+
+    return [
+        f"{name} ({change(name)})"
+        for name in sorted(before | now)
+        if before.get(name) != now.get(name)
+    ]
 
 
 def _files(spec: FeatureSpec) -> dict[str, Path]:

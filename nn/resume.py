@@ -10,7 +10,7 @@ import yaml
 
 from configs.schema import Config
 from dataloading.feature_spec import FeatureSpec
-from dataloading.file_states import changed_files
+from dataloading.file_states import changed_files, changed_samples
 from nn.checkpoint import facts_of, plain_config
 from nn.checkpoint_files import (
     NewerFormatError,
@@ -80,8 +80,9 @@ def find_start(
         damages = channel.gather(find_damage(path, facts, ranks.rank, ranks.world_size))
         damage = next((each for each in damages if each), None)
         if damage is None:
-            ranks.call_on_main(lambda facts=facts: _check_same_run(config, spec, ranks, facts))
-            return Start(path, facts, is_continuation=True)
+            start = Start(path, facts, is_continuation=True)
+            ranks.call_on_main(lambda start=start: _check_same_run(config, spec, ranks, start, say))
+            return start
         if ranks.is_main:
             _report_damage(path, damage, say)
         ranks.barrier()
@@ -131,11 +132,21 @@ def _report_damage(path: Path, damage: str, say: Callable[[str], None]) -> None:
     )
 
 
-def _check_same_run(config: Config, spec: FeatureSpec, ranks: Ranks, facts: dict[str, Any]) -> None:
-    """Refuse to go on with other data or settings."""
+def _check_same_run(
+    config: Config,
+    spec: FeatureSpec,
+    ranks: Ranks,
+    start: Start,
+    say: Callable[[str], None],
+) -> None:
+    """Refuse to go on with other data or settings.
+
+    Files of the dataset may have other times, as those that were put back have: their samples are what counts, as they
+    do for a dataset that has moved.
+    """
     if config.checkpoint.allow_changes:
         return
-    now = facts_of(config, spec, ranks)
+    facts, now = start.facts, facts_of(config, spec, ranks)
     differences = _differences(facts["config"], now["config"])
     if differences:
         raise ValueError(
@@ -149,14 +160,20 @@ def _check_same_run(config: Config, spec: FeatureSpec, ranks: Ranks, facts: dict
             "cardinalities or hotness differ); set data.path to the dataset it was trained on, or "
             "checkpoint.allow_changes=true if they mean the same"
         )
-    changed = changed_files(facts["data_samples"], now["data_samples"])
-    if facts["config"]["data"]["path"] == config.data.path:
-        changed = changed or changed_files(facts["data_files"], now["data_files"])
+    changed = changed_samples(facts["data_samples"], now["data_samples"])
     if changed:
         raise ValueError(
             f"files of {spec.root} have changed since the checkpoint of step {facts['num_steps']} of "
-            f"run_dir={config.run_dir}: {', '.join(changed[:3])}; set data.path to the dataset it was trained on, or "
-            "checkpoint.allow_changes=true if its rows are the same"
+            f"run_dir={config.run_dir}: {', '.join(changed[:3])}; put the same bytes back (their times may differ) or "
+            "set data.path to a copy of the dataset it was trained on, or checkpoint.allow_changes=true if its rows "
+            "are the same"
+        )
+    is_at_its_place = facts["config"]["data"]["path"] == config.data.path
+    if is_at_its_place and changed_files(facts["data_files"], now["data_files"]):
+        say(
+            f"note: files of {spec.root} were touched or put back since the checkpoint of step {facts['num_steps']}; "
+            f"their sizes and samples are the same. python -m preproc mode=verify path={spec.root} compares every byte "
+            "with the checksums of its feature_spec.yaml"
         )
 
 

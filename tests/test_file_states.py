@@ -8,7 +8,13 @@ import pytest
 
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.file_states import SAMPLE_BYTES, changed_files, file_samples, file_states
+from dataloading.file_states import (
+    SAMPLE_BYTES,
+    changed_files,
+    changed_samples,
+    file_samples,
+    file_states,
+)
 
 
 @pytest.fixture(params=["binary", "parquet"])
@@ -38,8 +44,9 @@ def test_every_file_of_a_dataset_counts(spec):
 def test_a_copy_has_other_times_and_the_same_samples(spec, tmp_path):
     shutil.copytree(spec.root, tmp_path / "copy", copy_function=shutil.copyfile)
     copy = FeatureSpec.load(tmp_path / "copy")
-    assert changed_files(file_samples(spec), file_samples(copy)) == []
-    assert changed_files(file_states(spec), file_states(copy)) == sorted(file_states(spec))
+    assert changed_samples(file_samples(spec), file_samples(copy)) == []
+    changed = changed_files(file_states(spec), file_states(copy))
+    assert [each.split()[0] for each in changed] == sorted(file_states(spec))
 
 
 def test_a_file_that_was_written_to_or_replaced_is_named(spec):
@@ -51,9 +58,16 @@ def test_a_file_that_was_written_to_or_replaced_is_named(spec):
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(1, 1))
-    assert changed_files(states, file_states(spec)) == [name]
-    assert changed_files(samples, file_samples(spec)) == [name]
+    (state,) = changed_files(states, file_states(spec))
+    assert state == (
+        f"{name} (touched or rewritten: the same bytes are enough, its time may differ)"
+    )
+    (sample,) = changed_samples(samples, file_samples(spec))
+    assert sample == f"{name} (the same size, other bytes)"
 
 
-def test_a_file_that_is_gone_and_one_that_is_new_are_named():
-    assert changed_files({"a": [1, 2], "b": [1, 2]}, {"b": [1, 2], "c": [1, 2]}) == ["a", "c"]
+def test_a_file_that_is_gone_and_one_that_is_new_and_one_of_another_size_are_named():
+    before = {"a": [1, 2], "b": [1, 2], "d": [1000, 2]}
+    now = {"b": [1, 2], "c": [1, 2], "d": [999, 3]}
+    wanted = ["a (gone)", "c (new)", "d (999 bytes instead of 1,000)"]
+    assert changed_files(before, now) == changed_samples(before, now) == wanted

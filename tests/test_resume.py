@@ -309,8 +309,26 @@ def test_a_dataset_file_that_changed_since_is_named(on_files):
     ended = run_command(*files)
     assert ended.exit_code == 2
     assert f"files of {root} have changed since the checkpoint of step 4" in ended.err
-    assert "train/item.bin; set data.path to the dataset it was trained on, or" in ended.err
+    assert (
+        "train/item.bin (the same size, other bytes); put the same bytes back (their times may "
+        "differ) or set data.path to a copy of the dataset it was trained on, or" in ended.err
+    )
     assert run_command(*files, "checkpoint.allow_changes=true").exit_code == 0
+
+
+def test_a_dataset_that_was_put_back_is_the_same_dataset(on_files):
+    """What the message of a dataset that changed asks for must be enough."""
+    root, files = on_files
+    path = root / "train" / "item.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[::-1])
+    assert run_command(*files).exit_code == 2
+    path.write_bytes(data)
+    os.utime(path, ns=(1, 1))
+    ended = run_command(*files)
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert f"note: files of {root} were touched or put back since the checkpoint of" in ended.out
+    assert "step 4; their sizes and samples are the same. python -m preproc mode=v" in ended.out
 
 
 def test_a_copy_of_the_dataset_is_the_same_dataset(on_files, tmp_path):
@@ -329,7 +347,8 @@ def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
     ended = run_command(*files)
     assert ended.exit_code == 2
     assert ended.err.startswith(
-        f"error: files of {root} were changed while the run was reading them: train/item.bin; nothing was "
+        f"error: files of {root} were changed while the run was reading them: train/item.bin (touched or "
+        "rewritten: the same bytes are enough, its time may differ); nothing was saved since. "
     )
     checkpoints = Path(files[-1].removeprefix("run_dir=")) / "checkpoints"
     assert not (checkpoints / "step_8").exists()
