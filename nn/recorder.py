@@ -29,6 +29,7 @@ from typing import Any, Self
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from nn.checkpoint_files import newest_first
 from nn.curves import draw_curves
 from nn.memory import RankMemory
 from nn.plan import TablePlan
@@ -176,10 +177,7 @@ class Recorder:
         path = run_dir / "metrics.jsonl"
         if goes_on_at is None and path.exists():
             self.close()
-            raise ValueError(
-                f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run; set another "
-                f"run_dir, or none for a new runs/<recipe>/<time>, or delete it"
-            )
+            raise ValueError(_why_taken(run_dir))
         records = _records_until(path, goes_on_at) if goes_on_at else []
         _write_whole(path, "".join(records))
         self._metrics = path.open("a", encoding="utf-8")
@@ -302,6 +300,21 @@ def _holder_of(descriptor: int) -> str:
             if kind == "FLOCK" and place.endswith(f":{inode}"):
                 return f"process {pid}"
     return "another process"
+
+
+def _why_taken(run_dir: Path) -> str:
+    """Say why a directory with records is not written into, and what to do."""
+    checkpoints = run_dir / "checkpoints"
+    text = f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run"
+    set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
+    if newest_first(checkpoints):
+        return f"{text}; {set_another}"
+    damaged = sorted(each.name for each in checkpoints.glob("step_*.damaged"))
+    kept = f" ({', '.join(damaged)} cannot be used)" if damaged else ""
+    return (
+        f"{text}, but no whole checkpoint to go on from{kept}; {set_another}, or delete "
+        f"{run_dir / 'metrics.jsonl'} to begin anew there"
+    )
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:

@@ -270,6 +270,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_as_it_did_at_first(tmp_p
     assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
+def test_a_finished_run_whose_checkpoints_are_all_damaged_says_so(tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(run_dir, "train.max_steps=4").err == ""
+    (run_dir / "checkpoints" / "step_4" / "run.json").unlink()
+    for _ in range(2):
+        ended = train(run_dir)
+        assert ended.exit_code == 2
+        assert ended.err == (
+            f"error: run_dir={run_dir} already holds the metrics.jsonl of an earlier run, but no whole "
+            "checkpoint to go on from (step_4.damaged cannot be used); set another run_dir, or none for a new "
+            f"runs/<recipe>/<time>, or delete {run_dir / 'metrics.jsonl'} to begin anew there\n"
+        )
+    (run_dir / "metrics.jsonl").unlink()
+    assert train(run_dir).err == ""
+
+
 def test_the_best_checkpoint_stays_beside_the_latest(whole):
     tests = [each for each in records(whole) if "test_auc" in each]
     best = max(tests, key=lambda each: each["test_auc"])["step"]
