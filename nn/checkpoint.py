@@ -29,13 +29,14 @@ from nn.checkpoint_contents import (
     differences,
     half_of,
     open_index,
+    remedy,
     why_other_features,
 )
 from nn.checkpoint_files import FORMAT_VERSION, commit, read_facts, unfinished, wait_for
 from nn.distributed import HostChannel, Ranks
 from nn.host_copy import State
 from nn.step import Step
-from nn.stored_tensors import blocks, read_index
+from nn.stored_tensors import REMEDY, blocks, read_index
 from nn.tensor_reader import TensorReader
 from nn.tensor_writer import TensorWriter
 from nn.tf2_tables import find_tf2_tables
@@ -168,6 +169,7 @@ def restore(
     with_optimizer: bool,
     halves: Collection[Half] = tuple(Half),
     grow: bool = False,
+    is_own: bool = False,
 ) -> None:
     """Load a checkpoint into a step, in place; call `check` first.
 
@@ -177,10 +179,12 @@ def restore(
         with_optimizer: also load the optimizers' state, which evaluation does not need, nor a frozen half.
         halves: to load; the other keeps its weights.
         grow: let tables have more rows than are stored; those keep their weights, without optimizer state.
+        is_own: it is the run's own, which no option names.
 
     Raises:
         ValueError: on all ranks, when the checkpoint's tensors are not those of this model or cannot be read.
     """
+    named = str(path) if is_own else f"checkpoint.restore={path}"
     if find_tf2_tables(path) is None:
         # Rank 0 of another host may have renamed it a moment ago.
         wait_for(path / "run.json")
@@ -202,9 +206,8 @@ def restore(
     if found:
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         raise ValueError(
-            f"checkpoint.restore={path} holds another model or optimizer: {', '.join(found[:4])}{more}; "
-            "use the model, embedding_dim and optimizer that it was trained with, or take the weights "
-            "that fit: checkpoint.parts=[dense,tables] or one of the two"
+            f"{named} holds another model or optimizer: {', '.join(found[:4])}{more}; "
+            + remedy(path, stored, shapes, grow=grow, is_own=is_own)
         )
     try:
         dcp.load(
@@ -213,9 +216,10 @@ def restore(
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
         )
     except dcp.CheckpointException as error:
-        raise ValueError(
-            f"checkpoint.restore={path} cannot be read: {_first_problem(error)}; copy it again, or name another"
-        ) from None
+        problem = _first_problem(error)
+        # Where its bytes are not what they were, the text says so already.
+        advice = "" if REMEDY in problem else f"; {REMEDY}"
+        raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
 
 
 def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:

@@ -84,12 +84,62 @@ def differences(
     ]
 
 
+def remedy(
+    path: Path,
+    stored: Mapping[str, Sequence[int]],
+    wanted: Mapping[str, Sequence[int]],
+    *,
+    grow: bool,
+    is_own: bool,
+) -> str:
+    """Say what to do about `differences`.
+
+    Args:
+        path: of the checkpoint.
+        stored: shapes by name.
+        wanted: shapes by name.
+        grow: tables were allowed to have more rows than are stored.
+        is_own: it is the run's own, which can only go on as it is.
+    """
+    begin = (
+        f"begin a new run: checkpoint.restore={path} with another run_dir and " if is_own else ""
+    )
+    if not grow and not differences(stored, wanted, grow=True):
+        how = f"{begin or 'set '}checkpoint.grow=true"
+        return f"if the ids that both have mean the same, {how}"
+    parts = "checkpoint.parts=[dense,tables]"
+    without = [half for half in Half if _has_state(wanted, half) and not _has_state(stored, half)]
+    rest = {
+        name: size
+        for name, size in wanted.items()
+        if is_weight(name) or half_of(name) not in without
+    }
+    if without and not differences(stored, rest, grow=grow):
+        return (
+            f"it has no optimizer state of {' and '.join(each.name for each in without)}, which may have been frozen "
+            f"(train.freeze) or learnt by sgd when it was saved; to train on from its weights, {begin or 'set '}{parts}"
+        )
+    return (
+        "use the model, embedding_dim and optimizer that it was trained with, or take the weights that fit: "
+        f"{begin}{parts} or one of the two"
+    )
+
+
+def _has_state(names: Collection[str], half: Half) -> bool:
+    return any(half_of(name) is half and not is_weight(name) for name in names)
+
+
 def _is_grown(stored: Sequence[int], wanted: Sequence[int]) -> bool:
     return tuple(stored[1:]) == tuple(wanted[1:]) and stored[0] <= wanted[0]
 
 
 def why_other_features(
-    index: TensorIndex, fingerprint: str, spec: FeatureSpec, *, grow: bool
+    index: TensorIndex,
+    fingerprint: str,
+    spec: FeatureSpec,
+    *,
+    grow: bool,
+    how_to_grow: str = "set checkpoint.grow=true",
 ) -> str | None:
     """Say why a checkpoint may not be loaded for this dataset, and what to do; None if it may.
 
@@ -98,6 +148,7 @@ def why_other_features(
         fingerprint: of the dataset that it was trained on.
         spec: this dataset.
         grow: allow tables to have more rows than are stored.
+        how_to_grow: what to do where that is all that is lacking.
     """
     if fingerprint == spec.fingerprint():
         return None
@@ -109,7 +160,7 @@ def why_other_features(
             for feature in spec.categorical
         )
         if replace(spec, categorical=categorical).fingerprint() == fingerprint:
-            return _why_other_rows(categorical, spec, grow=grow)
+            return _why_other_rows(categorical, spec, grow, how_to_grow)
     return (
         "was trained on other features than this dataset's (names, order, cardinalities or hotness "
         "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if they "
@@ -117,7 +168,9 @@ def why_other_features(
     )
 
 
-def _why_other_rows(stored: Sequence, spec: FeatureSpec, *, grow: bool) -> str | None:
+def _why_other_rows(
+    stored: Sequence, spec: FeatureSpec, grow: bool, how_to_grow: str
+) -> str | None:
     pairs = list(zip(stored, spec.categorical, strict=True))
     shrunk = [each for each in pairs if each[0].cardinality > each[1].cardinality]
     if not shrunk and grow:
@@ -134,5 +187,5 @@ def _why_other_rows(stored: Sequence, spec: FeatureSpec, *, grow: bool) -> str |
         )
     return (
         f"has tables of fewer rows than this dataset ({listed}{more}); if the ids that both have mean "
-        "the same, set checkpoint.grow=true, and the further rows begin with the seed's weights"
+        f"the same, {how_to_grow}, and the further rows begin with the seed's weights"
     )

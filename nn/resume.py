@@ -12,6 +12,7 @@ from configs.schema import Config
 from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, changed_samples
 from nn.checkpoint import facts_of, plain_config
+from nn.checkpoint_contents import why_other_features
 from nn.checkpoint_files import (
     NewerFormatError,
     find_damage,
@@ -21,6 +22,7 @@ from nn.checkpoint_files import (
     step_of,
 )
 from nn.distributed import HostChannel, Ranks
+from nn.stored_tensors import read_index
 from nn.trainer import is_good_enough
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor its order.
@@ -154,12 +156,16 @@ def _check_same_run(
             "another run_dir (with checkpoint.restore to start from this run's model), or "
             "checkpoint.allow_changes=true to go on with the new ones"
         )
-    if facts["feature_spec"] != now["feature_spec"]:
-        raise ValueError(
-            f"run_dir={config.run_dir} was trained on other features than this dataset's (names, order, "
-            "cardinalities or hotness differ); set data.path to the dataset it was trained on, or "
-            "checkpoint.allow_changes=true if they mean the same"
-        )
+    problem = why_other_features(
+        read_index(start.path),
+        facts["feature_spec"],
+        spec,
+        grow=False,
+        how_to_grow="begin a new run with larger tables: "
+        f"checkpoint.restore={start.path} checkpoint.grow=true and another run_dir",
+    )
+    if problem is not None:
+        raise ValueError(f"run_dir={config.run_dir} {problem}")
     changed = changed_samples(facts["data_samples"], now["data_samples"])
     if changed:
         raise ValueError(

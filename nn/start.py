@@ -67,6 +67,7 @@ def load(config: Config, start: Start, step: Step) -> None:
             with_optimizer=is_training and (start.is_continuation or parts.takes_optimizer),
             halves=tuple(Half) if start.is_continuation else parts.halves,
             grow=parts.grow and not start.is_continuation,
+            is_own=start.is_continuation,
         )
     except ValueError as error:
         raise SharedError(str(error)) from error

@@ -11,9 +11,15 @@ ROWS = {"train": 256, "test": 128}
 CARDINALITY = 100
 
 
-def write_clicks(root: Path) -> Path:
-    """Write two single-hot features and two numericals whose label follows the first id; return `root`."""
-    features = [CategoricalFeature.of(name, CARDINALITY) for name in ("user", "item")]
+def write_clicks(root: Path, num_items: int = CARDINALITY) -> Path:
+    """Write two single-hot features and two numericals whose label follows the first id; return `root`.
+
+    The ids of the table of `num_items` rows are those of `CARDINALITY` whatever its size.
+    """
+    features = [
+        CategoricalFeature.of("user", CARDINALITY),
+        CategoricalFeature.of("item", num_items),
+    ]
     generator = np.random.default_rng(1)
     with write_dataset(
         root, categorical=features, numerical=("n", "m"), numerical_dtype="float32"

@@ -249,6 +249,22 @@ def test_a_truncated_file_is_named(saved, tmp_path, name, length):
         checkpoint.check(path, None)
 
 
+def test_bytes_that_changed_are_named_with_one_remedy(saved, tmp_path):
+    path = copy_of(saved, tmp_path)
+    shard = path / "rank_00000.bin"
+    data = bytearray(shard.read_bytes())
+    for place in places_of_bits(path, shard.name):
+        data[place] ^= 4
+    shard.write_bytes(data)
+    with ranks_of_cpu():
+        built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
+        with pytest.raises(ValueError, match="has changed since it was written") as caught:
+            checkpoint.restore(path, built.step, with_optimizer=True)
+    assert str(caught.value).startswith(f"checkpoint.restore={path} cannot be read: {shard} has")
+    assert str(caught.value).endswith("); copy it again, or take another checkpoint")
+    assert str(caught.value).count("copy it again") == 1
+
+
 @pytest.mark.parametrize("name", ["tensors.json", "rank_00000.bin"])
 def test_a_lost_file_is_named(saved, tmp_path, name):
     path = copy_of(saved, tmp_path)

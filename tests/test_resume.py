@@ -354,6 +354,31 @@ def test_a_copy_of_the_dataset_is_the_same_dataset(on_files, tmp_path):
     assert run_command(*moved).err == ""
 
 
+def test_larger_tables_need_a_new_run_and_the_message_says_how(on_files, tmp_path):
+    _, files = on_files
+    grown = write_clicks(tmp_path / "grown", num_items=120)
+    path = tmp_path / "run" / "checkpoints" / "step_4"
+    files = [f"data.path={grown}" if each.startswith("data.path=") else each for each in files]
+    asked = [*files, "checkpoint.grow=true"]
+    ended = run_command(*asked)
+    assert ended.exit_code == 2
+    assert ended.err == (
+        f"error: run_dir={tmp_path / 'run'} has tables of fewer rows than this dataset (item 100 instead of "
+        "120); if the ids that both have mean the same, begin a new run with larger tables: "
+        f"checkpoint.restore={path} checkpoint.grow=true and another run_dir, and the further rows begin with "
+        "the seed's weights\n"
+    )
+    ended = run_command(*asked, "checkpoint.allow_changes=true")
+    assert ended.exit_code == 2
+    assert f"error: {path} holds another model or optimizer: tables.item.weight (100, " in ended.err
+    assert (
+        f"begin a new run: checkpoint.restore={path} with another run_dir and checkpoint.grow=true"
+        in ended.err
+    )
+    as_told = [f"checkpoint.restore={path}", f"run_dir={tmp_path / 'larger'}"]
+    assert run_command(*asked, *as_told).err == ""
+
+
 def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
     on_files, monkeypatch
 ):
