@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -10,6 +11,7 @@ from omegaconf import DictConfig
 from configs.export_schema import ExportConfig
 from configs.help import register_option_help
 from configs.schema import check_overrides, to_config
+from nn.errors import USER_ERROR_EXIT_CODE
 from nn.table_export import export_tables
 
 
@@ -26,11 +28,16 @@ def run(composed: DictConfig) -> None:
             optimizer=config.optimizer,
         )
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        _end(str(error))
     except OSError as error:
-        raise SystemExit(f"error: {error}, writing {composed.output}") from None
+        _end(f"{error}, writing {composed.output}")
     num_files = sum(map(len, written.values()))
     print(f"{len(written)} tables, {num_files} files, written to {config.output}")
+
+
+def _end(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(USER_ERROR_EXIT_CODE)
 
 
 if __name__ == "__main__":
@@ -39,5 +46,5 @@ if __name__ == "__main__":
     try:
         check_overrides(sys.argv[1:], ExportConfig, groups=())
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        _end(str(error))
     run()

@@ -119,6 +119,8 @@ def read_index(directory: Path) -> TensorIndex:
             for name, entry in document["tensors"].items()
         }
         tables = tuple(_checked(name, str) for name in document["tables"])
+    except FileNotFoundError:
+        raise ValueError(f"there is no {INDEX_FILE} in {directory}") from None
     except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of tensors: {error!r}") from None
     except ValueError as error:

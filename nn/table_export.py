@@ -81,7 +81,10 @@ def export_tables(
     try:
         index = read_index(checkpoint)
     except ValueError as error:
-        raise ValueError(f"checkpoint={checkpoint} is not a checkpoint ({error})") from None
+        raise ValueError(
+            f"checkpoint={checkpoint} is not a checkpoint ({error}); name a step_N directory below a run's "
+            "checkpoints/"
+        ) from None
     unknown = [name for name in tables if name not in index.tables]
     if unknown:
         raise ValueError(

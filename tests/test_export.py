@@ -174,7 +174,11 @@ def test_tables_of_the_tf2_recipe_that_cannot_be_are_named(saved, tmp_path, kind
     ("arguments", "text"),
     [
         ([], "no checkpoint: set checkpoint=DIR"),
-        (["checkpoint=nowhere", "output=out"], "nowhere is not a checkpoint"),
+        (
+            ["checkpoint=nowhere", "output=out"],
+            "checkpoint=nowhere is not a checkpoint (there is no tensors.json in nowhere); name a step_N "
+            "directory below a run's checkpoints/",
+        ),
         (["checkpoint={saved}", "output=out", "tables=[cat_9]"], "has no table cat_9, only cat_0,"),
         (
             ["checkpoint={saved}", "output=.", "tables=[cat_0]"],
@@ -187,7 +191,7 @@ def test_tables_of_the_tf2_recipe_that_cannot_be_are_named(saved, tmp_path, kind
 def test_the_command_says_what_is_wrong(saved, tmp_path, arguments, text):
     arguments = [each.replace("{saved}", str(saved["sgd"])) for each in arguments]
     ended = start_command("-m", "nn.export", *arguments, directory=tmp_path)
-    assert ended.exit_code == 1
+    assert ended.exit_code == 2
     assert ended.err.startswith("error: ")
     assert text in ended.err
     assert list(tmp_path.iterdir()) == []
