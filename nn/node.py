@@ -40,6 +40,13 @@ WARNING = signal.SIGUSR1
 # A rank that ended with one of these would do so again.
 FINAL_EXIT_CODES = (USER_ERROR_EXIT_CODE, DIVERGED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
 NO_BINDING = "none"
+USAGE = """\
+usage: python -m nn.node LOG_DIR NUMA_BINDING [torchrun's options] dlrm.py [options]
+
+LOG_DIR       where each rank's output goes, in a folder of this node
+NUMA_BINDING  torchrun's --numa-binding of each rank to the CPUs near its GPU, or none
+
+slurm_multinode.sh starts it once a node; on one machine torchrun is enough (docs/operations.md)."""
 
 
 class NodeAgent(LocalElasticAgent):
@@ -75,6 +82,12 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, or a code of `nn.errors` that says why the ranks ended, or 1 for any other end.
     """
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if len(arguments) < 3:
+        print(f"error: got {len(arguments)} arguments, want at least 3\n{USAGE}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
     log_dir, binding, *rest = arguments
     node = node_name()
     options = [f"--log-dir={Path(log_dir) / node}", "--tee=3", *numa_options(binding, node)]

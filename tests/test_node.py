@@ -147,6 +147,14 @@ def test_the_code_of_a_node_is_the_most_telling_of_its_ranks(codes, was_warned, 
     assert exit_code(codes, was_warned=was_warned) == expected
 
 
+def test_help_and_missing_arguments_are_answered_with_the_usage(capsys):
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m nn.node LOG_DIR NUMA_BINDING ")
+    assert main(["logs"]) == 2
+    wanted = "error: got 1 arguments, want at least 3\nusage: python -m nn.node LOG_DIR "
+    assert capsys.readouterr().err.startswith(wanted)
+
+
 def test_ranks_are_bound_where_they_can_be(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert numa_options("node", "gpu07") == []
