@@ -381,9 +381,13 @@ def _head(config: Config, source: Source, run_dir: Path, start: Start) -> dict[s
     }
     if start.path is not None:
         how = "goes on" if start.is_continuation else "restored"
-        facts[how] = f"{start.path}, {start.num_steps:,} steps"
+        facts[how] = f"{start.path}"
+        begins_anew = config.mode is Mode.train and not config.checkpoint.takes_optimizer
+        if start.is_continuation or not begins_anew:
+            facts[how] += f", {start.num_steps:,} steps"
         if not start.is_continuation:
             facts[how] += ", " + ", ".join(each.name for each in config.checkpoint.parts)
+            facts[how] += "; training begins at step 0" if begins_anew else ""
     if config.mode is not Mode.train:
         return facts
     facts |= {

@@ -73,9 +73,14 @@ def test_the_other_half_may_be_of_another_model(saved, half):
 
 
 @pytest.mark.parametrize(
-    ("parts", "start"), [("[dense,tables,optimizer]", 3), ("[dense,tables]", 0), ("[tables]", 0)]
+    ("parts", "told"),
+    [
+        ("[dense,tables,optimizer]", "step_3, 3 steps, dense, tables, optimizer"),
+        ("[dense,tables]", "step_3, dense, tables; training begins at step 0"),
+        ("[tables]", "step_3, tables; training begins at step 0"),
+    ],
 )
-def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, start):
+def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, told):
     ended = run_command(
         *case("adam"),
         f"checkpoint.restore={saved['adam']}",
@@ -85,9 +90,8 @@ def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, start):
         f"run_dir={tmp_path / 'run'}",
     )
     assert ended.exit_code == 0, ended.err
-    assert f"{start:,} steps" in ended.out
+    assert told in " ".join(ended.out.split())
     assert "step 5/5" in ended.out
-    assert parts.strip("[]").replace(",", ", ") in ended.out
 
 
 @pytest.mark.parametrize("parts", ["[]", "[optimizer]", "[tables,optimizer]"])
