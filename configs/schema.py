@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -582,7 +583,7 @@ class Config:
         )
         require(
             self.mode is not Mode.eval or self.checkpoint.restore is not None,
-            "mode=eval needs a trained model: set checkpoint.restore to a run's checkpoints/step_N",
+            f"mode=eval needs a trained model: {_how_to_name_one(self.run_dir)}",
         )
         require(
             is_file_name(self.recipe),
@@ -648,10 +649,29 @@ def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str
             raise ValueError(_no_option(name, schema))
 
 
+def _how_to_name_one(run_dir: str | None) -> str:
+    """Say how to name a checkpoint; the latest of the run directory, if there is one: that may be what was meant."""
+    checkpoints = Path(run_dir or "", "checkpoints")
+    found = [each for each in checkpoints.glob("step_*") if each.name[len("step_") :].isdecimal()]
+    if run_dir is None or not found:
+        return "set checkpoint.restore to a run's checkpoints/step_N"
+    latest = max(found, key=lambda each: int(each.name[len("step_") :]))
+    return f"set checkpoint.restore={latest}, and another run_dir, or none, for the results"
+
+
 def _no_option(key: str, schema: type) -> str:
-    close = get_close_matches(key, [each for each, _ in describe(schema)], n=1, cutoff=0.75)
-    hint = f"did you mean {close[0]}? " if close else ""
+    meant = _likely_option(key, [each for each, _ in describe(schema)])
+    hint = "" if meant is None else f"did you mean {meant}? "
     return f"there is no option {key}; {hint}--help lists them all"
+
+
+def _likely_option(key: str, options: Sequence[str]) -> str | None:
+    """The option that `key` was most likely meant for; without a section it is one of training, where there is one."""
+    names = {} if "." in key else {each: each.rpartition(".")[2] for each in options}
+    close = get_close_matches(key, names.values(), n=1, cutoff=0.75)
+    found = [option for option, name in names.items() if name in close]
+    found = found or get_close_matches(key, options, n=1, cutoff=0.75)
+    return max(found, key=lambda each: each.startswith("train."), default=None)
 
 
 def _unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:

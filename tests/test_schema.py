@@ -145,6 +145,14 @@ def test_evaluation_asks_for_a_trained_model():
         compose_config(*TINY, "mode=eval")
 
 
+def test_evaluation_in_a_runs_directory_is_told_its_latest_checkpoint(tmp_path):
+    for name in ("step_8", "step_16", "step_24.damaged", "best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    wanted = f"set checkpoint.restore={tmp_path}/checkpoints/step_16, and another run_dir, or none, for the"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        compose_config(*TINY, "mode=eval", f"run_dir={tmp_path}")
+
+
 def test_the_tables_take_the_dense_halfs_rule_unless_told_otherwise():
     same = OptimizerConfig(name=OptimizerName.adam, lr=0.5)
     assert (same.table_name, same.table_lr) == (OptimizerName.adam, 0.5)
@@ -173,6 +181,13 @@ def test_no_override_is_an_empty_one():
             "train.batchsize=3",
             "error: there is no option train.batchsize; did you mean train.batch_size? --help lists",
         ),
+        (
+            "batch_size=4096",
+            "error: there is no option batch_size; did you mean train.batch_size? --help lists",
+        ),
+        ("epoch=2", "error: there is no option epoch; did you mean train.epochs? --help lists"),
+        ("lr=1", "error: there is no option lr; did you mean optimizer.lr? --help lists"),
+        ("sed=1", "error: there is no option sed; did you mean seed? --help lists"),
         ("batch=3", "error: there is no option batch; --help lists them all"),
         (
             "--train.epochs=2",
