@@ -29,9 +29,7 @@ def changed_files(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     A file whose time alone differs is among them: while a run reads it, it may be half rewritten.
     """
-    return _changes(
-        before, now, "touched or rewritten: the same bytes are enough, its time may differ"
-    )
+    return _changes(before, now, "touched or rewritten")
 
 
 def changed_samples(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -219,8 +219,8 @@ class Checkpointer:
         if changed:
             raise ValueError(
                 f"files of {self._spec.root} were changed while the run was reading them: "
-                f"{', '.join(changed[:3])}; nothing was saved since. Put the dataset back as it was, and start "
-                "the same command again"
+                f"{', '.join(changed[:3])}; nothing was saved since. Put the same bytes back (their times may "
+                "differ), and start the same command again"
             )
 
 

@@ -389,7 +389,7 @@ def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
     assert ended.exit_code == 2
     assert ended.err.startswith(
         f"error: files of {root} were changed while the run was reading them: train/item.bin (touched or "
-        "rewritten: the same bytes are enough, its time may differ); nothing was saved since. "
+        "rewritten); nothing was saved since. Put the same bytes back (their times may differ), and start "
     )
     checkpoints = Path(files[-1].removeprefix("run_dir=")) / "checkpoints"
     assert not (checkpoints / "step_8").exists()
