@@ -81,6 +81,8 @@ srun \
     --rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port" --rdzv-id="$SLURM_JOB_ID" \
     "${arguments[@]}" &
 step=$!
+# One that came before the step had a number.
+! $warned || kill -s USR1 "$step" || true
 code=0
 wait "$step" || code=$?
 while kill -0 "$step" 2> /dev/null; do
