@@ -9,7 +9,6 @@ from its begin until it is written, less what the steps made in between would ha
 the writing takes from training. `python -m benchmarks.recovery` can go on from what this leaves.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import compose_row
+from benchmarks.rows import compose_row, run_parser
 from configs.schema import Config, Mode
 from dataloading.columns import Source
 from nn.build import (
@@ -56,12 +55,7 @@ NOTHING_RECORDED = {
 
 def main() -> None:
     """Measure what the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("recipe", choices=["dlrm", "dcnv2"])
-    parser.add_argument("overrides", nargs="*", help="such as experiment=dlrm_criteo_t3")
-    parser.add_argument("--out", type=Path, required=True, help="for the checkpoint and the result")
+    parser = run_parser(__doc__, out="for the checkpoint and the result")
     parser.add_argument("--baseline-s", type=float, default=5.0, help="training before the save")
     args = parser.parse_args()
     quiet_libraries()

@@ -7,7 +7,6 @@ of benchmarks.checkpoint, with the same options), or else waits for its first. T
 to DIR/recovery.json, the seconds from there until the ranks have found their checkpoint, and until the first record after it.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.launch import children, launched
-from benchmarks.rows import ROOT
+from benchmarks.rows import ROOT, run_parser
 
 RECORD_EVERY = 10
 FOREVER = ["train.epochs=1000000", f"log.every={RECORD_EVERY}", "log.tensorboard=false"]
@@ -26,12 +25,7 @@ FOREVER = ["train.epochs=1000000", f"log.every={RECORD_EVERY}", "log.tensorboard
 
 def main() -> None:
     """Run what the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("recipe", choices=["dlrm", "dcnv2"])
-    parser.add_argument("overrides", nargs="*", help="such as experiment=dlrm_criteo_t3")
-    parser.add_argument("--out", type=Path, required=True, help="holds the run directory")
+    parser = run_parser(__doc__, out="holds the run directory")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=300)
     args = parser.parse_args()

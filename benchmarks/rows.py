@@ -1,5 +1,6 @@
 """The rows of the training benchmark: which recipe, on how many GPUs, on which tables and ids."""
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def compose_row(recipe: str, *overrides: str) -> Config:
     register_option_help(Config)
     with initialize_config_module("configs", version_base="1.3"):
         return to_config(compose(recipe, list(overrides)))
+
+
+def run_parser(description: str | None, *, out: str) -> ArgumentParser:
+    """Return what reads `RECIPE [overrides] --out DIR`, for benchmarks of one run; `out` says what DIR is for."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=["dlrm", "dcnv2"])
+    parser.add_argument("overrides", nargs="*", help="such as experiment=dlrm_criteo_t3")
+    parser.add_argument("--out", type=Path, required=True, help=out)
+    return parser
 
 
 T15 = ("dlrm_criteo_t15", "criteo_t15")

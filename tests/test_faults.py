@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.launch import children
 from nn.checkpoint_files import find_damage, newest_first, read_facts, step_of
 from tests.command import ROOT, run_command
 from tests.composed import TINY
@@ -181,21 +182,22 @@ def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(faults):
     assert not list(faults.checkpoints.glob(".step*"))
 
 
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def start_torchrun(run_dir: Path, log: Path, *options: str) -> subprocess.Popen:
+    """Start the crash test's run on two ranks as a user would."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *options]
+    command = [sys.executable, *torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, cwd=log.parent
+        )
 
 
 def test_torchrun_restarts_ranks_that_were_killed_and_not_those_that_a_signal_has_ended(
     whole, tmp_path
 ):
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
-    command = [sys.executable, *torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log.open("w") as stream:
-        launcher = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=stream, cwd=tmp_path
-        )
+    launcher = start_torchrun(run_dir, log, "--max-restarts=3")
 
     def saved_since(step: int) -> bool:
         return any(step_of(path) > step for path in newest_first(run_dir / "checkpoints"))
@@ -229,11 +231,7 @@ def is_whole(path: Path) -> bool:
 def test_ranks_whose_launcher_is_gone_leave_a_checkpoint_and_end(whole, tmp_path):
     """torchrun does not know SIGUSR1, and dies of it."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command = [*torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log.open("w") as stream:
-        launcher = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
+    launcher = start_torchrun(run_dir, log)
     try:
         assert wait_until(lambda: newest_first(run_dir / "checkpoints"), 120), log.read_text()
         ranks = children(launcher.pid)
