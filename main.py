@@ -51,13 +51,13 @@ def launch(config_name: str) -> None:
     try:
         check_overrides(sys.argv[1:], Config, groups=("experiment", "data"))
     except ValueError as error:
-        _end(str(error) if speaks_for_node() else None, USER_ERROR_EXIT_CODE)
+        _end_together(str(error), USER_ERROR_EXIT_CODE)
     ConfigStore.instance().store(name="schema", node=Config)
     register_option_help(Config)
     try:
         hydra.main(version_base="1.3", config_path="configs", config_name=config_name)(_run)()
     except (HydraException, OmegaConfBaseException) as error:
-        _end(_one_line(error) if speaks_for_node() else None, USER_ERROR_EXIT_CODE)
+        _end_together(_one_line(error), USER_ERROR_EXIT_CODE)
     if is_launched():
         leave_launcher()
 
@@ -83,20 +83,20 @@ def _run(composed: DictConfig) -> None:
         _end(str(error) or None, LOST_RANK_EXIT_CODE)
     except (ValueError, SharedError) as error:
         # Every rank of a node, if not of all nodes, has met the same error; one of them says it.
-        _end(str(error) if speaks_for_node() else None, USER_ERROR_EXIT_CODE)
+        _end_together(str(error), USER_ERROR_EXIT_CODE)
     except OSError as error:
         where = error.filename or "while a file of the run was read or written"
         _end(f"{error.strerror or error}: {where}", USER_ERROR_EXIT_CODE)
     except DivergedError as error:
-        _end(str(error) if speaks_for_node() else None, DIVERGED_EXIT_CODE)
+        _end_together(str(error), DIVERGED_EXIT_CODE)
     except StoppedError as error:
-        _end(str(error) if speaks_for_node() else None, RESUME_EXIT_CODE)
+        _end_together(str(error), RESUME_EXIT_CODE)
     except KeyboardInterrupt:
         text = (
             "interrupted; what was recorded so far is in the run directory, and the model as of the latest "
             "checkpoint, if there is one"
         )
-        _end(text if speaks_for_node() else None, INTERRUPTED_EXIT_CODE)
+        _end_together(text, INTERRUPTED_EXIT_CODE)
 
 
 def _one_line(error: Exception) -> str:
@@ -114,7 +114,12 @@ def _stop_at_once(signum: int, frame: FrameType | None) -> None:
     """Until training has begun there is nothing to save, and its own handler takes over."""
     name = signal.Signals(signum).name
     text = f"stopped by {name} before anything was trained; the same command starts again"
-    _end(text if speaks_for_node() else None, RESUME_EXIT_CODE)
+    _end_together(text, RESUME_EXIT_CODE)
+
+
+def _end_together(message: str, exit_code: int) -> NoReturn:
+    """End for a reason that every rank of the node has met: one of them says it."""
+    _end(message if speaks_for_node() else None, exit_code)
 
 
 def _end(message: str | None, exit_code: int) -> NoReturn:
