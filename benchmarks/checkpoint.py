@@ -22,10 +22,11 @@ import torch
 from benchmarks.rows import compose_row, run_parser
 from configs.schema import Config, Mode
 from dataloading.columns import Source
+from dataloading.loader import Loader
 from nn.build import (
+    build_loaders,
     build_plan,
     build_step,
-    build_train_loader,
     device_type,
     hardware_of,
     model_spec,
@@ -61,8 +62,10 @@ def main() -> None:
     quiet_libraries()
     config = compose_row(args.recipe, *args.overrides, f"run_dir={args.out / 'run'}")
     ranks = ranks_from_environment(device_type(config))
-    with process_group(ranks):
-        result = measured(config, ranks, args.baseline_s)
+    source = open_source(config)
+    with build_loaders(config, source, ranks) as loaders, process_group(ranks):
+        assert loaders.train is not None
+        result = measured(config, source, loaders.train, ranks, args.baseline_s)
         if ranks.is_main:
             (args.out / "checkpoint.json").write_text(json.dumps(result, indent=2) + "\n")
             for name, value in result.items():
@@ -71,18 +74,24 @@ def main() -> None:
                 )
 
 
-def measured(config: Config, ranks: Ranks, baseline_s: float) -> dict[str, Any]:
+def measured(
+    config: Config, source: Source, loader: Loader, ranks: Ranks, baseline_s: float
+) -> dict[str, Any]:
     """Train, save, train on and restore; return seconds, bytes and shares, of the slowest rank where they differ."""
     assert config.mode is Mode.train
-    source = open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.call_on_main(lambda: build_plan(config, source, hardware))
     with closing(build_step(config, source, plan, ranks)) as step:
-        return _measured(config, source, step, ranks, baseline_s)
+        return _measured(config, source, loader, step, ranks, baseline_s)
 
 
 def _measured(
-    config: Config, source: Source, step: Step, ranks: Ranks, baseline_s: float
+    config: Config,
+    source: Source,
+    loader: Loader,
+    step: Step,
+    ranks: Ranks,
+    baseline_s: float,
 ) -> dict[str, Any]:
     channel = HostChannel()
     directory = Path(config.run_dir) / "checkpoints"
@@ -91,7 +100,7 @@ def _measured(
     checkpointer = Checkpointer(
         directory, step, facts, source.spec, config.checkpoint, ranks, say=print
     )
-    batches = build_train_loader(config, source, ranks).batches(0, MOST_STEPS)
+    batches = loader.batches(0, MOST_STEPS)
     run = Steps(step, Feed(batches, step.tables, ranks.device), ranks, channel)
     run.take(WARM_UP_STEPS)
     step_s = run.until(lambda: run.seconds >= baseline_s)

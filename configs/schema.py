@@ -204,7 +204,11 @@ class DataConfig:
         "0 keeps the order on disk; a Parquet dataset rounds it up to whole row groups",
     )
     prefetch: int = option(4, "batches read ahead of the step")
-    threads: int = option(4, "reader threads a rank, and of data.multi_hot at the start")
+    workers: int = option(
+        4,
+        "what reads batches, a rank: processes where a GPU trains and rows are of one size, threads elsewhere; and threads "
+        "that draw data.multi_hot at the start",
+    )
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
@@ -214,7 +218,7 @@ class DataConfig:
             f"data.shuffle_block must not be negative, got {self.shuffle_block}",
         )
         require(self.prefetch > 0, f"data.prefetch must be positive, got {self.prefetch}")
-        require(self.threads > 0, f"data.threads must be positive, got {self.threads}")
+        require(self.workers > 0, f"data.workers must be positive, got {self.workers}")
         require(
             self.path is not None or bool(self.synthetic.cardinalities),
             "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",

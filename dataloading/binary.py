@@ -259,6 +259,8 @@ class BinarySource:
         columns: of each split that is read, if they are in memory; None: the files are mapped.
     """
 
+    keeps_rows = False
+
     def __init__(
         self, spec: FeatureSpec, columns: Mapping[str, "SplitColumns"] | None = None
     ) -> None:

@@ -63,9 +63,15 @@ class Columns:
 
 
 class Source(Protocol):
-    """Where rows come from: a dataset directory or a synthetic stream."""
+    """Where rows come from: a dataset directory or a synthetic stream.
+
+    Attributes:
+        spec: of the dataset.
+        keeps_rows: what was read stays decoded for the next who asks; processes would each decode and keep it.
+    """
 
     spec: FeatureSpec
+    keeps_rows: bool
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""

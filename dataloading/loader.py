@@ -1,26 +1,31 @@
-"""Source and partition made into an iterator of batches, read ahead by background threads."""
+"""Source and partition made into an iterator of batches, read ahead by threads or by processes."""
 
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count, islice
 from time import perf_counter
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dataloading.batch import Batch, fixed_layout, jagged
+from dataloading.batch_memory import BatchMemory, OwnMemory, Slots, aligned
 from dataloading.columns import Allocate, Columns, Source
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
+from dataloading.reader_processes import ReaderProcesses
+
+SLOTS_IN_USE = 2
+"""Batches of reader processes that are not being read: one that was just handed out, one that may still be copied."""
 
 
 class Loader:
     """Batches of one split for one rank, in an order that depends on the step alone.
 
-    Each of `threads` threads reads a whole batch, straight into the tensors that are handed out; up to `prefetch`
-    batches are read or being read at a time, so no more threads than that are busy. Batches come in order whatever the
-    threads do, and stay on the host: the step moves them.
+    Each of `workers` threads reads a whole batch, straight into the tensors that are handed out; up to `prefetch`
+    batches are read or being read at a time, so no more workers than that are busy. Batches come in order whatever the
+    workers do, and stay on the host: the step moves them. After `fork_readers` the workers are processes.
 
     Args:
         source: where rows come from.
@@ -33,7 +38,7 @@ class Loader:
         shuffle_block: rows that stay together when an epoch is shuffled, rounded up to what the source reads together; 0
             keeps the order on disk.
         prefetch: batches read ahead.
-        threads: reader threads.
+        workers: threads or processes that read.
 
     Raises:
         ValueError: the split does not exist, the training split is smaller than a batch, or the batch does not divide
@@ -56,7 +61,7 @@ class Loader:
         seed: int = 0,
         shuffle_block: int = 0,
         prefetch: int = 4,
-        threads: int = 4,
+        workers: int = 4,
     ) -> None:
         self.source = source
         self.split = split
@@ -77,16 +82,51 @@ class Loader:
         granule = source.granule(split)
         self.shuffle_block = -(-shuffle_block // granule) * granule
         self.prefetch = prefetch
-        self.threads = threads
+        self.workers = workers
         self.steps_per_epoch = num_steps(self.num_rows, batch_size)
         self.data_wait_ms = 0.0
+        self._slots: Slots | None = None
+        self._readers: ReaderProcesses | None = None
+
+    def fork_readers(self) -> None:
+        """Let processes read instead of threads; they are forked now, see `ReaderProcesses` for when that may be.
+
+        A batch's memory is then used again: it holds the batch until the next one but one is asked for, and copies of it must
+        be queued, on the stream that is current then, before the next one is asked for.
+
+        Does nothing where the size of a batch depends on its rows (ragged features), or where the source keeps what it has
+        decoded (Parquet).
+        """
+        features = self.source.spec.categorical
+        if self.source.keeps_rows or any(each.hotness is None for each in features):
+            return
+        self._slots = Slots(self.prefetch + SLOTS_IN_USE, self._whole_batch_bytes())
+        self._readers = ReaderProcesses(
+            self._read_into, len(self._slots), min(self.workers, self.prefetch)
+        )
+
+    @property
+    def reader_pids(self) -> list[int]:
+        """The processes that read; none where threads do."""
+        return self._readers.pids if self._readers is not None else []
+
+    def close(self) -> None:
+        """End the reader processes, if there are any."""
+        if self._readers is not None:
+            self._readers.close()
+        if self._slots is not None:
+            self._slots.unpin()
+        self._readers = self._slots = None
 
     def rows(self, step: int) -> RankRows:
         """Return the rows of this rank at `step`, counted over epochs."""
-        epoch, step = divmod(step, self.steps_per_epoch)
+        epoch = step // self.steps_per_epoch
         shuffle = Shuffle(self.seed, epoch, self.shuffle_block) if self.shuffle_block else None
+        return self._rows(step, shuffle)
+
+    def _rows(self, step: int, shuffle: Shuffle | None) -> RankRows:
         return rows_at(
-            step,
+            step % self.steps_per_epoch,
             num_rows=self.num_rows,
             batch_size=self.batch_size,
             rank=self.rank,
@@ -97,8 +137,109 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """Read the batch of `step` in the calling thread."""
         rows = self.rows(step)
-        memory = _Memory(pin=self.device.type == "cuda")
+        memory = OwnMemory(pin=self.device.type == "cuda")
         columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
+        return self._as_batch(columns, rows, memory)
+
+    def batches(self, start_step: int = 0, num_steps: int | None = None) -> Iterator[Batch]:
+        """Yield the batches of steps [start_step, start_step + num_steps), epoch after epoch.
+
+        Args:
+            start_step: counted over epochs; resuming needs nothing else.
+            num_steps: None goes on for ever.
+
+        Raises:
+            ValueError: what the source found wrong with a row, raised at the batch that holds it.
+        """
+        steps = islice(count(start_step), num_steps)
+        if self._readers is None or self._slots is None:
+            return self._read_by_threads(steps)
+        return self._read_by_processes(steps, self._readers, self._slots)
+
+    def _read_by_threads(self, steps: Iterator[int]) -> Iterator[Batch]:
+        pool = ThreadPoolExecutor(
+            min(self.workers, self.prefetch),
+            thread_name_prefix=f"loader-{self.split}",
+            initializer=self._enter_thread,
+        )
+        try:
+            pending = deque(pool.submit(self.batch, step) for step in islice(steps, self.prefetch))
+            while pending:
+                asked = perf_counter()
+                batch = pending.popleft().result()
+                self.data_wait_ms = (perf_counter() - asked) * 1e3
+                pending.extend(pool.submit(self.batch, step) for step in islice(steps, 1))
+                yield batch
+                del batch  # the consumer alone decides how long it lives
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read_by_processes(
+        self, steps: Iterator[int], readers: ReaderProcesses, slots: Slots
+    ) -> Iterator[Batch]:
+        assert not readers.num_pending, "one iterator at a time"
+        if self.device.type == "cuda":
+            slots.pin()
+        pending: deque[int] = deque()
+
+        def start(num_steps: int) -> None:
+            for step in islice(steps, num_steps):
+                slots.wait_for_copies(readers.next_slot)
+                readers.start(step)
+                pending.append(step)
+
+        try:
+            start(self.prefetch)
+            while pending:
+                asked = perf_counter()
+                slot = readers.finish()
+                self.data_wait_ms = (perf_counter() - asked) * 1e3
+                # How many there are does not depend on the order, which a process has worked out.
+                rows = self._rows(pending.popleft(), None)
+                start(1)
+                yield self._batch_in(slot, rows, slots)
+                slots.are_copied(slot)
+        finally:
+            while readers.num_pending:
+                with suppress(ValueError, RuntimeError):
+                    readers.finish()
+
+    def _read_into(self, slot: int, step: int) -> None:
+        """What a reader process does."""
+        assert self._slots is not None
+        rows = self.rows(step)
+        memory = self._slots.memory(slot)
+        self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
+
+    def _batch_in(self, slot: int, rows: RankRows, slots: Slots) -> Batch:
+        """Return what a reader process has left in a slot."""
+        key = (rows.num_valid, rows.padded_to, rows.global_valid)
+        batches = slots.batches[slot]
+        if key not in batches:
+            memory = slots.memory(slot)
+            columns = self._columns(rows.num_valid, rows.padded_to, memory.allocate)
+            batches[key] = self._as_batch(columns, rows, memory)
+        return batches[key]
+
+    def _columns(self, num_valid: int, padded_to: int, allocate: Allocate) -> Columns:
+        """Return columns that lie in memory as those that the source fills."""
+        spec = self.source.spec
+        num_ids = [num_valid * (each.hotness or 0) for each in spec.categorical]
+        return Columns.empty(spec, num_valid, padded_to, num_ids, allocate)
+
+    def _whole_batch_bytes(self) -> int:
+        sizes: list[int] = []
+
+        def count_bytes(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            array = np.empty(shape, dtype)
+            sizes.append(aligned(array.nbytes))
+            return array
+
+        size = self.batch_size // self.world_size
+        self._columns(size, size, count_bytes)
+        return sum(sizes)
+
+    def _as_batch(self, columns: Columns, rows: RankRows, memory: BatchMemory) -> Batch:
         spec = self.source.spec
         keys = tuple(feature.name for feature in spec.categorical)
         hotness = tuple(feature.hotness for feature in spec.categorical)
@@ -113,57 +254,10 @@ class Loader:
         numerical, labels = memory.tensor(columns.numerical), memory.tensor(columns.labels)
         return Batch(numerical, labels, ids, rows.num_valid, rows.global_valid, shared)
 
-    def batches(self, start_step: int = 0, num_steps: int | None = None) -> Iterator[Batch]:
-        """Yield the batches of steps [start_step, start_step + num_steps), epoch after epoch.
-
-        Args:
-            start_step: counted over epochs; resuming needs nothing else.
-            num_steps: None goes on for ever.
-
-        Raises:
-            ValueError: what the source found wrong with a row, raised at the batch that holds it.
-        """
-        pool = ThreadPoolExecutor(
-            min(self.threads, self.prefetch),
-            thread_name_prefix=f"loader-{self.split}",
-            initializer=self._enter_thread,
-        )
-        steps = islice(count(start_step), num_steps)
-        try:
-            pending = deque(pool.submit(self.batch, step) for step in islice(steps, self.prefetch))
-            while pending:
-                asked = perf_counter()
-                batch = pending.popleft().result()
-                self.data_wait_ms = (perf_counter() - asked) * 1e3
-                pending.extend(pool.submit(self.batch, step) for step in islice(steps, 1))
-                yield batch
-                del batch  # the consumer alone decides how long it lives
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
     def _enter_thread(self) -> None:
         # A new thread starts on GPU 0 and would make a context there when it pins memory.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-
-
-class _Memory:
-    """Hands tensors out as arrays and finds them again, since pinning is a property of the tensor's own storage."""
-
-    def __init__(self, pin: bool) -> None:
-        self._pin = pin
-        self._tensors: dict[int, tuple[np.ndarray, Tensor]] = {}
-
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        tensor = torch.empty(
-            shape, dtype=getattr(torch, np.dtype(dtype).name), pin_memory=self._pin
-        )
-        array = tensor.numpy()
-        self._tensors[id(array)] = (array, tensor)
-        return array
-
-    def tensor(self, array: np.ndarray) -> Tensor:
-        return self._tensors[id(array)][1]
 
 
 def _lengths(

@@ -29,6 +29,8 @@ class ParquetSource:
     Ids, labels and missing values are checked when a row group is decoded. Safe to call from several threads.
     """
 
+    keeps_rows = True
+
     def __init__(self, spec: FeatureSpec) -> None:
         self.spec = spec
         self._splits = {split: SplitGroups(files.parquet) for split, files in spec.splits.items()}

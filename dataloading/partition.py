@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 
 MAX_BLOCKS = 2**27
-"""Blocks of one permutation: 1 GiB of row numbers a rank."""
+"""Blocks of one permutation: 1 GiB of row numbers, in each process that reads."""
 
 
 @dataclass(frozen=True, slots=True)

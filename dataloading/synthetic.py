@@ -33,6 +33,8 @@ class SyntheticSource:
         seed: of the rows and of the teacher.
     """
 
+    keeps_rows = False
+
     def __init__(
         self,
         train_rows: int,

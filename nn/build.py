@@ -1,12 +1,14 @@
 """From the configuration to the objects of a run: source, plan, both halves, loaders."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torchrec import EmbeddingBagCollection
 
-from configs.schema import Amp, Config, Device, TableDtype
+from configs.schema import Amp, Config, Device, Mode, TableDtype
 from dataloading.columns import Source
 from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import FeatureSpec
@@ -162,7 +164,7 @@ def build_multi_hot(config: Config, source: Source) -> MultiHot:
     Raises:
         ValueError: data.multi_hot is not for these features.
     """
-    return MultiHot(source.spec, config.data.multi_hot, config.data.threads)
+    return MultiHot(source.spec, config.data.multi_hot, config.data.workers)
 
 
 def model_spec(config: Config, source: Source) -> FeatureSpec:
@@ -188,6 +190,46 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
     dense = build_dense(config.model, source.spec)
     initialise_dense(dense, config.seed)
     return Step(tables, dense.to(ranks.device), config, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaders:
+    """This rank's loaders, in a `with` that ends what reads for them.
+
+    Attributes:
+        train: of the training split; None where nothing is trained.
+        test: of the split to evaluate on; None where nothing is evaluated.
+    """
+
+    train: Loader | None
+    test: Loader | None
+
+    def __enter__(self) -> Self:
+        """Fork what reads for a GPU, which wants to be before any process group, thread or CUDA context."""
+        for each in self._all():
+            if each.device.type == "cuda":
+                each.fork_readers()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for each in self._all():
+            each.close()
+
+    def _all(self) -> list[Loader]:
+        return [each for each in (self.train, self.test) if each is not None]
+
+
+def build_loaders(config: Config, source: Source, ranks: Ranks) -> Loaders:
+    """Build the loaders that `config.mode` needs.
+
+    Raises:
+        ValueError: a split does not exist or cannot fill a batch, or a batch does not divide over the ranks.
+    """
+    if config.mode is Mode.inference:
+        return Loaders(None, None)
+    is_training = config.mode is Mode.train
+    train = build_train_loader(config, source, ranks) if is_training else None
+    return Loaders(train, build_test_loader(config, source, ranks))
 
 
 def build_train_loader(config: Config, source: Source, ranks: Ranks) -> Loader:
@@ -220,7 +262,7 @@ def _loader(
         seed=config.seed,
         shuffle_block=shuffle_block,
         prefetch=config.data.prefetch,
-        threads=config.data.threads,
+        workers=config.data.workers,
     )
 
 

@@ -41,15 +41,15 @@ class Feed:
 
     def start_next(self) -> None:
         """Fetch the next batch from the loader and send it on its way; does nothing at the end."""
-        start = time.perf_counter()
-        with mark(DATA_WAIT):
-            host_batch = next(self._batches, None)
-        self.data_wait_ms += (time.perf_counter() - start) * 1e3
-        if host_batch is None:
-            self._next = None
-            return
         with self._on_stream():
-            # The host batch may go at once: torch keeps pinned memory until the copies from it are done.
+            # On the stream that copies: the loader uses a batch's memory again when this one has come so far.
+            start = time.perf_counter()
+            with mark(DATA_WAIT):
+                host_batch = next(self._batches, None)
+            self.data_wait_ms += (time.perf_counter() - start) * 1e3
+            if host_batch is None:
+                self._next = None
+                return
             batch = host_batch.to(self._device, non_blocking=True)
             self._next = batch, self._tables.start_exchange(batch)
 

@@ -16,10 +16,10 @@ from dataloading.synthetic import SyntheticSource
 from nn import checkpoint
 from nn.build import (
     TRAIN_SPLIT,
+    Loaders,
+    build_loaders,
     build_plan,
     build_step,
-    build_test_loader,
-    build_train_loader,
     check_table_dtype,
     device_type,
     hardware_of,
@@ -90,13 +90,15 @@ def run(config: Config, config_yaml: str) -> None:
         return
     ranks = ranks_from_environment(device_type(config))
     start = named_start(config, source)
-    _check(config, source, ranks, start.num_steps)
+    loaders = build_loaders(config, source, ranks)
+    _check(config, source, ranks, loaders, start.num_steps)
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with ExitStack() as stack:
+        stack.enter_context(loaders)
         stack.enter_context(process_group(ranks))
         stack.enter_context(lost_ranks_told(ranks))
         start = own_start(config, source, ranks, console) or start
-        if is_over(config, source, ranks, start):
+        if loaders.train is not None and is_over(config, loaders.train, ranks, start):
             console.print(
                 f"run_dir={config.run_dir} holds the whole run already ({start.num_steps:,} steps); nothing to do. "
                 "Raise train.epochs or train.max_steps to train on, or set another run_dir",
@@ -122,7 +124,7 @@ def run(config: Config, config_yaml: str) -> None:
                 recorder.write_memory(memory)
                 print_memory(console, memory, hardware.hbm_bytes)
 
-        session = Session(config, source, ranks, recorder, console, start)
+        session = Session(config, source, loaders, ranks, recorder, console, start)
         with faults_told(ranks):
             step = build_step(config, source, plan, ranks)
             stack.callback(step.close)
@@ -142,6 +144,7 @@ class Session:
 
     config: Config
     source: Source
+    loaders: Loaders
     ranks: Ranks
     recorder: Recorder
     console: Console
@@ -149,8 +152,8 @@ class Session:
 
     def evaluator(self, step: Step, alive: Callable[[], None] = lambda: None) -> Evaluator:
         """What scores the split to evaluate on."""
-        loader = build_test_loader(self.config, self.source, self.ranks)
-        return Evaluator(step, loader, self.ranks, self.config.eval.max_steps, alive)
+        assert self.loaders.test is not None
+        return Evaluator(step, self.loaders.test, self.ranks, self.config.eval.max_steps, alive)
 
     def profiler(self) -> Profiler | None:
         """What takes a profile of training, if one is asked for; the first start of a run has taken it."""
@@ -171,7 +174,8 @@ class Session:
 
 def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any]:
     config, ranks, start = session.config, session.ranks, session.start
-    loader = build_train_loader(config, session.source, ranks)
+    loader = session.loaders.train
+    assert loader is not None
     last_step = total_steps(config, loader.steps_per_epoch)
     with ExitStack() as stack:
         checkpointer = stop = None
@@ -296,27 +300,25 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _check(config: Config, source: Source, ranks: Ranks, start_step: int) -> None:
+def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start_step: int) -> None:
     """Refuse what would be refused later, before any process group or file exists."""
     if config.mode is Mode.inference:
         _sizes_to_time(config, source, ranks)
-        return
-    if config.mode is Mode.train:
+    if loaders.train is not None:
         if config.run_dir is None and launcher_restarts():
             raise ValueError(
                 f"run_dir must be named under --max-restarts={launcher_restarts()}: it is where a restarted run finds "
                 "its checkpoints"
             )
-        loader = build_train_loader(config, source, ranks)
-        last_step = total_steps(config, loader.steps_per_epoch)
+        steps_per_epoch = loaders.train.steps_per_epoch
+        last_step = total_steps(config, steps_per_epoch)
         if start_step >= last_step:
             raise ValueError(
                 f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
                 f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
             )
-        evaluations = eval_steps(last_step, loader.steps_per_epoch, config.eval.per_epoch)
+        evaluations = eval_steps(last_step, steps_per_epoch, config.eval.per_epoch)
         check_profile(config.profile, start_step, last_step, evaluations, ranks)
-    build_test_loader(config, source, ranks)
 
 
 def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:

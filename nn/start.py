@@ -6,8 +6,9 @@ from rich.console import Console
 
 from configs.schema import Config, Half, Mode
 from dataloading.columns import Source
+from dataloading.loader import Loader
 from nn import checkpoint, resume
-from nn.build import build_train_loader, model_spec
+from nn.build import model_spec
 from nn.checkpoint_files import newest_first
 from nn.distributed import HostChannel, Ranks
 from nn.errors import SharedError
@@ -42,11 +43,11 @@ def own_start(config: Config, source: Source, ranks: Ranks, console: Console) ->
     return start if start.is_continuation else _named(config, source)
 
 
-def is_over(config: Config, source: Source, ranks: Ranks, start: Start) -> bool:
+def is_over(config: Config, loader: Loader, ranks: Ranks, start: Start) -> bool:
     """Whether nothing is left to do in the run that is continued; all ranks must call it."""
     if not start.is_continuation:
         return False
-    last_step = total_steps(config, build_train_loader(config, source, ranks).steps_per_epoch)
+    last_step = total_steps(config, loader.steps_per_epoch)
     return ranks.call_on_main(lambda: resume.is_over(config, start, last_step))
 
 

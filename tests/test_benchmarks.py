@@ -14,7 +14,7 @@ from benchmarks.rows import ROOT, Row
 from benchmarks.scaling import PEERS, draw_scaling, read_results
 from benchmarks.train import _dataset, breakdown_table, command_of, read_result, speed_line
 from configs.schema import Config, check_overrides
-from nn.build import open_source
+from nn.build import build_train_loader, open_source
 from tests.command import run_command
 from tests.composed import TINY, compose_config, ranks_of_cpu
 from tests.crash import has_ended, wait_until
@@ -150,8 +150,10 @@ def test_the_picture_is_drawn_from_whatever_rows_are_there(tmp_path):
 
 def test_a_checkpoint_is_timed_from_its_copy_to_its_restoring(tmp_path):
     config = compose_config(*TINY, f"run_dir={tmp_path}")
+    source = open_source(config)
     with ranks_of_cpu() as ranks:
-        result = measured(config, ranks, baseline_s=0.1)
+        loader = build_train_loader(config, source, ranks)
+        result = measured(config, source, loader, ranks, baseline_s=0.1)
     assert (
         tmp_path / "checkpoints" / f"step_{result['steps'] - result['steps meanwhile']}"
     ).is_dir()

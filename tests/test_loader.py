@@ -119,7 +119,7 @@ def test_order_depends_on_neither_threads_nor_prefetch(source, threads, prefetch
     plain = Loader(source, "train", batch_size=8, shuffle_block=2, seed=1)
     wanted = [rows_of(plain.batch(step)) for step in range(15)]
     loader = Loader(
-        source, "train", batch_size=8, shuffle_block=2, seed=1, threads=threads, prefetch=prefetch
+        source, "train", batch_size=8, shuffle_block=2, seed=1, workers=threads, prefetch=prefetch
     )
     assert [rows_of(batch) for batch in loader.batches(num_steps=15)] == wanted
 
@@ -133,7 +133,7 @@ class SlowSource(BinarySource):
 
 
 def test_a_slow_batch_is_not_overtaken(source):
-    loader = Loader(SlowSource(source.spec), "test", batch_size=3, threads=4, prefetch=7)
+    loader = Loader(SlowSource(source.spec), "test", batch_size=3, workers=4, prefetch=7)
     batches = loader.batches(num_steps=7)
     assert rows_of(next(batches)) == [0, 1, 2]
     assert loader.data_wait_ms >= 10
@@ -184,7 +184,7 @@ class CountingSource(BinarySource):
 
 def test_no_more_than_prefetch_batches_are_read_ahead(source):
     counting = CountingSource(source.spec)
-    batches = Loader(counting, "train", batch_size=1, threads=2, prefetch=3).batches()
+    batches = Loader(counting, "train", batch_size=1, workers=2, prefetch=3).batches()
     next(batches)
     time.sleep(0.1)
     assert counting.reads == 1 + 3
@@ -210,7 +210,7 @@ def test_an_error_in_a_thread_reaches_the_consumer_at_its_batch(root, tmp_path):
 
 
 def test_closing_early_leaves_no_thread(source):
-    batches = Loader(source, "train", batch_size=2, threads=3, prefetch=6).batches()
+    batches = Loader(source, "train", batch_size=2, workers=3, prefetch=6).batches()
     next(batches)
     assert loader_threads()
     batches.close()
@@ -263,3 +263,25 @@ def test_batches_for_a_gpu_are_pinned(source):
     assert batch.numerical.is_pinned()
     assert batch.labels.is_pinned()
     assert batch.ids.values().is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_of_reader_processes_is_used_again_when_the_gpu_has_copied_it(source):
+    loader = Loader(source, "train", batch_size=5, prefetch=2, shuffle_block=1, device="cuda")
+    loader.fork_readers()
+    assert loader.reader_pids
+    moved = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for batch in loader.batches(num_steps=30):
+            assert batch.numerical.is_pinned()
+            assert batch.ids.values().is_pinned()
+            torch.cuda._sleep(10_000_000)  # some 5 ms, for which the copies wait
+            moved.append(batch.to(torch.device("cuda"), non_blocking=True))
+    torch.cuda.synchronize()
+    loader.close()
+    for step, batch in enumerate(moved):
+        wanted = loader.batch(step)
+        assert torch.equal(batch.ids.values().cpu(), wanted.ids.values())
+        assert torch.equal(batch.numerical.cpu(), wanted.numerical)
+        assert torch.equal(batch.labels.cpu(), wanted.labels)

@@ -124,7 +124,7 @@ def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
         return decode(self, spec, group)
 
     monkeypatch.setattr(SplitGroups, "decode", counted)
-    loader = Loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, threads=4)
+    loader = Loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, workers=4)
     assert len(list(loader.batches(num_steps=21))) == 21
     assert sorted(decoded) == list(range(13))  # 103 rows by 8
 

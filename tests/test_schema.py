@@ -54,7 +54,7 @@ REFUSED = [
     (MultiHotConfig, {"seed": -1}, "data.multi_hot.seed must lie in [0, 2**32), got -1"),
     (DataConfig, {"shuffle_block": -1}, "data.shuffle_block must not be negative, got -1"),
     (DataConfig, {"prefetch": 0}, "data.prefetch must be positive, got 0"),
-    (DataConfig, {"threads": 0}, "data.threads must be positive, got 0"),
+    (DataConfig, {"workers": 0}, "data.workers must be positive, got 0"),
     (DataConfig, {}, "no data: set data.path to a dataset directory, or data.synthetic.cardinalities"),
     (CrossConfig, {"num_layers": 0}, "model.cross.num_layers must be positive, got 0"),
     (CrossConfig, {"projection_dim": 0}, "model.cross.projection_dim must be positive or null, got 0"),

@@ -1,0 +1,240 @@
+"""Batches that processes read: the same as threads', whatever becomes of the processes, and no process left behind.
+
+pytest tests/test_reader_processes.py
+"""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import Config
+from dataloading.binary import BinarySource
+from dataloading.columns import Source
+from dataloading.dataset_directory import write_dataset
+from dataloading.dataset_source import open_dataset
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.loader import Loader
+from dataloading.synthetic import SyntheticSource
+from nn.build import open_source
+from tests.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.crash import has_ended, wait_until
+
+ROWS = {"train": 50, "test": 21}
+
+
+def write(root, file_format="binary", ragged=False):
+    features = [
+        CategoricalFeature.of("row", 100),
+        CategoricalFeature.of("pair", 100, None if ragged else 2),
+    ]
+    with write_dataset(
+        root, categorical=features, numerical=("n",), file_format=file_format
+    ) as dataset:
+        for split, num_rows in ROWS.items():
+            numbers = np.arange(num_rows)
+            pairs = np.stack([numbers, numbers + 1], axis=1) % 100
+            dataset[split].append(
+                numerical=numbers[:, None],
+                labels=numbers % 2,
+                ids={"row": numbers % 100, "pair": pairs.flatten() if ragged else pairs},
+                **({"lengths": {"pair": np.full(num_rows, 2)}} if ragged else {}),
+            )
+    return FeatureSpec.load(root)
+
+
+@pytest.fixture
+def source(tmp_path) -> BinarySource:
+    return BinarySource(write(tmp_path / "dataset"))
+
+
+@pytest.fixture
+def forked():
+    """Makes loaders whose readers are processes, and sees them end."""
+    loaders = []
+
+    def make(source: Source, split: str, **options) -> Loader:
+        loaders.append(Loader(source, split, **options))
+        loaders[-1].fork_readers()
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        pids = loader.reader_pids
+        loader.close()
+        assert loader.reader_pids == []
+        assert all(has_ended(pid) for pid in pids)
+
+
+def contents(batch) -> list:
+    lengths = batch.ids.lengths().tolist()
+    columns = (batch.numerical, batch.labels, batch.ids.values())
+    return [*(each.clone() for each in columns), lengths, batch.num_valid, batch.global_valid]
+
+
+def same(one: list, other: list) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (1, 4), (4, 1), (3, 4), (2, 9)])
+@pytest.mark.parametrize("kind", ["files", "synthetic"])
+def test_processes_read_what_threads_read(kind, source, forked, workers, prefetch):
+    if kind == "synthetic":
+        settings = {"num_numerical": 2, "cardinalities": (7, 90), "hotness": (1, 3), "seed": 2}
+        source = SyntheticSource(train_rows=50, test_rows=21, **settings)
+    for split, block, batch_size, ranks in (
+        ("train", 3, 8, 2),
+        ("train", 0, 10, 1),
+        ("test", 0, 64, 4),
+    ):
+        for rank in range(ranks):
+            options = {"batch_size": batch_size, "rank": rank, "world_size": ranks}
+            options |= {"shuffle_block": block, "prefetch": prefetch, "seed": 5}
+            plain = Loader(source, split, **options)
+            loader = forked(source, split, workers=workers, **options)
+            assert len(loader.reader_pids) == min(workers, prefetch)
+            # Two epochs and a bit, with their partial batches; then from the middle, as a run that goes on.
+            for start in (0, 2):
+                num_steps = 2 * plain.steps_per_epoch + 1
+                found = [contents(each) for each in loader.batches(start, num_steps)]
+                wanted = [contents(plain.batch(start + step)) for step in range(num_steps)]
+                assert len(found) == num_steps
+                assert all(map(same, found, wanted))
+
+
+def test_a_batch_stays_until_the_next_but_one_is_asked_for(source, forked):
+    loader = forked(source, "train", batch_size=5, prefetch=2)
+    before = None
+    for step, batch in enumerate(loader.batches(num_steps=20)):
+        if before is not None:
+            assert before.ids["row"].values().tolist() == list(
+                range((step - 1) % 10 * 5, (step - 1) % 10 * 5 + 5)
+            )
+        before = batch
+
+
+def test_an_iterator_that_is_left_early_disturbs_no_later_one(source, forked):
+    loader = forked(source, "train", batch_size=5, prefetch=4)
+    for start in range(4):
+        batches = loader.batches(start, 8)
+        assert next(batches).ids["row"].values().tolist()[0] == start * 5
+        batches.close()
+
+
+def test_an_error_reaches_the_consumer_at_its_batch_and_spares_later_reads(tmp_path, forked):
+    spec = write(tmp_path / "dataset")
+    path = spec.splits["train"].ids["row"]
+    ids = np.fromfile(path, np.int8)
+    ids[33] = 111
+    ids.tofile(path)
+    loader = forked(BinarySource(spec), "train", batch_size=10)
+    seen = []
+    with pytest.raises(ValueError, match=f"feature 'row': id 111 at row 33 of {path} lies outside"):
+        seen.extend(each.ids["row"].values()[0].item() for each in loader.batches(num_steps=5))
+    assert seen == [0, 10, 20]
+    assert len(list(loader.batches(0, 3))) == 3
+
+
+class OddSource(BinarySource):
+    """Raises what cannot be sent to another process."""
+
+    def read(self, *arguments):
+        class OddError(Exception):
+            pass
+
+        raise OddError("odd")
+
+
+def test_any_other_error_is_told_with_its_traceback(source, forked):
+    with pytest.raises(RuntimeError, match=r"in a process that reads batches:(?s:.*)OddError: odd"):
+        next(forked(OddSource(source.spec), "train", batch_size=10).batches())
+
+
+@pytest.mark.parametrize(
+    ("signum", "message"),
+    [
+        (signal.SIGKILL, "ended by SIGKILL; was it killed for want of memory"),
+        (signal.SIGBUS, "a file of the dataset became shorter while it was read"),
+    ],
+)
+def test_a_process_that_dies_is_told_of(source, forked, signum, message):
+    faulthandler.disable()  # pytest's would dump the stack of a process that gets SIGBUS
+    loader = forked(source, "train", batch_size=5, workers=2, prefetch=2)
+    batches = loader.batches()
+    next(batches)
+    os.kill(loader.reader_pids[1], signum)
+    # What it had read before it died is still handed out.
+    with pytest.raises(RuntimeError, match=message):
+        list(islice(batches, 6))
+
+
+def test_signals_that_end_a_run_leave_the_readers_to_it(source, forked):
+    loader = forked(source, "train", batch_size=5)
+    batches = loader.batches(num_steps=12)
+    next(batches)
+    for pid in loader.reader_pids:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, signum)
+    assert len(list(batches)) == 11
+
+
+def test_readers_end_with_the_process_that_forked_them():
+    script = """
+        import os, signal
+        from dataloading.loader import Loader
+        from dataloading.synthetic import SyntheticSource
+        source = SyntheticSource(train_rows=50, test_rows=10, num_numerical=1, cardinalities=(5,), hotness=(1,), seed=1)
+        loader = Loader(source, "train", batch_size=5)
+        loader.fork_readers()
+        next(loader.batches())
+        print(*loader.reader_pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    pids = [int(each) for each in ended.stdout.split()]
+    assert len(pids) == 4
+    assert wait_until(lambda: all(has_ended(pid) for pid in pids), 10)
+
+
+def test_threads_read_where_sizes_vary_and_where_decoded_rows_are_kept(tmp_path, forked):
+    ragged = BinarySource(write(tmp_path / "ragged", ragged=True))
+    parquet = open_dataset(write(tmp_path / "parquet", "parquet"))
+    for source in (ragged, parquet):
+        loader = forked(source, "train", batch_size=10)
+        assert loader.reader_pids == []
+        assert next(loader.batches()).num_valid == 10
+
+
+def losses(config: Config, source: Source, *, processes: bool) -> list[float]:
+    with ranks_of_cpu():
+        built = build(config, source)
+        if processes:
+            built.train_loader.fork_readers()
+            built.test_loader.fork_readers()
+        found = built.train(0, 20)
+        built.score(3)
+        found += built.train(20, 25)
+        pids = built.train_loader.reader_pids
+        assert bool(pids) == processes
+        built.train_loader.close()
+        built.test_loader.close()
+        return found
+
+
+def test_a_model_learns_the_same_from_either():
+    # An epoch of 10 steps and a tail.
+    config = compose_config(*TINY, "data.synthetic.train_rows=650", "train.batch_size=64")
+    source = open_source(config)
+    assert losses(config, source, processes=True) == losses(config, source, processes=False)
