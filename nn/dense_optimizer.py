@@ -20,7 +20,11 @@ def build_dense_optimizer(
         case OptimizerName.sgd:
             return torch.optim.SGD(parameters, lr=config.lr, fused=True)
         case OptimizerName.adagrad | OptimizerName.rowwise_adagrad:
-            return torch.optim.Adagrad(parameters, lr=config.lr, eps=config.eps, foreach=True)
+            # Torch 2.11 has no fused one for GPUs.
+            on_cpu = all(each.device.type == "cpu" for each in parameters)
+            return torch.optim.Adagrad(
+                parameters, lr=config.lr, eps=config.eps, fused=on_cpu, foreach=not on_cpu
+            )
         case OptimizerName.adam:
             return torch.optim.Adam(
                 parameters,
