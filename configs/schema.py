@@ -414,7 +414,9 @@ class EvalConfig:
 class InferenceConfig:
     """`mode=inference`: forward latency and throughput."""
 
-    batch_sizes: list[int] = option([1, 64, 512, 2048, 8192, 32768], "global batch sizes to time")
+    batch_sizes: list[int] = option(
+        [1, 64, 512, 2048, 8192, 32768, 65536], "global batch sizes to time"
+    )
     steps: int = option(200, "timed forward passes a batch size")
     warmup_steps: int = option(20, "untimed forward passes before them")
 

@@ -76,8 +76,8 @@ class Step:
         self._gradients = FlatGradients(dense.parameters(), copies)
         tables.copy_gradients = self._gradients.further
         tables.room = getattr(dense, "head_columns", 0)
-        if self.why_not_captured is None:
-            # Not an epoch's tail, nor the sizes of `mode=inference`, which come once.
+        if self.why_not_captured is None and config.mode is not Mode.inference:
+            # Not an epoch's tail, nor the sizes of `mode=inference`, which come once and on no stream that can be recorded.
             batches = (config.train.batch_size, config.eval.batch_size)
             tables.recorded_sizes = frozenset(each // ranks.world_size for each in batches)
         self._readback = Readback(ranks.device)

@@ -328,6 +328,15 @@ def test_a_waiting_batch_keeps_its_ids_while_others_are_scored(world_size):
     assert recorded == pytest.approx(launched, rel=2e-5)
 
 
+def test_inference_takes_the_batch_sizes_of_training_and_evaluation_too(tmp_path):
+    sizes = ["inference.batch_sizes=[1,64,128]", "inference.steps=3", "inference.warmup_steps=1"]
+    run_dir = tmp_path / "run"
+    ended = run_command(*TINY, *ON_GPU, "mode=inference", f"run_dir={run_dir}", *sizes)
+    assert ended.exit_code == 0, ended.err
+    results = json.loads((run_dir / "summary.json").read_text())["inference"]
+    assert [each["batch_size"] for each in results] == [1, 64, 128]
+
+
 def profiled_on_gpus(run_dir: str) -> int:
     options = [*TINY, "device=cuda", "train.amp=bf16", "train.max_steps=20", "eval.per_epoch=1"]
     profile = ["profile.steps=5", "profile.start_step=10", "log.tensorboard=false"]

@@ -27,6 +27,14 @@ def test_single_forward_passes_are_timed_after_the_warm_up(monkeypatch):
     assert 128e3 / result["p99_ms"] < result["samples_per_s"] < 128e3 / result["p50_ms"] * 7
 
 
+@pytest.mark.parametrize(("mode", "recorded"), [("inference", set()), ("train", {64, 128})])
+def test_the_id_exchange_is_recorded_for_training_only(monkeypatch, mode, recorded):
+    monkeypatch.setattr("nn.step.Step.why_not_captured", None)
+    with ranks_of_cpu():
+        step = build(compose_config(*TINY, f"mode={mode}")).step
+    assert step.tables.recorded_sizes == recorded
+
+
 def test_quantiles_are_those_of_the_passes(monkeypatch):
     latencies_ms = iter(range(1, 102))
     monkeypatch.setattr("nn.inference._timed_ms", lambda *_: float(next(latencies_ms)))
