@@ -9,7 +9,8 @@ import numpy as np
 from dataloading.feature_spec import FeatureSpec
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""(shape, dtype) -> array that need not be zeroed; the loader passes one that returns pinned memory."""
+"""(shape, dtype) -> array that need not be zeroed; the loader passes one that returns pinned memory, or memory that a reader
+process shares, where columns lie in the order in which `Columns.empty` asks for them."""
 
 
 @dataclass(slots=True)

@@ -23,9 +23,9 @@ SLOTS_IN_USE = 2
 class Loader:
     """Batches of one split for one rank, in an order that depends on the step alone.
 
-    Each of `workers` threads reads a whole batch, straight into the tensors that are handed out; up to `prefetch`
-    batches are read or being read at a time, so no more workers than that are busy. Batches come in order whatever the
-    workers do, and stay on the host: the step moves them. After `fork_readers` the workers are processes.
+    Each of `workers` threads, or processes after `fork_readers`, reads a whole batch, straight into the tensors that are
+    handed out; up to `prefetch` batches are read or being read at a time, so no more workers than that are busy. Batches come
+    in order whatever the workers do, and stay on the host: the step moves them.
 
     Args:
         source: where rows come from.
@@ -111,12 +111,17 @@ class Loader:
         return self._readers.pids if self._readers is not None else []
 
     def close(self) -> None:
-        """End the reader processes, if there are any."""
+        """End the reader processes, if there are any, and free their memory."""
+        self.end_readers()
+        if self._slots is not None and self.device.type == "cuda":
+            self._slots.unpin()
+        self._slots = None
+
+    def end_readers(self) -> None:
+        """End the reader processes alone: after a failure a GPU may wait for ranks that are gone, and so may who waits for it."""
         if self._readers is not None:
             self._readers.close()
-        if self._slots is not None:
-            self._slots.unpin()
-        self._readers = self._slots = None
+        self._readers = None
 
     def rows(self, step: int) -> RankRows:
         """Return the rows of this rank at `step`, counted over epochs."""
@@ -180,6 +185,8 @@ class Loader:
         assert not readers.num_pending, "one iterator at a time"
         if self.device.type == "cuda":
             slots.pin()
+            # An iterator before this one may have been left while its last batch was being copied.
+            torch.cuda.synchronize()
         pending: deque[int] = deque()
 
         def start(num_steps: int) -> None:
@@ -201,7 +208,7 @@ class Loader:
                 slots.are_copied(slot)
         finally:
             while readers.num_pending:
-                with suppress(ValueError, RuntimeError):
+                with suppress(ValueError, OSError, MemoryError, RuntimeError):
                     readers.finish()
 
     def _read_into(self, slot: int, step: int) -> None:
@@ -235,7 +242,7 @@ class Loader:
             sizes.append(aligned(array.nbytes))
             return array
 
-        size = self.batch_size // self.world_size
+        size = -(-min(self.batch_size, self.num_rows) // self.world_size)
         self._columns(size, size, count_bytes)
         return sum(sizes)
 

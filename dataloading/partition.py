@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 
 MAX_BLOCKS = 2**27
-"""Blocks of one permutation: 1 GiB of row numbers, in each process that reads."""
+"""Blocks of one permutation: 1 GiB of row numbers. Each process that reads keeps those of two epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def block_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
     """Return the seeded permutation of `num_blocks` blocks, read-only; the last two epochs stay cached."""
     if num_blocks > MAX_BLOCKS:
         raise ValueError(
-            f"shuffling {num_blocks} blocks needs {num_blocks * 8 / 2**30:.1f} GiB a rank, at most {MAX_BLOCKS} "
+            f"shuffling {num_blocks} blocks needs {num_blocks * 8 / 2**30:.1f} GiB in each process that reads, at most {MAX_BLOCKS} "
             f"blocks are allowed; make the shuffle block {-(-num_blocks // MAX_BLOCKS)} times as long or longer"
         )
     with (

@@ -1,7 +1,7 @@
 """Processes that read batches into memory which they share with the process that trains.
 
 Threads would do, were it not for Python's lock: a thread that reads takes and leaves it at every column, and the step, which
-leaves it at every kernel it launches, waits for it each time. On four H200 the readers' threads cost a DLRM step 0.9 of
+leaves it at every kernel it launches, waits for it each time. On four H200 the readers' threads cost a DLRM step 0.8 of
 2.4 ms (benchmarks/README.md).
 """
 
@@ -26,12 +26,16 @@ class ReaderProcesses:
     """Reads into slots of shared memory; what is started first is finished first.
 
     The processes are forked when this is made, so that they have all that is open here and import nothing. That wants to be
-    early: before CUDA, NCCL and threads, whose locks a child would inherit as they happen to be.
+    early, since they inherit locks as they happen to be, and there are fewer before a CUDA context, NCCL and most threads.
 
     Args:
-        read: run in the processes: fills the slot of this number with what this other number stands for.
+        read: run in the processes: fills the slot of this number with what this other number stands for. It may use numpy, but
+            not CUDA, nor what runs in threads of its own.
         num_slots: how many there are, in memory that came from `shared_memory`.
         num_processes: how many.
+
+    Raises:
+        ValueError: the system has no room for so many.
     """
 
     def __init__(
@@ -39,7 +43,17 @@ class ReaderProcesses:
     ) -> None:
         self._num_slots = num_slots
         self._num_started = self._num_finished = 0
-        self._readers = [_Reader(read) for _ in range(num_processes)]
+        self._readers: list[_Reader] = []
+        try:
+            for _ in range(num_processes):
+                self._readers.append(_Reader(read))
+        except OSError as error:
+            num_forked = len(self._readers)
+            self.close()
+            raise ValueError(
+                f"process {num_forked + 1} of {num_processes} that read batches cannot be started "
+                f"({error.strerror}); lower data.workers, or raise the limits of processes (ulimit -u) and memory"
+            ) from None
 
     @property
     def pids(self) -> list[int]:
@@ -68,7 +82,7 @@ class ReaderProcesses:
         """Wait for what was started first, and return its slot.
 
         Raises:
-            ValueError: what `read` raised.
+            ValueError, OSError, MemoryError: what `read` raised.
             RuntimeError: it raised something else, or its process has ended.
         """
         reader = self._readers[self._num_finished % len(self._readers)]
@@ -78,10 +92,11 @@ class ReaderProcesses:
         return slot
 
     def close(self) -> None:
-        """End the processes, whatever they are at."""
+        """End the processes, whatever they are at; nothing is pending any more."""
         for each in self._readers:
             each.close()
         self._readers = []
+        self._num_finished = self._num_started
 
 
 def shared_memory(num_bytes: int) -> mmap.mmap:
@@ -95,10 +110,16 @@ class _Reader:
     def __init__(self, read: Callable[[int, int], None]) -> None:
         self._connection, its = Pipe()
         parent = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
-            _serve(read, its, parent)
-        its.close()
+        # Until the child ignores them: it would answer as its parent does.
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RUN)
+        try:
+            self.pid = os.fork()
+            if not self.pid:
+                self._connection.close()
+                _serve(read, its, parent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+            its.close()
         self._has_ended = False
 
     def ask(self, slot: int, number: int) -> None:
@@ -128,24 +149,30 @@ class _Reader:
         self._has_ended = True
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if code == -signal.SIGBUS:
-            return f"{told}: a file of the dataset became shorter while it was read"
+            return f"{told} by SIGBUS: a file of the dataset became shorter while it was read, or its disk failed"
         by = f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
         return f"{told}{by}; was it killed for want of memory?"
 
 
 def _serve(read: Callable[[int, int], None], connection: Connection, parent: int) -> NoReturn:
     """Fill slots until the parent is gone."""
+    exit_code = 1
     try:
         for each in SIGNALS_OF_THE_RUN:
             signal.signal(each, signal.SIG_IGN)
-        # A parent that is killed closes nothing.
+        # Not every reader sees the parent's end of its pipe close: those that were forked later have it open.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         while os.getppid() == parent:
             slot, number = connection.recv()
             connection.send(_problem_of(read, slot, number))
+        exit_code = 0
+    except (EOFError, ConnectionError):
+        exit_code = 0
+    except Exception:
+        os.write(2, traceback.format_exc().encode())
     finally:
         # Nothing of the parent's is to be flushed, closed or freed here.
-        os._exit(0)
+        os._exit(exit_code)
 
 
 def _problem_of(read: Callable[[int, int], None], slot: int, number: int) -> Exception | None:
@@ -153,6 +180,10 @@ def _problem_of(read: Callable[[int, int], None], slot: int, number: int) -> Exc
         read(slot, number)
     except ValueError as error:
         return ValueError(str(error))
+    except MemoryError as error:
+        return MemoryError(str(error))
+    except OSError as error:
+        return OSError(error.errno, error.strerror, error.filename)
     except Exception:
         # Not every exception can be sent to another process.
         return RuntimeError(f"in a process that reads batches:\n{traceback.format_exc()}")

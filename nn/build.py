@@ -205,15 +205,18 @@ class Loaders:
     test: Loader | None
 
     def __enter__(self) -> Self:
-        """Fork what reads for a GPU, which wants to be before any process group, thread or CUDA context."""
+        """Fork what reads for a GPU: before there is a process group, see `ReaderProcesses`."""
         for each in self._all():
             if each.device.type == "cuda":
                 each.fork_readers()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
         for each in self._all():
-            each.close()
+            if error is None:
+                each.close()
+            else:
+                each.end_readers()
 
     def _all(self) -> list[Loader]:
         return [each for each in (self.train, self.test) if each is not None]

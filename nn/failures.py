@@ -40,7 +40,7 @@ def faults_told(ranks: Ranks) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RankError(
-            f"rank {ranks.rank} is out of memory: {str(error).splitlines()[0]}; lower train.batch_size, or "
+            f"rank {ranks.rank} is out of memory: {str(error).partition(chr(10))[0]}; lower train.batch_size, or "
             "spread the tables over more ranks. Checkpoints of the run are whole"
         ) from error
 

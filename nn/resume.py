@@ -28,6 +28,7 @@ from nn.trainer import is_good_enough
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor its order.
 FREE = (
     *("run_dir", "mode", "device", "data.path", "data.prefetch", "data.workers"),
+    "data.threads",  # what data.workers was called in runs that began before it
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile."),
 )

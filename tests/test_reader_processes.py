@@ -23,9 +23,11 @@ from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
-from nn.build import open_source
+from nn.build import Loaders, open_source
+from tests.command import run_command
 from tests.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.crash import has_ended, wait_until
+from tests.runs import records
 
 ROWS = {"train": 50, "test": 21}
 
@@ -145,19 +147,70 @@ def test_an_error_reaches_the_consumer_at_its_batch_and_spares_later_reads(tmp_p
     assert len(list(loader.batches(0, 3))) == 3
 
 
-class OddSource(BinarySource):
-    """Raises what cannot be sent to another process."""
+class FailingSource(BinarySource):
+    """Raises what it is told."""
+
+    def __init__(self, spec: FeatureSpec, error: Exception) -> None:
+        super().__init__(spec)
+        self.error = error
 
     def read(self, *arguments):
-        class OddError(Exception):
-            pass
-
-        raise OddError("odd")
+        raise self.error
 
 
-def test_any_other_error_is_told_with_its_traceback(source, forked):
-    with pytest.raises(RuntimeError, match=r"in a process that reads batches:(?s:.*)OddError: odd"):
-        next(forked(OddSource(source.spec), "train", batch_size=10).batches())
+class OddError(Exception):
+    """Cannot be made from its text."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OddError(1, 2), RuntimeError, r"in a process that reads batches:(?s:.*)OddError: 1 and 2"),
+        (MemoryError("no room"), MemoryError, "no room"),
+        (OSError(5, "Input/output error", "row.bin"), OSError, "Input/output error: 'row.bin'"),
+    ],
+)
+def test_other_errors_are_told_as_a_thread_would(source, forked, error, kind, message):
+    batches = forked(FailingSource(source.spec, error), "train", batch_size=10).batches()
+    with pytest.raises(kind, match=message) as raised:
+        next(batches)
+    assert type(raised.value) is kind
+
+
+def test_an_iterator_may_outlive_the_processes(source, forked):
+    loader = forked(source, "train", batch_size=5)
+    batches = loader.batches()
+    next(batches)
+    loader.close()
+    batches.close()
+
+
+def test_where_no_process_can_be_started_none_is_left(source, monkeypatch):
+    fork, pids = os.fork, []
+
+    def third_fails() -> int:
+        if len(pids) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        pids.append(fork())
+        return pids[-1]
+
+    monkeypatch.setattr(os, "fork", third_fails)
+    with pytest.raises(
+        ValueError,
+        match=r"process 3 of 4 that read batches cannot be started .*lower data\.workers",
+    ):
+        Loader(source, "train", batch_size=5).fork_readers()
+    assert len(pids) == 2
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_a_slot_is_no_larger_than_the_split(source, forked):
+    loader = forked(source, "test", batch_size=2**40, world_size=4)
+    (batch,) = loader.batches(num_steps=1)
+    assert (batch.num_valid, batch.global_valid, len(batch.labels)) == (6, 21, 6)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +284,31 @@ def losses(config: Config, source: Source, *, processes: bool) -> list[float]:
         built.train_loader.close()
         built.test_loader.close()
         return found
+
+
+def test_a_whole_run_is_the_same_with_either(tmp_path, monkeypatch):
+    results, pids = [], []
+
+    def enter(loaders: Loaders) -> Loaders:
+        for each in (loaders.train, loaders.test):
+            each.fork_readers()
+            pids.extend(each.reader_pids)
+        return loaders
+
+    options = [*TINY, "train.max_steps=24", "eval.per_epoch=1", "data.workers=2"]
+    for name in ("threads", "processes"):
+        if name == "processes":
+            monkeypatch.setattr(Loaders, "__enter__", enter)
+        run_dir = tmp_path / name
+        assert run_command(*options, f"run_dir={run_dir}").exit_code == 0
+        results.append(records(run_dir))
+    assert results[0] == results[1]
+    assert len(pids) == 4
+    ended = run_command(*options, f"run_dir={tmp_path / 'diverged'}", "optimizer.lr=1e30")
+    assert ended.exit_code == 3
+    assert ended.err.startswith("error: the loss is")
+    assert len(pids) == 8
+    assert all(has_ended(pid) for pid in pids)
 
 
 def test_a_model_learns_the_same_from_either():
