@@ -259,8 +259,6 @@ class BinarySource:
         columns: of each split that is read, if they are in memory; None: the files are mapped.
     """
 
-    keeps_rows = False
-
     def __init__(
         self, spec: FeatureSpec, columns: Mapping[str, "SplitColumns"] | None = None
     ) -> None:
@@ -276,6 +274,9 @@ class BinarySource:
     def granule(self, split: str) -> int:
         """Return 1: any row is read by itself."""
         return 1
+
+    def before_fork(self, split: str, num_processes: int) -> None:
+        """Do nothing: processes share what is mapped."""
 
     def read(
         self,

@@ -68,11 +68,9 @@ class Source(Protocol):
 
     Attributes:
         spec: of the dataset.
-        keeps_rows: what was read stays decoded for the next who asks; processes would each decode and keep it.
     """
 
     spec: FeatureSpec
-    keeps_rows: bool
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
@@ -82,6 +80,9 @@ class Source(Protocol):
 
         The loader rounds the blocks of a shuffle up to a multiple of it.
         """
+
+    def before_fork(self, split: str, num_processes: int) -> None:
+        """Decode what so many processes, which are about to be forked, would each keep of a split."""
 
     def read(
         self,

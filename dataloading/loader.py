@@ -94,16 +94,16 @@ class Loader:
         A batch's memory is then used again: it holds the batch until the next one but one is asked for, and copies of it must
         be queued, on the stream that is current then, before the next one is asked for.
 
-        Does nothing where the size of a batch depends on its rows (ragged features), or where the source keeps what it has
-        decoded (Parquet).
+        Does nothing where the size of a batch depends on its rows (ragged features), or where more rows are decoded together
+        than a batch has (large row groups of Parquet): consecutive batches, which other processes read, want them too.
         """
-        features = self.source.spec.categorical
-        if self.source.keeps_rows or any(each.hotness is None for each in features):
+        is_ragged = any(each.hotness is None for each in self.source.spec.categorical)
+        if is_ragged or self.source.granule(self.split) > self.batch_size // self.world_size:
             return
+        num_processes = min(self.workers, self.prefetch)
+        self.source.before_fork(self.split, num_processes)
         self._slots = Slots(self.prefetch + SLOTS_IN_USE, self._whole_batch_bytes())
-        self._readers = ReaderProcesses(
-            self._read_into, len(self._slots), min(self.workers, self.prefetch)
-        )
+        self._readers = ReaderProcesses(self._read_into, len(self._slots), num_processes)
 
     @property
     def reader_pids(self) -> list[int]:

@@ -29,8 +29,6 @@ class ParquetSource:
     Ids, labels and missing values are checked when a row group is decoded. Safe to call from several threads.
     """
 
-    keeps_rows = True
-
     def __init__(self, spec: FeatureSpec) -> None:
         self.spec = spec
         self._splits = {split: SplitGroups(files.parquet) for split, files in spec.splits.items()}
@@ -51,6 +49,13 @@ class ParquetSource:
     def granule(self, split: str) -> int:
         """Return the rows of the largest row group, or 1 if the split stays in memory."""
         return 1 if self._fits[split] else self._splits[split].granule
+
+    def before_fork(self, split: str, num_processes: int) -> None:
+        """Decode a split that stays in memory, which processes then share; of another one let each keep its part."""
+        if self._fits[split]:
+            self._whole(split)
+        else:
+            self._groups.keep(max(LEAST_KEPT, self._groups.num_groups // num_processes))
 
     def read(
         self,
@@ -140,7 +145,7 @@ class _GroupCache:
     """The row groups that were asked for last; one that is asked for twice at a time is decoded once."""
 
     def __init__(self, num_groups: int) -> None:
-        self._num_groups = num_groups
+        self.num_groups = num_groups
         self._groups: OrderedDict[tuple[str, int], Future[RowGroup]] = OrderedDict()
         self._lock = Lock()
 
@@ -149,11 +154,20 @@ class _GroupCache:
             found = self._groups.pop(key, None)
             group = Future() if found is None else found
             self._groups[key] = group
-            while len(self._groups) > self._num_groups:
-                self._groups.popitem(last=False)
+            self._drop_oldest()
         if found is None:
             try:
                 group.set_result(decode())
             except BaseException as error:
                 group.set_exception(error)
         return group.result()
+
+    def keep(self, num_groups: int) -> None:
+        """Keep fewer or more from now on."""
+        with self._lock:
+            self.num_groups = num_groups
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while len(self._groups) > self.num_groups:
+            self._groups.popitem(last=False)

@@ -33,8 +33,6 @@ class SyntheticSource:
         seed: of the rows and of the teacher.
     """
 
-    keeps_rows = False
-
     def __init__(
         self,
         train_rows: int,
@@ -72,6 +70,9 @@ class SyntheticSource:
     def granule(self, split: str) -> int:
         """Return 1: any row is read by itself."""
         return 1
+
+    def before_fork(self, split: str, num_processes: int) -> None:
+        """Do nothing: rows are made when they are asked for."""
 
     def read(
         self,

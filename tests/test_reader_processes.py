@@ -261,13 +261,32 @@ def test_readers_end_with_the_process_that_forked_them():
     assert wait_until(lambda: all(has_ended(pid) for pid in pids), 10)
 
 
-def test_threads_read_where_sizes_vary_and_where_decoded_rows_are_kept(tmp_path, forked):
+def test_threads_read_where_sizes_vary(tmp_path, forked):
     ragged = BinarySource(write(tmp_path / "ragged", ragged=True))
-    parquet = open_dataset(write(tmp_path / "parquet", "parquet"))
-    for source in (ragged, parquet):
-        loader = forked(source, "train", batch_size=10)
-        assert loader.reader_pids == []
-        assert next(loader.batches()).num_valid == 10
+    loader = forked(ragged, "train", batch_size=10)
+    assert loader.reader_pids == []
+    assert next(loader.batches()).num_valid == 10
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 28])
+def test_processes_read_row_groups_and_threads_those_larger_than_a_batch(
+    tmp_path, forked, monkeypatch, kept
+):
+    monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", kept)
+    monkeypatch.setattr("dataloading.parquet_writer.ROW_GROUP_ROWS", 8)
+    spec = write(tmp_path / "parquet", "parquet")
+    fits = kept > 0
+    assert open_dataset(spec).granule("train") == (1 if fits else 8)
+    options = {"batch_size": 10, "shuffle_block": 4, "seed": 3}
+    plain = Loader(open_dataset(spec), "train", **options)
+    loader = forked(open_dataset(spec), "train", workers=2, **options)
+    assert len(loader.reader_pids) == 2
+    num_steps = 2 * plain.steps_per_epoch + 1
+    found = [contents(each) for each in loader.batches(0, num_steps)]
+    assert all(map(same, found, [contents(plain.batch(step)) for step in range(num_steps)]))
+    small = forked(open_dataset(spec), "train", batch_size=4)
+    assert bool(small.reader_pids) == fits
+    assert next(small.batches()).num_valid == 4
 
 
 def losses(config: Config, source: Source, *, processes: bool) -> list[float]:
