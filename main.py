@@ -7,14 +7,10 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from configs.help import register_option_help
-from configs.schema import Config, check_overrides, to_config
+from configs.command_line import call_composed
+from configs.schema import Config, to_config
 from nn.errors import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -44,20 +40,12 @@ def launch(config_name: str) -> None:
     # OpenMP's threads otherwise spin while they wait, and starve the loader's where cores are few. Read when torch is
     # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Otherwise Hydra ends with 1 where an option's value is wrong, as after an error that may not come again.
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     end_with_launcher()
     signal.signal(signal.SIGUSR1, _stop_at_once)
     try:
-        check_overrides(sys.argv[1:], Config, groups=("experiment", "data"))
+        call_composed(_run, Config, "schema", config_name, groups=("experiment", "data"))
     except ValueError as error:
         _end_together(str(error), USER_ERROR_EXIT_CODE)
-    ConfigStore.instance().store(name="schema", node=Config)
-    register_option_help(Config)
-    try:
-        hydra.main(version_base="1.3", config_path="configs", config_name=config_name)(_run)()
-    except (HydraException, OmegaConfBaseException) as error:
-        _end_together(_one_line(error), USER_ERROR_EXIT_CODE)
     if is_launched():
         leave_launcher()
 
@@ -97,17 +85,6 @@ def _run(composed: DictConfig) -> None:
             "checkpoint, if there is one"
         )
         _end_together(text, INTERRUPTED_EXIT_CODE)
-
-
-def _one_line(error: Exception) -> str:
-    """What Hydra says of the command line, and why, without its search path."""
-    told = [
-        str(each).partition("Config search path")[0] for each in (error, error.__cause__) if each
-    ]
-    lines = [line.strip() for each in told for line in each.splitlines()]
-    known = ("full_key:", "reference_type=", "object_type=", "See https:")
-    text = " ".join(line for line in lines if line and not line.startswith(known))
-    return text + ("; a list is written as [a,b]" if "ListConfig" in text else "")
 
 
 def _stop_at_once(signum: int, frame: FrameType | None) -> None:

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 
-from configs.help import register_option_help
+from configs.command_line import register
 from configs.schema import Config, to_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +47,7 @@ class Row:
 
 def compose_row(recipe: str, *overrides: str) -> Config:
     """Return the typed configuration of `<recipe>.py <overrides>`."""
-    ConfigStore.instance().store(name="schema", node=Config)
-    register_option_help(Config)
+    register(Config, "schema")
     with initialize_config_module("configs", version_base="1.3"):
         return to_config(compose(recipe, list(overrides)))
 

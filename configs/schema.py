@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -588,10 +587,6 @@ class Config:
             "runs/<recipe>/<time>",
         )
         require(
-            self.mode is not Mode.eval or self.checkpoint.restore is not None,
-            f"mode=eval needs a trained model: {_how_to_name_one(self.run_dir)}",
-        )
-        require(
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
         )
@@ -653,16 +648,6 @@ def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str
         is_hydras = name.startswith(("-", "+", "~", "hydra")) or name.split("@")[0] in groups
         if equals and not (is_option or is_below_one or is_hydras):
             raise ValueError(_no_option(name, schema))
-
-
-def _how_to_name_one(run_dir: str | None) -> str:
-    """Say how to name a checkpoint; the latest of the run directory, if there is one: that may be what was meant."""
-    checkpoints = Path(run_dir or "", "checkpoints")
-    found = [each for each in checkpoints.glob("step_*") if each.name[len("step_") :].isdecimal()]
-    if run_dir is None or not found:
-        return "set checkpoint.restore to a run's checkpoints/step_N"
-    latest = max(found, key=lambda each: int(each.name[len("step_") :]))
-    return f"set checkpoint.restore={latest}, and another run_dir, or none, for the results"
 
 
 def _no_option(key: str, schema: type) -> str:

@@ -91,8 +91,9 @@ class Slots:
             self._copied.append(torch.cuda.Event())
 
     def unpin(self) -> None:
-        """Undo `pin`, when all copies are done."""
-        torch.cuda.synchronize()
+        """Undo `pin`, as far as it came, when all copies are done."""
+        if self._copied:
+            torch.cuda.synchronize()
         for each, _ in zip(self._memories, self._copied, strict=False):
             torch.cuda.check_error(_cudart().cudaHostUnregister(each.data_ptr()))
         self._copied = []

@@ -113,7 +113,7 @@ class Loader:
     def close(self) -> None:
         """End the reader processes, if there are any, and free their memory."""
         self.end_readers()
-        if self._slots is not None and self.device.type == "cuda":
+        if self._slots is not None:
             self._slots.unpin()
         self._slots = None
 

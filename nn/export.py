@@ -4,18 +4,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-import hydra
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
+from configs.command_line import call_composed
 from configs.export_schema import ExportConfig
-from configs.help import register_option_help
-from configs.schema import check_overrides, to_config
+from configs.schema import to_config
 from nn.errors import USER_ERROR_EXIT_CODE
 from nn.table_export import export_tables
 
 
-@hydra.main(version_base="1.3", config_path="pkg://configs", config_name="export")
 def run(composed: DictConfig) -> None:
     """Turn the composed yaml into checked options and export; say what is wrong in one line."""
     try:
@@ -41,10 +38,7 @@ def _end(message: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    ConfigStore.instance().store(name="export_schema", node=ExportConfig)
-    register_option_help(ExportConfig)
     try:
-        check_overrides(sys.argv[1:], ExportConfig, groups=())
+        call_composed(run, ExportConfig, "export_schema", "export")
     except ValueError as error:
         _end(str(error))
-    run()

@@ -21,7 +21,7 @@ def named_start(config: Config, source: Source) -> Start:
     """Check what `checkpoint.restore` names, before any process group; a run that goes on by itself needs it no more.
 
     Raises:
-        ValueError: it is no checkpoint, or not of this dataset, or has nothing left to train.
+        ValueError: it is not set where there is nothing to do without one, it is no checkpoint, or not of this dataset, or has nothing left to train.
     """
     return Start() if _has_own_checkpoint(config) else _named(config, source)
 
@@ -82,6 +82,8 @@ def _has_own_checkpoint(config: Config) -> bool:
 
 def _named(config: Config, source: Source) -> Start:
     parts = config.checkpoint
+    if parts.restore is None and config.mode is Mode.eval:
+        raise ValueError(f"mode=eval needs a trained model: {_how_to_name_one(config.run_dir)}")
     if parts.restore is None:
         return Start()
     path = Path(parts.restore)
@@ -94,3 +96,11 @@ def _named(config: Config, source: Source) -> Start:
     )
     begins_anew = config.mode is Mode.train and not parts.takes_optimizer
     return Start(path, {"num_steps": 0} if begins_anew else facts)
+
+
+def _how_to_name_one(run_dir: str | None) -> str:
+    """Say how to name a checkpoint; the latest of the run directory, if there is one: that may be what was meant."""
+    found = newest_first(Path(run_dir) / "checkpoints") if run_dir is not None else []
+    if not found:
+        return "set checkpoint.restore to a run's checkpoints/step_N"
+    return f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"

@@ -1,17 +1,14 @@
 """`python -m preproc`: compose the options, check them, make, verify or convert a dataset directory."""
 
-import sys
 from errno import ENOSPC
 from pathlib import Path
 
-import hydra
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from rich.console import Console
 
-from configs.help import register_option_help
+from configs.command_line import call_composed
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
-from configs.schema import check_overrides, require, to_config
+from configs.schema import require, to_config
 from configs.table_schema import TableConfig
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME
@@ -62,7 +59,6 @@ def execute(config: PreprocConfig) -> None:
         build(config)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://configs", config_name="preproc")
 def run(composed: DictConfig) -> None:
     """Turn the composed yaml into checked options and build; say what is wrong in one line."""
     try:
@@ -82,16 +78,8 @@ def run(composed: DictConfig) -> None:
         raise SystemExit(f"interrupted{left}") from None
 
 
-def register() -> None:
-    """Make the schema and its help known to Hydra."""
-    ConfigStore.instance().store(name="preproc_schema", node=PreprocConfig)
-    register_option_help(PreprocConfig)
-
-
 if __name__ == "__main__":
-    register()
     try:
-        check_overrides(sys.argv[1:], PreprocConfig, groups=("dataset",))
+        call_composed(run, PreprocConfig, "preproc_schema", "preproc", groups=("dataset",))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    run()

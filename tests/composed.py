@@ -8,12 +8,11 @@ from functools import cache
 
 import torch
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from configs.help import register_option_help
+from configs.command_line import register
 from configs.schema import Config
 from dataloading.columns import Source
 from dataloading.loader import Loader
@@ -50,8 +49,7 @@ GROUPS = ("experiment", "data")
 
 def compose_with_hydra(*overrides: str, recipe: str = "dlrm") -> DictConfig:
     """Return what Hydra makes of `<recipe>.py <overrides>`; it takes a tenth of a second."""
-    ConfigStore.instance().store(name="schema", node=Config)
-    register_option_help(Config)
+    register(Config, "schema")
     with initialize_config_module("configs", version_base="1.3"):
         return compose(recipe, list(overrides))
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_module
 
-from preproc.__main__ import register, run
+from configs.command_line import register
+from configs.preproc_schema import PreprocConfig
+from preproc.__main__ import run
 
 NUM_COLUMNS = 40
 
 
 def preproc(*overrides: str) -> None:
     """Run the command with these overrides; a user's mistake raises SystemExit with its message."""
-    register()
+    register(PreprocConfig, "preproc_schema")
     with initialize_config_module("configs", version_base="1.3"):
         composed = compose("preproc", overrides=["plot=false", *overrides])
     run(composed)

@@ -35,7 +35,8 @@ KNOWS_RANKS = {
     "nn.tensor_reader",
     "nn.tensor_writer",
 }
-READS_ENVIRONMENT = {"nn.distributed", "nn.launcher", "nn.node", "main"}
+# The last one tells Hydra something.
+READS_ENVIRONMENT = {"nn.distributed", "nn.launcher", "nn.node", "main", "configs.command_line"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -517,6 +517,23 @@ def test_the_command_says_what_is_wrong_in_one_line_and_fails(tmp_path, output):
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("frequency_limit=abc", "'abc' of type 'str' could not be converted to Integer"),
+        ("dataset=criteo", "Could not find 'dataset/criteo' Available options in 'dataset': any"),
+        ("frequencylimit=1", "there is no option frequencylimit; did you mean frequency_limit?"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_in_one_line(option, message):
+    command = [sys.executable, "-m", "preproc", option]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_killed_run_leaves_nothing_that_looks_whole_and_the_next_one_works(tmp_path):
     noise = [raw_line(i % 2, c1=f"{zlib.crc32(b'%d' % i):08x}") for i in range(100_000)]
     source, output = write_lines(tmp_path / "raw.tsv", noise), tmp_path / "out"

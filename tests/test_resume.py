@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -19,8 +20,10 @@ import pytest
 import torch
 
 from configs.schema import Config
+from nn.build import open_source
 from nn.checkpoint_files import newest_first
 from nn.run import run
+from nn.start import named_start
 from tests.command import Ended, run_command
 from tests.composed import TINY, compose_config
 from tests.datasets import write_clicks
@@ -442,3 +445,27 @@ def test_training_leaves_every_generator_where_it_was(tmp_path, monkeypatch):
     assert train(tmp_path / "run").err == ""
     assert len(states) == LAST_STEP - 1
     assert all(each == states[0] for each in states)
+
+
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_evaluation_asks_for_a_trained_model_and_names_the_latest_of_the_run(
+    tmp_path, has_checkpoints
+):
+    told = "set checkpoint.restore to a run's checkpoints/step_N"
+    if has_checkpoints:
+        for name in ("step_8", "step_16", "step_24.damaged", "best"):
+            (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        told = f"set checkpoint.restore={tmp_path}/checkpoints/step_16, and another run_dir, or none, for the results"
+    config = compose_config(*TINY, "mode=eval", f"run_dir={tmp_path}")
+    with pytest.raises(ValueError, match=rf"^mode=eval needs a trained model: {re.escape(told)}$"):
+        named_start(config, open_source(config))
+
+
+def test_a_run_from_when_workers_were_called_threads_goes_on(tmp_path):
+    run_dir = tmp_path / "run"
+    assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=8").exit_code == 0
+    path = run_dir / "checkpoints" / "step_8" / "run.json"
+    content = path.read_text()
+    assert '"workers"' in content
+    path.write_text(content.replace('"workers"', '"threads"'))
+    assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=16").exit_code == 0

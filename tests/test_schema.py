@@ -138,21 +138,6 @@ def test_other_models_need_no_equal_widths():
     assert made(ModelConfig, {"name": ModelName.dcnv2, "bottom_mlp": [64]}).bottom_mlp == [64]
 
 
-def test_evaluation_asks_for_a_trained_model():
-    with pytest.raises(
-        ValueError, match=r"^mode=eval needs a trained model: set checkpoint.restore"
-    ):
-        compose_config(*TINY, "mode=eval")
-
-
-def test_evaluation_in_a_runs_directory_is_told_its_latest_checkpoint(tmp_path):
-    for name in ("step_8", "step_16", "step_24.damaged", "best"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    wanted = f"set checkpoint.restore={tmp_path}/checkpoints/step_16, and another run_dir, or none, for the"
-    with pytest.raises(ValueError, match=re.escape(wanted)):
-        compose_config(*TINY, "mode=eval", f"run_dir={tmp_path}")
-
-
 def test_the_tables_take_the_dense_halfs_rule_unless_told_otherwise():
     same = OptimizerConfig(name=OptimizerName.adam, lr=0.5)
     assert (same.table_name, same.table_lr) == (OptimizerName.adam, 0.5)
