@@ -5,7 +5,7 @@
 writes random rows in the layout of Criteo 1TB at frequency limit 15 (13 float16 numericals, 26 ids of 1, 2 or 4 bytes,
 89 bytes a row) to a temporary directory, reads it for some epochs with and without the check of ids, then the same rows
 from Parquet, and prints rows/s and GB/s (bytes on disk) as min / median / max over the epochs. With processes=1, which is
-what trains on a GPU and the default beside one, processes read the binary files; their CPU time is not printed.
+what trains on a GPU and the default beside one, processes read; their CPU time is not printed.
 """
 
 import argparse

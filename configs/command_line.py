@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.help import register_option_help
@@ -43,11 +43,27 @@ def call_composed(
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     check_overrides(sys.argv[1:], schema, groups=groups)
     register(schema, schema_name)
-    composing = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=config_name)
+    is_composed, problem = False, None
+
+    @hydra.main(version_base="1.3", config_path="pkg://configs", config_name=config_name)
+    def compose_and_call(composed: DictConfig) -> None:
+        nonlocal is_composed, problem
+        is_composed = True
+        try:
+            OmegaConf.to_container(composed, resolve=True)
+        except OmegaConfBaseException as error:  # a value refers to what is not there
+            problem = error
+            return
+        task(composed)
+
     try:
-        composing(task)()
+        compose_and_call()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_one_line(error)) from None
+        if is_composed:  # a mistake of ours
+            raise
+        problem = error
+    if problem is not None:
+        raise ValueError(_one_line(problem)) from None
 
 
 def _one_line(error: Exception) -> str:

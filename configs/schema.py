@@ -205,8 +205,8 @@ class DataConfig:
     prefetch: int = option(4, "batches read ahead of the step")
     workers: int = option(
         4,
-        "what reads batches, a rank and split: processes where a GPU trains and rows are of one size, else threads; and "
-        "threads that draw data.multi_hot at the start",
+        "what reads batches, a rank and split: processes where a GPU trains, threads on CPUs, for ragged features and for "
+        "Parquet's large row groups; and threads that draw data.multi_hot at the start",
     )
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING

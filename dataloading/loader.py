@@ -95,14 +95,25 @@ class Loader:
         be queued, on the stream that is current then, before the next one is asked for.
 
         Does nothing where the size of a batch depends on its rows (ragged features), or where more rows are decoded together
-        than a batch has (large row groups of Parquet): consecutive batches, which other processes read, want them too.
+        than a rank's batch has (large row groups of Parquet): the batches beside it, which other processes read, want them too.
+        So do they a row group across the border of two batches, which is decoded twice.
+
+        Raises:
+            ValueError: there is no room for the processes, or for the batches that they read ahead.
         """
         is_ragged = any(each.hotness is None for each in self.source.spec.categorical)
         if is_ragged or self.source.granule(self.split) > self.batch_size // self.world_size:
             return
         num_processes = min(self.workers, self.prefetch)
         self.source.before_fork(self.split, num_processes)
-        self._slots = Slots(self.prefetch + SLOTS_IN_USE, self._whole_batch_bytes())
+        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._whole_batch_bytes()
+        try:
+            self._slots = Slots(num_slots, slot_bytes)
+        except OSError as error:
+            raise ValueError(
+                f"{num_slots} batches of {slot_bytes / 2**20:.1f} MiB, which are read ahead, find no room ({error.strerror}); "
+                "lower data.prefetch or the batch size"
+            ) from None
         self._readers = ReaderProcesses(self._read_into, len(self._slots), num_processes)
 
     @property

@@ -35,7 +35,8 @@ class ParquetSource:
         largest = max(split.granule for split in self._splits.values())
         ids = sum(feature.mean_hotness for feature in spec.categorical)
         row_bytes = 4 * (1 + len(spec.numerical)) + spec.ids_dtype.itemsize * ids
-        self._groups = _GroupCache(max(LEAST_KEPT, int(KEPT_BYTES / (largest * row_bytes))))
+        self._num_kept = max(LEAST_KEPT, int(KEPT_BYTES / (largest * row_bytes)))
+        self._groups = _GroupCache(self._num_kept)
         self._fits = {
             name: files.num_rows * row_bytes <= KEPT_BYTES for name, files in spec.splits.items()
         }
@@ -55,7 +56,7 @@ class ParquetSource:
         if self._fits[split]:
             self._whole(split)
         else:
-            self._groups.keep(max(LEAST_KEPT, self._groups.num_groups // num_processes))
+            self._groups.keep(max(LEAST_KEPT, self._num_kept // num_processes))
 
     def read(
         self,
@@ -145,7 +146,7 @@ class _GroupCache:
     """The row groups that were asked for last; one that is asked for twice at a time is decoded once."""
 
     def __init__(self, num_groups: int) -> None:
-        self.num_groups = num_groups
+        self._num_groups = num_groups
         self._groups: OrderedDict[tuple[str, int], Future[RowGroup]] = OrderedDict()
         self._lock = Lock()
 
@@ -165,9 +166,9 @@ class _GroupCache:
     def keep(self, num_groups: int) -> None:
         """Keep fewer or more from now on."""
         with self._lock:
-            self.num_groups = num_groups
+            self._num_groups = num_groups
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        while len(self._groups) > self.num_groups:
+        while len(self._groups) > self._num_groups:
             self._groups.popitem(last=False)

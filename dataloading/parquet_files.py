@@ -42,7 +42,8 @@ def open_file(path: Path, metadata: pq.FileMetaData | None = None) -> pq.Parquet
         metadata: its footer, if it was read before.
     """
     try:
-        return pq.ParquetFile(path, metadata=metadata, memory_map=True)
+        # Read ahead of a memory map gains nothing, and would be done by threads of Arrow's own, also where processes read.
+        return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(

@@ -52,7 +52,8 @@ class ReaderProcesses:
             self.close()
             raise ValueError(
                 f"process {num_forked + 1} of {num_processes} that read batches cannot be started "
-                f"({error.strerror}); lower data.workers, or raise the limits of processes (ulimit -u) and memory"
+                f"({error.strerror}); lower data.workers, or raise the limits of processes (ulimit -u), open files (ulimit -n) "
+                "and memory"
             ) from None
 
     @property
@@ -183,7 +184,8 @@ def _problem_of(read: Callable[[int, int], None], slot: int, number: int) -> Exc
     except MemoryError as error:
         return MemoryError(str(error))
     except OSError as error:
-        return OSError(error.errno, error.strerror, error.filename)
+        told = (str(error),) if error.errno is None else (error.errno, error.strerror)
+        return OSError(*told, *([error.filename] if error.filename else []))
     except Exception:
         # Not every exception can be sent to another process.
         return RuntimeError(f"in a process that reads batches:\n{traceback.format_exc()}")

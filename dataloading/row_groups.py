@@ -67,11 +67,18 @@ class SplitGroups:
         """Read a row group.
 
         Raises:
-            ValueError: a missing value, an id outside its table or a label that is neither 0 nor 1, with row and file.
+            ValueError: bytes that are no Parquet, a missing value, an id outside its table or a label that is neither 0 nor 1,
+                with row and file.
         """
         part, inside = self._locate(group)
         names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
-        table = self._open(part).read_row_group(inside, columns=names, use_threads=False)
+        try:
+            table = self._open(part).read_row_group(inside, columns=names, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{self.paths[part]}: row group {inside} cannot be read ({first_line}); copy or write the file again"
+            ) from None
         where = _Place(self.paths[part], self._first_row_in_part(group))
         labels = where.numbers(table, spec.label)
         wrong = (labels != 0) & (labels != 1)

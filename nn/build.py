@@ -206,9 +206,13 @@ class Loaders:
 
     def __enter__(self) -> Self:
         """Fork what reads for a GPU: before there is a process group, see `ReaderProcesses`."""
-        for each in self._all():
-            if each.device.type == "cuda":
-                each.fork_readers()
+        try:
+            for each in self._all():
+                if each.device.type == "cuda":
+                    each.fork_readers()
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         return self
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:

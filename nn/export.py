@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from configs.command_line import call_composed
 from configs.export_schema import ExportConfig
 from configs.schema import to_config
-from nn.errors import USER_ERROR_EXIT_CODE
+from nn.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from nn.table_export import export_tables
 
 
@@ -28,13 +28,15 @@ def run(composed: DictConfig) -> None:
         _end(str(error))
     except OSError as error:
         _end(f"{error}, writing {composed.output}")
+    except KeyboardInterrupt:
+        _end(f"interrupted: nothing stands at {composed.output}", INTERRUPTED_EXIT_CODE)
     num_files = sum(map(len, written.values()))
     print(f"{len(written)} tables, {num_files} files, written to {config.output}")
 
 
-def _end(message: str) -> NoReturn:
+def _end(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(USER_ERROR_EXIT_CODE)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def named_start(config: Config, source: Source) -> Start:
     """Check what `checkpoint.restore` names, before any process group; a run that goes on by itself needs it no more.
 
     Raises:
-        ValueError: it is not set where there is nothing to do without one, it is no checkpoint, or not of this dataset, or has nothing left to train.
+        ValueError: mode=eval names none, what it names is no checkpoint, or not of this dataset, or has nothing left to train.
     """
     return Start() if _has_own_checkpoint(config) else _named(config, source)
 

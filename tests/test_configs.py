@@ -1,12 +1,15 @@
 """Every recipe composes; the published ones hold NVIDIA's or MLPerf's settings and fit the GPUs that they say they need."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
 
+from configs.command_line import call_composed
 from configs.schema import Amp, Config, ModelName, OptimizerName, SchedulerConfig
 from tests.command import Ended, run_command
 from tests.composed import TINY, compose_config, compose_with_hydra
@@ -217,3 +220,13 @@ def test_one_gpu_holds_the_mlperf_tables_with_one_state_a_row():
 @pytest.mark.parametrize("name", [name for name, (_, too_few) in GPUS.items() if not too_few])
 def test_one_gpu_is_enough_where_nothing_else_is_said(name):
     assert plan_on_h200s(name, 1).exit_code == 0
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_the_command_line(monkeypatch):
+    def task(composed):
+        raise ConfigKeyError("a key that nobody gave")
+
+    monkeypatch.setattr(sys, "argv", ["dlrm.py"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ConfigKeyError, match="a key that nobody gave"):
+        call_composed(task, Config, "schema", "dlrm")

@@ -339,3 +339,16 @@ def test_another_format_is_refused(tmp_path):
         write_dataset(tmp_path / "d", categorical=FEATURES, file_format="csv"),
     ):
         pass
+
+
+def test_a_damaged_page_is_named_with_its_file(tmp_path):
+    root = foreign(tmp_path)
+    path = root / "b.parquet"
+    content = bytearray(path.read_bytes())
+    content[4:24] = b"\xff" * 20
+    path.write_bytes(content)
+    source = open_dataset(FeatureSpec.load(root))
+    with pytest.raises(
+        ValueError, match=r"b\.parquet: row group 0 cannot be read \(.*\); copy or write"
+    ):
+        source.read("train", np.array([[0, 6]]))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from configs.schema import Config
+from dataloading.batch_memory import Slots
 from dataloading.binary import BinarySource
 from dataloading.columns import Source
 from dataloading.dataset_directory import write_dataset
@@ -171,6 +172,7 @@ class OddError(Exception):
         (OddError(1, 2), RuntimeError, r"in a process that reads batches:(?s:.*)OddError: 1 and 2"),
         (MemoryError("no room"), MemoryError, "no room"),
         (OSError(5, "Input/output error", "row.bin"), OSError, "Input/output error: 'row.bin'"),
+        (OSError("a library's own words"), OSError, "^a library's own words$"),
     ],
 )
 def test_other_errors_are_told_as_a_thread_would(source, forked, error, kind, message):
@@ -204,6 +206,29 @@ def test_where_no_process_can_be_started_none_is_left(source, monkeypatch):
     ):
         Loader(source, "train", batch_size=5).fork_readers()
     assert len(pids) == 2
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_where_a_later_loader_finds_no_room_the_readers_of_the_first_end(source, monkeypatch):
+    train, test = (Loader(source, split, batch_size=5) for split in ("train", "test"))
+    for each in (train, test):
+        each.device = torch.device("cuda", 0)
+    made = Slots.__init__
+    pids = []
+
+    def second_fails(slots: Slots, num_slots: int, num_bytes: int) -> None:
+        pids.extend(train.reader_pids)
+        if pids:
+            raise OSError(12, "Cannot allocate memory")
+        made(slots, num_slots, num_bytes)
+
+    monkeypatch.setattr(Slots, "__init__", second_fails)
+    with pytest.raises(
+        ValueError,
+        match=r"6 batches of \d\.\d MiB, .* find no room \(Cannot allocate memory\); lower data\.prefetch",
+    ):
+        Loaders(train, test).__enter__()
+    assert len(pids) == 4
     assert all(has_ended(pid) for pid in pids)
 
 

@@ -271,6 +271,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(changes, messa
         ("mode=evall", "Invalid value 'evall', expected one of [train, eval, inference, plan]"),
         ("checkpoint.parts=tables", "a list is written as [a,b]"),
         ("train.epochs", "Error parsing override 'train.epochs' missing EQUAL"),
+        ("recipe=${nope}", "Interpolation key 'nope' not found"),
         (
             "experiment=dlrm_criteo_t9",
             "Could not find 'experiment/dlrm_criteo_t9' Available options",
