@@ -35,6 +35,7 @@ HYDRA_FLAGS = (
     ),
     *("--config-name", "--config-path", "--config-dir", "--info", "--shell-completion"),
     "--experimental-rerun",
+    *("-h", "-c", "-p", "-r", "-m", "-cn", "-cp", "-cd", "-i", "-sc"),
 )
 
 
@@ -638,10 +639,10 @@ def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str
     options = [key for key, _ in describe(schema)]
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if argument.startswith("--") and name not in HYDRA_FLAGS:
+        if argument.startswith("-") and name not in HYDRA_FLAGS:
             raise ValueError(
-                f"there is no flag {name}; options are written key=value, as train.batch_size=4096, and "
-                "--help lists them (docs/tf2_flags.md has the TF2 recipe's flags)"
+                f"there is no flag {name}; options are written key=value, as {options[0]}=..., and --help lists them "
+                "(docs/tf2_flags.md has the flags of NVIDIA's TF2 recipe)"
             )
         is_option = any(f"{each}.".startswith(f"{name}.") for each in options)
         is_below_one = any(name.startswith(f"{each}.") for each in options)

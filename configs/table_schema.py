@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from configs.schema import require
+from configs.schema import is_file_name, require
 
 FORMATS = ("csv", "tsv", "parquet")
 SPLITS = ("fraction", "last_file", "random", "column")
@@ -181,6 +181,11 @@ class TableConfig:
         names = [each.name for each in (*self.categorical, *self.numerical)] + [self.label.name]
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"table: feature {twice[:1]} is named twice")
+        for name in names:
+            require(
+                is_file_name(name),
+                f"table: feature {name!r} cannot name a file: no slash, no leading dot; set expression to the column",
+            )
         require(bool(self.categorical), "table.categorical: none; want at least one")
         for each in self.numerical:
             for transform in each.transforms:

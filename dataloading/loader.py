@@ -71,7 +71,7 @@ class Loader:
         if split == "train" and batch_size > self.num_rows:
             raise ValueError(
                 f"batch size {batch_size} is larger than the {self.num_rows} rows of split '{split}' of "
-                f"{source.spec.root or 'the synthetic stream'}; want at most that many"
+                f"{source.spec.root or 'the synthetic stream'}; want a train.batch_size of at most that many"
             )
         self.rank = rank
         self.world_size = world_size

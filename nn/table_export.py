@@ -102,7 +102,7 @@ def export_tables(
                 name: write[format](unfinished, name, _columns(index, name, optimizer))
                 for name in tables or index.tables
             }
-        record = {"checkpoint": checkpoint.name, "format": format.name, "tables": written}
+        record = {"checkpoint": checkpoint.resolve().name, "format": format.name, "tables": written}
         (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
         unfinished.rename(output)
     except BaseException:

@@ -233,7 +233,7 @@ def test_a_batch_stays_as_it_is_while_others_are_read(source):
 
 
 def test_a_training_batch_larger_than_the_split_is_named(source, root):
-    message = f"batch size 64 is larger than the 50 rows of split 'train' of {root}; want at most that many"
+    message = f"batch size 64 is larger than the 50 rows of split 'train' of {root}; want a train.batch_size of at most that many"
     with pytest.raises(ValueError, match=message):
         Loader(source, "train", batch_size=64)
 

@@ -360,6 +360,10 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
             {"numerical": [{"name": "age", "kind": "x"}]},
             r"table.numerical\[0\].kind: no such key.*",
         ),
+        (
+            {"categorical": [{"name": "a/b", "expression": "city"}]},
+            "table: feature 'a/b' cannot name a file: no slash.*",
+        ),
         ({"categorical": ["bought"]}, r"table: feature \['bought'\] is named twice"),
         ({"split": {"by": "day"}}, "table.split.by: got 'day', want one of .*"),
         ({"split": {"by": "column", "expression": "city"}}, "table.split: got split 'Köln.*"),

@@ -246,7 +246,7 @@ def test_a_run_that_is_over_is_not_restored_for_training(dlrm, tmp_path):
         (
             ["train.batch_size=4096"],
             "batch size 4096 is larger than the 2048 rows of split 'train' of the synthetic stream; "
-            "want at most that many",
+            "want a train.batch_size of at most that many",
         ),
         (["device=cuda"], "device=cuda, but torch sees no GPU here; train on the CPU with"),
         (["train.amp=fp16"], "train.amp=fp16 needs a GPU; on the CPU set train.amp=bf16 or off"),

@@ -178,6 +178,7 @@ def test_no_override_is_an_empty_one():
             "error: there is no flag --train.epochs; options are written key=value",
         ),
         ("--batch_size", "error: there is no flag --batch_size; options are written key=value"),
+        ("-b", "error: there is no flag -b; options are written key=value"),
         (
             "+train.batchsize=3",
             "there is no option train.batchsize; did you mean train.batch_size? --help lists",
