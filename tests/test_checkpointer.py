@@ -21,6 +21,7 @@ from nn.host_copy import HostCopy
 from nn.tensor_writer import TensorWriter
 from tests.command import run_command
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.crash import wait_until
 from tests.runs import at_step, stored_bytes, wait_for_writer
 
 SHORT = [*TINY, "log.tensorboard=false", "train.max_steps=10", "train.tf32=false"]
@@ -41,7 +42,10 @@ def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path,
         return write_data(self, plan, planner)
 
     def look_and_let_go() -> None:
-        seen.extend(each.name for each in (tmp_path / "run" / "checkpoints").iterdir())
+        # The writer is a thread, which three short steps may leave no turn.
+        checkpoints = tmp_path / "run" / "checkpoints"
+        wait_until((checkpoints / ".step_4.unfinished").exists, 60)
+        seen.extend(each.name for each in checkpoints.iterdir())
         may_write.set()
 
     monkeypatch.setattr(TensorWriter, "write_data", wait_and_write)
