@@ -39,8 +39,9 @@ def faults_told(ranks: Ranks) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        first_line = str(error).partition("\n")[0]
         raise RankError(
-            f"rank {ranks.rank} is out of memory: {str(error).partition(chr(10))[0]}; lower train.batch_size, or "
+            f"rank {ranks.rank} is out of memory: {first_line}; lower train.batch_size, or "
             "spread the tables over more ranks. Checkpoints of the run are whole"
         ) from error
 
