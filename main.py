@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import call_composed
 from configs.schema import Config, to_config
-from nn.errors import (
+from nn.distributed.errors import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     LOST_RANK_EXIT_CODE,
@@ -23,7 +23,7 @@ from nn.errors import (
     SharedError,
     StoppedError,
 )
-from nn.launcher import (
+from nn.distributed.launcher import (
     ask_launcher_to_end,
     end_with_launcher,
     is_launched,
@@ -52,8 +52,8 @@ def launch(config_name: str) -> None:
 
 def _run(composed: DictConfig) -> None:
     # Only now: torch and TorchRec take seconds to import, and `--help` and typing errors need neither.
-    from nn.quiet import quiet_libraries
-    from nn.stack import require_stack
+    from nn.library_warnings import quiet_libraries
+    from nn.versions import require_stack
 
     try:
         config = to_config(composed)

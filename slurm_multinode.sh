@@ -69,14 +69,14 @@ trap 'cancelled=true' TERM
 # When one node has ended the others have a minute to do so too. Python would otherwise write its logs in blocks.
 export SLURM_WAIT=${SLURM_WAIT:-60} PYTHONUNBUFFERED=1
 
-# nn/node.py is torchrun with a log a rank and an exit code that means something. It numbers the ranks and tells each of
+# nn/distributed/node_launcher.py is torchrun with a log a rank and an exit code that means something. It numbers the ranks and tells each of
 # them LOCAL_WORLD_SIZE, which the sharding plan needs. Without --cpu-bind=none all ranks of a node would share the one
 # core of srun's one task.
 srun \
     --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
     --cpu-bind=none --kill-on-bad-exit=0 \
     ${container[@]+"${container[@]}"} \
-    "$python" -m nn.node "$logs" "${NUMA_BINDING:-node}" \
+    "$python" -m nn.distributed.node_launcher "$logs" "${NUMA_BINDING:-node}" \
     --nnodes="${#nodes[@]}" --nproc-per-node="${RANKS_PER_NODE:-gpu}" --max-restarts="${MAX_RESTARTS:-3}" \
     --rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port" --rdzv-id="$SLURM_JOB_ID" \
     "${arguments[@]}" &
@@ -90,7 +90,7 @@ while kill -0 "$step" 2> /dev/null; do
     wait "$step" || code=$?
 done
 
-# 2, 3 and 130 would come again (nn/errors.py), and a job that was cancelled is not to come back.
+# 2, 3 and 130 would come again (nn/distributed/errors.py), and a job that was cancelled is not to come back.
 case $code in 0 | 2 | 3 | 130) exit "$code" ;; esac
 ! $cancelled || exit "$code"
 if ! $warned && ((${SLURM_RESTART_COUNT:-0} >= ${MAX_REQUEUES:-10})); then

@@ -32,14 +32,14 @@ from nn.build import (
     model_spec,
     open_source,
 )
-from nn.checkpoint import facts_of, restore, state_of
-from nn.checkpoint_files import find_damage, newest_first, read_facts
-from nn.checkpointer import Checkpointer
-from nn.distributed import HostChannel, Ranks, process_group, ranks_from_environment
-from nn.feed import Feed
-from nn.host_copy import HostCopy, num_bytes
-from nn.quiet import quiet_libraries
-from nn.step import Step
+from nn.checkpoint.directory import find_damage, newest_first, read_facts
+from nn.checkpoint.manager import Checkpointer
+from nn.checkpoint.staging import HostCopy, num_bytes
+from nn.checkpoint.state import facts_of, restore, state_of
+from nn.distributed.process_group import HostChannel, Ranks, process_group, ranks_from_environment
+from nn.library_warnings import quiet_libraries
+from nn.training.prefetch import Feed
+from nn.training.train_step import Step
 
 GIB = 2**30
 INTERVAL_S = 300.0

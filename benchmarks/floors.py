@@ -18,8 +18,8 @@ from benchmarks.rows import ROWS, Row
 from configs.schema import Amp, Config, ModelName, TableDtype
 from dataloading.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
-from nn.memory import DENSE_STATES, dense_layers
-from nn.planner import STATE_BYTES
+from nn.sharding.memory_estimate import DENSE_STATES, dense_layers
+from nn.sharding.planner import STATE_BYTES
 
 # Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
 # 256 MiB a rank on four GPUs (bytes that leave a rank). Not measured: TF32, taken as half of bf16 as in the data sheet (495

@@ -25,8 +25,8 @@ import yaml
 from benchmarks.floors import Floor, floor_of_row
 from benchmarks.launch import launched
 from benchmarks.rows import ROOT, ROWS, Row
-from nn.breakdown import DATA_WAIT, KERNEL_PHASES
-from nn.recorder import git_commit
+from nn.observability.run_directory import git_commit
+from nn.observability.trace_breakdown import DATA_WAIT, KERNEL_PHASES
 
 GIB = 2**30
 TEST_ROWS = 131_072

@@ -49,7 +49,7 @@ class Mode(Enum):
 
 
 class ModelName(Enum):
-    """Dense halves that `nn.model` can build."""
+    """Dense halves that `nn.models.registry` can build."""
 
     dlrm = "dlrm"
     dcnv2 = "dcnv2"

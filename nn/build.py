@@ -14,14 +14,14 @@ from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import FeatureSpec
 from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
-from nn.distributed import Ranks, launched_world
-from nn.initialization import initialise_dense
-from nn.model import build_dense, build_embeddings, keep_float32
-from nn.multi_hot import MultiHot
-from nn.plan import Hardware, TablePlan
-from nn.planner import ShardingPlan, plan_tables, replicated_tables
-from nn.sharding import ShardedTables, register_rule
-from nn.step import Step, loss_scale
+from nn.distributed.process_group import Ranks, launched_world
+from nn.embedding.multi_hot import MultiHot
+from nn.layers.initialization import initialise_dense
+from nn.models.registry import build_dense, build_embeddings, keep_float32
+from nn.sharding.plan import Hardware, TablePlan
+from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
+from nn.sharding.sharded_embeddings import ShardedTables, register_rule
+from nn.training.train_step import Step, loss_scale
 
 GIB = 2**30
 TRAIN_SPLIT = "train"

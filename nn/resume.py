@@ -11,9 +11,8 @@ import yaml
 from configs.schema import Config
 from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, changed_samples
-from nn.checkpoint import facts_of, plain_config
-from nn.checkpoint_contents import why_other_features
-from nn.checkpoint_files import (
+from nn.checkpoint.compatibility import why_other_features
+from nn.checkpoint.directory import (
     NewerFormatError,
     find_damage,
     newest_first,
@@ -21,9 +20,10 @@ from nn.checkpoint_files import (
     set_aside,
     step_of,
 )
-from nn.distributed import HostChannel, Ranks
-from nn.stored_tensors import read_index
-from nn.trainer import is_good_enough
+from nn.checkpoint.state import facts_of, plain_config
+from nn.checkpoint.tensor_index import read_index
+from nn.distributed.process_group import HostChannel, Ranks
+from nn.training.trainer import is_good_enough
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor its order.
 FREE = (

@@ -13,7 +13,6 @@ from configs.schema import Config, Mode
 from dataloading.columns import Source
 from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
-from nn import checkpoint
 from nn.build import (
     TRAIN_SPLIT,
     Loaders,
@@ -27,9 +26,20 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.checkpoint_files import clear, prune
-from nn.checkpointer import Checkpointer
-from nn.console import (
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.directory import clear, prune
+from nn.checkpoint.manager import Checkpointer
+from nn.distributed.errors import DivergedError, SharedError, StoppedError
+from nn.distributed.failures import faults_told, last_words, lost_ranks_told
+from nn.distributed.process_group import (
+    Ranks,
+    launcher_restarts,
+    process_group,
+    process_rank,
+    ranks_from_environment,
+)
+from nn.distributed.signals import StopRequest
+from nn.observability.console import (
     Progress,
     make_console,
     print_hardware,
@@ -39,26 +49,16 @@ from nn.console import (
     print_plan,
     print_summary,
 )
-from nn.distributed import (
-    Ranks,
-    launcher_restarts,
-    process_group,
-    process_rank,
-    ranks_from_environment,
-)
-from nn.errors import DivergedError, SharedError, StoppedError
-from nn.evaluation import Evaluator
-from nn.failures import faults_told, last_words, lost_ranks_told
-from nn.inference import measure
-from nn.memory import plan_memory
-from nn.planner import needs_dense_kernel
-from nn.profiler import Profiler, check_profile
-from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment
+from nn.observability.profiler import Profiler, check_profile
+from nn.observability.run_directory import SUMMARY_KEYS, Recorder, default_run_dir, environment
 from nn.resume import Start, may_start_over
-from nn.signals import StopRequest
+from nn.sharding.memory_estimate import plan_memory
+from nn.sharding.planner import needs_dense_kernel
 from nn.start import is_over, load, named_start, own_start
-from nn.step import Step
-from nn.trainer import Trainer, eval_steps, total_steps
+from nn.training.evaluator import Evaluator
+from nn.training.latency import measure
+from nn.training.train_step import Step
+from nn.training.trainer import Trainer, eval_steps, total_steps
 
 
 def run(config: Config, config_yaml: str) -> None:

@@ -7,14 +7,15 @@ from rich.console import Console
 from configs.schema import Config, Half, Mode
 from dataloading.columns import Source
 from dataloading.loader import Loader
-from nn import checkpoint, resume
+from nn import resume
 from nn.build import model_spec
-from nn.checkpoint_files import newest_first
-from nn.distributed import HostChannel, Ranks
-from nn.errors import SharedError
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.directory import newest_first
+from nn.distributed.errors import SharedError
+from nn.distributed.process_group import HostChannel, Ranks
 from nn.resume import Start
-from nn.step import Step
-from nn.trainer import total_steps
+from nn.training.train_step import Step
+from nn.training.trainer import total_steps
 
 
 def named_start(config: Config, source: Source) -> Start:

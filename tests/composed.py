@@ -25,10 +25,10 @@ from nn.build import (
     hardware_of,
     open_source,
 )
-from nn.distributed import Ranks, process_group, ranks_from_environment
-from nn.feed import Feed
-from nn.initialization import fill_uniform_
-from nn.step import Step
+from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
+from nn.layers.initialization import fill_uniform_
+from nn.training.prefetch import Feed
+from nn.training.train_step import Step
 
 TINY = [
     "data.synthetic.train_rows=2048",

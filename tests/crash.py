@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from nn.errors import LOST_RANK_EXIT_CODE
+from nn.distributed.errors import LOST_RANK_EXIT_CODE
 from tests.distributed import free_port, launched_as
 from tests.runs import differences
 
@@ -92,7 +92,7 @@ def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, lo
     import torch
 
     from main import launch
-    from nn import recorder
+    from nn.observability import run_directory as recorder
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nn.rounding_kernels import random_bits, round_stochastically, step_bits
+from nn.ops.triton.stochastic_rounding import random_bits, round_stochastically, step_bits
 
 
 @triton.jit

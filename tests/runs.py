@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nn.checkpointer import THREAD_NAME
-from nn.step import Step
+from nn.checkpoint.manager import THREAD_NAME
+from nn.training.train_step import Step
 
 OF_A_START = {"samples_per_s", "step_ms", "data_wait_ms", "eval_s"}
 

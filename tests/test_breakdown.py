@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from nn.breakdown import (
+from nn.observability.trace_breakdown import (
     DATA_WAIT,
     OTHER,
     STEP,

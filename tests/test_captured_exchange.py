@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from nn.captured_exchange import CapturedExchange
-from nn.static_exchange import LocalIds
+from nn.sharding.captured_exchange import CapturedExchange
+from nn.sharding.id_all_to_all import LocalIds
 
 
 class FakeGraph:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from nn import checkpoint
 from nn.build import open_source
-from nn.checkpoint_files import find_damage, newest_first, prune, read_facts
-from nn.stored_tensors import read_index
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.directory import find_damage, newest_first, prune, read_facts
+from nn.checkpoint.tensor_index import read_index
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, m
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("nn.tensor_writer.TensorWriter.write_data", write_half)
+            patched.setattr("nn.checkpoint.dcp_writer.TensorWriter.write_data", write_half)
             with pytest.raises(ValueError, match="No space left"):
                 save(tmp_path, built, 5)
         assert not list(tmp_path.glob("step_*"))
@@ -346,7 +346,7 @@ def test_a_rename_whose_answer_was_lost_has_happened(saved, tmp_path, monkeypatc
         Path(source).replace(target)
         raise FileNotFoundError(source)
 
-    monkeypatch.setattr("nn.checkpoint_files.os.rename", rename)
+    monkeypatch.setattr("nn.checkpoint.directory.os.rename", rename)
     with ranks_of_cpu():
         path = save(tmp_path, build(compose_config(*TINY)), 3)
     assert read_facts(path)["num_steps"] == 3

@@ -14,11 +14,11 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.remote_device import _remote_device
 
-from nn.checkpoint import facts_of, restore, state_of
-from nn.checkpoint_files import clear, find_damage, newest_first, read_facts, step_of
-from nn.checkpointer import Checkpointer
-from nn.host_copy import HostCopy
-from nn.tensor_writer import TensorWriter
+from nn.checkpoint.dcp_writer import TensorWriter
+from nn.checkpoint.directory import clear, find_damage, newest_first, read_facts, step_of
+from nn.checkpoint.manager import Checkpointer
+from nn.checkpoint.staging import HostCopy
+from nn.checkpoint.state import facts_of, restore, state_of
 from tests.command import run_command
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.crash import wait_until
@@ -30,7 +30,7 @@ SAVING = "checkpoint.save_every=4"
 
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch) -> None:
-    monkeypatch.setattr("nn.recorder.draw_curves", lambda *_: None)
+    monkeypatch.setattr("nn.observability.run_directory.draw_curves", lambda *_: None)
 
 
 def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path, monkeypatch):
@@ -103,8 +103,8 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
 
 def test_without_room_for_a_copy_training_waits_and_the_files_are_the_same(tmp_path, monkeypatch):
     assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'copied'}").exit_code == 0
-    monkeypatch.setattr("nn.checkpointer.SPARE_MEMORY", 0)
-    monkeypatch.setattr("nn.checkpointer.HostCopy.take", None)
+    monkeypatch.setattr("nn.checkpoint.manager.SPARE_MEMORY", 0)
+    monkeypatch.setattr("nn.checkpoint.manager.HostCopy.take", None)
     at_step(monkeypatch, 4, lambda: wait_for_nothing(tmp_path / "waited"))
     ended = run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'waited'}")
     assert (ended.exit_code, ended.err) == (0, "")

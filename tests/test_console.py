@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from nn.console import (
+from nn.observability.console import (
     Progress,
     format_test,
     format_train,
@@ -18,7 +18,7 @@ from nn.console import (
     print_plan,
     print_summary,
 )
-from nn.plan import TablePlan
+from nn.sharding.plan import TablePlan
 
 MIB = 1 << 20
 TRAIN = {

@@ -1,6 +1,6 @@
 import torch
 
-from nn.cross import CrossNet
+from nn.layers.cross_net import CrossNet
 
 
 def test_low_rank_layers_follow_the_paper():

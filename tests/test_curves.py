@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nn.curves import (
+from nn.observability.curves import (
     MAX_POINTS,
     draw_curves,
     limits,
@@ -131,6 +131,6 @@ def test_a_short_run_is_shown_whole_and_a_level_line_has_room():
 
 
 def test_matplotlib_is_imported_by_drawing_only():
-    code = "import sys, nn.curves; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, nn.observability.curves; sys.exit('matplotlib' in sys.modules)"
     root = Path(__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nn.cross import CrossNet
-from nn.mlp import MLP
+from nn.layers.cross_net import CrossNet
+from nn.layers.mlp import MLP
 
 # Columns of the input and the module. The widths fill no block of the kernels.
 MODULES = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nn.distributed import process_group, ranks_from_environment
+from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.command import Ended, run_command
 from tests.composed import TINY, ranks_of_cpu
 from tests.datasets import plant, write_clicks

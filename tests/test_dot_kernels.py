@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from nn.embedding_layout import EmbeddingLayout, Piece
-from nn.interaction import DotInteraction
+from nn.layers.dot_interaction import DotInteraction
+from nn.ops.embedding_layout import EmbeddingLayout, Piece
 
 SHAPES = list(product([2, 5, 26, 63], [16, 20, 128], [True, False]))
 # Rounded once in each: relative to the largest value of a result.
@@ -17,7 +17,7 @@ def worst_difference(
     shape: tuple[int, int, bool], dtype: torch.dtype, device: str, batch_size: int
 ) -> float:
     """Largest difference of outputs and gradients, each relative to its own largest value."""
-    from nn.dot_kernels import fused_dot_interaction
+    from nn.ops.triton.dot_interaction import fused_dot_interaction
 
     num_embeddings, dim, has_bottom = shape
     generator = torch.Generator().manual_seed(1)

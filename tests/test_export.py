@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from configs.schema import Half
-from nn import checkpoint
-from nn.stored_tensors import BLOCK_BYTES
-from nn.table_export import ExportFormat, export_tables
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.tensor_index import BLOCK_BYTES
+from nn.export.tables import ExportFormat, export_tables
 from tests.command import ROOT, run_command, start_command
 from tests.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed
@@ -222,7 +222,7 @@ def test_nothing_is_left_where_an_export_fails(saved, tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from nn.table_export import ExportFormat, export_tables
+from nn.export.tables import ExportFormat, export_tables
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export_tables(Path(sys.argv[1]), Path(sys.argv[2]), format=ExportFormat[sys.argv[3]])
 print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))

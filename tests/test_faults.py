@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.launch import children
-from nn.checkpoint_files import find_damage, newest_first, read_facts, step_of
+from nn.checkpoint.directory import find_damage, newest_first, read_facts, step_of
 from tests.command import ROOT, run_command
 from tests.composed import TINY
 from tests.crash import RUN, crash, has_ended, start, trains, wait_until
@@ -390,7 +390,7 @@ def test_a_bad_number_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path)
 
 
 def test_the_clock_saves_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("nn.agreement.ASK_EVERY_S", 0.01)
+    monkeypatch.setattr("nn.distributed.preemption.ASK_EVERY_S", 0.01)
     clock = [
         "checkpoint.save_every=null",
         "checkpoint.save_every_minutes=0.0005",

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nn.build import build_test_loader
-from nn.distributed import process_group, ranks_from_environment
-from nn.feed import Feed
+from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.training.prefetch import Feed
 from tests.command import run_command
 from tests.composed import TINY, build, compose_config, learnt_in_cases, worst_difference
 from tests.distributed import run_distributed

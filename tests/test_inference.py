@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema import InferenceConfig
-from nn.inference import measure
+from nn.training.latency import measure
 from tests.command import run_command
 from tests.composed import TINY, build, compose_config, ranks_of_cpu
 
@@ -29,7 +29,7 @@ def test_single_forward_passes_are_timed_after_the_warm_up(monkeypatch):
 
 @pytest.mark.parametrize(("mode", "recorded"), [("inference", set()), ("train", {64, 128})])
 def test_the_id_exchange_is_recorded_for_training_only(monkeypatch, mode, recorded):
-    monkeypatch.setattr("nn.step.Step.why_not_captured", None)
+    monkeypatch.setattr("nn.training.train_step.Step.why_not_captured", None)
     with ranks_of_cpu():
         step = build(compose_config(*TINY, f"mode={mode}")).step
     assert step.tables.recorded_sizes == recorded
@@ -37,8 +37,8 @@ def test_the_id_exchange_is_recorded_for_training_only(monkeypatch, mode, record
 
 def test_quantiles_are_those_of_the_passes(monkeypatch):
     latencies_ms = iter(range(1, 102))
-    monkeypatch.setattr("nn.inference._timed_ms", lambda *_: float(next(latencies_ms)))
-    monkeypatch.setattr("nn.inference._forward", lambda *_: None)
+    monkeypatch.setattr("nn.training.latency._timed_ms", lambda *_: float(next(latencies_ms)))
+    monkeypatch.setattr("nn.training.latency._forward", lambda *_: None)
     config = InferenceConfig(batch_sizes=[1], steps=101, warmup_steps=0)
     with ranks_of_cpu() as ranks:
         batch = build(compose_config(*TINY)).test_loader.batch(0)

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from nn.interaction import DotInteraction
+from nn.layers.dot_interaction import DotInteraction
 
 
 def pairs_by_hand(vectors):

@@ -37,10 +37,10 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
 
 
 def run() -> None:
-    from nn.cross_kernels import BLOCKS, _cross_backward
-    from nn.mlp_kernels import BLOCKS as MLP_BLOCKS
-    from nn.mlp_kernels import _relu_backward
-    from nn.table_kernels import _pooled_lookup, _segment_update
+    from nn.ops.triton.cross_net import BLOCKS, _cross_backward
+    from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
+    from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
+    from nn.ops.triton.mlp import _relu_backward
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
     for weights, rule, level in (

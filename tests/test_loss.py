@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nn.loss import share_of_loss
+from nn.ops.bce_loss import share_of_loss
 
 
 def test_shares_add_up_to_the_mean_over_the_rows_that_count():
@@ -18,7 +18,7 @@ def test_shares_add_up_to_the_mean_over_the_rows_that_count():
 
 
 def compare(device: str) -> None:
-    from nn.loss_kernels import fused_share_of_loss
+    from nn.ops.triton.bce_loss import fused_share_of_loss
 
     torch.manual_seed(0)
     # Logits so large that exp would overflow, and rows that do not count.

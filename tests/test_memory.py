@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.rows import ROWS
 from nn.build import build_plan, open_source, planned_hardware
-from nn.memory import RankMemory, dense_layers, plan_memory, update_bytes
-from nn.plan import TablePlan
+from nn.sharding.memory_estimate import RankMemory, dense_layers, plan_memory, update_bytes
+from nn.sharding.plan import TablePlan
 from tests.command import run_command
 from tests.composed import TINY, compose_config
 
@@ -91,7 +91,7 @@ def test_evaluation_in_batches_of_the_same_size_needs_no_further_memory():
 
 @pytest.mark.parametrize("columns", [16, 128])
 def test_the_update_takes_as_much_as_its_levels(columns):
-    _levels = pytest.importorskip("nn.table_launches")._levels
+    _levels = pytest.importorskip("nn.embedding.triton_launcher")._levels
     counts = [40_000, 3, 500, 9_000]
     made = [
         tensor

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nn.mersenne import Jump, generator_at, words
+from nn.embedding.mt19937 import Jump, generator_at, words
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 623, 624, 1000])

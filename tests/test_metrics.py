@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nn.metrics import RankingMetrics, roc_auc
+from nn.training.metrics import RankingMetrics, roc_auc
 from tests.composed import ranks_of_cpu
 from tests.distributed import run_distributed
 

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from nn.mlp import MLP
+from nn.layers.mlp import MLP
 
 
 def num_parameters(module):

@@ -8,9 +8,9 @@ from configs.schema import CrossConfig, CrossStructure, ModelConfig, ModelName
 from dataloading.batch import Batch, jagged
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.synthetic import SyntheticSource
-from nn.interaction import DotInteraction
-from nn.mlp import MLP
-from nn.model import (
+from nn.layers.dot_interaction import DotInteraction
+from nn.layers.mlp import MLP
+from nn.models.registry import (
     RankingModel,
     build_dense,
     build_embeddings,

@@ -13,8 +13,8 @@ from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
-from nn import multi_hot
-from nn.multi_hot import MultiHot, expand
+from nn.embedding import multi_hot
+from nn.embedding.multi_hot import MultiHot, expand
 from tests.composed import TINY, losses_of_cases
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`python -m nn.node` with ranks that end in every way: what it ends with, whether it starts them again, where they write."""
+"""`python -m nn.distributed.node_launcher` with ranks that end in every way: what it ends with, whether it starts them again, where they write."""
 
 import multiprocessing as mp
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nn.node import exit_code, main, numa_options
+from nn.distributed.node_launcher import exit_code, main, numa_options
 
 # A rank that ends as it is told to: `exit N`, `kill` once amid a group, `wait` for the warning. It says when it starts.
 RANK = """\
@@ -38,7 +38,7 @@ time.sleep(60 if how == "wait" or (how == "exit" and rank == 0 and start == 0) e
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A running `python -m nn.node`, and the file that it and its ranks print to."""
+    """A running `python -m nn.distributed.node_launcher`, and the file that it and its ranks print to."""
 
     process: BaseProcess
     log: Path
@@ -51,7 +51,7 @@ class Node:
 
 @contextmanager
 def started(directory: Path, *how: str) -> Iterator[Node]:
-    """Two ranks under `nn.node`, with one restart."""
+    """Two ranks under `nn.distributed.node_launcher`, with one restart."""
     (directory / "rank.py").write_text(RANK)
     flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     arguments = [directory / "logs", "node", *flags, directory / "rank.py", *how]
@@ -149,9 +149,11 @@ def test_the_code_of_a_node_is_the_most_telling_of_its_ranks(codes, was_warned, 
 
 def test_help_and_missing_arguments_are_answered_with_the_usage(capsys):
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m nn.node LOG_DIR NUMA_BINDING ")
+    assert capsys.readouterr().out.startswith(
+        "usage: python -m nn.distributed.node_launcher LOG_DIR NUMA_BINDING "
+    )
     assert main(["logs"]) == 2
-    wanted = "error: got 1 arguments, want at least 3\nusage: python -m nn.node LOG_DIR "
+    wanted = "error: got 1 arguments, want at least 3\nusage: python -m nn.distributed.node_launcher LOG_DIR "
     assert capsys.readouterr().err.startswith(wanted)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs.schema import OptimizerName, ShardingType
-from nn.distributed import ranks_from_environment
+from nn.distributed.process_group import ranks_from_environment
 from tests.command import run_command
 from tests.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.distributed import run_distributed

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from configs.schema import Half
-from nn import checkpoint
-from nn.initialization import fill_uniform_
+from nn.checkpoint import state as checkpoint
+from nn.layers.initialization import fill_uniform_
 from tests.command import run_command
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed

@@ -13,10 +13,10 @@ import torch
 from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingType, TableDtype
 from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
-from nn.model import build_embeddings
-from nn.plan import Hardware, TablePlan, lookups_by_rank
-from nn.planner import plan_tables, table_bytes
-from nn.sharding import register_rule
+from nn.models.registry import build_embeddings
+from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
+from nn.sharding.planner import plan_tables, table_bytes
+from nn.sharding.sharded_embeddings import register_rule
 from tests.composed import TINY, compose_config, losses_of_cases
 
 GIB = 2**30

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nn.breakdown import STEP, read_trace
-from nn.marks import mark, marks_shown_by
+from nn.observability.annotations import mark, marks_shown_by
+from nn.observability.trace_breakdown import STEP, read_trace
 from tests.command import run_command
 from tests.composed import TINY
 from tests.distributed import run_distributed

@@ -13,9 +13,16 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nn.memory import RankMemory
-from nn.plan import TablePlan
-from nn.recorder import SUMMARY_KEYS, Recorder, default_run_dir, environment, git_commit, plain
+from nn.observability.run_directory import (
+    SUMMARY_KEYS,
+    Recorder,
+    default_run_dir,
+    environment,
+    git_commit,
+    plain,
+)
+from nn.sharding.memory_estimate import RankMemory
+from nn.sharding.plan import TablePlan
 
 SUMMARY = dict.fromkeys(SUMMARY_KEYS, 1.0) | {"peak_hbm_bytes": None, "step_ms": math.nan}
 TRAIN = {"step": 200, "epoch": 0, "loss": 0.123456789, "train_auc": 0.75, "hbm_bytes": None}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from nn import checkpoint
-from nn.distributed import process_group, ranks_from_environment
-from nn.stored_tensors import blocks, read_index
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.tensor_index import blocks, read_index
+from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.composed import TINY, build, compose_config
 from tests.distributed import run_distributed
 

@@ -21,7 +21,7 @@ import torch
 
 from configs.schema import Config
 from nn.build import open_source
-from nn.checkpoint_files import newest_first
+from nn.checkpoint.directory import newest_first
 from nn.run import run
 from nn.start import named_start
 from tests.command import Ended, run_command
@@ -45,7 +45,7 @@ ON_FILES = [each for each in RUN if not each.startswith("data.")]
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch) -> None:
     """The picture takes longer than the training."""
-    monkeypatch.setattr("nn.recorder.draw_curves", lambda *_: None)
+    monkeypatch.setattr("nn.observability.run_directory.draw_curves", lambda *_: None)
 
 
 class Killed(BaseException):
@@ -82,7 +82,7 @@ def train_case(recipe: str, rule: str, run_dir: Path, break_off_at: int | None) 
     """One start of a run without the command line, whose reading would take longer than the training."""
     config = replace(configuration(recipe, rule), run_dir=str(run_dir))
     with (
-        patch("nn.recorder.draw_curves"),
+        patch("nn.observability.run_directory.draw_curves"),
         nullcontext() if break_off_at is None else broken_off_at(break_off_at),
         redirect_stdout(io.StringIO()),
     ):
@@ -227,7 +227,7 @@ def truncate(path: Path) -> None:
 def broken_off(tmp_path_factory) -> Path:
     """A run that was broken off after its checkpoints of steps 18 (the best) and 20."""
     run_dir = tmp_path_factory.mktemp("broken_off") / "run"
-    with patch("nn.recorder.draw_curves"):
+    with patch("nn.observability.run_directory.draw_curves"):
         train_and_break_off(22, run_dir)
     return run_dir
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nn.rounding import random_bits, round_stochastically, rounding_key
+from nn.ops.stochastic_rounding import random_bits, round_stochastically, rounding_key
 
 DTYPES = [torch.bfloat16, torch.float16]
 ALL_BITS = torch.arange(2**16, dtype=torch.int32)

@@ -202,7 +202,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_no_result(tmp_path, monkeypat
     def full(*_: object, **__: object) -> None:
         raise CheckpointException("save", {0: (OSError(28, "No space left on device"), [])})
 
-    monkeypatch.setattr("nn.checkpoint.dcp.save", full)
+    monkeypatch.setattr("nn.checkpoint.state.dcp.save", full)
     message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
     assert "the checkpoint could not be written below" in message
     assert "No space left on device" in message
@@ -213,7 +213,7 @@ def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nn.step.Step.train", interrupt)
+    monkeypatch.setattr("nn.training.train_step.Step.train", interrupt)
     ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 130
     assert ended.err.splitlines()[-1].startswith(

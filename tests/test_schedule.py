@@ -1,7 +1,7 @@
 import pytest
 
 from configs.schema import SchedulerConfig
-from nn.schedule import learning_rate_factor
+from nn.training.lr_scheduler import learning_rate_factor
 
 NVIDIA = SchedulerConfig(warmup_steps=8000, decay_start_step=48_000, decay_steps=24_000)
 

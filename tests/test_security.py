@@ -18,9 +18,9 @@ import yaml
 
 from configs.schema import Half
 from dataloading.feature_spec import FeatureSpec
-from nn import checkpoint
-from nn.stored_tensors import INDEX_FILE, blocks, read_index
-from nn.table_export import ExportFormat, export_tables
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
+from nn.export.tables import ExportFormat, export_tables
 from tests.command import ROOT, run_command, start_command
 from tests.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.datasets import write_clicks

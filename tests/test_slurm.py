@@ -66,7 +66,13 @@ def test_every_node_starts_one_torchrun_that_meets_on_the_first(checkout):
     options = ["experiment=dlrm_criteo_t0", "data.path=DIR"]
     assert launched(checkout, "dlrm.py", *options) == [
         *SRUN,
-        *["python", "-m", "nn.node", "runs/dlrm/job_40017/logs/start_0", "node"],
+        *[
+            "python",
+            "-m",
+            "nn.distributed.node_launcher",
+            "runs/dlrm/job_40017/logs/start_0",
+            "node",
+        ],
         *["--nnodes=3", "--nproc-per-node=gpu", "--max-restarts=3", *RENDEZVOUS],
         *["dlrm.py", *options, "run_dir=runs/dlrm/job_40017"],
     ]

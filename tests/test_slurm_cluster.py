@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.checkpoint_files import newest_first, step_of
+from nn.checkpoint.directory import newest_first, step_of
 from tests.composed import TINY
 from tests.crash import start
 from tests.runs import differences, records

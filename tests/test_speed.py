@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from nn.speed import Speedometer
+from nn.observability.throughput import Speedometer
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("nn.speed.time", clock)
+    monkeypatch.setattr("nn.observability.throughput.time", clock)
     return clock
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nn.quiet import quiet_libraries
-from nn.stack import TESTED, require_stack
+from nn.library_warnings import quiet_libraries
+from nn.versions import TESTED, require_stack
 from tests.command import run_command
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
@@ -25,7 +25,7 @@ def installed(monkeypatch):
             raise PackageNotFoundError(package)
         return packages[package]
 
-    monkeypatch.setattr("nn.stack.version", version)
+    monkeypatch.setattr("nn.versions.version", version)
     return packages
 
 

@@ -6,9 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nn.distributed import process_group, ranks_from_environment
-from nn.embedding_layout import EmbeddingLayout, Piece
-from nn.embeddings import Embeddings
+from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.ops.embedding_layout import EmbeddingLayout, Piece
+from nn.ops.pooled_embeddings import Embeddings
 from tests.composed import build, compose_config
 from tests.distributed import run_distributed
 from tests.test_sharding import case
@@ -35,7 +35,7 @@ def trained_both_ways(cases: list[list[str]]) -> list[list[tuple[list[float], to
         for each in cases:
             pair = []
             for reason in (None, "asked for"):
-                with patch("nn.sharding.ShardedTables.why_not_static", reason):
+                with patch("nn.sharding.sharded_embeddings.ShardedTables.why_not_static", reason):
                     built = build(compose_config(*each))
                     losses = built.train(0, NUM_STEPS)
                 weights = [shard.weight.flatten() for shard in built.step.tables.shards()]

@@ -16,7 +16,7 @@ from dataloading.columns import Columns
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature
 from nn.build import open_source
-from nn.errors import DivergedError
+from nn.distributed.errors import DivergedError
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed
 from tests.reference import Reference, ReferenceMLP
@@ -371,13 +371,15 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
 
 @pytest.mark.parametrize("why_not_static", [None, "asked for"])
 def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, why_not_static):
-    monkeypatch.setattr("nn.sharding.ShardedTables.why_not_static", why_not_static)
+    monkeypatch.setattr(
+        "nn.sharding.sharded_embeddings.ShardedTables.why_not_static", why_not_static
+    )
     with ranks_of_cpu():
         plain = build(compose_config(*TINY)).train(0, 4)
-        for name in ("nn.step.loss_scale", "nn.build.loss_scale"):
+        for name in ("nn.training.train_step.loss_scale", "nn.build.loss_scale"):
             monkeypatch.setattr(name, lambda config: 1024.0)
         assert build(compose_config(*TINY)).train(0, 4) == pytest.approx(plain, rel=1e-6)
-        for name in ("nn.step.loss_scale", "nn.build.loss_scale"):
+        for name in ("nn.training.train_step.loss_scale", "nn.build.loss_scale"):
             # Times a gradient of more than a hundredth this is more than float32 holds.
             monkeypatch.setattr(name, lambda config: 3e40)
         built = build(compose_config(*TINY))
@@ -435,9 +437,9 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
     exchanges, exchanged, closed = [], [], []
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
-        monkeypatch.setattr("nn.step.Captured", Graph)
-        monkeypatch.setattr("nn.sharding.CapturedExchange", GraphOfExchange)
-        monkeypatch.setattr("nn.step.Step.why_not_captured", None)
+        monkeypatch.setattr("nn.training.train_step.Captured", Graph)
+        monkeypatch.setattr("nn.sharding.sharded_embeddings.CapturedExchange", GraphOfExchange)
+        monkeypatch.setattr("nn.training.train_step.Step.why_not_captured", None)
         built = build(config)
         assert built.train(0, 8) == plain
         built.step.close()

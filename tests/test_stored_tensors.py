@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from nn import stored_tensors
-from nn.stored_tensors import Chunk, ChunkReader, StoredTensor, blocks
+from nn.checkpoint import tensor_index as stored_tensors
+from nn.checkpoint.tensor_index import Chunk, ChunkReader, StoredTensor, blocks
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from configs.export_schema import ExportFormat
 from configs.schema import Half, OptimizerConfig, OptimizerName
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature
-from nn import checkpoint
 from nn.build import build_plan, hardware_of, open_source
-from nn.table_export import export_tables
-from nn.table_group import TableGroup
-from nn.table_parts import Part, UpdateScalars
+from nn.checkpoint import state as checkpoint
+from nn.embedding.embedding_bags import TableGroup
+from nn.embedding.local_tables import Part, UpdateScalars
+from nn.export.tables import export_tables
 from tests.command import run_command
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.distributed import run_distributed

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.table_group import TableGroup
-from nn.table_parts import Part, UpdateScalars
+from nn.embedding.embedding_bags import TableGroup
+from nn.embedding.local_tables import Part, UpdateScalars
 
 # Rows, columns and hotness of each part: runs of equal ids longer than many blocks, within one, and none; a cut table.
 PARTS = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
@@ -72,7 +72,7 @@ def results(
     """
     group, scalars = make_group(rule, num_samples, device, dtype, stored)
     if fused and group._kernels is None:
-        from nn.table_launches import Launches
+        from nn.embedding.triton_launcher import Launches
 
         group._kernels = Launches(
             group.parts,
@@ -149,7 +149,7 @@ def test_interpreted_updates_of_16_bit_weights_equal_plain_torch(rule, stored):
 
 
 def test_equal_ids_of_many_blocks_are_summed_level_by_level():
-    from nn.table_launches import _levels
+    from nn.embedding.triton_launcher import _levels
 
     levels = _levels([5 * 16**2, 3], 16, 4, torch.device("cpu"))
     assert [level.blocks.shape[1] for level in levels] == [5 * 16 + 1, 10, 2, 1]

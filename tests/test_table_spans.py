@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.table_group import RADIX_SORT_IDS, TableGroup
-from nn.table_parts import Part, UpdateScalars
-from nn.table_spans import spans_of
+from nn.embedding.adjacent_tables import spans_of
+from nn.embedding.embedding_bags import RADIX_SORT_IDS, TableGroup
+from nn.embedding.local_tables import Part, UpdateScalars
 
 CPU = torch.device("cpu")
 # Rows and hotness: the second and the third are alike and adjoin, and so are the last two.

@@ -1,0 +1,156 @@
+"""What torch.distributed.checkpoint saves through: bare arrays in one file a rank, and an index in JSON (`nn.checkpoint.tensor_index`).
+
+Torch's own writer pickles its index, wraps each array in a zip archive, keeps no checksum that it compares, and loses
+the errors of its helper threads, so that a full disk would leave a checkpoint that looks whole.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from nn.checkpoint.tensor_index import CHECKSUM_BYTES, FORMAT, INDEX_FILE
+
+ALIGNMENT = 64
+"""Bytes: arrays begin at its multiples, so that they can be mapped into memory."""
+THREADS = 4
+
+
+class Place(NamedTuple):
+    """Where a chunk lies: file, first byte, and a CRC-32 for each of its blocks."""
+
+    file: str
+    start: int
+    crc32: list[int]
+
+
+class TensorWriter(dcp.StorageWriter):
+    """Writes `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced.
+
+    Args:
+        directory: made if missing.
+        tables: their names, in the order of the features, for the index.
+    """
+
+    def __init__(self, directory: Path, tables: Sequence[str]) -> None:
+        self._directory = directory
+        self._tables = list(tables)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks.
+
+        Raises:
+            OSError: no room, for one; the file is then incomplete.
+        """
+        path = self._directory / plan.storage_data
+        results, jobs, start = [], [], 0
+        with closing(_File(path)) as file, ThreadPoolExecutor(THREADS) as pool:
+            for item in plan.items:
+                array = planner.resolve_data(item).detach().contiguous()
+                blocks = list(_blocks(array, start))
+                jobs.append((item, start, [pool.submit(file.write, *each) for each in blocks]))
+                start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+            for item, begin, writing in jobs:
+                place = Place(path.name, begin, [each.result() for each in writing])
+                results.append(WriteResult(item.index, _num_bytes(item), place))
+            file.sync()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index; called on rank 0 when every rank has written."""
+        places = {each.index: each.storage_data for rank in results for each in rank}
+        tensors: dict[str, Any] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            chunks = []
+            for chunk in stored.chunks:
+                place = places[dcp.metadata.MetadataIndex(name, chunk.offsets)]
+                shape = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+                chunks.append(shape | place._asdict())
+            dtype = str(stored.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
+        index = {"format": FORMAT, "tables": self._tables, "tensors": tensors}
+        write_synced(self._directory / INDEX_FILE, json.dumps(index) + "\n")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory, on every rank: on a network file system another host's may not be visible yet."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank its file."""
+        return [
+            SavePlan(plan.items, storage_data=f"rank_{rank:05}.bin", planner_data=plan.planner_data)
+            for rank, plan in enumerate(plans)
+        ]
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one save to the next."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """All is known already."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """None is given."""
+        return checkpoint_id is None
+
+
+class _File:
+    """A file that several threads write at once, each in its place."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, block: Tensor, start: int) -> int:
+        """Write a flat piece of a tensor from byte `start` on and return its CRC-32."""
+        data = memoryview(block.cpu().view(torch.uint8).numpy())
+        crc32, written = zlib.crc32(data), 0
+        while written < len(data):
+            written += os.pwrite(self._descriptor, data[written:], start + written)
+        return crc32
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield (piece, first byte in the file) of an array that begins at byte `start`."""
+    if not array.numel():
+        return
+    flat = array.view(-1)
+    if not len(flat):
+        return
+    for piece in flat.split(CHECKSUM_BYTES // array.itemsize):
+        yield piece, start
+        start += piece.nbytes
+
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a small file that survives a power cut."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

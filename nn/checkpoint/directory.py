@@ -1,0 +1,214 @@
+"""A directory of checkpoints: each one is whole or bears another name, and a damaged one is noticed.
+
+step_N/              whole: every file synced, then renamed to this
+.step_N.unfinished/  being written, or left by a run that was killed; never read, removed at the next start
+step_N.damaged/      its bytes are not those that were written; kept to look at, never read
+best                 link to the step_N with the best test AUC
+
+run.json says what a checkpoint is of and how long its files are, with a checksum of itself and of the index; the index
+(`nn.checkpoint.tensor_index`) has checksums of all tensors. Network file systems may show a name later than they took it, so
+readers wait a while for what another host says is there.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dataloading.dataset_directory import sync_directory
+from nn.checkpoint.dcp_writer import THREADS, write_synced
+from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES, INDEX_FILE
+
+RUN_FILE = "run.json"
+FORMAT_VERSION = 1
+BEST = "best"
+APPEARS_WITHIN_S = 60.0
+
+
+class NewerFormatError(ValueError):
+    """A checkpoint of a later version, which is whole."""
+
+
+def unfinished(directory: Path, num_steps: int) -> Path:
+    """Where a checkpoint lies until it is whole."""
+    return directory / f".step_{num_steps}.unfinished"
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """Return the checkpoints of a directory, which need not exist."""
+    found = [each for each in directory.glob("step_*") if re.fullmatch(r"step_\d+", each.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
+    """Give the written files of a step their name: from here on there is a checkpoint.
+
+    Args:
+        directory: of all checkpoints.
+        num_steps: whose `unfinished` directory holds every file but run.json.
+        facts: content of run.json.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    source, target = unfinished(directory, num_steps), directory / f"step_{num_steps}"
+    index = (source / INDEX_FILE).read_bytes()
+    files = {each.name: each.stat().st_size for each in sorted(source.iterdir())}
+    facts = facts | {"files": files, "index_crc32": zlib.crc32(index)}
+    facts["crc32"] = _crc32(facts)
+    write_synced(source / RUN_FILE, json.dumps(facts, indent=2) + "\n")
+    sync_directory(source)
+    # A step is saved twice only if its first checkpoint is no longer wanted.
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        # A network file system repeats a request whose answer was lost, and then says that there is nothing to rename.
+        if not (target / RUN_FILE).exists():
+            raise
+    sync_directory(directory)
+    return target
+
+
+def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:
+    """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to."""
+    present = [each for each in newest_first(directory) if step_of(each) <= num_steps]
+    for path in present[keep:]:
+        if step_of(path) != best_step:
+            _remove(path)
+    if any(step_of(each) == best_step for each in present):
+        link = directory / f".{BEST}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"step_{best_step}")
+        link.replace(directory / BEST)
+
+
+def clear(directory: Path, num_steps: int) -> None:
+    """Remove what a killed run left unfinished, and the checkpoints of steps after `num_steps`, which come anew."""
+    for path in directory.glob(".step_*.unfinished"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in newest_first(directory):
+        if step_of(path) > num_steps:
+            _remove(path)
+    if not (directory / BEST).exists():
+        (directory / BEST).unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nobody takes it for one."""
+    target = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(target, ignore_errors=True)
+    return path.rename(target)
+
+
+def step_of(path: Path) -> int:
+    """Return N of `step_N`."""
+    return int(path.name.removeprefix("step_"))
+
+
+def wait_for(path: Path) -> bool:
+    """Wait until a file is visible here that another host has written; False if it does not come."""
+    end = time.monotonic() + APPEARS_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+        # Listing a directory makes NFS ask its server again.
+        if path.parent.parent.is_dir():
+            os.listdir(path.parent.parent)
+    return True
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return run.json, after seeing that it is whole and that all files are there in their length.
+
+    Raises:
+        ValueError: what is wrong.
+    """
+    try:
+        facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        version = facts["format_version"]
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"it has format {version}, and this version reads up to {FORMAT_VERSION}; use the version of "
+                "this software that wrote it, or a later one"
+            )
+        crc32, files = facts.pop("crc32"), facts["files"]
+        is_whole = crc32 == _crc32(facts)
+    except FileNotFoundError:
+        raise ValueError(f"there is no {RUN_FILE} in it") from None
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+    ) as error:
+        raise ValueError(f"{RUN_FILE} is damaged ({error!r})") from None
+    if not is_whole:
+        raise ValueError(f"{RUN_FILE} is damaged (its checksum differs)")
+    for name, wanted in files.items():
+        try:
+            got = (path / name).stat().st_size
+        except OSError:
+            raise ValueError(f"{name} is missing") from None
+        if got != wanted:
+            state = "truncated" if got < wanted else "too long"
+            raise ValueError(f"{name} is {state}: {got} bytes instead of {wanted}")
+    return facts
+
+
+def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) -> str | None:
+    """Compare the checksums of one of `num_parts` parts of a checkpoint's bytes; return what differs, or None."""
+    try:
+        data = (path / INDEX_FILE).read_bytes()
+        if zlib.crc32(data) != facts["index_crc32"]:
+            return f"{INDEX_FILE} is damaged (its checksum differs)"
+        blocks = [
+            (path / chunk["file"], name, start, num_bytes, crc32)
+            for name, tensor in json.loads(data)["tensors"].items()
+            for chunk in tensor["chunks"]
+            for start, num_bytes, crc32 in _blocks_of(chunk, tensor["dtype"])
+        ][part::num_parts]
+        with ThreadPoolExecutor(THREADS) as pool:
+            return next((each for each in pool.map(_damage_of_block, blocks) if each), None)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+
+
+def _blocks_of(chunk: dict[str, Any], dtype: str) -> list[tuple[int, int, int]]:
+    """(first byte, bytes, CRC-32) of each block of a chunk."""
+    num_bytes = DTYPES[dtype].itemsize
+    for each in chunk["sizes"]:
+        num_bytes *= each
+    return [
+        (chunk["start"] + at, min(CHECKSUM_BYTES, num_bytes - at), crc32)
+        for at, crc32 in zip(range(0, num_bytes, CHECKSUM_BYTES), chunk["crc32"], strict=True)
+    ]
+
+
+def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
+    path, name, start, num_bytes, crc32 = block
+    with path.open("rb") as stream:
+        stream.seek(start)
+        if zlib.crc32(stream.read(num_bytes)) == crc32:
+            return None
+    return f"{path.name} is damaged ({name}, bytes {start} to {start + num_bytes}: the checksum differs)"
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint so that a crash on the way leaves none that looks whole."""
+    going = unfinished(path.parent, step_of(path))
+    shutil.rmtree(going, ignore_errors=True)
+    path.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def _crc32(facts: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())

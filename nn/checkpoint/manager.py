@@ -1,0 +1,231 @@
+"""Saving while training goes on: the loop waits for a copy in host memory, a thread writes the files."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from torch import Tensor
+
+from configs.schema import CheckpointConfig
+from dataloading.feature_spec import FeatureSpec
+from dataloading.file_states import changed_files, file_states
+from nn.checkpoint.directory import commit, newest_first, prune, step_of, unfinished
+from nn.checkpoint.staging import HostCopy, State, num_bytes
+from nn.checkpoint.state import TRAINER, missing_parts, state_of, write
+from nn.distributed.errors import SharedError
+from nn.distributed.process_group import HostChannel, Ranks
+from nn.training.train_step import Step
+
+THREAD_NAME = "checkpoint-writer"
+SPARE_MEMORY = 0.8
+"""Part of the memory that a node has left which copies of the state may take."""
+
+
+class Checkpointer:
+    """Writes one checkpoint at a time; all ranks must call its methods alike.
+
+    A checkpoint that could not be written costs nothing but itself: one line says so, and the next save tries again.
+
+    Args:
+        directory: where checkpoints lie.
+        step: both halves and their optimizers.
+        facts: of the run, from `nn.checkpoint.state.facts_of`.
+        spec: the dataset, whose files must stay what they are.
+        config: how many to keep.
+        ranks: this process.
+        say: prints a line; only rank 0's is called.
+        alive: called while the loop waits for the writer.
+
+    Attributes:
+        copy: of the state, on the host; memory is taken at the first save.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        step: Step,
+        facts: Mapping[str, Any],
+        spec: FeatureSpec,
+        config: CheckpointConfig,
+        ranks: Ranks,
+        say: Callable[[str], None],
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory = directory
+        self._step = step
+        self._facts = dict(facts)
+        self._spec = spec
+        self._config = config
+        self._ranks = ranks
+        self._say = say
+        self._alive = alive
+        self._channel = HostChannel()
+        self.copy = HostCopy(ranks.device)
+        self._has_room: bool | None = None
+        self._thread: Thread | None = None
+        self._problem: str | None = None
+        self._is_last = False
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        num_steps: int,
+        trainer: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Begin a checkpoint, as soon as the one before is written.
+
+        Args:
+            num_steps: updates made so far.
+            trainer: what the training loop goes on from, fit for JSON.
+            tensors: further tensors of the training loop, on rank 0 only.
+            is_last: nothing is trained after this, so that no copy is needed.
+
+        Raises:
+            SharedError: a file of the dataset has changed since the run began.
+            RuntimeError: another rank has ended.
+        """
+        self.wait()
+        self._is_last = is_last
+        started = time.perf_counter()
+        try:
+            self._ranks.call_on_main(self._check_data)
+        except ValueError as error:
+            raise SharedError(str(error)) from None
+        state = state_of(self._step)
+        state |= {f"{TRAINER}{name}": value for name, value in tensors.items()}
+        in_background = not is_last and self._fits(state)
+        if in_background:
+            state = self.copy.take(state)
+        facts = self._facts | {"num_steps": num_steps, "trainer": dict(trainer)}
+        paused_s = time.perf_counter() - started
+        self._thread = Thread(
+            target=self._write,
+            args=(num_steps, state, facts, paused_s),
+            name=THREAD_NAME,
+            daemon=True,
+        )
+        self._thread.start()
+        if not (in_background or is_last):
+            self._join()
+
+    def wait(self) -> str | None:
+        """Wait for the checkpoint that is being written; return why there is none, if there is none.
+
+        Raises:
+            RuntimeError: another rank has ended.
+        """
+        self._join()
+        if self._error is not None:
+            raise self._error
+        return self._problem
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's writer is still at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, as far as this host sees."""
+        return next(iter(newest_first(self.directory)), None)
+
+    def _join(self) -> None:
+        while self.is_writing:
+            self._thread.join(0.2)
+            self._alive()
+        self._thread = None
+
+    def _write(self, num_steps: int, state: State, facts: dict[str, Any], paused_s: float) -> None:
+        """The thread: write, then rename on rank 0; all ranks learn whether that went well."""
+        started = time.perf_counter()
+        try:
+            problem = self._write_parts(num_steps, state)
+            # Also shows that the ranks are still together: torch.distributed.checkpoint takes a process whose group was
+            # closed for one that is alone, and would write its part as the whole.
+            sizes = self._channel.gather(num_bytes(state))
+            if problem is None and self._ranks.is_main:
+                record = {
+                    "step": num_steps,
+                    "bytes": sum(sizes),
+                    "paused_s": paused_s,
+                    "write_s": time.perf_counter() - started,
+                }
+                problem = self._commit(num_steps, state, facts, record)
+            self._problem = self._channel.broadcast(problem)
+        except BaseException as error:
+            # For the loop to meet: a thread's own errors reach nobody.
+            self._error = error
+            return
+        if self._problem is not None and self._ranks.is_main:
+            self._give_up(num_steps)
+
+    def _write_parts(self, num_steps: int, state: State) -> str | None:
+        try:
+            write(self.directory, num_steps, state, self._step, self._channel)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _commit(
+        self, num_steps: int, state: State, facts: dict[str, Any], record: dict[str, Any]
+    ) -> str | None:
+        missing = missing_parts(unfinished(self.directory, num_steps), state)
+        assert not missing, f"a checkpoint without {missing[:4]}"
+        try:
+            commit(self.directory, num_steps, facts)
+            best = facts["trainer"]["best_step"]
+            prune(self.directory, num_steps, self._config.keep, best)
+            with (self.directory / "saved.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _give_up(self, num_steps: int) -> None:
+        shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
+        latest = self.latest
+        back_to = (
+            "there is none yet" if latest is None else f"the latest is of step {step_of(latest)}"
+        )
+        further = "" if self._is_last else ". The run goes on, and the next save tries again"
+        self._say(
+            f"warning: the checkpoint of step {num_steps} could not be written: {self._problem}; {back_to}{further}"
+        )
+
+    def _fits(self, state: State) -> bool:
+        """Whether every node has room for the copies; asked once, before any rank has taken some."""
+        if self._has_room is None:
+            needed = num_bytes(state) * self._ranks.local_world_size
+            self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
+            if not self._has_room and self._ranks.is_main:
+                self._say(
+                    f"checkpoints: no room in host memory for a copy of {needed / 2**30:,.1f} GiB, so that "
+                    "training waits while they are written"
+                )
+        return self._has_room
+
+    def _check_data(self) -> None:
+        try:
+            changed = changed_files(self._facts["data_files"], file_states(self._spec))
+        except OSError as error:
+            changed = [str(error)]
+        if changed:
+            raise ValueError(
+                f"files of {self._spec.root} were changed while the run was reading them: "
+                f"{', '.join(changed[:3])}; nothing was saved since. Put the same bytes back (their times may "
+                "differ), and start the same command again"
+            )
+
+
+def _free_bytes() -> int:
+    """Memory that this node can still give, its file cache included."""
+    with open("/proc/meminfo") as stream:
+        (line,) = [each for each in stream if each.startswith("MemAvailable:")]
+    return int(line.split()[1]) * 1024

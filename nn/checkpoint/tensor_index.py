@@ -1,0 +1,275 @@
+"""Tensors in the files of a checkpoint: where each lies, and its numbers, without executing anything of a file.
+
+Arrays lie in the shards as in memory: row-major, little-endian, bare. `tensors.json` says where (`nn.checkpoint.dcp_writer`):
+
+    {"format": 1,
+     "tables": [names, in the order of the features],
+     "tensors": {name: {"dtype": "float32", "size": [rows, columns],
+                        "chunks": [{"offsets": [row, column], "sizes": [rows, columns],
+                                    "file": name, "start": byte, "crc32": [number, ...]}]}}}
+
+with a CRC-32 for each 64 MiB of a chunk. Reading part of a tensor costs that part, and memory for a block.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+INDEX_FILE = "tensors.json"
+FORMAT = 1
+BLOCK_BYTES = 2**24
+"""Bytes that are read at a time."""
+CHECKSUM_BYTES = 2**26
+"""Bytes that one checksum is of."""
+
+# torch's names of dtypes -> what numpy reads them as; it has no bfloat16, whose bits are kept.
+DTYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
+} | {"bfloat16": np.dtype("<u2")}
+
+REMEDY = "copy it again, or take another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor that lies in one file, row-major.
+
+    Attributes:
+        offsets: of its first element in the tensor, one a dimension.
+        sizes: one a dimension.
+        file: where it lies.
+        start: byte in the file at which it begins.
+        crc32: of each `CHECKSUM_BYTES` of it; empty if unknown.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    start: int
+    crc32: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor on disk; its chunks cover it.
+
+    Attributes:
+        dtype: a key of `DTYPES`.
+        size: one number a dimension.
+        chunks: in any order.
+    """
+
+    dtype: str
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.size) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorIndex:
+    """What a checkpoint holds.
+
+    Attributes:
+        tables: their names, in the order of the features.
+        tensors: by name, as `nn.checkpoint.state` names them.
+    """
+
+    tables: tuple[str, ...]
+    tensors: dict[str, StoredTensor]
+
+
+def read_index(directory: Path) -> TensorIndex:
+    """Read and check `tensors.json`.
+
+    Raises:
+        ValueError: it is missing, malformed, of a newer format, or names a file that does not lie in the directory.
+    """
+    path = directory / INDEX_FILE
+    try:
+        document = json.loads(path.read_text())
+        if document["format"] != FORMAT:
+            raise ValueError(
+                f"it has format {document['format']}, and this version reads {FORMAT}; use the version it "
+                "was written with"
+            )
+        tensors = {
+            _checked(name, str): _stored_tensor(directory, name, entry)
+            for name, entry in document["tensors"].items()
+        }
+        tables = tuple(_checked(name, str) for name in document["tables"])
+    except FileNotFoundError:
+        raise ValueError(f"there is no {INDEX_FILE} in {directory}") from None
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no index of tensors: {error!r}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return TensorIndex(tables, tensors)
+
+
+def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    dtype, size = entry["dtype"], _counts(entry["size"])
+    if dtype not in DTYPES:
+        raise ValueError(f"{name}: got dtype {dtype!r}, want one of {', '.join(DTYPES)}")
+    chunks = []
+    for each in entry["chunks"]:
+        offsets, sizes = _counts(each["offsets"]), _counts(each["sizes"])
+        if len(offsets) != len(size) or any(
+            offset + length > whole
+            for offset, length, whole in zip(offsets, sizes, size, strict=True)
+        ):
+            raise ValueError(f"{name}: a chunk of {sizes} at {offsets} lies outside of {size}")
+        (start,) = _counts([each["start"]])
+        file = file_inside(directory, each["file"])
+        num_bytes = math.prod(sizes) * DTYPES[dtype].itemsize
+        checksums = _counts(each["crc32"])[: -(-num_bytes // CHECKSUM_BYTES)]
+        if len(checksums) * CHECKSUM_BYTES < num_bytes:
+            raise ValueError(f"{name}: got {len(checksums)} checksums for {num_bytes} bytes")
+        chunks.append(Chunk(offsets, sizes, file, start, checksums))
+    if sum(math.prod(each.sizes) for each in chunks) != math.prod(size) or _any_overlap(chunks):
+        raise ValueError(f"{name}: its {len(chunks)} chunks do not cover {size}, each element once")
+    return StoredTensor(dtype, size, tuple(chunks))
+
+
+def _any_overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two chunks share an element."""
+    return any(
+        all(
+            max(first, second) < min(first + length, second + other)
+            for first, length, second, other in zip(
+                one.offsets, one.sizes, two.offsets, two.sizes, strict=True
+            )
+        )
+        for one, two in combinations(chunks, 2)
+    )
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    """Return a list of integers that are not negative as a tuple."""
+    if not isinstance(values, list) or not all(type(each) is int and each >= 0 for each in values):
+        raise ValueError(f"got {values!r}, want integers that are not negative")
+    return tuple(values)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"got {value!r}, want {kind.__name__}")
+    return value
+
+
+def file_inside(directory: Path, name: object) -> Path:
+    """Return the file `name` of `directory`.
+
+    Raises:
+        ValueError: a name with a folder in it, or a link that leads out of the directory.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"got file {name!r}, want the plain name of a file in {directory}")
+    path = directory / name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(f"file {name!r} is a link that leads out of {directory}")
+    return path
+
+
+class ChunkReader:
+    """A chunk that is being read; the checksums of what is read as a whole are compared.
+
+    Rows are those of the chunk; a number without dimensions has one.
+
+    Args:
+        chunk: to read.
+        dtype: of its tensor.
+    """
+
+    def __init__(self, chunk: Chunk, dtype: str) -> None:
+        self._chunk, self._dtype = chunk, DTYPES[dtype]
+        self._rows, *self._rest = chunk.sizes or (1,)
+        self._row_bytes = math.prod(self._rest) * self._dtype.itemsize
+        self._crc = 0
+        # Of the chunk's bytes, those that the checksum is of so far.
+        self._crc_begin = self._crc_end = 0
+
+    def read(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (row, array [n, ...]) for the rows from `first` to before `last` (None: all), a block at a time.
+
+        Raises:
+            ValueError: the file is shorter than it should be, or its bytes are not those that were written.
+        """
+        last = self._rows if last is None else last
+        if first >= last or not self._row_bytes:
+            return
+        rows_at_once = max(1, BLOCK_BYTES // self._row_bytes)
+        with self._chunk.file.open("rb") as stream:
+            stream.seek(self._chunk.start + first * self._row_bytes)
+            for row in range(first, last, rows_at_once):
+                count = min(rows_at_once, last - row)
+                data = bytearray(count * self._row_bytes)
+                if stream.readinto(data) != len(data):
+                    raise ValueError(f"{self._chunk.file} is truncated; {REMEDY}")
+                self._check(row * self._row_bytes, memoryview(data))
+                yield row, np.frombuffer(data, self._dtype).reshape(count, *self._rest)
+
+    def _check(self, begin: int, data: memoryview) -> None:
+        """Compare the checksums of what ends in `data`, the chunk's bytes from `begin` on."""
+        chunk_bytes = self._rows * self._row_bytes
+        while data:
+            index = begin // CHECKSUM_BYTES
+            end = min((index + 1) * CHECKSUM_BYTES, chunk_bytes)
+            part, data = data[: end - begin], data[end - begin :]
+            if begin != self._crc_end:
+                self._crc, self._crc_begin = 0, begin
+            self._crc = zlib.crc32(part, self._crc)
+            self._crc_end = begin = begin + len(part)
+            if begin == end:
+                is_whole = self._crc_begin <= index * CHECKSUM_BYTES
+                if is_whole and self._chunk.crc32 and self._chunk.crc32[index] != self._crc:
+                    raise ValueError(
+                        f"{self._chunk.file} has changed since it was written (checksum {self._crc:08x} "
+                        f"instead of {self._chunk.crc32[index]:08x}); {REMEDY}"
+                    )
+                self._crc, self._crc_begin = 0, begin
+
+
+def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
+    """Yield a whole tensor, rows in order, however it was sharded: arrays [n, ...] of about `block_bytes`.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    rows, *rest = tensor.size or (1,)
+    row_items = math.prod(rest)
+    rows_at_once = max(1, block_bytes // max(1, row_items * DTYPES[tensor.dtype].itemsize))
+    readers = [ChunkReader(chunk, tensor.dtype) for chunk in tensor.chunks]
+    for first in range(0, rows, rows_at_once):
+        last = min(first + rows_at_once, rows)
+        block = np.empty((last - first, *rest), DTYPES[tensor.dtype])
+        for chunk, reader in zip(tensor.chunks, readers, strict=True):
+            offset, *columns = chunk.offsets or (0,)
+            chunk_rows, *widths = chunk.sizes or (1,)
+            begin, end = max(first, offset), min(last, offset + chunk_rows)
+            where = tuple(slice(at, at + width) for at, width in zip(columns, widths, strict=True))
+            for row, part in reader.read(begin - offset, end - offset):
+                start = row + offset - first
+                block[(slice(start, start + len(part)), *where)] = part
+        yield block

@@ -1,0 +1,86 @@
+"""Tables of NVIDIA's TensorFlow 2 recipe: `sparse/feature_<i>.npy`, one float32 [rows, columns] a feature, in its order.
+
+Layout: DeepLearningExamples, DLRM_and_DCNv2, `nn/sparse_model.py` (`save_checkpoint`, `save_config`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nn.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex, file_inside
+
+FOLDER = "sparse"
+CONFIG_FILE = "config.json"
+
+
+def tf2_file_name(index: int) -> str:
+    """Return the name of the file of the feature that stands at `index`."""
+    return f"feature_{index}.npy"
+
+
+def find_tf2_tables(path: Path) -> Path | None:
+    """Return the folder with the tables, if `path` is such a checkpoint or its folder `sparse`."""
+    for folder in (path, path / FOLDER):
+        if (folder / tf2_file_name(0)).is_file():
+            return folder
+    return None
+
+
+def tf2_index(folder: Path, tables: Sequence[str]) -> TensorIndex:
+    """Say where the tables lie; reads the files' headers only.
+
+    Args:
+        folder: of the files.
+        tables: our names, in the order of the features.
+
+    Raises:
+        ValueError: a file is missing, one too many, malformed or no matrix of float32.
+    """
+    if (folder / tf2_file_name(len(tables))).exists():
+        raise ValueError(
+            f"{folder} holds more tables than the {len(tables)} of this dataset "
+            f"({tf2_file_name(len(tables))}); set data.path to the dataset it was trained on"
+        )
+    tensors = {
+        f"tables.{table}.weight": _stored_table(file_inside(folder, tf2_file_name(index)))
+        for index, table in enumerate(tables)
+    }
+    return TensorIndex(tuple(tables), tensors)
+
+
+def _stored_table(path: Path) -> StoredTensor:
+    try:
+        with path.open("rb") as stream:
+            # numpy's own parser of the header, which takes literals only; the array, which may be pickled, stays unread.
+            np.lib.format.read_magic(stream)
+            shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
+            start = stream.tell()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no table of the TF2 recipe ({error})") from None
+    if dtype != np.dtype("<f4") or len(shape) != 2 or fortran_order:
+        raise ValueError(
+            f"{path} holds {dtype} {shape}{' in column order' * fortran_order}, want a row-major float32 "
+            "[rows, columns]"
+        )
+    stored = StoredTensor("float32", shape, (Chunk((0, 0), shape, path, start),))
+    if path.stat().st_size != start + stored.num_bytes:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, want {start + stored.num_bytes}; copy it again"
+        )
+    return stored
+
+
+def tf2_config(sizes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """Return what `sparse/config.json` says beside the tables: their sizes [rows, columns], and that recipe's defaults."""
+    return {
+        "use_mde_embeddings": True,
+        "embedding_dim": [columns for _, columns in sizes],
+        "column_slice_threshold": 5_000_000_000,
+        "embedding_zeros_initializer": False,
+        "embedding_trainable": True,
+        "categorical_cardinalities": [rows for rows, _ in sizes],
+        "concat_embedding": False,
+        "cpu_offloading_threshold_gb": 75,
+    }

@@ -1,0 +1,70 @@
+"""Ids arrive one a sample; here they become what they stand for (`nn.embedding.multi_hot`), before their tables are looked up."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from nn.embedding.multi_hot import expand
+
+
+class IdExpansion:
+    """Expands the ids of some features for a fixed number of samples.
+
+    Args:
+        features: in the order of their ids.
+        num_samples: G.
+        stored: feature -> ids a sample that arrive.
+        tables: feature -> further ids of each id, int32 [num_embeddings, hotness - 1]; of features that are expanded.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        num_samples: int,
+        stored: Mapping[str, int],
+        tables: Mapping[str, Tensor],
+    ) -> None:
+        self._is_needed = any(feature in tables for feature in features)
+        self._sizes = [num_samples * stored[feature] for feature in features]
+        self._tables = [tables.get(feature) for feature in features]
+        self._launch = None
+        if self._is_needed and next(iter(tables.values())).is_cuda:
+            # Triton comes with torch's CUDA builds only.
+            from nn.ops.triton.id_expansion import Launch
+
+            self._launch = Launch(self._tables, [stored[each] for each in features], num_samples)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Map ids, feature after feature, each [G, stored], to the same with as many ids a sample as are looked up."""
+        if not self._is_needed:
+            return ids
+        if self._launch is not None:
+            return self._launch(ids)
+        parts = [
+            each if table is None else expand(each, table).flatten()
+            for each, table in zip(ids.split(self._sizes), self._tables, strict=True)
+        ]
+        return torch.cat([part.to(ids.dtype) for part in parts])
+
+
+def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    """Expand the ids of a batch whose rows may have none, such as the padded rows at an epoch's end."""
+    keys = ids.keys()
+    if not any(key in tables for key in keys):
+        return ids
+    values, lengths = [], []
+    for key, part, length in zip(
+        keys,
+        ids.values().split(ids.length_per_key()),
+        ids.lengths().view(len(keys), -1),
+        strict=True,
+    ):
+        table = tables.get(key)
+        factor = 1 if table is None else table.shape[1] + 1
+        values.append(part if table is None else expand(part, table).flatten().to(part.dtype))
+        lengths.append(length * factor)
+    return KeyedJaggedTensor(
+        keys=keys, values=torch.cat(values), lengths=torch.cat(lengths), stride=ids.stride()
+    )

@@ -1,0 +1,46 @@
+"""`python -m nn.export`: tables of a checkpoint to .npy, safetensors or the layout of NVIDIA's TF2 recipe."""
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from omegaconf import DictConfig
+
+from configs.command_line import call_composed
+from configs.export_schema import ExportConfig
+from configs.schema import to_config
+from nn.distributed.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from nn.export.tables import export_tables
+
+
+def run(composed: DictConfig) -> None:
+    """Turn the composed yaml into checked options and export; say what is wrong in one line."""
+    try:
+        config: ExportConfig = to_config(composed)
+        written = export_tables(
+            Path(config.checkpoint),
+            Path(config.output),
+            config.tables,
+            format=config.format,
+            optimizer=config.optimizer,
+        )
+    except ValueError as error:
+        _end(str(error))
+    except OSError as error:
+        _end(f"{error}, writing {composed.output}")
+    except KeyboardInterrupt:
+        _end(f"interrupted: nothing stands at {composed.output}", INTERRUPTED_EXIT_CODE)
+    num_files = sum(map(len, written.values()))
+    print(f"{len(written)} tables, {num_files} files, written to {config.output}")
+
+
+def _end(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    try:
+        call_composed(run, ExportConfig, "export_schema", "export")
+    except ValueError as error:
+        _end(str(error))

@@ -1,0 +1,77 @@
+"""Cross network of DCN-V2 (arXiv:2008.13535, equations 1 and 2): explicit products of features, layer by layer."""
+
+import torch
+from torch import Tensor, nn
+
+from nn.layers.initialization import truncated_normal_
+from nn.ops.fused_linear import as_autocast, can_fuse
+
+STD = 0.05
+"""Deviation of the initial weights before the normal is cut at twice this (Keras' `truncated_normal`)."""
+
+
+class CrossLayer(nn.Module):
+    """One layer: x0 * (W x + b) + x, where W is full or of low rank, W = V U.
+
+    Args:
+        width: C, columns of x0 and x.
+        projection_dim: rank of W, with U of [projection_dim, C] and V of [C, projection_dim]; None for a full W.
+    """
+
+    def __init__(self, width: int, projection_dim: int | None) -> None:
+        super().__init__()
+        self.down = None if projection_dim is None else nn.Linear(width, projection_dim, bias=False)
+        self.up = nn.Linear(width if projection_dim is None else projection_dim, width)
+        self.initialise(torch.default_generator)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weights from a CPU generator; the bias starts at zero."""
+        if self.down is not None:
+            truncated_normal_(self.down.weight, STD, generator)
+        truncated_normal_(self.up.weight, STD, generator)
+        self.up.bias.zero_()
+
+    def forward(self, x0: Tensor, x: Tensor) -> Tensor:
+        """Map x0 [B, C] and x [B, C] to [B, C]."""
+        hidden = x if self.down is None else self.down(x)
+        return torch.addcmul(x, x0, self.up(hidden))
+
+
+class CrossNet(nn.Module):
+    """`num_layers` cross layers, each seeing the input of the first one again.
+
+    Args:
+        width: C, columns of the input and the output.
+        num_layers: cross layers; the result holds products of up to `num_layers + 1` features.
+        projection_dim: rank of every layer's weight; None for full rank.
+    """
+
+    def __init__(self, width: int, num_layers: int, projection_dim: int | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CrossLayer(width, projection_dim) for _ in range(num_layers))
+
+    def forward(self, x0: Tensor) -> Tensor:
+        """Map [B, C] to [B, C]."""
+        if can_fuse(x0, self.layers[0].up.weight):
+            return self._forward_fused(as_autocast(x0))
+        return self.forward_plain(x0)
+
+    def forward_plain(self, x0: Tensor) -> Tensor:
+        """As `forward`, in plain torch on any device."""
+        x = x0
+        for layer in self.layers:
+            x = layer(x0, x)
+        return x
+
+    @torch.compiler.disable
+    def _forward_fused(self, x0: Tensor) -> Tensor:
+        # Triton comes with torch's CUDA builds only.
+        from nn.ops.triton.cross_net import fused_cross
+
+        return fused_cross(
+            x0,
+            [layer.down.weight for layer in self.layers if layer.down is not None],
+            [layer.up.weight for layer in self.layers],
+            [layer.up.bias for layer in self.layers],
+        )

@@ -1,0 +1,75 @@
+"""Multi-layer perceptron of the bottom and the top of a dense half."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from nn.layers.initialization import initialise_linear_
+from nn.ops.fused_linear import as_autocast, can_fuse
+
+ALIGNMENT = 8
+"""Inputs are padded with zeros to a multiple of this, so that 16-bit tensor cores apply to every layer."""
+
+
+def round_up(count: int) -> int:
+    """Return the smallest multiple of `ALIGNMENT` that is not below `count`."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them, and after the last one if asked for.
+
+    The input is padded with zeros to a multiple of 8 columns (13 numerical features become 16), as in NVIDIA's
+    TensorFlow 2 recipe; `num_inputs` counts the columns before padding.
+
+    Args:
+        num_inputs: columns of the input.
+        widths: columns after each layer; at least one.
+        final_activation: apply ReLU after the last layer too.
+    """
+
+    def __init__(self, num_inputs: int, widths: Sequence[int], *, final_activation: bool) -> None:
+        super().__init__()
+        self.padding = round_up(num_inputs) - num_inputs
+        self.final_activation = final_activation
+        sizes = [num_inputs + self.padding, *widths]
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw all weights from a CPU generator."""
+        for layer in self.layers:
+            initialise_linear_(layer, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, num_inputs] to [B, widths[-1]]."""
+        if can_fuse(x, self.layers[0].weight):
+            return self._forward_fused(as_autocast(x))
+        return self.forward_plain(x)
+
+    def forward_plain(self, x: Tensor) -> Tensor:
+        """As `forward`, in plain torch on any device."""
+        x = self._pad(x)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index < last or self.final_activation:
+                x = torch.relu(x)
+        return x
+
+    @torch.compiler.disable
+    def _forward_fused(self, x: Tensor) -> Tensor:
+        # Triton comes with torch's CUDA builds only.
+        from nn.ops.triton.mlp import fused_mlp
+
+        return fused_mlp(
+            self._pad(x),
+            [layer.weight for layer in self.layers],
+            [layer.bias for layer in self.layers],
+            final_activation=self.final_activation,
+        )
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, self.padding)) if self.padding else x

@@ -1,0 +1,43 @@
+"""Silence for what the libraries say on every start and no user can act on; their errors still come through."""
+
+import logging
+import warnings
+
+# Loggers that warn about their own internals: FX tracing inside TorchRec, cache settings of tables without a cache, the
+# groups of ranks it makes.
+CHATTY_LOGGERS = (
+    "torch.fx._symbolic_trace",
+    "torchrec.distributed.utils",
+    "torchrec.distributed.comm",
+)
+
+# FBGEMM on kernels that its wheels leave out, on Adam's (slower, not wrong), on B200 tuning of other GPUs and on the
+# registration of its dense lookup (whose gradients are tested here); names that TorchRec and FBGEMM still use.
+CHATTY_WARNINGS = (
+    r"Failed to import: fbgemm_gpu",
+    r"The Python module fbgemm_gpu",
+    r"\[FBGEMM_GPU\] NOTE: The training optimizer",
+    r"TBE B200 optimization",
+    r"fbgemm::dense_embedding_codegen_lookup_function",
+    r"`_get_pg_default_device`",
+    r"`broadcast_buffers` is deprecated",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    r"Multiple backends are registered with this ProcessGroup",
+    r"`torch.jit",
+    r"`torch\.distributed\.\w+` is deprecated",
+)
+
+
+def quiet_libraries() -> None:
+    """Call before importing TorchRec."""
+    for name in CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for text in CHATTY_WARNINGS:
+        # FBGEMM colours its warnings, so the text does not begin with its first word.
+        warnings.filterwarnings("ignore", message=rf"[\s\S]*{text}")
+    logging.getLogger().addFilter(_is_not_about_versions)
+
+
+def _is_not_about_versions(record: logging.LogRecord) -> bool:
+    # FBGEMM's own table of versions ends before its releases do; `nn.versions` checks the pair.
+    return "_fbgemm_torch_compat_table" not in str(record.msg)

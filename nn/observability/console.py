@@ -1,0 +1,386 @@
+"""What a person sees of a run: its head, the sharding plan, progress, evaluations, the result.
+
+All of it goes through one rich `Console` from `make_console`, which is silent on other ranks than
+0. On a terminal progress is one bar; in a file or a pipe it is one plain line a record.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from math import isfinite
+from pathlib import Path
+from typing import Any, Self
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task
+from rich.progress import Progress as Bar
+from rich.table import Column, Table
+from rich.text import Text
+
+from configs.schema import Config
+from nn.sharding.memory_estimate import RankMemory
+from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def make_console(rank: int) -> Console:
+    """Return the console of this rank; only rank 0's prints anything."""
+    # A file or a pipe has no width, and rich would break lines after 80 columns.
+    width = None if sys.stdout.isatty() else 120
+    return Console(quiet=rank != 0, highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_head(console: Console, environment: Mapping[str, Any], facts: Mapping[str, str]) -> None:
+    """Print what runs where.
+
+    Args:
+        console: from `make_console`.
+        environment: from `nn.observability.run_directory.environment`.
+        facts: further lines, title to text, such as model, data, seed and run directory.
+    """
+    commit = environment["git_commit"]
+    versions = [
+        f"{name} {environment[name]}"
+        for name in ("python", "torch", "torchrec", "fbgemm", "cuda")
+        if environment[name] is not None
+    ]
+    lines = {
+        "started": environment["started"].replace("T", " ")
+        + (f", commit {_short(commit)}" if commit else ""),
+        "versions": ", ".join(versions),
+        "devices": _devices(environment),
+        **facts,
+    }
+    console.print(Text(environment["recipe"], style="bold"))
+    _print_columns(console, _grid(lines))
+
+
+def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
+    """Print what a plan is made for.
+
+    Args:
+        console: from `make_console`.
+        config: the whole run.
+        hardware: what its tables are to live in.
+    """
+    a_rank = hardware.bytes_per_rank
+    usable = a_rank * (1 - config.sharding.reserve)
+    nodes = hardware.world_size // hardware.local_world_size
+    lines = {
+        "plan for": f"{hardware.world_size} x {hardware.device_type} on {nodes} "
+        + ("node" if nodes == 1 else "nodes"),
+        "memory": f"{a_rank / GIB:,.1f} GiB a rank, {usable / GIB:,.1f} GiB of it for tables",
+        "optimizer": f"{config.model.embedding_dtype.value} tables {config.rules.table_name.value}",
+    }
+    console.print(Text(config.recipe, style="bold"))
+    _print_columns(console, _grid(lines))
+
+
+def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> None:
+    """Print where each table lives and how evenly the ranks are filled.
+
+    Args:
+        console: from `make_console`.
+        rows: one a table.
+        world_size: ranks, those without a table included.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("table", overflow="fold")
+    for name in ("rows", "dim", "hotness"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("sharding", "kernel"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("rank", overflow="fold")
+    table.add_column("MiB", justify="right", no_wrap=True)
+    expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
+    if expanded:
+        table.add_column("expansion", justify="right", no_wrap=True)
+    bytes_of = Counter(dict.fromkeys(range(world_size), 0))
+    for row in rows:
+        bytes_of.update(dict(zip(row.ranks, row.bytes_per_rank, strict=True)))
+        bytes_of.update(dict.fromkeys(row.ranks, row.expansion_bytes))
+        table.add_row(
+            row.table,
+            f"{row.num_embeddings:,}",
+            str(row.embedding_dim),
+            f"{row.hotness:,.1f}".removesuffix(".0"),
+            row.sharding,
+            row.kernel,
+            _ranges(row.ranks),
+            _mib(sum(row.bytes_per_rank)),
+            *([_mib(row.expansion_bytes * len(row.ranks))] if expanded else []),
+        )
+    total = bytes_of.total()
+    fullest, most = max(bytes_of.items(), key=lambda item: item[1])
+    lines = {
+        "in all": f"{_mib(total - expanded)} MiB, weights and optimizer state of {len(rows)} tables"
+    }
+    if expanded:
+        lines["expansion"] = f"{_mib(expanded)} MiB, what expands one-hot ids where the tables lie"
+    if world_size > 1 and total:
+        mean = total / world_size
+        lines["a rank"] = (
+            f"at most {_mib(most)} MiB (rank {fullest}), mean {_mib(mean)} MiB, "
+            f"imbalance {most / mean:.2f}"
+        )
+        lookups = lookups_by_rank(rows, world_size)
+        busiest, most = max(enumerate(lookups), key=lambda item: item[1])
+        mean = sum(lookups) / world_size
+        lines["lookups"] = (
+            f"of a sample at most {most:,.1f} (rank {busiest}), mean {mean:,.1f}, "
+            f"imbalance {most / mean:.2f}"
+        )
+    console.print()
+    _print_columns(console, table)
+    console.print()
+    _print_columns(console, _grid(lines))
+    console.print()
+
+
+def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
+    """Print what the fullest GPU will hold while training, and whether it can.
+
+    Args:
+        console: from `make_console`.
+        ranks: one a rank.
+        hbm_bytes: memory of one GPU.
+    """
+    fullest = max(ranks, key=lambda each: each.total)
+    parts = [
+        f"{name.replace('_', ' ')} {size / GIB:,.1f}"
+        for name, size in asdict(fullest).items()
+        if size / GIB >= 0.05
+    ]
+    lines = {
+        "GPU memory": f"{fullest.total / GIB:,.1f} of {hbm_bytes / GIB:,.1f} GiB at its peak on rank "
+        f"{ranks.index(fullest)}: {', '.join(parts)}"
+    }
+    if fullest.total > hbm_bytes:
+        lines["too much"] = (
+            "the tables fit, the step beside them does not: lower train.batch_size or raise "
+            "sharding.reserve"
+        )
+    _print_columns(console, _grid(lines))
+    console.print()
+
+
+def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -> None:
+    """Print the result and where it was written.
+
+    Args:
+        console: from `make_console`.
+        summary: as given to `Recorder.finish`; what is None was not measured and is left out, and
+            `untrained_test_auc` and `teacher_auc` are set beside the test AUC.
+        run_dir: its files are listed.
+    """
+    if console.quiet:
+        return
+    beside = [
+        f"{title} {summary[name]:.4f}"
+        for name, title in (("untrained_test_auc", "untrained"), ("teacher_auc", "ceiling"))
+        if summary.get(name) is not None
+    ]
+    lines = {}
+    if summary["test_auc"] is not None:
+        beside_text = f"  ({', '.join(beside)})" if beside else ""
+        lines["test AUC"] = _number(summary["test_auc"]) + beside_text
+        lines["log loss"] = _number(summary["test_log_loss"])
+    if summary["samples_per_s"] is not None:
+        step_ms = _number(summary["step_ms"], ".1f")
+        lines["speed"] = f"{_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
+    if summary["peak_hbm_bytes"] is not None:
+        lines["GPU memory"] = f"{summary['peak_hbm_bytes'] / GIB:,.1f} GiB at its peak"
+    names = sorted(each.name + "/" * each.is_dir() for each in run_dir.iterdir())
+    lines["written to"] = f"{run_dir}/\n{'  '.join(names)}"
+    console.print(Text("\nresult", style="bold"))
+    _print_columns(console, _grid(lines))
+
+
+def _print_columns(console: Console, columns: Table) -> None:
+    """Print a table; into a file without the blanks that rich fills its lines up with."""
+    if console.is_terminal:
+        console.print(columns)
+        return
+    with console.capture() as captured:
+        console.print(columns)
+    for line in captured.get().splitlines():
+        console.print(line.rstrip(), soft_wrap=True)
+
+
+class Progress:
+    """Shows the training loop at work; a context manager, so that the bar ends with the loop.
+
+    Args:
+        console: from `make_console`.
+        total_steps: steps of the whole run.
+        start_step: steps done before this start, after a restore.
+    """
+
+    def __init__(self, console: Console, total_steps: int, *, start_step: int = 0) -> None:
+        self.console = console
+        self.total_steps = total_steps
+        self._bar: Bar | None = None
+        if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
+            # Rendering takes the interpreter from the loop: four times a second will do.
+            columns = (
+                _Position(Column(no_wrap=True)),
+                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+                _Status(Column(no_wrap=True)),
+            )
+            self._bar = Bar(*columns, console=console, expand=True, refresh_per_second=4)
+            self._task = self._bar.add_task("", total=total_steps, completed=start_step, record={})
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Move the bar; `step` is the number of steps done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def show_train(self, record: Mapping[str, Any]) -> None:
+        """Show a record of training."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], record=record)
+        else:
+            self._print(format_train(record, self.total_steps))
+
+    def show_test(self, record: Mapping[str, Any]) -> None:
+        """Print a record of an evaluation, above the bar where there is one."""
+        self._print(format_test(record))
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True)
+
+
+def format_train(record: Mapping[str, Any], total_steps: int) -> str:
+    """One line for a record of training."""
+    return (
+        f"step {record['step']:,}/{total_steps:,}  {_quality(record)}  {_speed(record)}  "
+        f"{_number(record['step_ms'], '.1f')} ms/step  left {_left(record, total_steps)}"
+    )
+
+
+def format_test(record: Mapping[str, Any]) -> str:
+    """One line for a record of an evaluation; says why where there is no AUC."""
+    auc, log_loss = record["test_auc"], _number(record["test_log_loss"])
+    if _is_number(record["test_log_loss"]) and not _is_number(auc):
+        auc_text = "undefined (all labels are the same)"
+    else:
+        auc_text = _number(auc)
+    return (
+        f"eval step {record['step']:,}: test AUC {auc_text}  log loss {log_loss}  "
+        f"({record['test_rows']:,} rows, {record['eval_s']:.1f} s)"
+    )
+
+
+class _Position(ProgressColumn):
+    """Steps done and to do."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{int(task.completed):,}/{int(task.total or 0):,}")
+
+
+class _Status(ProgressColumn):
+    """The last record, with the time left counted down from it."""
+
+    def render(self, task: Task) -> Text:
+        record = task.fields["record"]
+        if not record:
+            return Text("starting", style="dim")
+        left = _left({**record, "step": int(task.completed)}, int(task.total or 0))
+        return Text(f"{_quality(record)}  {_speed(record)}  left {left}")
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and isfinite(value)
+
+
+def _number(value: float | None, form: str = ".4f") -> str:
+    return format(value, form) if _is_number(value) else "n/a"
+
+
+def _quality(record: Mapping[str, Any]) -> str:
+    return f"loss {_number(record['loss'])}  auc {_number(record['train_auc'])}"
+
+
+def _speed(record: Mapping[str, Any]) -> str:
+    return f"{_number(record['samples_per_s'], ',.0f')} samples/s"
+
+
+def _left(record: Mapping[str, Any], total_steps: int) -> str:
+    """Time to the last step at the speed of the record; evaluations come on top."""
+    if not _is_number(record["step_ms"]):
+        return "n/a"
+    seconds = (total_steps - record["step"]) * record["step_ms"] / 1000
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _short(commit: str) -> str:
+    return commit[:10] + (" with uncommitted changes" if commit.endswith("-dirty") else "")
+
+
+def _devices(environment: Mapping[str, Any]) -> str:
+    num_hosts, world_size = environment["num_hosts"], environment["world_size"]
+    hosts = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
+    cpus = f"{environment['num_cpus']} CPU cores"
+    if environment["gpu"] is None:
+        processes = "1 process" if world_size == 1 else f"{world_size} processes"
+        return f"{processes} on {hosts}, {cpus}, no GPU"
+    driver = f", driver {environment['gpu_driver']}" if environment["gpu_driver"] else ""
+    return f"{world_size} x {environment['gpu']} on {hosts}{driver}, {cpus}"
+
+
+def _mib(num_bytes: float) -> str:
+    mib = num_bytes / MIB
+    return f"{mib:,.1f}" if mib >= 0.05 or mib == 0 else "<0.1"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Shorten ranks to runs: (0, 1, 2, 3, 6) to `0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def _grid(lines: Mapping[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, text in lines.items():
+        grid.add_row(title, text)
+    return grid
+
+
+def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line a batch size.
+
+    Args:
+        console: from `make_console`.
+        results: from `nn.training.latency.measure`.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in ("batch size", "samples/s", "p50 ms", "p90 ms", "p99 ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(
+            f"{result['batch_size']:,}",
+            f"{result['samples_per_s']:,.0f}",
+            *(f"{result[name]:,.3f}" for name in ("p50_ms", "p90_ms", "p99_ms")),
+        )
+    _print_columns(console, table)

@@ -1,0 +1,229 @@
+"""One picture of a run: loss, AUC, speed and learning rate over steps, drawn from metrics.jsonl."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# No line gets many more points than the picture has pixels for it.
+MAX_POINTS = 1500
+# From so many points on the raw line is faint, and its moving mean is what one reads.
+SMOOTH_FROM = 20
+
+INK = "#30343b"
+FAINT = "#8a919c"
+TRAIN = "#3b6fb6"
+TEST = "#d1603d"
+SPEED = "#3d8b6e"
+RATE = "#7a5ba6"
+
+STYLE = {
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": "#c4c8ce",
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10.5,
+    "grid.color": "#e9ebee",
+    "xtick.color": "#c4c8ce",
+    "ytick.color": "#c4c8ce",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+}
+
+Series = tuple[np.ndarray, np.ndarray]  # steps [n], values [n]
+
+
+def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
+    """Draw the records of a run; a panel without records says so.
+
+    Args:
+        metrics_jsonl: as `nn.observability.run_directory` writes it. `teacher_auc` in its first line, the best AUC
+            that synthetic labels allow, is drawn as a ceiling.
+        out_png: the picture, 1,560 x 1,020 pixels.
+
+    Raises:
+        ValueError: a line is not JSON; the message names it.
+    """
+    # Takes most of a second to import: only the end of a run waits for it.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    header, records = read_records(metrics_jsonl)
+    loss, test_loss = series(records, "loss"), series(records, "test_log_loss")
+    auc, test_auc = series(records, "train_auc"), series(records, "test_auc")
+    speed, rate = series(records, "samples_per_s"), series(records, "lr")
+    ceiling = np.array([header["teacher_auc"]] if header.get("teacher_auc") else [])
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(12, 7.85), dpi=130, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
+        figure.suptitle(_title(header, records), x=0.012, ha="left", size=13, weight="bold")
+        panels = figure.subplots(2, 2, height_ratios=(1.7, 1), sharex=True)
+
+        axes = panels[0, 0]
+        axes.set_title("log loss", loc="left")
+        _draw_train(axes, loss, TRAIN, "train")
+        _draw_test(axes, test_loss)
+        _finish(axes, loss, test_loss)
+
+        axes = panels[0, 1]
+        axes.set_title("ROC AUC", loc="left")
+        _draw_train(axes, auc, TRAIN, "train, the latest rows")
+        _draw_test(axes, test_auc)
+        _mark_best(axes, test_auc)
+        for value in ceiling:
+            label = f"ceiling, the teacher's own AUC: {value:.4f}"
+            axes.axhline(value, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label=label)
+        _finish(axes, auc, test_auc, (ceiling, ceiling))
+
+        axes = panels[1, 0]
+        axes.set_title("samples/s", loc="left")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        _draw_train(axes, speed, SPEED)
+        _finish(axes, speed, from_zero=True)
+
+        axes = panels[1, 1]
+        axes.set_title("learning rate", loc="left")
+        axes.plot(*thinned(rate), color=RATE, linewidth=1.8, **_points(rate))
+        _finish(axes, rate, from_zero=True)
+
+        for axes in panels[1]:
+            axes.set_xlabel("step")
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.savefig(out_png)
+
+
+def read_records(metrics_jsonl: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the environment (the first line) and the records of training and evaluation.
+
+    A last line without its end was cut short when the run was killed: it is left out.
+
+    Raises:
+        ValueError: a line is not JSON; the message names it.
+    """
+    text = metrics_jsonl.read_text(encoding="utf-8")
+    objects = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            objects.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{metrics_jsonl}, line {number}: wanted one JSON object, got {line[:60]!r} "
+                f"({error}); remove the line to draw the rest"
+            ) from None
+    return (objects[0], objects[1:]) if objects else ({}, [])
+
+
+def series(records: list[dict[str, Any]], name: str) -> Series:
+    """Return steps and values of the records that hold a number under `name`."""
+    points = [(each["step"], each[name]) for each in records if each.get(name) is not None]
+    steps, values = np.array(points, dtype=float).reshape(-1, 2).T
+    return steps, values
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred moving mean over a fiftieth of the points, at least 5, fewer at the ends."""
+    window = np.ones(max(5, len(values) // 50) | 1)
+    counts = np.convolve(np.ones(len(values)), window, "same")
+    return np.convolve(values, window, "same") / counts
+
+
+def thinned(line: Series) -> Series:
+    """Return at most `MAX_POINTS` points that look the same: the extremes of each interval."""
+    steps, values = line
+    if len(values) <= MAX_POINTS:
+        return line
+    kept = set()
+    for start, end in pairwise(np.linspace(0, len(values), MAX_POINTS // 2 + 1).astype(int)):
+        kept |= {start + int(values[start:end].argmin()), start + int(values[start:end].argmax())}
+    order = np.array(sorted(kept))
+    return steps[order], values[order]
+
+
+def limits(*lines: Series) -> tuple[float, float] | None:
+    """Return the range of values worth the height of a panel; None without values.
+
+    Of ten points and more the first twentieth is left out: the way down from the untrained model
+    would press everything after it flat.
+    """
+    values = []
+    for _, line in lines:
+        settled = line[-(-len(line) // 20) if len(line) >= 10 else 0 :]
+        if len(settled) >= SMOOTH_FROM:
+            settled = np.percentile(settled, (1, 99))
+        values.extend(settled)
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def _title(header: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    parts = [header.get("recipe", "run")]
+    if records:
+        parts.append(f"{max(each['step'] for each in records):,} steps")
+    for name, text in (("test_auc", "test AUC {:.4f}"), ("test_log_loss", "log loss {:.4f}")):
+        _, values = series(records, name)
+        parts += [text.format(value) for value in values[-1:]]
+    _, speeds = series(records, "samples_per_s")
+    if len(speeds):
+        parts.append(f"median {np.median(speeds):,.0f} samples/s")
+    return "   ·   ".join(parts)
+
+
+def _points(line: Series) -> dict[str, Any]:
+    """Show the single points of a short line."""
+    return {"marker": "o", "markersize": 4} if len(line[0]) < SMOOTH_FROM else {}
+
+
+def _draw_train(axes: Any, line: Series, color: str, label: str | None = None) -> None:
+    steps, values = line
+    if 0 < len(values) < SMOOTH_FROM:
+        axes.plot(*line, color=color, linewidth=1.8, label=label, **_points(line))
+    if len(values) < SMOOTH_FROM:
+        return
+    axes.plot(*thinned(line), color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(*thinned((steps, smoothed(values))), color=color, linewidth=1.8, label=label)
+
+
+def _draw_test(axes: Any, line: Series) -> None:
+    if len(line[0]):
+        axes.plot(*line, color=TEST, linewidth=1.5, marker="o", markersize=4, label="test")
+
+
+def _mark_best(axes: Any, line: Series) -> None:
+    steps, values = line
+    if not len(values):
+        return
+    best = int(values.argmax())
+    axes.plot(
+        *(steps[best], values[best]),
+        color=TEST,
+        linestyle="none",
+        marker="*",
+        markersize=16,
+        markeredgecolor="white",
+        label=f"best test AUC: {values[best]:.4f} at step {steps[best]:,.0f}",
+        zorder=4,
+    )
+
+
+def _finish(axes: Any, *lines: Series, from_zero: bool = False) -> None:
+    """Set the range and the legend, or say that there is nothing to see."""
+    span = limits(*lines)
+    if span is None:
+        axes.text(0.5, 0.5, "no records", transform=axes.transAxes, ha="center", color=FAINT)
+        axes.set_yticks([])
+        return
+    axes.set_ylim(*((0, 1.12 * span[1]) if from_zero else span))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")

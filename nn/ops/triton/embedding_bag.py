@@ -1,0 +1,243 @@
+"""Lookup and update of many tables as one Triton kernel each, for GPUs; `nn.embedding.embedding_bags` has both in plain torch.
+
+FBGEMM has both as well, but its update takes the learning rate and Adam's step count from the host, so a CUDA graph of
+it would repeat one step's values for ever, and it sums a row's gradients with atomic additions where a row is hit often.
+Here every number comes from device memory and every sum has one order, so a step can be replayed and repeats itself.
+
+The update sums the gradients of equal ids. Ids come sorted, and a warp walks over `LENGTH` neighbours, a few columns a
+thread, so that a running sum is all it needs; where a run of equal ids ends, its row is updated. A run that crosses the
+edge of such a block leaves its part of the sum, at most two parts a block; the parts, still sorted, are the next level's
+input, until one block is left.
+
+Rows of 16 bits are read as float32 and written back with stochastic rounding (`nn.ops.stochastic_rounding`).
+"""
+
+import triton
+import triton.language as tl
+
+from nn.ops.triton.stochastic_rounding import random_bits, round_stochastically, step_bits
+
+# P: parts (a table, or columns of one), G: samples looked up for, H: hotness of a part, N: ids in all (sum of G * H),
+# D: columns of a part, T: columns of all parts
+
+
+@triton.jit
+def _pooled_lookup(
+    weights,
+    ids,
+    out,
+    weight_offset,
+    id_offset,
+    out_column,
+    columns,
+    hotness,
+    num_samples,
+    out_stride,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    part = tl.program_id(1)
+    width = tl.multiple_of(tl.load(columns + part), ALIGN)
+    hot = tl.load(hotness + part)
+    table = weights + tl.multiple_of(tl.load(weight_offset + part), ALIGN)
+    sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (sample < num_samples)[:, None] & (column < width)
+    first = tl.load(id_offset + part) + sample.to(tl.int64) * hot
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    for k in range(hot):
+        row = tl.load(ids + first + k, mask=sample < num_samples, other=0).to(tl.int64)
+        place = table + (row * width)[:, None] + column
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    first_column = tl.multiple_of(tl.load(out_column + part), ALIGN)
+    place = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _source(
+    order,
+    index,
+    inside,
+    id_offset,
+    hotness,
+    stride,
+    out_column,
+    LEVEL: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+):
+    """Where the gradient of the `index`-th sorted id starts: that of its sample, or a part of a sum."""
+    if LEVEL > 0:
+        return index.to(tl.int64) * stride
+    sample = (tl.load(order + index, mask=inside, other=0) - id_offset).to(tl.int32)
+    if not ONE_HOT:
+        sample = sample // hotness
+    return sample.to(tl.int64) * stride + out_column
+
+
+@triton.jit
+def _segment_update(
+    weights,
+    state1,
+    state2,
+    keys,
+    order,
+    gradients,
+    counts,
+    sums,
+    sums_keys,
+    sums_counts,
+    blocks,
+    num_blocks,
+    weight_offset,
+    state1_offset,
+    state2_offset,
+    key_base,
+    id_offset,
+    out_column,
+    columns,
+    hotness,
+    rounding_key,
+    first_pair,
+    gradient_stride,
+    scalars,
+    updates_before,
+    is_good,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    RULE: tl.constexpr,
+    LEVEL: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WARPS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    if tl.load(is_good) == 0:
+        return
+    # A block a warp, and its part, its ends, and the ends of its part's ids.
+    block = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
+    exists = block < num_blocks
+    part = tl.load(blocks + block, mask=exists, other=0)
+    start = tl.load(blocks + num_blocks + block, mask=exists, other=0)
+    stop = tl.load(blocks + 2 * num_blocks + block, mask=exists, other=0)
+    part_start = tl.load(blocks + 3 * num_blocks + block, mask=exists, other=0)
+    part_stop = tl.load(blocks + 4 * num_blocks + block, mask=exists, other=0)
+    width = tl.load(columns + part)
+    hot = tl.load(hotness + part)
+    base = tl.load(key_base + part)
+    first_id = tl.load(id_offset + part)
+    first_column = tl.multiple_of(tl.load(out_column + part), ALIGN)
+    table = tl.multiple_of(tl.load(weight_offset + part), ALIGN)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    in_row = column < tl.multiple_of(width[:, None], [1, ALIGN])
+
+    first_key = tl.load(keys + start, mask=exists, other=-1)
+    last_key = tl.load(keys + stop - 1, mask=exists, other=-1)
+    is_inner = exists & (start > part_start)
+    from_before = is_inner & (tl.load(keys + start - 1, mask=is_inner, other=-1) == first_key)
+    is_inner = exists & (stop < part_stop)
+    goes_on = is_inner & (tl.load(keys + stop, mask=is_inner, other=-1) == last_key)
+    # The parts of sums that cross an edge: of the block's first run, and of its last one if that is another.
+    one_run = first_key == last_key
+    leaves_first = from_before | (one_run & goes_on)
+    leaves_last = goes_on & (one_run == 0)
+    tl.store(sums_keys + 2 * block, first_key, mask=exists)
+    tl.store(sums_keys + 2 * block + 1, last_key, mask=exists)
+    tl.store(sums_counts + 2 * block, leaves_first.to(tl.int8), mask=exists)
+    tl.store(sums_counts + 2 * block + 1, leaves_last.to(tl.int8), mask=exists)
+
+    row_dtype: tl.constexpr = weights.dtype.element_ty
+    if row_dtype != tl.float32:
+        of_step = step_bits(tl.load(rounding_key + part), tl.load(updates_before))
+        pair = tl.load(first_pair + part)[:, None]
+    rate = tl.load(scalars)
+    scale = tl.load(scalars + 3)
+    total = tl.zeros((WARPS, BLOCK_D), tl.float32)
+    has_some = exists
+    # Loads run one id ahead of the sum, so that an update's way to memory and back does not hold up the next gradient.
+    ahead = exists
+    next_key = first_key
+    next_counts = ahead
+    if LEVEL > 0:
+        has_some = exists & (start < 0)
+        next_counts = tl.load(counts + start, mask=ahead, other=0) != 0
+    source = _source(
+        order, start, ahead, first_id, hot, gradient_stride, first_column, LEVEL, ONE_HOT
+    )
+    from_place = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
+    next_gradient = tl.load(from_place, mask=next_counts[:, None] & in_row, other=0.0)
+    for step in range(LENGTH):
+        here, key, gradient = ahead, next_key, next_gradient
+        if LEVEL > 0:
+            has_some = has_some | next_counts
+        following = start + step + 1
+        ahead = following < stop
+        next_key = tl.load(keys + following, mask=ahead, other=-1)
+        next_counts = ahead
+        if LEVEL > 0:
+            next_counts = tl.load(counts + following, mask=ahead, other=0) != 0
+        source = _source(
+            order, following, ahead, first_id, hot, gradient_stride, first_column, LEVEL, ONE_HOT
+        )
+        from_place = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
+        next_gradient = tl.load(from_place, mask=next_counts[:, None] & in_row, other=0.0)
+
+        total += gradient.to(tl.float32)
+        ends = here & (next_key != key)
+        is_first = key == first_key
+        is_last = key == last_key
+        at_first = ends & is_first & leaves_first
+        at_last = ends & is_last & leaves_last
+        entry = (2 * block + at_last.to(tl.int32)).to(tl.int64)
+        tl.store(
+            sums + entry[:, None] * BLOCK_D + column,
+            total,
+            mask=(at_first | at_last)[:, None] & in_row,
+        )
+
+        # Of a part that did not cross an edge only the key is left; its run was updated a level below.
+        updates = ends & ~(is_first & from_before) & ~(is_last & goes_on) & has_some
+        inside = updates[:, None] & in_row
+        row = (key - base).to(tl.int64)
+        offset = tl.multiple_of((row * width)[:, None], [1, ALIGN]) + column
+        place = weights + table[:, None] + offset
+        weight = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        sum_of_row = total * scale
+        if RULE == "sgd":
+            weight -= rate * sum_of_row
+        elif RULE == "rowwise_adagrad":
+            place1 = state1 + tl.load(state1_offset + part) + row
+            squares = tl.sum(sum_of_row * sum_of_row, 1) / width
+            state = tl.load(place1, mask=updates, other=0.0) + squares
+            tl.store(place1, state, mask=updates)
+            weight -= (rate / (tl.sqrt(state) + eps))[:, None] * sum_of_row
+        elif RULE == "adagrad":
+            place1 = state1 + tl.multiple_of(tl.load(state1_offset + part), ALIGN)[:, None] + offset
+            state = tl.load(place1, mask=inside, other=0.0) + sum_of_row * sum_of_row
+            tl.store(place1, state, mask=inside)
+            weight -= rate * sum_of_row / (tl.sqrt(state) + eps)
+        else:
+            place1 = state1 + tl.multiple_of(tl.load(state1_offset + part), ALIGN)[:, None] + offset
+            place2 = state2 + tl.multiple_of(tl.load(state2_offset + part), ALIGN)[:, None] + offset
+            mean = tl.load(place1, mask=inside, other=0.0)
+            variance = tl.load(place2, mask=inside, other=0.0)
+            mean = beta1 * mean + rest1 * sum_of_row
+            variance = beta2 * variance + rest2 * sum_of_row * sum_of_row
+            tl.store(place1, mean, mask=inside)
+            tl.store(place2, variance, mask=inside)
+            mean = mean * tl.load(scalars + 1)
+            variance = variance * tl.load(scalars + 2)
+            weight -= rate * mean / (tl.sqrt(variance) + eps)
+        if row_dtype != tl.float32:
+            weight = round_stochastically(
+                weight, random_bits(of_step, row, pair, column), row_dtype
+            )
+        tl.store(place, weight, mask=inside)
+        total = tl.where(ends[:, None], 0.0, total)
+        if LEVEL > 0:
+            has_some = has_some & ~ends

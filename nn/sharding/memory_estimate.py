@@ -1,0 +1,205 @@
+"""What a GPU will hold at its fullest moment: the tables, which the planner prices, and everything a step needs beside them.
+
+A table's size is exact. The rest is counted from shapes, as the step of `nn/training/train_step.py` allocates it; `benchmarks/README.md`
+sets the sum beside measured peaks. Not counted, since torch's allocator does not hold them: the CUDA context, NCCL's
+buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from configs.schema import Amp, Config, ModelName, OptimizerName
+from dataloading.feature_spec import FeatureSpec
+from nn.models.registry import build_dense
+from nn.sharding.plan import TablePlan
+
+# B: rows of the global batch, b: rows of a rank, F: categorical features, D: columns of a table
+
+ID_BYTES = 8
+DENSE_STATES = {
+    OptimizerName.sgd: 0,
+    OptimizerName.adagrad: 1,
+    OptimizerName.rowwise_adagrad: 1,
+    OptimizerName.adam: 2,
+}
+"""Numbers of state that the dense half's rule keeps beside each weight."""
+BATCHES_ON_DEVICE = 3
+"""The batch being trained, the next one, and the graph's own copy."""
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+"""Torch's default on Hopper, a stream: the step's and the graph's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on one rank's GPU, by purpose.
+
+    Attributes:
+        tables: weights and optimizer state, as planned.
+        expansion: what makes several ids of each stored one (`data.multi_hot`), as planned.
+        dense_tables: gradients of the tables without a fused rule, as large as their weights.
+        dense_half: weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights.
+        batches: numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent.
+        lookups: embeddings at home, those that are sent, and their gradients that come back.
+        dense_pass: activations and all gradients, in the graph's own memory: the most at any time.
+        update: ids sorted with their positions, out of place, and the parts of sums that cross the edge of a block.
+        evaluation: embeddings of an evaluation with another batch size, and what it needs beyond the graph's memory.
+        workspaces: of cuBLAS.
+    """
+
+    tables: int
+    expansion: int
+    dense_tables: int
+    dense_half: int
+    batches: int
+    lookups: int
+    dense_pass: int
+    update: int
+    evaluation: int
+    workspaces: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+def plan_memory(
+    config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], world_size: int
+) -> list[RankMemory]:
+    """Estimate the peak of every rank's GPU while training.
+
+    Args:
+        config: the whole run.
+        spec: the dataset as stored; `plan` knows what is looked up.
+        plan: where the tables live.
+        world_size: ranks.
+    """
+    global_batch = config.train.batch_size
+    batch = global_batch // world_size
+    amp = config.train.amp
+    activation_bytes = 4 if amp is Amp.off else 2
+    layers = dense_layers(config, spec)
+    parameters = sum(before * after + after for before, after in layers)
+    states = DENSE_STATES[config.rules.name]
+    dense_half = parameters * (4 * (2 + states) + (0 if amp is Amp.off else 2))
+    row = 4 * (len(spec.numerical) + 1) + ID_BYTES * sum(x.mean_hotness for x in spec.categorical)
+    home = _home(config, spec, batch)
+    dense_pass = _dense_pass(config, layers, batch * activation_bytes, home)
+    eval_batch = config.eval.batch_size // world_size
+    eval_columns = max(sum(layer) for layer in layers)
+    if config.model.name is ModelName.dcnv2:
+        eval_columns += max(before for before, _ in layers)  # the product, before it is added
+    memories = []
+    for rank in range(world_size):
+        sent, ids = _work_of(config, rank, plan, global_batch, batch)
+        eval_sent, eval_ids = _work_of(config, rank, plan, config.eval.batch_size, eval_batch)
+        evaluation = _home(config, spec, eval_batch) + 3 * eval_ids * ID_BYTES
+        # Alone, a rank's lookups are at home already.
+        evaluation += eval_sent if world_size > 1 else 0
+        memories.append(
+            RankMemory(
+                tables=_sum_of(rank, plan),
+                expansion=sum(each.expansion_bytes for each in plan if rank in each.ranks),
+                dense_tables=sum(
+                    4 * table.num_embeddings * table.embedding_dim
+                    for table in plan
+                    if table.kernel == "dense" and rank in table.ranks
+                ),
+                dense_half=dense_half,
+                batches=int(BATCHES_ON_DEVICE * batch * row + 3 * ids * ID_BYTES),
+                lookups=home + (2 * sent if world_size > 1 else 0),
+                dense_pass=dense_pass,
+                update=3 * ids * (ID_BYTES + 4) + update_bytes(ids, config.model.embedding_dim),
+                evaluation=(eval_batch != batch) * evaluation
+                + max(eval_columns * eval_batch * activation_bytes - dense_pass, 0),
+                workspaces=2 * CUBLAS_WORKSPACE_BYTES,
+            )
+        )
+    return memories
+
+
+def update_bytes(num_ids: int, columns: int) -> int:
+    """Memory of the update's levels, and a number of 4 bytes an id by which tables are told apart.
+
+    See `nn.embedding.triton_launcher`: a block of 32 ids has 5 numbers, and leaves two sums with 9 bytes beside each, which are the
+    next level's ids.
+    """
+    a_block = 4 * 5 + 2 * (4 * columns + 9)
+    blocks = num_ids / 32 * 16 / 15
+    return round(blocks * a_block) + 4 * num_ids
+
+
+def _home(config: Config, spec: FeatureSpec, batch: int) -> int:
+    """Bytes of the embeddings of a rank's own rows."""
+    return batch * len(spec.categorical) * config.model.embedding_dim * _sent_bytes(config)
+
+
+def _sent_bytes(config: Config) -> int:
+    """Bytes of an embedding's element as it is looked up; fp16 travels as fp32."""
+    return 2 if config.train.amp is Amp.bf16 else 4
+
+
+def dense_layers(config: Config, spec: FeatureSpec) -> list[tuple[int, int]]:
+    """Return (inputs, outputs) of every linear layer of the dense half, padding of the inputs included."""
+    with torch.device("meta"):
+        dense = build_dense(config.model, spec)
+    return [
+        (layer.in_features, layer.out_features)
+        for layer in dense.modules()
+        if isinstance(layer, nn.Linear)
+    ]
+
+
+def _work_of(
+    config: Config, rank: int, plan: Sequence[TablePlan], global_batch: int, batch: int
+) -> tuple[int, int]:
+    """Return bytes that a rank looks up in a step for all ranks, and the ids it needs for that and its own copies."""
+    elements = ids = 0.0
+    for table in plan:
+        if rank not in table.ranks:
+            continue
+        is_copy = table.sharding == "data_parallel"
+        rows = batch if is_copy else global_batch
+        split = len(table.ranks)
+        columns = table.embedding_dim / (split if table.sharding == "column_wise" else 1)
+        elements += 0 if is_copy else rows * columns
+        rows_cut = table.sharding in ("row_wise", "table_row_wise")
+        ids += rows * table.hotness / (split if rows_cut else 1)
+    return round(elements) * _sent_bytes(config), round(ids)
+
+
+def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
+    return sum(
+        size
+        for table in plan
+        for holder, size in zip(table.ranks, table.bytes_per_rank, strict=True)
+        if holder == rank
+    )
+
+
+def _dense_pass(
+    config: Config, layers: Sequence[tuple[int, int]], column_bytes: int, home: int
+) -> int:
+    """The fullest of three moments; memory of the first is used again by the later ones.
+
+    Args:
+        config: names model and precision.
+        layers: as `dense_layers` returns them.
+        column_bytes: of one column of activations.
+        home: gradients of the embeddings of this rank's rows, bytes.
+    """
+    # What backward needs again: the input of every layer, which is the output of the one before.
+    saved = sum(before for before, _ in layers)
+    widest = max(max(layer) for layer in layers)
+    if config.model.name is ModelName.dcnv2:
+        # x0 * (W x + b): the product's gradient needs W x + b too, one x wide, in every cross layer.
+        saved += config.model.cross.num_layers * widest
+    gradients = 2 * widest  # of one layer's output and of its input
+    top = (saved + gradients) * column_bytes
+    interaction = home + layers[0][1] * column_bytes
+    # Under fp16 they are looked over for overflows at the end: their absolute values, and two answers a number.
+    checked = home * 5 // 2 if config.train.amp is Amp.fp16 else 0
+    return max(top, interaction, checked)

@@ -1,0 +1,463 @@
+"""Which rank holds what: TorchRec's planner, told the truth about tables and hardware.
+
+Left to its defaults the planner assumes 32 GiB GPUs and one lookup a sample, and then puts tables into unified memory
+that would fit, or a hundred-hot table where it slows one rank down. Here it gets the memory that is really there, the
+links' real speed, each table's hotness and optimizer state, and only the kernels that this recipe trains.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    HardwareConfig,
+    KernelConfig,
+    PlannerError,
+    ShardingOption,
+    Storage,
+    Topology,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
+
+from configs.schema import OptimizerName, ShardingConfig, ShardingType
+from dataloading.feature_spec import FeatureSpec
+from nn.models.registry import keep_float32, table_name
+from nn.sharding.plan import Hardware, TablePlan
+
+GIB = 2**30
+
+# Bytes a millisecond of an H200 server, for the planner's cost model: HBM copy and NVLink all-to-all as measured, PCIe
+# and one 400 Gb/s network card a GPU as specified. Only ratios matter to the choice.
+HBM_BYTES_PER_MS = 4.3e12 / 1e3
+INTRA_HOST_BYTES_PER_MS = 394e9 / 1e3
+INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
+HOST_BYTES_PER_MS = 200e9 / 1e3
+HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
+
+# Optimizer state, always float32: bytes a table element, and bytes a table row.
+STATE_BYTES = {
+    OptimizerName.sgd: (0, 0),
+    OptimizerName.adagrad: (4, 0),
+    OptimizerName.rowwise_adagrad: (0, 4),
+    OptimizerName.adam: (8, 0),
+}
+FP32_BYTES = 4
+
+# Layouts that part a table's rows: over all ranks, or over those of one node.
+ROWS_CUT = (ShardingType.row_wise, ShardingType.table_row_wise)
+
+REPLICATED_FROM = 32_768
+"""Samples of a rank from which small tables are replicated: with fewer, the sort and the update of the copies cost more
+than the embeddings that do not travel (4 H200, DLRM: 32 for 36 million samples/s at 16,384 a rank, 61 for 51 at 65,536)."""
+REPLICATED_BELOW = 8
+"""Samples of a rank that a replicated table has at least for each of its rows: at 2 its gradient would be as large as
+the embeddings that do not travel."""
+# A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
+# than a rank's fair share of all lookups.
+CUT_ABOVE = 0.25
+
+
+class TableSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder, limited to the layouts and kernels that this recipe trains and tests.
+
+    TorchRec offers row-wise tables on GPUs only, although they train on CPUs too; and it would put tables into unified
+    memory, which nobody asked for.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The layouts of `ShardingType`, on every device."""
+        return [each.value for each in ShardingType]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """One kernel a layout: the choice is never left to the cost model."""
+        if sharding_type == ShardingType.data_parallel.value:
+            return [EmbeddingComputeKernel.DENSE.value]
+        return [EmbeddingComputeKernel.FUSED.value]
+
+
+class TableEnumerator(EmbeddingEnumerator):
+    """TorchRec's search space, with memory that it does not know of where a table lies.
+
+    That is what expands the table's ids, and half of the optimizer state of a 16-bit table, which TorchRec takes to be of
+    16 bits too.
+
+    Args:
+        topology: what to plan for.
+        batch_size: rows a rank.
+        constraints: of each table.
+        expansion_bytes: table -> bytes on every rank that holds a part of it.
+        rule: update rule of the tables.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints],
+        expansion_bytes: Mapping[str, int],
+        rule: OptimizerName,
+    ) -> None:
+        super().__init__(topology=topology, batch_size=batch_size, constraints=constraints)
+        self._on_gpu = topology.compute_device == "cuda"
+        self._expansion_bytes = expansion_bytes
+        self._rule = rule
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Price each way of sharding each table."""
+        super().populate_estimates(sharding_options)
+        for option in sharding_options:
+            weight_bytes = option.tensor.element_size()
+            for shard in option.shards:
+                state = table_bytes(*shard.size, self._rule, weight_bytes=0)
+                size = state * (FP32_BYTES - weight_bytes) // FP32_BYTES
+                size += self._expansion_bytes.get(option.name, 0)
+                shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
+
+
+def needs_dense_kernel(rule: OptimizerName, device_type: str) -> bool:
+    """Whether FBGEMM lacks the fused form of the tables' rule on this device (Adam on CPUs)."""
+    return rule is OptimizerName.adam and device_type == "cpu"
+
+
+def plan_tables(
+    embeddings: EmbeddingBagCollection,
+    spec: FeatureSpec,
+    config: ShardingConfig,
+    rule: OptimizerName,
+    hardware: Hardware,
+    batch_size: int,
+    expansion_bytes: Mapping[str, int],
+) -> tuple[ShardingPlan, list[TablePlan]]:
+    """Lay all tables over the ranks.
+
+    Args:
+        embeddings: the unsharded tables, on the meta device, with their optimizer registered; those that are to be
+            replicated become float32.
+        spec: the dataset; gives each table's hotness, where ids are expanded that after it.
+        config: what the user allows and overrides.
+        rule: update rule of the tables.
+        hardware: what to plan for.
+        batch_size: rows a rank.
+        expansion_bytes: feature -> bytes that expanding its ids takes on every rank that holds a part of its table;
+            features that are not named are looked up as they come.
+
+    Returns:
+        TorchRec's plan, and the same as plain rows.
+
+    Raises:
+        ValueError: when the tables do not fit, or an override cannot be.
+    """
+    expansion_bytes = {table_name(name): size for name, size in expansion_bytes.items()}
+    constraints = _constraints(
+        embeddings, spec, config, rule, hardware, batch_size, set(expansion_bytes)
+    )
+    replicated = [ShardingType.data_parallel.value]
+    keep_float32(
+        embeddings,
+        [name for name, each in constraints.items() if each.sharding_types == replicated],
+    )
+    topology = _topology(hardware, config, update_passes(embeddings, rule))
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        enumerator=TableEnumerator(topology, batch_size, constraints, expansion_bytes, rule),
+        # Ours is taken off already: TorchRec's would leave CPUs without one.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        debug=False,
+        stats=[],
+    )
+    # The planner wants the tables inside a module, and names them by their path.
+    holder = torch.nn.Module()
+    holder.embeddings = embeddings
+    # It also warns of every replicated table that it found no shards.
+    logging.disable(logging.WARNING)
+    try:
+        plan = planner.plan(holder, [TableSharder()])
+    except PlannerError as error:
+        raise ValueError(
+            _does_not_fit(embeddings, config, rule, hardware, expansion_bytes, error)
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+    if needs_dense_kernel(rule, hardware.device_type):
+        # Only now: the planner refuses the dense kernel for tables that are not replicated, the trainer does not.
+        for sharding in plan.plan["embeddings"].values():
+            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+    return plan, _rows(plan, embeddings, spec, rule, expansion_bytes)
+
+
+def replicated_tables(plan: ShardingPlan) -> list[str]:
+    """Return the names of the tables that every rank has a copy of."""
+    return [
+        name
+        for name, sharding in plan.plan["embeddings"].items()
+        if sharding.sharding_type == ShardingType.data_parallel.value
+    ]
+
+
+def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
+    """Memory of a rank that tables may fill."""
+    return int(hardware.bytes_per_rank * (1 - config.reserve))
+
+
+def _topology(hardware: Hardware, config: ShardingConfig, update_passes: float) -> Topology:
+    cuda = hardware.device_type == "cuda"
+    usable = _usable_bytes(hardware, config)
+    links = HardwareConfig(
+        hbm_mem_bw=HBM_BYTES_PER_MS,
+        ddr_mem_bw=HOST_BYTES_PER_MS,
+        hbm_to_ddr_mem_bw=HOST_LINK_BYTES_PER_MS,
+        intra_host_bw=INTRA_HOST_BYTES_PER_MS,
+        inter_host_bw=INTER_HOST_BYTES_PER_MS,
+    )
+    return TopologyFactory.create_topology(
+        TrainerConfig(
+            world_size=hardware.world_size,
+            local_world_size=hardware.local_world_size,
+            hbm_cap_bytes=usable if cuda else 0,
+            ddr_cap_bytes=hardware.host_bytes // hardware.local_world_size if cuda else usable,
+        ),
+        links if cuda else HardwareConfig(),
+        KernelConfig(
+            compute_device=hardware.device_type,
+            bwd_compute_multiplier=update_passes,
+            use_hardware_based_bandwidth=cuda,
+        ),
+    )
+
+
+def _constraints(
+    embeddings: EmbeddingBagCollection,
+    spec: FeatureSpec,
+    config: ShardingConfig,
+    rule: OptimizerName,
+    hardware: Hardware,
+    batch_size: int,
+    expanded: set[str],
+) -> dict[str, ParameterConstraints]:
+    hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
+    overrides = {table_name(each): kind for each, kind in config.tables.items()}
+    unknown = sorted(each for each in config.tables if table_name(each) not in hotness)
+    if unknown:
+        raise ValueError(
+            f"sharding.tables names {', '.join(unknown)}, but the tables are "
+            f"{', '.join(hotness)}; correct the names"
+        )
+    tables = embeddings.embedding_bag_configs()
+    most_bytes = _usable_bytes(hardware, config) * CUT_ABOVE
+    most_lookups = sum(hotness.values()) / hardware.world_size
+    constraints = {}
+    for table in tables:
+        chosen = overrides.get(table.name)
+        if chosen is not None:
+            types = [chosen]
+        elif hardware.world_size == 1:
+            types = [ShardingType.table_wise]
+        else:
+            types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
+        if table.name in expanded and any(each in types for each in ROWS_CUT):
+            types = _without_rows_cut(table.name, types, overridden=chosen is not None)
+        if rule is OptimizerName.rowwise_adagrad and ShardingType.column_wise in types:
+            if chosen is not None:
+                raise ValueError(
+                    f"sharding.tables sets {table.name} to column_wise, but rowwise_adagrad keeps "
+                    "one state a row, and a row cut in pieces would train differently; choose "
+                    "table_wise, row_wise or data_parallel, or optimizer.embedding_name=adagrad"
+                )
+            types = [each for each in types if each is not ShardingType.column_wise]
+            if not types:
+                raise ValueError(
+                    "sharding.types=[column_wise] leaves rowwise_adagrad no layout: it keeps one state "
+                    "a row, and a row cut in pieces would train differently; add table_wise or row_wise"
+                )
+        # Every slice is looked up anew, so only tables that are hard to place whole are cut unasked.
+        size = _bytes_of(table, rule)
+        parts = max(size / most_bytes, hotness[table.name] / most_lookups)
+        only = types == [ShardingType.column_wise]
+        cut = ShardingType.column_wise in types and (only or parts > 1)
+        if not cut:
+            types = [each for each in types if each is not ShardingType.column_wise]
+        assert types, "TorchRec takes an empty list for all layouts"
+        width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=[each.value for each in types],
+            min_partition=width,
+            pooling_factors=[hotness[table.name]],
+        )
+    return constraints
+
+
+def _replicated_or_not(
+    num_embeddings: int, batch_size: int, types: Sequence[ShardingType]
+) -> list[ShardingType]:
+    """Settle by size alone whether a table is replicated, where both is allowed.
+
+    A replicated table's embeddings travel neither home nor back; its gradient, a row each, joins the all-reduce. TorchRec's
+    estimate knows no all-reduce that others take anyway.
+    """
+    rest = [each for each in types if each is not ShardingType.data_parallel]
+    if not rest or len(rest) == len(types):
+        return list(types)
+    is_small = batch_size >= REPLICATED_FROM and num_embeddings * REPLICATED_BELOW <= batch_size
+    return [ShardingType.data_parallel] if is_small else rest
+
+
+def _without_rows_cut(
+    table: str, types: list[ShardingType], *, overridden: bool
+) -> list[ShardingType]:
+    """Layouts of a table whose ids are expanded where it lies.
+
+    Raises:
+        ValueError: there is none that leaves its rows together.
+    """
+    named = ", ".join(each.value for each in types)
+    why = (
+        "data.multi_hot expands its ids on the rank that holds its rows, and the further ids would be "
+        "rows of other ranks"
+    )
+    if overridden:
+        raise ValueError(
+            f"sharding.tables sets {table} to {named}, but {why}; choose table_wise, column_wise or "
+            "data_parallel"
+        )
+    rest = [each for each in types if each not in ROWS_CUT]
+    if not rest:
+        raise ValueError(
+            f"sharding.types=[{named}] leaves {table} no layout: {why}; add table_wise or column_wise"
+        )
+    return rest
+
+
+def _column_width(embedding_dim: int, parts: float, world_size: int) -> int:
+    """Columns of one slice, a multiple of 4: the fewest equal slices from `parts` (and 2) up, at most one a rank."""
+    counts = [
+        count
+        for count in range(1, world_size + 1)
+        if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
+    ]
+    return embedding_dim // next((each for each in counts if each >= max(parts, 2)), counts[-1])
+
+
+def table_bytes(
+    num_embeddings: int, embedding_dim: int, rule: OptimizerName, *, weight_bytes: int = FP32_BYTES
+) -> int:
+    """Weight and optimizer bytes of a table, or of one shard of it; `weight_bytes` is that of one weight."""
+    a_value, a_row = STATE_BYTES[rule]
+    return num_embeddings * (embedding_dim * (weight_bytes + a_value) + a_row)
+
+
+def _bytes_of(table: EmbeddingBagConfig, rule: OptimizerName) -> int:
+    return table_bytes(
+        table.num_embeddings, table.embedding_dim, rule, weight_bytes=_weight_bytes(table)
+    )
+
+
+def _weight_bytes(table: EmbeddingBagConfig) -> int:
+    return data_type_to_dtype(table.data_type).itemsize
+
+
+def update_passes(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> float:
+    """Passes over a row's bytes that its update makes, in units of the lookup's one.
+
+    The gradient is read, the weight and each state of its size are read and written. The planner's default of 2 would
+    leave a hundred-hot table whole.
+    """
+    weight_bytes = min(map(_weight_bytes, embeddings.embedding_bag_configs()))
+    a_value, _ = STATE_BYTES[rule]
+    return 3 + 2 * a_value // weight_bytes
+
+
+def _rows(
+    plan: ShardingPlan,
+    embeddings: EmbeddingBagCollection,
+    spec: FeatureSpec,
+    rule: OptimizerName,
+    expansion_bytes: Mapping[str, int],
+) -> list[TablePlan]:
+    hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
+    rows = []
+    for table in embeddings.embedding_bag_configs():
+        sharding = plan.plan["embeddings"][table.name]
+        used: dict[int, int] = {}
+        if sharding.sharding_spec is None:
+            used = dict.fromkeys(sharding.ranks, _bytes_of(table, rule))
+        else:
+            for shard in sharding.sharding_spec.shards:
+                rank = shard.placement.rank()
+                size = table_bytes(*shard.shard_sizes, rule, weight_bytes=_weight_bytes(table))
+                used[rank] = used.get(rank, 0) + size
+        rows.append(
+            TablePlan(
+                table=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                hotness=hotness[table.name],
+                sharding=sharding.sharding_type,
+                kernel=sharding.compute_kernel,
+                ranks=tuple(used),
+                bytes_per_rank=tuple(used.values()),
+                expansion_bytes=expansion_bytes.get(table.name, 0),
+            )
+        )
+    return rows
+
+
+def _does_not_fit(
+    embeddings: EmbeddingBagCollection,
+    config: ShardingConfig,
+    rule: OptimizerName,
+    hardware: Hardware,
+    expansion_bytes: Mapping[str, int],
+    error: PlannerError,
+) -> str:
+    sizes = {
+        each.name: _bytes_of(each, rule) + expansion_bytes.get(each.name, 0)
+        for each in embeddings.embedding_bag_configs()
+    }
+    state = f"{rule.value} state" + " and what expands their ids" * bool(expansion_bytes)
+    usable = _usable_bytes(hardware, config)
+    total = sum(sizes.values())
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
+    cuts = (ShardingType.row_wise, ShardingType.column_wise)
+    forbidden = [each.value for each in cuts if each not in config.types]
+    several = hardware.world_size > 1
+    remedies = []
+    if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
+        # So many ranks may hold the sum of the tables and still not each of them.
+        enough = max(math.ceil(total / usable), hardware.world_size + 1)
+        remedies.append(f"start {enough} ranks or more")
+    if several and forbidden:
+        remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
+    if rule in (OptimizerName.adagrad, OptimizerName.adam):
+        remedies.append(
+            "choose an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd)"
+        )
+    is_float32 = all(
+        _weight_bytes(each) == FP32_BYTES for each in embeddings.embedding_bag_configs()
+    )
+    if is_float32 and ShardingType.row_wise not in config.types:
+        remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
+    remedies.append("lower model.embedding_dim")
+    return (
+        f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
+        f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
+        f"({hardware.bytes_per_rank / GIB:.1f} GiB a rank less sharding.reserve={config.reserve:g}); "
+        f"the largest are {listed}. Either {', '.join(remedies)}, or raise the frequency limit of "
+        f"the dataset. The planner said: {_first_line(error)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

@@ -1,0 +1,495 @@
+"""The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
+
+A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`). Where all shapes are known,
+and always where weights have 16 bits, everything after that is `static`'s (`nn.sharding.static_embeddings`), on the same memory.
+Otherwise TorchRec does it: ids are looked up by FBGEMM (`look_up`), the embeddings travel home (`bring_home`), and their
+gradients back; `update` then changes the tables, with FBGEMM inside their backward pass, and by the same rule right after
+it for replicated tables and for all tables where FBGEMM has no fused form of the rule. World size 1 takes the same path.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim import RowWiseAdagrad
+
+from configs.schema import Amp, OptimizerConfig, OptimizerName
+from dataloading.batch import Batch
+from dataloading.feature_spec import FeatureSpec
+from nn.distributed.process_group import Ranks, open_channel
+from nn.embedding.id_expansion import expand_jagged
+from nn.embedding.local_tables import Part, UpdateScalars
+from nn.embedding.multi_hot import MultiHot
+from nn.embedding.optimizer import TableOptimizer
+from nn.layers.initialization import fill_uniform_
+from nn.models.registry import embeddings_of
+from nn.ops.pooled_embeddings import Embeddings
+from nn.ops.stochastic_rounding import rounding_key
+from nn.sharding.captured_exchange import CapturedExchange
+from nn.sharding.id_all_to_all import LocalIds
+from nn.sharding.planner import TableSharder
+from nn.sharding.static_embeddings import Channels, Place, Placement, StaticTables
+
+# FBGEMM's kernel of each rule, and the class by which TorchRec's planner knows how much state the rule keeps.
+FUSED_RULES = {
+    OptimizerName.sgd: (EmbOptimType.EXACT_SGD, torch.optim.SGD),
+    OptimizerName.adagrad: (EmbOptimType.EXACT_ADAGRAD, torch.optim.Adagrad),
+    OptimizerName.rowwise_adagrad: (EmbOptimType.EXACT_ROWWISE_ADAGRAD, RowWiseAdagrad),
+    OptimizerName.adam: (EmbOptimType.ADAM, torch.optim.Adam),
+}
+
+# Optimizer state as TorchRec calls it -> as checkpoints call it.
+STATE_NAMES = {"momentum1": "momentum1", "exp_avg_sq": "momentum2"}
+STATE_OF_RULE = {
+    OptimizerName.sgd: (),
+    OptimizerName.adagrad: ("momentum1",),
+    OptimizerName.rowwise_adagrad: ("momentum1",),
+    OptimizerName.adam: ("momentum1", "momentum2"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TableShard:
+    """A piece of a table on this rank; `weight` [rows, columns] is the memory that is trained."""
+
+    table: str
+    weight: Tensor
+    row_offset: int
+    column_offset: int
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Ids on their way from the ranks that read them to the ranks that own their tables, as TorchRec sends them.
+
+    Attributes:
+        context: TorchRec's record of the batch.
+        pending: the ids, or what they are waited for with.
+    """
+
+    context: Any
+    pending: Any
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the arrived ids from being reused before `stream` is done with it."""
+        self.context.record_stream(stream)
+        self.pending.record_stream(stream)
+
+
+def register_rule(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> None:
+    """Tell the unsharded tables their update rule, so that the planner can price its state.
+
+    TorchRec's own helper would also make an optimizer of each table, and passes arguments on by torch's names, of which
+    FBGEMM does not know all (`betas`).
+    """
+    _, optimizer_class = FUSED_RULES[rule]
+    for table in embeddings.parameters():
+        table._optimizer_classes = [optimizer_class]
+
+
+class ShardedTables:
+    """All tables, sharded as planned, with the seed's weights.
+
+    Args:
+        embeddings: the unsharded tables on the meta device, rule registered.
+        spec: the dataset they are for.
+        plan: TorchRec's plan for them.
+        ranks: this process.
+        config: the update rule.
+        amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
+        loss_scale: that gradients arrive multiplied by.
+        seed: of the initial weights, and of the rounding of 16-bit ones.
+        multi_hot: which features' ids are expanded where their tables are.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        spec: FeatureSpec,
+        plan: ShardingPlan,
+        ranks: Ranks,
+        config: OptimizerConfig,
+        amp: Amp,
+        loss_scale: float,
+        seed: int,
+        multi_hot: MultiHot,
+    ) -> None:
+        on_gpu = ranks.device.type == "cuda"
+        # Under fp16 the loss scale is taken off before the tables see a gradient, in the dtype that embeddings travel
+        # in: fp16 would lose the small ones. So only bf16 halves the all-to-all.
+        half = on_gpu and amp is Amp.bf16
+        sharder = TableSharder(
+            fused_params={
+                "optimizer": FUSED_RULES[config.table_name][0],
+                "learning_rate": config.table_lr,
+                "eps": config.eps,
+                "beta1": config.beta1,
+                "beta2": config.beta2,
+                "output_dtype": SparseType.BF16 if half else SparseType.FP32,
+                # On a GPU FBGEMM has no cache of bf16, and refuses such tables for it although they need none.
+                "cache_precision": SparseType.FP32,
+                # The loader has checked every id; the kernel's own check would cost a tenth of a step.
+                "bounds_check_mode": BoundsCheckMode.NONE,
+            }
+        )
+        self._rule = config.table_name
+        self._ranks = ranks
+        table_plan = plan.plan["embeddings"]
+        self.features = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
+        self._rows = {
+            table.name: table.num_embeddings for table in embeddings.embedding_bag_configs()
+        }
+        self.names = list(self._rows)
+        self.module = sharder.shard(
+            embeddings,
+            table_plan,
+            ShardingEnv.from_process_group(dist.group.WORLD),
+            ranks.device,
+        )
+        self._kernels = [
+            kernel
+            for lookup in self.module._lookups
+            for kernel in lookup.modules()
+            if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
+        ]
+        dense = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if table_plan[name.split(".")[-2]].compute_kernel == "dense" and parameter.numel()
+        }
+        self.dense_optimizer = (
+            TableOptimizer(
+                dense.values(),
+                name=config.table_name,
+                lr=config.table_lr,
+                eps=config.eps,
+                beta1=config.beta1,
+                beta2=config.beta2,
+            )
+            if dense
+            else None
+        )
+        self._config = config
+        self._seed = seed
+        self._hotness = {each.name: each.hotness for each in spec.categorical}
+        self._multi_hot = multi_hot
+        self._dim = embeddings.embedding_bag_configs()[0].embedding_dim
+        self._dtype = torch.bfloat16 if half else torch.float32
+        self._kernels_of_tables = {each.compute_kernel for each in table_plan.values()}
+        self._channels = Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings"))
+        self._static: dict[int, StaticTables] = {}
+        self.scalars = UpdateScalars(config, 1 / loss_scale, ranks.device)
+        self._exchanges: dict[int, CapturedExchange] = {}
+        # All are the step's to say, before the first batch.
+        self.copy_gradients: list[Tensor] = []
+        self.room = 0
+        self.recorded_sizes: frozenset[int] = frozenset()
+        self._dense_names = list(dense)
+        self._dense_tables = [
+            table for table, sharding in table_plan.items() if sharding.compute_kernel == "dense"
+        ]
+        for shard in self.shards():
+            fill_uniform_(
+                shard.weight,
+                seed=seed,
+                table=shard.table,
+                row_offset=shard.row_offset,
+                col_offset=shard.column_offset,
+                bound=self._rows[shard.table] ** -0.5,
+            )
+
+    def shards(self) -> Iterator[TableShard]:
+        """Yield the pieces of tables that this rank holds."""
+        for name, value in self.module.state_dict().items():
+            table = name.split(".")[-2]
+            if isinstance(value, ShardedTensor):
+                for shard in value.local_shards():
+                    row, column = shard.metadata.shard_offsets
+                    yield TableShard(table, shard.tensor, row, column)
+            else:
+                yield TableShard(table, value, 0, 0)
+
+    def start_exchange(self, batch: Batch) -> LocalIds | Exchange:
+        """Send a batch's ids on their way, or where their number may vary, first how many there are."""
+        if self.why_not_static is None:
+            return self._send(batch)
+        context = self.module.create_context()
+        return Exchange(context, self.module.input_dist(context, batch.ids))
+
+    def _send(self, batch: Batch) -> LocalIds:
+        size, ids = len(batch.labels), batch.ids.values()
+        if batch.global_valid < size * self._ranks.world_size:
+            ids = _padded(ids, list(self._hotness.values()), batch.num_valid, size)
+            return self.static(size).send_ids(ids, batch.global_valid)
+        if size not in self.recorded_sizes:
+            return self.static(size).send_ids(ids)
+        if size not in self._exchanges:
+            self._exchanges[size] = CapturedExchange(self.static(size).send_ids, ids)
+        return self._exchanges[size](ids)
+
+    def close(self) -> None:
+        """Free the recorded exchanges; NCCL would wait for them for ever when its group is closed."""
+        for size in list(self._exchanges):
+            self._drop_exchange(size)
+
+    def finish_exchange(self, exchange: LocalIds | Exchange) -> LocalIds | Exchange:
+        """Send the ids themselves where that is still to be done; the host then waits until it knows their number."""
+        if isinstance(exchange, Exchange):
+            arrived = exchange.pending.wait().wait()
+            exchange.pending = KJTList([expand_jagged(each, self.expansions) for each in arrived])
+        return exchange
+
+    @cached_property
+    def why_not_static(self) -> str | None:
+        """What keeps shapes or addresses from being known before the run, or None."""
+        if None in self._hotness.values():
+            return "ragged features"
+        if not all(
+            isinstance(sharding, (DpPooledEmbeddingSharding, BaseTwEmbeddingSharding))
+            for sharding in self.module._embedding_shardings
+        ):
+            return "row-wise tables"
+        if not self._kernels_of_tables <= {"fused", "dense"}:
+            return "tables in host memory"
+        return None
+
+    def static(self, batch_size: int) -> StaticTables:
+        """Return the tables for batches of `batch_size` rows a rank, always the same ones for a size."""
+        if batch_size not in self._static:
+            self._static[batch_size] = StaticTables(
+                self.placement,
+                self.features,
+                self._hotness,
+                self.expansions,
+                embedding_dim=self._dim,
+                batch_size=batch_size,
+                config=self._config,
+                scalars=self.scalars,
+                copy_gradients=self.copy_gradients,
+                dtype=self._dtype,
+                ranks=self._ranks,
+                channels=self._channels,
+                room=self.room,
+            )
+        return self._static[batch_size]
+
+    def drop_static(self, batch_size: int) -> None:
+        """Free the memory of `static(batch_size)`, which nothing may be using still."""
+        self._static.pop(batch_size, None)
+        self._drop_exchange(batch_size)
+
+    def _drop_exchange(self, batch_size: int) -> None:
+        exchange = self._exchanges.pop(batch_size, None)
+        if exchange is not None:
+            exchange.close()
+
+    @cached_property
+    def expansions(self) -> dict[str, Tensor]:
+        """Further ids of each id, of the features that this rank looks up."""
+        here = {part.feature for part in (*self.placement.owned, *self.placement.copies)}
+        return {
+            feature: self._multi_hot.lookup_table(feature, self._ranks.device)
+            for feature in self._multi_hot.hotness
+            if feature in here
+        }
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank looks up what, in the order in which TorchRec has grouped the tables."""
+        weights, states = self.weights(), self.optimizer_state()
+        looked_up = self._hotness | self._multi_hot.hotness
+        owned_by_rank: list[list[Place]] = [[] for _ in range(self._ranks.world_size)]
+        owned, copies, copied_tables = [], [], []
+        for sharding in self.module._embedding_shardings:
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                for table in sharding.embedding_tables():
+                    (feature,) = table.feature_names
+                    weight = weights[f"{table.name}.weight"].detach()
+                    copies.append(Part(feature, looked_up[feature], weight, {}))
+                    copied_tables.append(table.name)
+                continue
+            for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
+                for table in (table for group in groups for table in group.embedding_tables):
+                    (feature,) = table.feature_names
+                    column = table.local_metadata.shard_offsets[1]
+                    owned_by_rank[rank].append(Place(feature, column, table.local_cols))
+                    if rank == self._ranks.rank:
+                        weight = _shard_at(weights[f"{table.name}.weight"], column)
+                        state = {
+                            name: _shard_at(states[f"{table.name}.{name}"], column)
+                            for name in STATE_OF_RULE[self._rule]
+                        }
+                        key = rounding_key(self._seed, table.name)
+                        owned.append(Part(feature, looked_up[feature], weight, state, column, key))
+        if self._ranks.world_size == 1:
+            # Nothing is sent, so the order is free: the model's makes one matrix of what is looked up.
+            order = sorted(
+                range(len(owned)),
+                key=lambda index: (
+                    self.features.index(owned[index].feature),
+                    owned_by_rank[0][index].first_column,
+                ),
+            )
+            owned = [owned[index] for index in order]
+            owned_by_rank = [[owned_by_rank[0][index] for index in order]]
+        return Placement(owned_by_rank, owned, copies, copied_tables)
+
+    def look_up(self, exchange: Exchange) -> list[Tensor]:
+        """Look the ids up where they are: a tensor a group of tables, differentiable back to the tables."""
+        return self.module.compute(exchange.context, exchange.pending)
+
+    def bring_home(self, context: Any, lookups: list[Tensor]) -> Embeddings:
+        """Send looked-up embeddings to the ranks that asked: [B, F, D], features in the spec's order."""
+        return embeddings_of(self.module.output_dist(context, lookups).wait(), self.features)
+
+    def update(self, lookups: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update the tables by the gradients of what was looked up."""
+        learning = [
+            (looked_up, gradient)
+            for looked_up, gradient in zip(lookups, gradients, strict=True)
+            # A rank without a table of a group looks up nothing.
+            if looked_up.requires_grad
+        ]
+        if learning:
+            torch.autograd.backward(*map(list, zip(*learning, strict=True)))
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.step()
+
+    def prepare_update(self, step: int, lr: float, *, by_fbgemm: bool) -> None:
+        """Set what the update of this step needs; call before its forward pass.
+
+        FBGEMM counts forward passes, evaluation included, and corrects Adam's bias by that count: it is set right.
+
+        Args:
+            step: updates made so far.
+            lr: learning rate.
+            by_fbgemm: whether FBGEMM's update will read these, which costs the host some time.
+        """
+        self.scalars.set(step, lr)
+        if by_fbgemm:
+            for kernel in self._kernels:
+                kernel.set_learning_rate(lr)
+                if self._rule is OptimizerName.adam:
+                    kernel.iter_cpu.fill_(step)
+                    kernel.iter.fill_(step)
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.zero_grad(set_to_none=True)
+            for group in self.dense_optimizer.param_groups:
+                group["lr"] = lr
+            if self._rule is OptimizerName.adam:
+                for state in self.dense_optimizer.state.values():
+                    state["iter"].fill_(step)
+
+    def update_copies(self) -> None:
+        """Update the replicated tables by `copy_gradients`, which every rank has the sums of."""
+        if not self.placement.copies:
+            return
+        parameters = {
+            name.split(".")[-2]: parameter
+            for name, parameter in zip(
+                self._dense_names, self.dense_optimizer.param_groups[0]["params"], strict=True
+            )
+        }
+        for table, gradient in zip(self.placement.copied_tables, self.copy_gradients, strict=True):
+            parameters[table].grad = gradient
+        self.dense_optimizer.step()
+
+    def train(self, mode: bool = True) -> None:
+        """Switch between training and evaluation."""
+        self.module.train(mode)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return `<table>.weight` of every table: sharded tensors, or plain ones for replicated tables."""
+        return {
+            f"{name.split('.')[-2]}.weight": value
+            for name, value in self.module.state_dict().items()
+        }
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return `<table>.momentum1` (and 2) of every table whose rule keeps state, laid out as its weight."""
+        state = {}
+        for parameter, values in self.module.fused_optimizer.state_dict()["state"].items():
+            table = parameter.split(".")[-2]
+            for name, value in values.items():
+                state[f"{table}.{STATE_NAMES[name.split('.')[-1]]}"] = value
+        return state | self._dense_state()
+
+    def optimizer_shapes(self) -> dict[str, torch.Size]:
+        """Return the shape of what `optimizer_state` returns, of tables that lie on other ranks only too."""
+        by_row = self._rule is OptimizerName.rowwise_adagrad
+        return {
+            name.removesuffix("weight") + state: weight.shape[:1] if by_row else weight.shape
+            for name, weight in self.weights().items()
+            for state in STATE_OF_RULE[self._rule]
+        }
+
+    def _dense_state(self) -> dict[str, Tensor]:
+        """State of the tables that are not fused, whose parameter is this rank's part of the table."""
+        if self.dense_optimizer is None:
+            return {}
+        weights = self.weights()
+        parameters = self.dense_optimizer.param_groups[0]["params"]
+        by_table = {
+            name.split(".")[-2]: self.dense_optimizer.state[parameter]
+            for name, parameter in zip(self._dense_names, parameters, strict=True)
+        }
+        state = {}
+        for table in self._dense_tables:
+            weight = weights[f"{table}.weight"]
+            for name in STATE_OF_RULE[self._rule]:
+                local = by_table[table][name] if table in by_table else None
+                if isinstance(weight, ShardedTensor):
+                    state[f"{table}.{name}"] = _like_weight(weight, local)
+                else:
+                    state[f"{table}.{name}"] = local
+        return state
+
+
+def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
+    """This rank's shard of a table, or of its optimizer state, that begins at a column."""
+    shards = tensor.local_shards()
+    if len(shards) == 1:
+        return shards[0].tensor.detach()
+    (found,) = [each for each in shards if each.metadata.shard_offsets[1] == first_column]
+    return found.tensor.detach()
+
+
+def _padded(ids: Tensor, hotness: list[int], num_valid: int, rows: int) -> Tensor:
+    """Give rows of padding the id 0, which every table has: feature after feature, [rows, hotness] each."""
+    given = ids.split([num_valid * each for each in hotness])
+    further = [ids.new_zeros((rows - num_valid) * each) for each in hotness]
+    return torch.cat([part for pair in zip(given, further, strict=True) for part in pair])
+
+
+def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:
+    """Lay a rank's state [its rows, its columns], float32, out as the shards of its table's weight."""
+    shards = weight.local_shards()
+    metadata = weight.metadata()
+    properties = replace(metadata.tensor_properties, dtype=torch.float32)
+    # Of a table with fewer rows than ranks, the last ranks hold a shard without rows, which has no optimizer.
+    if local is None:
+        parts = [torch.empty_like(shard.tensor, dtype=torch.float32) for shard in shards]
+    else:
+        parts = local.view(-1).split([shard.tensor.numel() for shard in shards])
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [
+            Shard(part.view_as(shard.tensor), shard.metadata)
+            for part, shard in zip(parts, shards, strict=True)
+        ],
+        replace(metadata, tensor_properties=properties),
+    )

@@ -1,0 +1,58 @@
+"""How good the model is on a split: exact AUC and log loss over all ranks."""
+
+import time
+from collections.abc import Callable
+
+from dataloading.loader import Loader
+from nn.distributed.process_group import Ranks
+from nn.training.metrics import RankingMetrics
+from nn.training.prefetch import Feed
+from nn.training.train_step import Step
+
+
+class Evaluator:
+    """Scores a split, every row once on whatever number of ranks.
+
+    Args:
+        step: both halves.
+        loader: of the split.
+        ranks: this process.
+        max_steps: batches to score; None scores all.
+        alive: called after each batch.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        loader: Loader,
+        ranks: Ranks,
+        max_steps: int | None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._step = step
+        self._loader = loader
+        self._ranks = ranks
+        self._alive = alive
+        available = loader.steps_per_epoch
+        self._num_batches = available if max_steps is None else min(max_steps, available)
+
+    def run(self) -> dict[str, float | int]:
+        """Return `test_auc`, `test_log_loss`, `test_rows` and `eval_s`, the same numbers on all ranks but the last."""
+        started = time.perf_counter()
+        metrics = RankingMetrics(self._ranks.device, self._ranks)
+        self._step.set_training(False)
+        batches = self._loader.batches(0, self._num_batches)
+        feed = Feed(batches, self._step.tables, self._ranks.device)
+        for batch, ids in feed:
+            logits = self._step.predict(batch, ids)
+            feed.start_next()
+            metrics.update(logits, batch.labels, batch.num_valid)
+            self._alive()
+        self._step.set_training(True)
+        measured = metrics.compute()
+        return {
+            "test_auc": measured["auc"],
+            "test_log_loss": measured["log_loss"],
+            "test_rows": measured["rows"],
+            "eval_s": time.perf_counter() - started,
+        }

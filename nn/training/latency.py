@@ -1,0 +1,55 @@
+"""`mode=inference`: latency and throughput of the forward pass, id exchange included, batches on the device already."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import InferenceConfig
+from dataloading.batch import Batch
+from nn.distributed.process_group import Ranks
+from nn.training.train_step import Step
+
+
+def measure(step: Step, batch: Batch, config: InferenceConfig, ranks: Ranks) -> dict[str, Any]:
+    """Time the forward pass of one batch.
+
+    Args:
+        step: both halves, in evaluation mode.
+        batch: this rank's part of a global batch, on the device.
+        config: how often.
+        ranks: this process.
+
+    Returns:
+        `batch_size` (global), `samples_per_s`, and `p50_ms`, `p90_ms`, `p99_ms` of single, synchronised passes.
+    """
+    for _ in range(config.warmup_steps):
+        _forward(step, batch)
+    latencies_ms = torch.tensor([_timed_ms(step, batch, ranks) for _ in range(config.steps)])
+    p50, p90, p99 = torch.quantile(latencies_ms, torch.tensor([0.5, 0.9, 0.99])).tolist()
+    return {
+        "batch_size": batch.global_valid,
+        "samples_per_s": batch.global_valid * 1e3 / latencies_ms.mean().item(),
+        "p50_ms": p50,
+        "p90_ms": p90,
+        "p99_ms": p99,
+    }
+
+
+def _timed_ms(step: Step, batch: Batch, ranks: Ranks) -> float:
+    _synchronize(ranks)
+    start = time.perf_counter()
+    _forward(step, batch)
+    _synchronize(ranks)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _forward(step: Step, batch: Batch) -> Tensor:
+    exchange = step.tables.start_exchange(batch)
+    return step.predict(batch, step.tables.finish_exchange(exchange))
+
+
+def _synchronize(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)

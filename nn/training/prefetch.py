@@ -1,0 +1,79 @@
+"""One batch ahead: while a batch trains, the next one moves to the device and its ids to their tables' owners."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+from dataloading.batch import Batch
+from nn.observability.annotations import mark
+from nn.observability.trace_breakdown import DATA_WAIT
+from nn.sharding.sharded_embeddings import Exchange, ShardedTables
+
+
+class Feed:
+    """Iterator of (batch on the device, ids at their owners).
+
+    Call `start_next` once a step, where the host has just queued work for the device: what it starts then runs beside
+    that work, on a stream of its own. Every rank must iterate alike, since each call takes part in collectives.
+
+    Args:
+        batches: host batches of this rank.
+        tables: owners of the ids.
+        device: where the step runs.
+
+    Attributes:
+        data_wait_ms: time spent waiting for the loader since it was last set to 0.
+    """
+
+    def __init__(
+        self, batches: Iterator[Batch], tables: ShardedTables, device: torch.device
+    ) -> None:
+        self._batches = batches
+        self._tables = tables
+        self._device = device
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+        self._next: tuple[Batch, Exchange] | None = None
+        self.data_wait_ms = 0.0
+        self.start_next()
+
+    def start_next(self) -> None:
+        """Fetch the next batch from the loader and send it on its way; does nothing at the end."""
+        with self._on_stream():
+            # On the stream that copies: the loader uses a batch's memory again when this one has come so far.
+            start = time.perf_counter()
+            with mark(DATA_WAIT):
+                host_batch = next(self._batches, None)
+            self.data_wait_ms += (time.perf_counter() - start) * 1e3
+            if host_batch is None:
+                self._next = None
+                return
+            batch = host_batch.to(self._device, non_blocking=True)
+            self._next = batch, self._tables.start_exchange(batch)
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> tuple[Batch, Exchange]:
+        if self._next is None:
+            raise StopIteration
+        batch, exchange = self._next
+        with self._on_stream():
+            exchange = self._tables.finish_exchange(exchange)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            batch.record_stream(current)
+            exchange.record_stream(current)
+        return batch, exchange
+
+    def _on_stream(self) -> AbstractContextManager:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all feeds of a process: the allocator keeps freed memory for the stream that used it."""
+    return torch.cuda.Stream(device)

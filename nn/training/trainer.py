@@ -1,0 +1,308 @@
+"""The training loop: a list of events. What a step does is in `nn.training.train_step`."""
+
+import math
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import Config
+from dataloading.loader import Loader
+from nn.checkpoint.directory import step_of
+from nn.checkpoint.manager import Checkpointer
+from nn.distributed.errors import StoppedError
+from nn.distributed.preemption import Agreement
+from nn.distributed.process_group import Ranks
+from nn.distributed.signals import StopRequest
+from nn.observability.annotations import mark
+from nn.observability.console import Progress
+from nn.observability.profiler import Profiler
+from nn.observability.run_directory import Recorder
+from nn.observability.throughput import Speedometer
+from nn.observability.trace_breakdown import STEP
+from nn.training.evaluator import Evaluator
+from nn.training.metrics import RankingMetrics
+from nn.training.prefetch import Feed
+from nn.training.train_step import Step, Trained
+
+# The AUC shown while training is that of the last rows before a record; sorting more would cost time and tell no more.
+TRAIN_AUC_ROWS = 2**20
+
+
+class Trainer:
+    """Runs steps, records them, evaluates, and decides when to end.
+
+    Args:
+        step: both halves and their optimizers.
+        train_loader: the training split.
+        evaluator: the split to evaluate on.
+        recorder: the run directory.
+        progress: the terminal.
+        config: the whole run.
+        ranks: this process.
+        profiler: takes a profile of some steps, or None.
+        checkpointer: keeps the state, or None.
+        stop: knows of signals that ask for an end; only looked at with a checkpointer.
+
+    Attributes:
+        num_steps: updates made so far.
+        best_auc: of all evaluations so far; nan before the first.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        train_loader: Loader,
+        evaluator: Evaluator,
+        recorder: Recorder,
+        progress: Progress,
+        config: Config,
+        ranks: Ranks,
+        profiler: Profiler | None = None,
+        checkpointer: Checkpointer | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        self._step = step
+        self._train_loader = train_loader
+        self._evaluator = evaluator
+        self._recorder = recorder
+        self._progress = progress
+        self._config = config
+        self._ranks = ranks
+        self._profiler = profiler
+        self._last_step = total_steps(config, train_loader.steps_per_epoch)
+        self._train_metrics = RankingMetrics(ranks.device, ranks)
+        self._loss_sum = 0.0
+        self._loss_steps = 0
+        self._checkpointer = checkpointer
+        self._stop = stop
+        self._agreement: Agreement | None = None
+        if checkpointer is not None and stop is not None:
+            minutes = config.checkpoint.save_every_minutes
+            self._agreement = Agreement(ranks, lambda: stop.signum, minutes)
+        self.num_steps = 0
+        self._is_continuation = False
+        self._test: dict[str, Any] = {}
+        self._untrained_auc: float | None = None
+        self._best_step: int | None = None
+        self.best_auc = math.nan
+
+    def start_at(self, num_steps: int) -> None:
+        """Go on from a model that has `num_steps` updates behind it, as a run of its own."""
+        self.num_steps = num_steps
+
+    def go_on(
+        self, num_steps: int, state: Mapping[str, Any], rows: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Go on as the run that saved `state` after `num_steps` would have.
+
+        Args:
+            num_steps: updates made so far.
+            state: as given to the checkpointer.
+            rows: logits and labels since the last record, of all ranks, on any one of them.
+        """
+        self.start_at(num_steps)
+        self._is_continuation = True
+        self._test, self._untrained_auc = state["test"], state["untrained_test_auc"]
+        self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
+        self._best_step = state["best_step"]
+        self.best_auc = math.nan if state["best_auc"] is None else state["best_auc"]
+        if rows is not None:
+            logits, labels = (each.to(self._ranks.device) for each in rows)
+            self._train_metrics.update(logits, labels, len(logits))
+
+    def save(self, *, is_last: bool = False) -> None:
+        """Begin a checkpoint of what is trained so far."""
+        assert self._checkpointer is not None
+        self._recorder.sync()
+        rows = self._train_metrics.rows()
+        state = {
+            "loss_sum": self._loss_sum,
+            "loss_steps": self._loss_steps,
+            "test": plain_numbers(self._test),
+            "untrained_test_auc": self._untrained_auc,
+            "best_auc": None if math.isnan(self.best_auc) else self.best_auc,
+            "best_step": self._best_step,
+        }
+        has_rows = rows is not None and len(rows[0])
+        tensors = dict(zip(("logits", "labels"), rows, strict=True)) if has_rows else {}
+        self._checkpointer.save(self.num_steps, state, tensors, is_last=is_last)
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end and return the run's summary.
+
+        Raises:
+            StoppedError: a signal asked for it; there is a checkpoint, unless it could not be written.
+        """
+        start_step, last_step = self.num_steps, self._last_step
+        eval_at = eval_steps(
+            last_step, self._train_loader.steps_per_epoch, self._config.eval.per_epoch
+        )
+        if self._config.eval.at_start and not self._is_continuation:
+            first = self.evaluate()
+            self._untrained_auc = None if start_step else first["test_auc"]
+        was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
+        is_done = start_step >= last_step or was_good
+        batches = self._train_loader.batches(start_step, last_step - start_step)
+        feed = Feed(batches, self._step.tables, self._ranks.device)
+        self._step.set_training(True)
+        speed = Speedometer()
+        while not is_done:
+            self._begin_profile(speed)
+            with mark(STEP):
+                trained = self._step.train(self.num_steps, feed)
+            self.num_steps += 1
+            speed.count(trained.batch.global_valid)
+            self._end_profile(speed)
+            self._progress.advance(self.num_steps)
+            self._count(trained)
+            if self._due(self._config.log.every) or self.num_steps == last_step:
+                self._record(speed, feed)
+            if self.num_steps in eval_at:
+                speed.pause()
+                self.evaluate()
+                speed.resume()
+            is_good = is_good_enough(self._config, self._test, self.num_steps)
+            is_done = self.num_steps == last_step or is_good
+            if self._agreement is not None and not is_done:
+                self._save_or_stop(self._agreement)
+        batches.close()
+        if self._loss_steps:
+            self._record(speed, feed)
+        test = self._test
+        return {
+            "recipe": self._config.recipe,
+            "steps": self.num_steps,
+            "epochs": self._epoch(),
+            "stopped": (
+                "eval.auc_threshold reached"
+                if is_good_enough(self._config, test, self.num_steps)
+                else "all steps done"
+            ),
+            "test_auc": test.get("test_auc"),
+            "test_log_loss": test.get("test_log_loss"),
+            "test_rows": test.get("test_rows"),
+            "best_test_auc": self.best_auc,
+            "untrained_test_auc": self._untrained_auc,
+            **speed.run(),
+            "peak_hbm_bytes": self._peak_hbm_bytes(),
+        }
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate on the test split; record and return the result, the same on all ranks."""
+        record = {"step": self.num_steps, "epoch": self._epoch(), **self._evaluator.run()}
+        auc = record["test_auc"]
+        if not (math.isnan(auc) or self.best_auc >= auc):
+            self.best_auc, self._best_step = auc, self.num_steps
+        self._test = record
+        self._recorder.write_test(record)
+        self._progress.show_test(record)
+        return record
+
+    def _save_or_stop(self, agreement: Agreement) -> None:
+        """Save where that is due; leave where a signal asks for it. All ranks come to the same decision."""
+        assert self._checkpointer is not None
+        assert self._stop is not None
+        self._stop.moved()
+        decision = agreement.after_step()
+        if decision.signum:
+            self.save(is_last=True)
+            is_saved = self._checkpointer.wait() is None
+            latest = self._checkpointer.latest
+            start = "anew" if latest is None else f"from step {step_of(latest)}"
+            left = "a checkpoint was left" if is_saved else "no checkpoint could be written"
+            raise StoppedError(
+                f"stopped by {signal.Signals(decision.signum).name} after step {self.num_steps}, where {left}; "
+                f"the same command with run_dir={self._recorder.run_dir} goes on {start}"
+            )
+        every = self._config.checkpoint.save_every
+        is_due = every is not None and self._due(every)
+        if is_due or decision.is_time_to_save or self._best_step == self.num_steps:
+            self.save()
+            agreement.saved()
+
+    def _count(self, trained: Trained) -> None:
+        self._loss_sum += trained.loss
+        self._loss_steps += 1
+        every = self._config.log.every
+        steps_to_record = min(-self.num_steps % every, self._last_step - self.num_steps)
+        if steps_to_record * self._config.train.batch_size < TRAIN_AUC_ROWS:
+            batch = trained.batch
+            self._train_metrics.update(trained.logits, batch.labels, batch.num_valid)
+
+    def _record(self, speed: Speedometer, feed: Feed) -> None:
+        measured = self._train_metrics.compute()
+        self._train_metrics.reset()
+        record = {
+            "step": self.num_steps,
+            "epoch": self._epoch(),
+            "loss": self._loss_sum / self._loss_steps,
+            "train_auc": measured["auc"],
+            "lr": self._step.learning_rate,
+            **speed.window(),
+            "data_wait_ms": feed.data_wait_ms / self._loss_steps,
+            "hbm_bytes": self._peak_hbm_bytes(),
+        }
+        self._loss_sum, self._loss_steps, feed.data_wait_ms = 0.0, 0, 0.0
+        self._recorder.write_train(record)
+        self._progress.show_train(record)
+
+    def _begin_profile(self, speed: Speedometer) -> None:
+        """Start the profiler where its steps begin; they are left out of the speed."""
+        if self._profiler is not None and self.num_steps == self._profiler.steps.start:
+            speed.pause()
+            self._profiler.start()
+
+    def _end_profile(self, speed: Speedometer) -> None:
+        """Tell the profiler of a step, and go on as before after its last one."""
+        if self._profiler is not None and self.num_steps - 1 in self._profiler.steps:
+            self._profiler.step()
+            if self.num_steps == self._profiler.steps.stop:
+                speed.resume()
+
+    def _due(self, every: int) -> bool:
+        return self.num_steps % every == 0
+
+    def _epoch(self) -> float:
+        return self.num_steps / self._train_loader.steps_per_epoch
+
+    def _peak_hbm_bytes(self) -> int | None:
+        """The most memory that tensors took on this rank's GPU so far."""
+        if self._ranks.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._ranks.device)
+
+
+def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
+    """Whether the evaluation after `num_steps`, if there was one, reached `eval.auc_threshold`."""
+    threshold = config.eval.auc_threshold
+    if threshold is None or test.get("step") != num_steps or test["test_auc"] is None:
+        return False
+    return test["test_auc"] >= threshold
+
+
+def plain_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with None for what is not a number, which JSON has no word for."""
+    return {
+        key: None if isinstance(value, float) and math.isnan(value) else value
+        for key, value in record.items()
+    }
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Steps of the whole run."""
+    steps = config.train.epochs * steps_per_epoch
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def eval_steps(last_step: int, steps_per_epoch: int, per_epoch: int) -> set[int]:
+    """Steps after which to evaluate: `per_epoch` evenly spaced ones an epoch, and the last step of the run."""
+    epochs = math.ceil(last_step / steps_per_epoch)
+    points = {
+        epoch * steps_per_epoch + round(steps_per_epoch * part / per_epoch)
+        for epoch in range(epochs)
+        for part in range(1, per_epoch + 1)
+    }
+    return {point for point in points if 0 < point < last_step} | {last_step}
