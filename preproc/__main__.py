@@ -12,7 +12,7 @@ from configs.schema import require, to_config
 from configs.table_schema import TableConfig
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME
-from preproc.report import Progress
+from preproc.report.console import Progress
 
 
 def build(config: PreprocConfig) -> None:
@@ -31,16 +31,16 @@ def build(config: PreprocConfig) -> None:
 
         build_synthetic(config, progress)
     elif config.layout is Layout.table:
-        from preproc.table import build_table
+        from preproc.table.pipeline import build_table
 
         build_table(config, TableConfig.of(config.table), progress)
     elif config.engine is EngineName.duckdb and config.mode is Mode.fit:
-        from preproc.criteo import build_criteo
+        from preproc.criteo.pipeline import build_criteo
 
         build_criteo(config, progress)
     else:
-        from preproc.criteo_table import criteo_table
-        from preproc.table import build_table
+        from preproc.criteo.as_table import criteo_table
+        from preproc.table.pipeline import build_table
 
         build_table(config, criteo_table(config), progress)
 
@@ -48,11 +48,11 @@ def build(config: PreprocConfig) -> None:
 def execute(config: PreprocConfig) -> None:
     """Do what `config.mode` asks for; each mode imports what it needs."""
     if config.mode is Mode.verify:
-        from preproc.verify import run_verify
+        from preproc.verify.run import run_verify
 
         run_verify(config, Progress(Console()))
     elif config.mode is Mode.convert:
-        from preproc.convert import run_convert
+        from preproc.convert.run import run_convert
 
         run_convert(config, Progress(Console()))
     else:

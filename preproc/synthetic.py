@@ -13,7 +13,7 @@ from configs.preproc_schema import PreprocConfig
 from dataloading.columns import Columns
 from dataloading.dataset_directory import write_dataset
 from dataloading.synthetic import SyntheticSource
-from preproc.report import Progress, SplitSummary, print_result, print_splits
+from preproc.report.console import Progress, SplitSummary, print_result, print_splits
 
 # Rows that one thread makes at once: about 10 MB for 26 tables.
 CHUNK_ROWS = 1 << 16

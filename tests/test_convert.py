@@ -12,9 +12,10 @@ import yaml
 from dataloading.dataset_directory import write_dataset
 from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from preproc import csv_spec, npy
-from preproc import rows as rows_module
-from preproc.text_proto import parse_text_proto
+from preproc.convert import mlperf_npy as npy
+from preproc.convert import nvidia_csv as csv_spec
+from preproc.convert import rows as rows_module
+from preproc.convert.text_proto import parse_text_proto
 from tests.handwritten import ROWS, ids, label, numericals, write_handwritten
 from tests.preproc_command import data_files, preproc
 

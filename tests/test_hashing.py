@@ -5,9 +5,9 @@ from collections import Counter as Counts
 import numpy as np
 import pytest
 
-from preproc import hashing
-from preproc.fields import MISSING, ODD
-from preproc.hashing import Counter, Lookup
+from preproc.criteo import hash_table as hashing
+from preproc.criteo.hash_table import Counter, Lookup
+from preproc.criteo.tokenizer import MISSING, ODD
 
 
 def some_codes(kind: str) -> np.ndarray:

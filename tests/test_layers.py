@@ -191,7 +191,12 @@ def test_only_preprocessing_of_raw_logs_needs(library):
     users = importers_of(library, set(sources()))
     assert users
     assert {name.split(".")[0] for name in users} == {"preproc"}
-    for start in ("preproc.__main__", "preproc.synthetic", "preproc.verify", "preproc.convert"):
+    for start in (
+        "preproc.__main__",
+        "preproc.synthetic",
+        "preproc.verify.run",
+        "preproc.convert.run",
+    ):
         assert not reached_from(start, lazy=False) & users
 
 

@@ -17,9 +17,11 @@ import pytest
 
 from configs.preproc_schema import PreprocConfig
 from configs.schema import describe
-from preproc import criteo, parse, work
-from preproc import output as output_module
-from preproc.lines import blocks
+from preproc import dataset_writer as output_module
+from preproc import work_directory as work
+from preproc.criteo import parse
+from preproc.criteo import pipeline as criteo
+from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_gap, zstd_is_whole
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
 

@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
-from preproc import parse
-from preproc.in_order import in_order
+from preproc.criteo import parse
+from preproc.criteo.ordered_map import in_order
 from tests.preproc_command import preproc, write_lines
 from tests.test_preproc_restart import all_files, noise
 

@@ -17,10 +17,10 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed (group `de
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preproc.fields import MISSING, ODD
-from preproc.lines import what_is_wrong
-from preproc.parse import MEMORY_BYTES, PIECE_BYTES
-from preproc.parse_piece import PieceParser
+from preproc.criteo.parse import MEMORY_BYTES, PIECE_BYTES
+from preproc.criteo.parse_block import PieceParser
+from preproc.criteo.tokenizer import MISSING, ODD
+from preproc.line_blocks import what_is_wrong
 
 SETTINGS = settings(
     max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

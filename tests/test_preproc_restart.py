@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 
 from dataloading.dataset_directory import clear_leftovers
-from preproc import criteo, parse, shuffle
-from preproc import output as output_module
-from preproc.hashing import Lookup
-from preproc.report import Stage
-from preproc.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
-from preproc.staged import StagedColumn
-from preproc.work import Work
+from preproc import dataset_writer as output_module
+from preproc.column_store import StagedColumn
+from preproc.criteo import parse, shuffle
+from preproc.criteo import pipeline as criteo
+from preproc.criteo.hash_table import Lookup
+from preproc.criteo.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
+from preproc.report.console import Stage
+from preproc.work_directory import Work
 from tests.preproc_command import data_files, preproc, raw_line, write_lines
 from tests.test_preproc_table import _hydra
 
@@ -32,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "preproc", "plot=false"]
 # Runs that are killed start from a process that has imported everything.
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.preproc_command", "preproc.criteo", "preproc.table"])
+FORKS.set_forkserver_preload(
+    ["tests.preproc_command", "preproc.criteo.pipeline", "preproc.table.pipeline"]
+)
 
 
 def noise(num_rows: int, seed: int = 0) -> list[str]:
@@ -153,7 +156,7 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("preproc.output.write_spec", killed)
+        patch.setattr("preproc.dataset_writer.write_spec", killed)
         with pytest.raises(SystemExit):
             preproc(f"source={source}", f"output={output}")
     preproc(f"source={source}", f"output={output}")
@@ -201,7 +204,9 @@ def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatc
 def test_other_options_begin_anew(tmp_path, monkeypatch):
     source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("preproc.criteo._write", lambda *_: (_ for _ in ()).throw(OSError("stop")))
+        patch.setattr(
+            "preproc.criteo.pipeline._write", lambda *_: (_ for _ in ()).throw(OSError("stop"))
+        )
         with pytest.raises(SystemExit):
             preproc(f"source={source}", f"output={output}")
     preproc(f"source={source}", f"output={output}", "frequency_limit=5")
@@ -212,7 +217,9 @@ def test_other_options_begin_anew(tmp_path, monkeypatch):
 def stopped_at(stage: str, monkeypatch, *options: str) -> None:
     """Run the command until it comes to function `stage` of the job, where the disk is full."""
     with monkeypatch.context() as patch:
-        patch.setattr(f"preproc.criteo.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop")))
+        patch.setattr(
+            f"preproc.criteo.pipeline.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop"))
+        )
         with pytest.raises(SystemExit):
             preproc(*options)
 
@@ -371,7 +378,7 @@ def test_buckets_depend_on_the_rows_alone():
 def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}")
-    monkeypatch.setattr("preproc.encode.ENTRY_BYTES", 1 << 20)
+    monkeypatch.setattr("preproc.criteo.encode.ENTRY_BYTES", 1 << 20)
     alive = []
 
     class Watched(Lookup):
@@ -383,7 +390,7 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
             Watched.made += 1
             Watched.most_alive = max(Watched.most_alive, sum(each() is not None for each in alive))
 
-    monkeypatch.setattr("preproc.encode.Lookup", Watched)
+    monkeypatch.setattr("preproc.criteo.encode.Lookup", Watched)
     options = ["memory_limit=2GB", "threads=1"]
     preproc(f"source={source}", f"output={tmp_path / 'pieces'}", *options)
     assert data_files(tmp_path / "pieces") == data_files(tmp_path / "whole")
@@ -394,8 +401,8 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
 def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}", "frequency_limit=2")
-    monkeypatch.setattr("preproc.encode.GROWING_ENTRY_BYTES", 1 << 20)
-    monkeypatch.setattr("preproc.encode.MERGE_ROWS", 150)
+    monkeypatch.setattr("preproc.criteo.encode.GROWING_ENTRY_BYTES", 1 << 20)
+    monkeypatch.setattr("preproc.criteo.encode.MERGE_ROWS", 150)
     options = ["frequency_limit=2", "memory_limit=500MB"]
     preproc(f"source={source}", f"output={tmp_path / 'merged'}", *options)
     assert all_files(tmp_path / "merged") == all_files(tmp_path / "whole")

@@ -121,7 +121,7 @@ def test_rows_of_a_file_in_many_blocks_keep_their_order(tmp_path, spark):
 def test_raw_criteo_logs(tmp_path, spark, monkeypatch):
     # Two of the 26 categories: each is the same dozen of queries again.
     # benchmarks/preproc_equality.py compares all of them, on real logs.
-    monkeypatch.setattr("preproc.criteo_table.CATEGORICAL", ("cat_0", "cat_25"))
+    monkeypatch.setattr("preproc.criteo.as_table.CATEGORICAL", ("cat_0", "cat_25"))
     lines = random_lines(200)
     source = write_lines(tmp_path / "raw.tsv", lines)
     preproc(f"source={source}", f"output={tmp_path / 'out'}", "engine=spark", "frequency_limit=2")

@@ -258,7 +258,7 @@ def test_a_transform_does_not_go_on_with_a_fit_that_was_made_anew(tmp_path, peop
     build(tmp_path / "fit", table)
     options = ("mode=transform", f"fitted={tmp_path / 'fit'}")
     with monkeypatch.context() as patch:
-        patch.setattr("preproc.table.TableFiles", None)
+        patch.setattr("preproc.table.pipeline.TableFiles", None)
         with pytest.raises(TypeError):
             build(tmp_path / "out", table, *options)
     other = tmp_path / "other.csv"
@@ -378,14 +378,16 @@ def test_a_description_that_cannot_be_is_refused(tmp_path, people, change, messa
 
 
 def test_a_table_run_that_was_stopped_goes_on(tmp_path, people, monkeypatch):
-    from preproc.table import TableFiles
+    from preproc.table.pipeline import TableFiles
 
     wanted = build(tmp_path / "wanted", described(people))
     with monkeypatch.context() as patch:
         patch.setattr(TableFiles, "write_labels", lambda *_: (_ for _ in ()).throw(OSError("stop")))
         with pytest.raises(SystemExit, match="stop"):
             build(tmp_path / "out", described(people))
-    monkeypatch.setattr("preproc.engine.DuckDBEngine.read", None)  # the source is not read again
+    monkeypatch.setattr(
+        "preproc.table.duckdb_engine.DuckDBEngine.read", None
+    )  # the source is not read again
     assert build(tmp_path / "out", described(people)) == wanted
     assert not list(tmp_path.glob(".out*"))
 

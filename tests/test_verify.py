@@ -10,7 +10,7 @@ import yaml
 
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature
-from preproc import verify
+from preproc.verify import run as verify
 from tests.datasets import plant
 from tests.handwritten import write_handwritten
 from tests.preproc_command import preproc, raw_line, write_lines

@@ -18,7 +18,7 @@ import numpy as np
 
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.split_files import SplitFiles
-from preproc.rows import CHUNK_ROWS, Chunk, natural_order
+from preproc.convert.rows import CHUNK_ROWS, Chunk, natural_order
 
 
 class NpyRows:

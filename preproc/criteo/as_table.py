@@ -1,9 +1,9 @@
-"""Criteo logs as a table dataset: the same dataset as `preproc/criteo.py` writes, from any engine."""
+"""Criteo logs as a table dataset: the same dataset as `preproc/criteo/pipeline.py` writes, from any engine."""
 
 from configs.preproc_schema import PreprocConfig, Split
 from configs.table_schema import Categorical, Label, Numerical, Source, SplitRule, TableConfig
 from preproc.raw_files import find_files
-from preproc.sql import CATEGORICAL, COLUMNS, LABEL, NUMERICAL
+from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, LABEL, NUMERICAL
 
 
 def criteo_table(config: PreprocConfig) -> TableConfig:

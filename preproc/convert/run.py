@@ -9,11 +9,11 @@ from configs.preproc_schema import Format, PreprocConfig
 from dataloading.dataset_directory import check_output, write_dataset
 from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import SPEC_NAME, FeatureSpec
-from preproc.csv_spec import CsvRows, is_csv_spec, write_csv
-from preproc.merlin import merlin_rows
-from preproc.npy import NpyRows
-from preproc.report import Progress, SplitSummary, print_result, print_splits
-from preproc.rows import Rows, SourceRows
+from preproc.convert.merlin import merlin_rows
+from preproc.convert.mlperf_npy import NpyRows
+from preproc.convert.nvidia_csv import CsvRows, is_csv_spec, write_csv
+from preproc.convert.rows import Rows, SourceRows
+from preproc.report.console import Progress, SplitSummary, print_result, print_splits
 
 
 def run_convert(config: PreprocConfig, progress: Progress) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from dataloading.dataset_directory import put_in_place, sync_directory, sync_file, write_spec
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.split_files import SplitFiles
-from preproc.staged import bytes_of
+from preproc.column_store import bytes_of
 
 
 class GrowingFile:

@@ -8,7 +8,7 @@ ties broken.
   that order open, so two runs of theirs differ). Missing, rare and unseen values get id 0.
 * A numerical x becomes ln(x + 3); missing and x <= -3 become 0.
 
-Reading and checking raw lines is an engine's own business and stands in `preproc/parse.py`.
+Reading and checking raw lines is an engine's own business and stands in `preproc/criteo/parse.py`.
 """
 
 from collections.abc import Sequence

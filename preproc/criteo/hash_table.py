@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numba import njit
 
-from preproc.fields import ODD
+from preproc.criteo.tokenizer import ODD
 
 # Numba's cache follows the file of a kernel alone, not the constants that it takes from others: what
 # is imported from elsewhere is therefore an argument.

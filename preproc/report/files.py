@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from preproc.report import COVERAGE_LIMITS, ColumnSummary, SplitSummary
-from preproc.report_plot import draw
+from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
+from preproc.report.plot import draw
 
 
 def write_report(

@@ -21,8 +21,8 @@ from dataloading.feature_spec import CategoricalFeature, FeatureSpec, measured
 from dataloading.parquet import ParquetSource
 from dataloading.parquet_files import open_file
 from dataloading.split_files import SplitFiles
-from preproc.rows import SourceRows, natural_order
-from preproc.text_proto import Message, parse_text_proto
+from preproc.convert.rows import SourceRows, natural_order
+from preproc.convert.text_proto import Message, parse_text_proto
 
 SCHEMA, METADATA = "schema.pbtxt", "_metadata.json"
 VALIDATION_FOLDERS = ("valid", "validation", "val")

@@ -20,14 +20,14 @@ import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
 from dataloading.dataset_directory import sync_directory, sync_file
-from preproc.in_order import in_order
-from preproc.lines import blocks
-from preproc.parse_piece import OddTexts, Parsed, PieceParser
+from preproc.column_store import ColumnAppender, StagedColumn
+from preproc.criteo.ordered_map import in_order
+from preproc.criteo.parse_block import OddTexts, Parsed, PieceParser
+from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile
-from preproc.report import Progress, Stage
-from preproc.sql import CATEGORICAL, NUMERICAL
-from preproc.staged import ColumnAppender, StagedColumn
-from preproc.work import Work
+from preproc.report.console import Progress, Stage
+from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
+from preproc.work_directory import Work
 
 # Text that a thread parses at a time: enough to be worth handing over, little enough to have many.
 PIECE_BYTES = 1 << 22

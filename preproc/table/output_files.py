@@ -8,9 +8,9 @@ import duckdb
 import numpy as np
 
 from dataloading.feature_spec import CategoricalFeature
-from preproc.output import GrowingFile
-from preproc.table_sql import text
-from preproc.work import Work
+from preproc.dataset_writer import GrowingFile
+from preproc.table.expressions import text
+from preproc.work_directory import Work
 
 CHUNK_ROWS = 1 << 20
 

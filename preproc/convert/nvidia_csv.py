@@ -18,7 +18,7 @@ import yaml
 from dataloading.dataset_directory import check_output, put_in_place
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.split_files import SplitFiles, expect, find_file
-from preproc.rows import CHUNK_ROWS, Chunk, Rows
+from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows
 
 TYPE = "csv"
 BLOCK_BYTES = 16 << 20

@@ -1,4 +1,4 @@
-"""Spark behind the interface of `preproc/engine.py`: the same SQL, on a cluster.
+"""Spark behind the interface of `preproc/table/duckdb_engine.py`: the same SQL, on a cluster.
 
 `python -m preproc engine=spark` starts it on this machine; `spark-submit` gives it a cluster, whose
 workers must see sources and `temp_directory` under the same paths. docs/preprocessing.md has both,
@@ -15,10 +15,10 @@ from pyspark.sql import functions as F
 
 from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Source
-from preproc.engine import nulls_first
 from preproc.raw_files import RawFile
-from preproc.table_sql import quoted
-from preproc.work import memory_bytes
+from preproc.table.duckdb_engine import nulls_first
+from preproc.table.expressions import quoted
+from preproc.work_directory import memory_bytes
 
 # Columns of what is wrong with a line, and of the line.
 REASON, LINE = "reason_", "line_"

@@ -17,11 +17,10 @@ from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, Vocab
 from configs.table_schema import Categorical, TableConfig, transform_of
 from dataloading.dataset_directory import sync_file
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature
-from preproc.engine import DuckDBEngine, Engine
-from preproc.fitted import copy_vocabulary, load_fitted, save_fitted
-from preproc.output import checksum, finish_dataset
+from preproc.dataset_writer import checksum, finish_dataset
+from preproc.fitted_state import copy_vocabulary, load_fitted, save_fitted
 from preproc.raw_files import RawFile, find_files, refuse_copies
-from preproc.report import (
+from preproc.report.console import (
     COVERAGE_LIMITS,
     ColumnSummary,
     Progress,
@@ -30,10 +29,9 @@ from preproc.report import (
     print_result,
     print_splits,
 )
-from preproc.report_files import write_report
-from preproc.sql import count_values, coverage
-from preproc.table_files import TableFiles
-from preproc.table_sql import (
+from preproc.report.files import write_report
+from preproc.table.duckdb_engine import DuckDBEngine, Engine
+from preproc.table.expressions import (
     bucket,
     extremes,
     fixed_point_sums,
@@ -48,7 +46,9 @@ from preproc.table_sql import (
     transformed,
     value_of,
 )
-from preproc.work import (
+from preproc.table.output_files import TableFiles
+from preproc.vocabulary_sql import count_values, coverage
+from preproc.work_directory import (
     Work,
     check_disk,
     first_line,
@@ -98,7 +98,7 @@ def _engine(config: PreprocConfig, directory: Path) -> Engine:
     if config.engine is EngineName.duckdb:
         return DuckDBEngine(config, directory)
     try:
-        from preproc.spark_engine import SparkEngine
+        from preproc.table.spark_engine import SparkEngine
     except ImportError:
         raise ValueError(
             "engine=spark needs PySpark and Java 17: pip install -e .[spark]; or take engine=duckdb"

@@ -1,6 +1,6 @@
 """One categorical column: count its values, rank them, write the ids. Several columns at a time.
 
-Counting and ranking are the SQL of `preproc/sql.py` in DuckDB, which spills when it has to; it is
+Counting and ranking are the SQL of `preproc/vocabulary_sql.py` in DuckDB, which spills when it has to; it is
 given what a `Counter` holds, once, or each time that it is full. Encoding is the join with the
 vocabulary, done as a `Lookup`, in as many passes over the column as the vocabulary has pieces that fit.
 """
@@ -14,12 +14,12 @@ import numpy as np
 
 from dataloading.dataset_directory import sync_directory, sync_file
 from dataloading.feature_spec import CategoricalFeature
-from preproc.fields import ODD
-from preproc.hashing import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
-from preproc.output import GrowingFile, checksum
-from preproc.report import COVERAGE_LIMITS
-from preproc.sql import coverage, merge_counts, vocabulary
-from preproc.staged import StagedColumn
+from preproc.column_store import StagedColumn
+from preproc.criteo.hash_table import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
+from preproc.criteo.tokenizer import ODD
+from preproc.dataset_writer import GrowingFile, checksum
+from preproc.report.console import COVERAGE_LIMITS
+from preproc.vocabulary_sql import coverage, merge_counts, vocabulary
 
 CHUNK_ROWS = 1 << 20
 # Entries of a vocabulary that are put into a hash table at a time.

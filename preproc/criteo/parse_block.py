@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import duckdb
 import numpy as np
 
-from preproc.fields import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
-from preproc.lines import what_is_wrong
-from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
+from preproc.criteo.tokenizer import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
+from preproc.line_blocks import what_is_wrong
+from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
 
 if TYPE_CHECKING:  # 25 MB that only texts without a code are worth
     import pyarrow as pa
@@ -93,7 +93,7 @@ def _known(dtype: np.dtype) -> np.ndarray:
 def _transformed(
     connection: duckdb.DuckDBPyConnection, dtype: np.dtype, integers: np.ndarray
 ) -> np.ndarray:
-    """Apply the SQL of `preproc/sql.py` to int64 [n]; masked ones are missing."""
+    """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; masked ones are missing."""
     found = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
     return found.fetchnumpy()["y"].astype(dtype)
 

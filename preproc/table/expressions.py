@@ -10,7 +10,7 @@ A value's text is what is counted; the empty text is missing, as null is.
 from fractions import Fraction
 
 from configs.table_schema import Categorical, Numerical, SplitRule, transform_of
-from preproc.sql import vocabulary
+from preproc.vocabulary_sql import vocabulary
 
 # Stands between the values of a cross; no text holds it.
 UNIT_SEPARATOR = "chr(31)"

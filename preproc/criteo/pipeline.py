@@ -3,7 +3,7 @@
 parse: the lines become staged columns. shuffle: the training rows change places, if asked for.
 encode: each column is counted, ranked and written on its own. write: labels and numericals. At the
 end the spec is written and the directory renamed to its place. What a stage has done is on record
-(`preproc/work.py`), and a run that was killed goes on behind it.
+(`preproc/work_directory.py`), and a run that was killed goes on behind it.
 """
 
 import glob
@@ -21,14 +21,16 @@ import numpy as np
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
 from dataloading.dataset_directory import sync_file
 from dataloading.feature_spec import CategoricalFeature
-from preproc.criteo_table import criteo_table
-from preproc.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
-from preproc.fitted import save_fitted
-from preproc.lines import blocks
-from preproc.output import GrowingFile, finish_dataset
-from preproc.parse import Staged, parse_files
+from preproc.column_store import StagedColumn
+from preproc.criteo.as_table import criteo_table
+from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
+from preproc.criteo.parse import Staged, parse_files
+from preproc.criteo.shuffle import shuffle_rows, worker_bytes
+from preproc.dataset_writer import GrowingFile, finish_dataset
+from preproc.fitted_state import save_fitted
+from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_files, find_gap, refuse_copies
-from preproc.report import (
+from preproc.report.console import (
     ColumnSummary,
     Progress,
     SplitSummary,
@@ -36,11 +38,9 @@ from preproc.report import (
     print_result,
     print_splits,
 )
-from preproc.report_files import write_report
-from preproc.shuffle import shuffle_rows, worker_bytes
-from preproc.sql import CATEGORICAL, LABEL, NUMERICAL
-from preproc.staged import StagedColumn
-from preproc.work import (
+from preproc.report.files import write_report
+from preproc.vocabulary_sql import CATEGORICAL, LABEL, NUMERICAL
+from preproc.work_directory import (
     Work,
     check_disk,
     connect,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from preproc.report import COVERAGE_LIMITS, ColumnSummary, SplitSummary
+from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
 
 INK, FAINT, GREY, BLUE, LIGHT_BLUE = "#20242b", "#69717d", "#8a94a3", "#2563a8", "#c3d7ee"
 STYLE = {

@@ -1,17 +1,17 @@
 """Tab-separated lines to columns of numbers: one pass over the bytes, compiled by Numba.
 
 The kernel takes good lines as they come and stops in front of any other; which of its fields is
-wrong, and whether that is the whole truth, is for `preproc/lines.py` to say. It holds no lock of
+wrong, and whether that is the whole truth, is for `preproc/line_blocks.py` to say. It holds no lock of
 Python's, so several threads parse at once.
 """
 
 import numpy as np
 from numba import njit
 
-from preproc.sql import NUM_CATEGORICAL, NUM_NUMERICAL
+from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
 # Numba's cache of compiled kernels follows this file alone: whoever changes NUM_NUMERICAL or
-# NUM_CATEGORICAL in `preproc/sql.py` has to touch it too, or remove `__pycache__`.
+# NUM_CATEGORICAL in `preproc/vocabulary_sql.py` has to touch it too, or remove `__pycache__`.
 
 # Codes of a hexadecimal column that stand for no number: a missing field, and a field that is not
 # exactly eight lower-case digits (or is one of these two), whose text is kept beside the codes.

@@ -8,7 +8,7 @@ from typing import BinaryIO
 from isal import igzip, isal_zlib
 
 from preproc.raw_files import RawFile, cut_short
-from preproc.sql import COLUMNS, NUM_CATEGORICAL, NUM_NUMERICAL, NUMERICAL
+from preproc.vocabulary_sql import COLUMNS, NUM_CATEGORICAL, NUM_NUMERICAL, NUMERICAL
 
 LONGEST_LINE_BYTES = 1 << 26
 # 18 digits always fit 64 bits.

@@ -17,8 +17,8 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.feature_spec import FeatureSpec
-from preproc.report import Progress, SplitSummary, print_splits
-from preproc.verify_files import FileTask, file_tasks, listed_in
+from preproc.report.console import Progress, SplitSummary, print_splits
+from preproc.verify.binary import FileTask, file_tasks, listed_in
 
 CHUNK_BYTES = 1 << 22
 """Read at once by each thread; memory is a few times that a thread, whatever the dataset's size."""
@@ -146,7 +146,7 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
         assert task.column is not None
         findings.add(task.path, f"{num_wrong:,} {task.column.kind}, the first {first}", num_wrong)
     if task.parquet:
-        from preproc.verify_parquet import check_values
+        from preproc.verify.parquet import check_values
 
         num_items, ones, found = check_values(task.path, task.parquet)
         for text, count in found:

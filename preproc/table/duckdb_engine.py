@@ -1,7 +1,7 @@
 """What runs the SQL of table datasets: a small interface, and DuckDB behind it.
 
 An engine reads sources, numbers rows, and writes the result of a query to Parquet. Everything else,
-the SQL itself and the dataset's files, is the same for all of them (`preproc/table.py`).
+the SQL itself and the dataset's files, is the same for all of them (`preproc/table/pipeline.py`).
 """
 
 import csv
@@ -15,10 +15,10 @@ import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import Source
-from preproc.lines import blocks
+from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, cut_short
-from preproc.table_sql import quoted, text
-from preproc.work import connect, first_line, memory_bytes
+from preproc.table.expressions import quoted, text
+from preproc.work_directory import connect, first_line, memory_bytes
 
 # Python and NumPy beside DuckDB.
 BASE_BYTES = 200 << 20

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from dataloading.randomness import stream_key, uniform
-from preproc.report import Stage
-from preproc.staged import StagedColumn, bytes_of
-from preproc.work import Work
+from preproc.column_store import StagedColumn, bytes_of
+from preproc.report.console import Stage
+from preproc.work_directory import Work
 
 BUCKET_ROWS = 1 << 22
 CHUNK_ROWS = 1 << 21
