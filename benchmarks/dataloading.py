@@ -20,9 +20,9 @@ import torch
 
 from dataloading.binary import BinarySource
 from dataloading.dataset_directory import write_dataset
-from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
+from dataloading.open_dataset import open_dataset
 
 T15_CARDINALITIES = (
     7912889,

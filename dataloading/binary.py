@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.columns import Allocate, Columns
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.gather import Selection
+from dataloading.source import Allocate, Columns
 from dataloading.split_files import OFFSET_DTYPE, SplitFiles
 
 LABEL_DTYPE = np.dtype(np.uint8)

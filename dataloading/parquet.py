@@ -13,9 +13,9 @@ from threading import Lock
 import numpy as np
 
 from dataloading.binary import LABEL_DTYPE, BinarySource, SplitColumns
-from dataloading.columns import Allocate, Columns
 from dataloading.feature_spec import FeatureSpec
 from dataloading.row_groups import RowGroup, SplitGroups
+from dataloading.source import Allocate, Columns
 from dataloading.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataloading.columns import Allocate, Columns
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.gather import expand
 from dataloading.randomness import power_law, stream_key, uniform
+from dataloading.source import Allocate, Columns
 from dataloading.split_files import SplitFiles
 from dataloading.teacher import Teacher
 

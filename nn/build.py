@@ -9,10 +9,10 @@ import torch
 from torchrec import EmbeddingBagCollection
 
 from configs.schema import Amp, Config, Device, Mode, TableDtype
-from dataloading.columns import Source
-from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import FeatureSpec
 from dataloading.loader import Loader
+from dataloading.open_dataset import open_dataset
+from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.multi_hot import MultiHot

@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.console import Console
 
 from configs.schema import Config, Half, Mode
-from dataloading.columns import Source
 from dataloading.loader import Loader
+from dataloading.source import Source
 from nn import resume
 from nn.build import model_spec
 from nn.checkpoint import state as checkpoint

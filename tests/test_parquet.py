@@ -12,9 +12,9 @@ import yaml
 
 from dataloading import parquet_writer
 from dataloading.dataset_directory import verify_checksums, write_dataset
-from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
+from dataloading.open_dataset import open_dataset
 from dataloading.row_groups import SplitGroups
 from tests.command import run_command
 from tests.composed import TINY

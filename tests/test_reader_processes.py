@@ -18,11 +18,11 @@ import torch
 from configs.schema import Config
 from dataloading.batch_memory import Slots
 from dataloading.binary import BinarySource
-from dataloading.columns import Source
 from dataloading.dataset_directory import write_dataset
-from dataloading.dataset_source import open_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
+from dataloading.open_dataset import open_dataset
+from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
 from nn.build import Loaders, open_source
 from tests.command import run_command

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema import OptimizerName
-from dataloading.columns import Columns
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature
+from dataloading.source import Columns
 from nn.build import open_source
 from nn.distributed.errors import DivergedError
 from tests.composed import TINY, Built, build, compose_config, ranks_of_cpu

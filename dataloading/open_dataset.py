@@ -1,8 +1,8 @@
 """The reader that a dataset directory needs."""
 
 from dataloading.binary import BinarySource
-from dataloading.columns import Source
 from dataloading.feature_spec import FeatureSpec
+from dataloading.source import Source
 
 
 def open_dataset(spec: FeatureSpec) -> Source:
