@@ -24,8 +24,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nn.distributed.errors import LOST_RANK_EXIT_CODE
-from tests.distributed import free_port, launched_as
-from tests.runs import differences
+from tests.helpers.distributed import free_port, launched_as
+from tests.helpers.runs import differences
 
 NUM_STEPS = 300
 RUN = [

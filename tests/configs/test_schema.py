@@ -1,0 +1,263 @@
+"""Options: what is refused and with which words, what each means, and that none is there for nothing."""
+
+import ast
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs.preproc_schema import PreprocConfig, StreamConfig
+from configs.schema import (
+    Config,
+    CrossConfig,
+    DataConfig,
+    EvalConfig,
+    InferenceConfig,
+    LogConfig,
+    Mode,
+    ModelConfig,
+    ModelName,
+    MultiHotConfig,
+    OptimizerConfig,
+    OptimizerName,
+    SchedulerConfig,
+    ShardingConfig,
+    ShardingType,
+    SyntheticConfig,
+    TrainConfig,
+    describe,
+)
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, compose_config, compose_with_hydra
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SYNTHETIC = {"cardinalities": [10, 20]}
+CROSS = CrossConfig()
+
+# fmt: off
+REFUSED = [
+    (SyntheticConfig, {"train_rows": 0}, "data.synthetic.train_rows must be positive, got 0"),
+    (SyntheticConfig, {"test_rows": -1}, "data.synthetic.test_rows must be positive, got -1"),
+    (SyntheticConfig, {"num_numerical": -1}, "data.synthetic.num_numerical must not be negative, got -1"),
+    (SyntheticConfig, {"cardinalities": [4, 0]}, "data.synthetic.cardinalities must all be positive, got [4, 0]"),
+    (SyntheticConfig, SYNTHETIC | {"hotness": [1]},
+     "data.synthetic.hotness has 1 entries for 2 data.synthetic.cardinalities; give one a table, or none"),
+    (SyntheticConfig, SYNTHETIC | {"hotness": [1, 0]}, "data.synthetic.hotness must all be positive, got [1, 0]"),
+    (SyntheticConfig, {"exponent": -0.5}, "data.synthetic.exponent must not be negative, got -0.5"),
+    (MultiHotConfig, {"hotness": [3, 0]},
+     "data.multi_hot.hotness must name a positive number for each categorical feature, or be null, got [3, 0]"),
+    (MultiHotConfig, {"hotness": []},
+     "data.multi_hot.hotness must name a positive number for each categorical feature, or be null, got []"),
+    (MultiHotConfig, {"seed": -1}, "data.multi_hot.seed must lie in [0, 2**32), got -1"),
+    (DataConfig, {"shuffle_block": -1}, "data.shuffle_block must not be negative, got -1"),
+    (DataConfig, {"prefetch": 0}, "data.prefetch must be positive, got 0"),
+    (DataConfig, {"workers": 0}, "data.workers must be positive, got 0"),
+    (DataConfig, {}, "no data: set data.path to a dataset directory, or data.synthetic.cardinalities"),
+    (CrossConfig, {"num_layers": 0}, "model.cross.num_layers must be positive, got 0"),
+    (CrossConfig, {"projection_dim": 0}, "model.cross.projection_dim must be positive or null, got 0"),
+    (ModelConfig, {"embedding_dim": 0}, "model.embedding_dim must be a positive multiple of 4, got 0"),
+    (ModelConfig, {"embedding_dim": 18}, "model.embedding_dim must be a positive multiple of 4, got 18"),
+    (ModelConfig, {"bottom_mlp": []}, "model.bottom_mlp must name at least one positive width, got []"),
+    (ModelConfig, {"top_mlp": [-8, 1]}, "model.top_mlp must name at least one positive width, got [-8, 1]"),
+    (ModelConfig, {"top_mlp": [8, 2]}, "model.top_mlp must end in 1 (the logit), got [8, 2]"),
+    (ModelConfig, {"bottom_mlp": [64]},
+     "model.bottom_mlp must end in model.embedding_dim=128 for dlrm (the dot interaction needs equal widths), got [64]"),
+    (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
+    (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr must be positive, got nan"),
+    (OptimizerConfig, {"embedding_lr": -1.0}, "optimizer.embedding_lr must be positive or null, got -1.0"),
+    (OptimizerConfig, {"eps": 0.0}, "optimizer.eps must be positive, got 0.0"),
+    (OptimizerConfig, {"beta1": 1.0}, "optimizer.beta1 must lie in [0, 1), got 1.0"),
+    (OptimizerConfig, {"beta2": -0.1}, "optimizer.beta2 must lie in [0, 1), got -0.1"),
+    (SchedulerConfig, {"warmup_steps": -1}, "scheduler.warmup_steps must not be negative, got -1"),
+    (SchedulerConfig, {"decay_start_step": 5, "warmup_steps": 9},
+     "scheduler.decay_start_step=5 lies before the end of scheduler.warmup_steps=9"),
+    (SchedulerConfig, {"decay_start_step": 5},
+     "scheduler.decay_steps must be positive with a decay_start_step, got 0"),
+    (SchedulerConfig, {"decay_steps": 5},
+     "scheduler.decay_steps=5 never begins: set scheduler.decay_start_step too"),
+    (SchedulerConfig, {"decay_start_step": 5, "decay_steps": 5, "decay_power": 0.0},
+     "scheduler.decay_power must be positive, got 0.0"),
+    (TrainConfig, {"batch_size": 0}, "train.batch_size must be positive, got 0"),
+    (TrainConfig, {"epochs": 0}, "train.epochs must be positive, got 0"),
+    (TrainConfig, {"max_steps": 0}, "train.max_steps must be positive or null, got 0"),
+    (TrainConfig, {"loss_scale": 0.0}, "train.loss_scale must be positive, got 0.0"),
+    (EvalConfig, {"batch_size": 0}, "eval.batch_size must be positive, got 0"),
+    (EvalConfig, {"per_epoch": 0}, "eval.per_epoch must be positive, got 0"),
+    (EvalConfig, {"auc_threshold": 1.0}, "eval.auc_threshold must lie between 0 and 1, got 1.0"),
+    (EvalConfig, {"max_steps": -3}, "eval.max_steps must be positive or null, got -3"),
+    (InferenceConfig, {"batch_sizes": []}, "inference.batch_sizes must name positive sizes, got []"),
+    (InferenceConfig, {"batch_sizes": [64, 0]}, "inference.batch_sizes must name positive sizes, got [64, 0]"),
+    (InferenceConfig, {"steps": 0}, "inference.steps must be positive, got 0"),
+    (InferenceConfig, {"warmup_steps": -1}, "inference.warmup_steps must not be negative, got -1"),
+    (ShardingConfig, {"types": []}, "sharding.types must name at least one sharding type"),
+    (ShardingConfig, {"world_size": 0}, "sharding.world_size must be positive or null, got 0"),
+    (ShardingConfig, {"local_world_size": -2}, "sharding.local_world_size must be positive or null, got -2"),
+    (ShardingConfig, {"hbm_gib": 0.0}, "sharding.hbm_gib must be positive or null, got 0.0"),
+    (ShardingConfig, {"host_gib": -1.0}, "sharding.host_gib must be positive or null, got -1.0"),
+    (ShardingConfig, {"reserve": 1.0}, "sharding.reserve must lie in [0, 1), got 1.0"),
+    (ShardingConfig, {"tables": "row_wise"},
+     "sharding.tables must map tables to sharding types, such as {cat_0: row_wise}, got row_wise"),
+    (ShardingConfig, {"tables": {"cat_1": "rowwise"}},
+     "sharding.tables sets cat_1 to rowwise, which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
+    (ShardingConfig, {"tables": {"cat_1": ["row_wise"]}},
+     "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
+    (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
+]
+# fmt: on
+
+
+def made(section: type, given: dict):
+    """Make a section with the nested sections that Hydra would fill in."""
+    nested = {
+        ModelConfig: {"cross": CROSS},
+        DataConfig: {"synthetic": SyntheticConfig(), "multi_hot": MultiHotConfig()},
+    }
+    return section(**(nested.get(section, {}) | given))
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "message"), REFUSED, ids=[message[:50] for _, _, message in REFUSED]
+)
+def test_what_cannot_be_is_refused_by_name_and_value(section, given, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        made(section, given)
+
+
+def test_every_check_is_tried():
+    """One refusal a `require` at least: a check whose own message fails would otherwise stay unseen."""
+    text = (ROOT / "configs" / "schema.py").read_text()
+    checks = len(re.findall(r"^ +require\($|^ +require\(\S", text, re.MULTILINE))
+    assert len(REFUSED) >= checks
+
+
+def test_other_models_need_no_equal_widths():
+    assert made(ModelConfig, {"name": ModelName.dcnv2, "bottom_mlp": [64]}).bottom_mlp == [64]
+
+
+def test_the_tables_take_the_dense_halfs_rule_unless_told_otherwise():
+    same = OptimizerConfig(name=OptimizerName.adam, lr=0.5)
+    assert (same.table_name, same.table_lr) == (OptimizerName.adam, 0.5)
+    own = OptimizerConfig(lr=0.5, embedding_name=OptimizerName.adagrad, embedding_lr=0.1)
+    assert (own.table_name, own.table_lr) == (OptimizerName.adagrad, 0.1)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["sharding.tables={cat_0:row_wise,cat_1.bin:data_parallel}", "+sharding.tables.cat_0=row_wise"],
+)
+def test_tables_are_overridden_by_name(override):
+    tables = OmegaConf.to_object(compose_with_hydra(*TINY, override)).sharding.tables
+    assert tables["cat_0"] is ShardingType.row_wise
+    assert tables.get("cat_1.bin") in (None, ShardingType.data_parallel)
+
+
+def test_no_override_is_an_empty_one():
+    assert compose_config(*TINY).sharding.tables == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "train.batchsize=3",
+            "error: there is no option train.batchsize; did you mean train.batch_size? --help lists",
+        ),
+        (
+            "batch_size=4096",
+            "error: there is no option batch_size; did you mean train.batch_size? --help lists",
+        ),
+        ("epoch=2", "error: there is no option epoch; did you mean train.epochs? --help lists"),
+        ("lr=1", "error: there is no option lr; did you mean optimizer.lr? --help lists"),
+        ("sed=1", "error: there is no option sed; did you mean seed? --help lists"),
+        ("batch=3", "error: there is no option batch; --help lists them all"),
+        (
+            "--train.epochs=2",
+            "error: there is no flag --train.epochs; options are written key=value",
+        ),
+        ("--batch_size", "error: there is no flag --batch_size; options are written key=value"),
+        ("-b", "error: there is no flag -b; options are written key=value"),
+        (
+            "+train.batchsize=3",
+            "there is no option train.batchsize; did you mean train.batch_size? --help lists",
+        ),
+        ("+xyz=3", "error: there is no option xyz; --help lists them all"),
+        ("train.batch_size=big", "Value 'big' of type 'str' could not be converted to Integer"),
+        ("mode=trian", "Invalid value 'trian', expected one of [train, eval, inference, plan]"),
+        ("model.name=dlm", "Invalid value 'dlm', expected one of [dlrm, dcnv2]"),
+        ("sharding.types=[row]", "Invalid value 'row', expected one of [table_wise, column_wise,"),
+        ("experiment=dlrm_t15", "Could not find 'experiment/dlrm_t15'"),
+        ("data=criteo", "Could not find 'data/criteo'"),
+        ("epochs", "Error parsing override 'epochs'"),
+    ],
+)
+def test_a_typing_error_is_named_and_ends_the_command(override, message):
+    ended = run_command(override)
+    assert ended.exit_code not in (0, None)
+    assert message in ended.err
+
+
+def test_an_unknown_experiment_is_answered_with_those_there_are():
+    ended = run_command("experiment=nope")
+    for path in (ROOT / "configs" / "experiment").glob("*.yaml"):
+        assert path.stem in ended.err
+
+
+def test_a_refused_value_ends_the_command_in_one_line():
+    ended = run_command("optimizer.lr=-1")
+    assert (ended.exit_code, ended.out) == (2, "")
+    assert ended.err == "error: optimizer.lr must be positive, got -1.0\n"
+
+
+@pytest.mark.parametrize("config", [Config, PreprocConfig])
+def test_every_option_has_a_meaning(config):
+    described = dict(describe(config))
+    assert len(described) >= 20
+    for key, meaning in described.items():
+        assert len(meaning.split()) >= 2, key
+
+
+def all_sections(config: type) -> set[type]:
+    """Every class below `config`, itself included."""
+    below = [each.type for each in fields(config) if is_dataclass(each.type)]
+    return {config}.union(*(all_sections(each) for each in below))
+
+
+def test_no_option_is_there_for_nothing():
+    """Every field is read somewhere outside the schema."""
+    read = {
+        node.attr
+        for folder in ("nn", "preproc", "configs/preproc_schema.py", "main.py")
+        for path in ([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    options = {each.name for config in all_sections(Config) for each in fields(config)}
+    options |= {each.name for config in (PreprocConfig, StreamConfig) for each in fields(config)}
+    # The schema's own `table_name` and `table_lr` read these two.
+    assert options - read == {"embedding_name", "embedding_lr"}
+    assert {"table_name", "table_lr"} <= read
+
+
+def test_help_lists_every_option_with_value_and_meaning():
+    ended = run_command("--help", "train.batch_size=2048", "data.path=DIR")
+    assert ended.exit_code == 0
+    words = " ".join(ended.out.split())
+    for key, meaning in describe(Config):
+        assert [each for each in ended.out.splitlines() if each.startswith(f"  {key}=")], key
+        assert " ".join(meaning.split()) in words, key
+    assert "  train.batch_size=2048 " in ended.out
+    assert "  data.path=DIR " in ended.out
+    assert "  model.cross.projection_dim=512 " in ended.out
+
+
+def test_help_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_command("--help").exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_mode_trains():
+    assert compose_config().mode is Mode.train

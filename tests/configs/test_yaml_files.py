@@ -1,0 +1,232 @@
+"""Every recipe composes; the published ones hold NVIDIA's or MLPerf's settings and fit the GPUs that they say they need."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
+
+from configs.command_line import call_composed
+from configs.schema import Amp, Config, ModelName, OptimizerName, SchedulerConfig
+from tests.helpers.command import Ended, run_command
+from tests.helpers.composed import TINY, compose_config, compose_with_hydra
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = ["dlrm", "dcnv2"]
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+PUBLISHED = [name for name in EXPERIMENTS if not name.endswith("kaggle")]
+NVIDIAS = [name for name in PUBLISHED if name != "dcnv2_mlperf"]
+
+# Data set -> rows of all tables, GiB of their FP32 weights at 128 columns, as NVIDIA and MLPerf document them.
+TABLES = {
+    "criteo_t15": (32_709_138, 15.6),
+    "criteo_t3": (177_944_291, 84.9),
+    "criteo_t0": (882_774_575, 420.9),
+    "criteo_mlperf": (204_184_588, 97.4),
+}
+# Experiment -> test AUC in full precision and AMP, million samples/s likewise, from NVIDIA's results on A100-80; of MLPerf
+# minutes to its AUC and million samples/s on 4 H200.
+RESULTS = {
+    "dlrm_criteo_t15": "0.8025 / 0.8025, 2.84 / 4.55",
+    "dlrm_criteo_t3": "0.8027 / 0.8026, 10.9 / 13.8",
+    "dlrm_criteo_t0": "0.8026 / 0.8026, 9.76 / 11.5",
+    "dcnv2_criteo_t15": "0.8078 / 0.8077, 0.689 / 1.37",
+    "dcnv2_criteo_t3": "0.8075 / 0.8074, 3.81 / 5.75",
+    "dcnv2_mlperf": "4 x H200-NVL (v5.0, batch 32,768) 6.79, 7.28",
+}
+# Experiment -> H200s in its command, and how many are too few (0: even one will do).
+GPUS = {
+    "dlrm_criteo_t15": (1, 0),
+    "dlrm_criteo_t3": (2, 0),
+    "dlrm_criteo_t0": (4, 3),
+    "dcnv2_criteo_t15": (1, 0),
+    "dcnv2_criteo_t3": (4, 2),
+    "dcnv2_mlperf": (4, 1),
+}
+
+
+def recipe_of(experiment: str) -> str:
+    return experiment.split("_", maxsplit=1)[0]
+
+
+def compose_experiment(name: str) -> Config:
+    return compose_config(f"experiment={name}", recipe=recipe_of(name))
+
+
+def head_of(path: Path) -> str:
+    """The comments that a file opens with, as one line."""
+    lines = path.read_text().splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_composes_and_names_itself(recipe):
+    config = compose_config(recipe=recipe)
+    assert config.recipe == config.model.name.value == recipe
+    assert config.data.path is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_tests_compose_what_the_command_line_does(recipe):
+    overrides = [
+        *TINY,
+        "experiment=dcnv2_mlperf",
+        "data=criteo_t3",
+        "sharding.tables={cat_0:row_wise,cat_1:data_parallel}",
+        "sharding.types=[table_wise]",
+        "train.max_steps=null",
+        "optimizer.lr=1e-3",
+        "run_dir='a b'",
+    ]
+    whole = compose_with_hydra(*overrides, recipe=recipe)
+    assert compose_config(*overrides, recipe=recipe) == OmegaConf.to_object(whole)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("data", sorted(path.stem for path in (CONFIGS / "data").glob("*.yaml")))
+def test_every_data_set_composes_with_every_recipe(recipe, data):
+    synthetic = compose_config(f"data={data}", recipe=recipe).data.synthetic
+    assert (synthetic.num_numerical, len(synthetic.cardinalities)) == (13, 26)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_composes_and_names_itself(name):
+    config = compose_experiment(name)
+    assert config.recipe == name
+    assert config.model.name.value == recipe_of(name)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_is_the_same_from_either_script(name):
+    """It sets all that the two recipes set, or the script's name would decide."""
+    first, second = (compose_config(f"experiment={name}", recipe=recipe) for recipe in RECIPES)
+    if first.model.name is ModelName.dlrm:
+        first.model.cross = second.model.cross  # of which DLRM has none
+    assert first == second
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_opens_with_its_command(name):
+    head = head_of(CONFIGS / "experiment" / f"{name}.yaml")
+    assert f"{recipe_of(name)}.py experiment={name} data.path=DIR" in head
+
+
+@pytest.mark.parametrize("data", TABLES)
+def test_table_sizes_are_the_documented_ones(data):
+    rows, gib = TABLES[data]
+    cardinalities = compose_config(f"data={data}").data.synthetic.cardinalities
+    assert sum(cardinalities) == rows
+    assert round(rows * 128 * 4 / 2**30, 1) == gib
+    assert f"{gib} GiB of FP32 tables at dim 128" in head_of(CONFIGS / "data" / f"{data}.yaml")
+
+
+def test_the_stream_that_preprocessing_writes_has_the_tables_of_t15():
+    [written] = [yaml.safe_load((CONFIGS / "dataset" / "synthetic.yaml").read_text())["data"]]
+    streamed = compose_config("data=criteo_t15").data.synthetic
+    assert written["synthetic"]["cardinalities"] == streamed.cardinalities
+
+
+@pytest.mark.parametrize("name", NVIDIAS)
+def test_published_experiments_hold_nvidias_settings(name):
+    config = compose_experiment(name)
+    assert config.train.batch_size == config.eval.batch_size == 65_536
+    assert (config.train.epochs, config.train.max_steps, config.eval.per_epoch) == (1, None, 1)
+    assert config.train.loss_scale == 65_536
+    # Theirs is fp16 with a loss scale; bf16 takes its place, and AMP is on as in their tables.
+    assert config.train.amp is Amp.bf16
+    assert config.model.embedding_dim == 128
+    assert config.model.bottom_mlp == [512, 256, 128]
+    assert config.model.top_mlp == [1024, 1024, 512, 256, 1]
+    decay = {"decay_start_step": 48_000, "decay_steps": 24_000, "decay_power": 2.0}
+    optimizer = config.optimizer
+    assert (optimizer.embedding_name, optimizer.embedding_lr) == (None, None)
+    if config.model.name is ModelName.dlrm:
+        assert (optimizer.name, optimizer.lr) == (OptimizerName.sgd, 24.0)
+        assert config.scheduler == SchedulerConfig(warmup_steps=8000, **decay)
+    else:
+        assert (optimizer.name, optimizer.lr) == (OptimizerName.adam, 1e-4)
+        assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.999, 1e-7)
+        assert config.scheduler == SchedulerConfig(warmup_steps=100, **decay)
+        cross = config.model.cross
+        assert (cross.num_layers, cross.projection_dim, cross.structure.value) == (
+            3,
+            512,
+            "stacked",
+        )
+
+
+def test_the_mlperf_experiment_holds_mlperfs_settings():
+    """Closed division: only the batch and the rate may be chosen, and 0.004 is what all submissions chose."""
+    config = compose_experiment("dcnv2_mlperf")
+    optimizer, cross = config.optimizer, config.model.cross
+    assert (optimizer.name, optimizer.lr) == (OptimizerName.adagrad, 0.004)
+    assert (optimizer.eps, optimizer.embedding_name, optimizer.embedding_lr) == (1e-8, None, None)
+    assert config.scheduler == SchedulerConfig()
+    assert (config.train.batch_size, config.train.epochs) == (32_768, 1)
+    assert (config.eval.per_epoch, config.eval.auc_threshold) == (20, 0.80275)
+    assert (config.model.embedding_dim, config.model.bottom_mlp) == (128, [512, 256, 128])
+    assert config.model.top_mlp == [1024, 1024, 512, 256, 1]
+    assert (cross.num_layers, cross.projection_dim, cross.structure.value) == (3, 512, "stacked")
+    assert config.data.multi_hot.seed == 0
+    hotness, rows = config.data.multi_hot.hotness, config.data.synthetic.cardinalities
+    assert sum(hotness) == 214
+    large = [each for each, size in zip(hotness, rows, strict=True) if size == 40_000_000]
+    assert large == [3, 7, 12, 100, 27]
+    assert 4 * sum((h - 1) * n for h, n in zip(hotness, rows, strict=True)) / 2**30 < 21.55
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_experiments_open_with_the_published_numbers(name):
+    assert RESULTS[name] in head_of(CONFIGS / "experiment" / f"{name}.yaml")
+
+
+def plan_on_h200s(name: str, count: int, *overrides: str) -> Ended:
+    gpus = ["device=cuda", "sharding.hbm_gib=139", f"sharding.world_size={count}"]
+    return run_command(f"experiment={name}", "mode=plan", *gpus, *overrides, recipe=recipe_of(name))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_experiments_fit_the_gpus_of_their_command(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    count, _ = GPUS[name]
+    command = f"torchrun --nproc-per-node {count} {recipe_of(name)}.py"
+    assert command in head_of(CONFIGS / "experiment" / f"{name}.yaml")
+    ended = plan_on_h200s(name, count)
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert re.findall(r"^cat_\d+ ", ended.out, re.MULTILINE) == [f"cat_{n} " for n in range(26)]
+    assert list(tmp_path.iterdir()) == [], "a plan starts nothing and writes nothing"
+
+
+@pytest.mark.parametrize("name", [name for name, (_, too_few) in GPUS.items() if too_few])
+def test_too_few_gpus_are_told_how_many_would_do(name):
+    count, too_few = GPUS[name]
+    ended = plan_on_h200s(name, too_few, f"train.batch_size={65_536 // too_few * too_few}")
+    assert (ended.exit_code, ended.out) == (2, "")
+    assert ended.err.startswith("error: the tables do not fit: with ")
+    assert f"{too_few} x 125.1 GiB are usable" in ended.err
+    asked = int(re.search(r"start (\d+) ranks or more", ended.err)[1])
+    assert too_few < asked <= count
+
+
+def test_one_gpu_holds_the_mlperf_tables_with_one_state_a_row():
+    remedy = "optimizer.embedding_name=rowwise_adagrad"
+    assert remedy in head_of(CONFIGS / "experiment" / "dcnv2_mlperf.yaml")
+    assert plan_on_h200s("dcnv2_mlperf", 1, remedy).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [name for name, (_, too_few) in GPUS.items() if not too_few])
+def test_one_gpu_is_enough_where_nothing_else_is_said(name):
+    assert plan_on_h200s(name, 1).exit_code == 0
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_the_command_line(monkeypatch):
+    def task(composed):
+        raise ConfigKeyError("a key that nobody gave")
+
+    monkeypatch.setattr(sys, "argv", ["dlrm.py"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ConfigKeyError, match="a key that nobody gave"):
+        call_composed(task, Config, "schema", "dlrm")

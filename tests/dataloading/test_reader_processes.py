@@ -1,0 +1,362 @@
+"""Batches that processes read: the same as threads', whatever becomes of the processes, and no process left behind.
+
+pytest tests/dataloading/test_reader_processes.py
+"""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import Config
+from dataloading.batch_memory import Slots
+from dataloading.binary import BinarySource
+from dataloading.dataset_directory import write_dataset
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.loader import Loader
+from dataloading.open_dataset import open_dataset
+from dataloading.source import Source
+from dataloading.synthetic import SyntheticSource
+from nn.build import Loaders, open_source
+from tests.crash import has_ended, wait_until
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.runs import records
+
+ROWS = {"train": 50, "test": 21}
+
+
+def write(root, file_format="binary", ragged=False):
+    features = [
+        CategoricalFeature.of("row", 100),
+        CategoricalFeature.of("pair", 100, None if ragged else 2),
+    ]
+    with write_dataset(
+        root, categorical=features, numerical=("n",), file_format=file_format
+    ) as dataset:
+        for split, num_rows in ROWS.items():
+            numbers = np.arange(num_rows)
+            pairs = np.stack([numbers, numbers + 1], axis=1) % 100
+            dataset[split].append(
+                numerical=numbers[:, None],
+                labels=numbers % 2,
+                ids={"row": numbers % 100, "pair": pairs.flatten() if ragged else pairs},
+                **({"lengths": {"pair": np.full(num_rows, 2)}} if ragged else {}),
+            )
+    return FeatureSpec.load(root)
+
+
+@pytest.fixture
+def source(tmp_path) -> BinarySource:
+    return BinarySource(write(tmp_path / "dataset"))
+
+
+@pytest.fixture
+def forked():
+    """Makes loaders whose readers are processes, and sees them end."""
+    loaders = []
+
+    def make(source: Source, split: str, **options) -> Loader:
+        loaders.append(Loader(source, split, **options))
+        loaders[-1].fork_readers()
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        pids = loader.reader_pids
+        loader.close()
+        assert loader.reader_pids == []
+        assert all(has_ended(pid) for pid in pids)
+
+
+def contents(batch) -> list:
+    lengths = batch.ids.lengths().tolist()
+    columns = (batch.numerical, batch.labels, batch.ids.values())
+    return [*(each.clone() for each in columns), lengths, batch.num_valid, batch.global_valid]
+
+
+def same(one: list, other: list) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (1, 4), (4, 1), (3, 4), (2, 9)])
+@pytest.mark.parametrize("kind", ["files", "synthetic"])
+def test_processes_read_what_threads_read(kind, source, forked, workers, prefetch):
+    if kind == "synthetic":
+        settings = {"num_numerical": 2, "cardinalities": (7, 90), "hotness": (1, 3), "seed": 2}
+        source = SyntheticSource(train_rows=50, test_rows=21, **settings)
+    for split, block, batch_size, ranks in (
+        ("train", 3, 8, 2),
+        ("train", 0, 10, 1),
+        ("test", 0, 64, 4),
+    ):
+        for rank in range(ranks):
+            options = {"batch_size": batch_size, "rank": rank, "world_size": ranks}
+            options |= {"shuffle_block": block, "prefetch": prefetch, "seed": 5}
+            plain = Loader(source, split, **options)
+            loader = forked(source, split, workers=workers, **options)
+            assert len(loader.reader_pids) == min(workers, prefetch)
+            # Two epochs and a bit, with their partial batches; then from the middle, as a run that goes on.
+            for start in (0, 2):
+                num_steps = 2 * plain.steps_per_epoch + 1
+                found = [contents(each) for each in loader.batches(start, num_steps)]
+                wanted = [contents(plain.batch(start + step)) for step in range(num_steps)]
+                assert len(found) == num_steps
+                assert all(map(same, found, wanted))
+
+
+def test_a_batch_stays_until_the_next_but_one_is_asked_for(source, forked):
+    loader = forked(source, "train", batch_size=5, prefetch=2)
+    before = None
+    for step, batch in enumerate(loader.batches(num_steps=20)):
+        if before is not None:
+            assert before.ids["row"].values().tolist() == list(
+                range((step - 1) % 10 * 5, (step - 1) % 10 * 5 + 5)
+            )
+        before = batch
+
+
+def test_an_iterator_that_is_left_early_disturbs_no_later_one(source, forked):
+    loader = forked(source, "train", batch_size=5, prefetch=4)
+    for start in range(4):
+        batches = loader.batches(start, 8)
+        assert next(batches).ids["row"].values().tolist()[0] == start * 5
+        batches.close()
+
+
+def test_an_error_reaches_the_consumer_at_its_batch_and_spares_later_reads(tmp_path, forked):
+    spec = write(tmp_path / "dataset")
+    path = spec.splits["train"].ids["row"]
+    ids = np.fromfile(path, np.int8)
+    ids[33] = 111
+    ids.tofile(path)
+    loader = forked(BinarySource(spec), "train", batch_size=10)
+    seen = []
+    with pytest.raises(ValueError, match=f"feature 'row': id 111 at row 33 of {path} lies outside"):
+        seen.extend(each.ids["row"].values()[0].item() for each in loader.batches(num_steps=5))
+    assert seen == [0, 10, 20]
+    assert len(list(loader.batches(0, 3))) == 3
+
+
+class FailingSource(BinarySource):
+    """Raises what it is told."""
+
+    def __init__(self, spec: FeatureSpec, error: Exception) -> None:
+        super().__init__(spec)
+        self.error = error
+
+    def read(self, *arguments):
+        raise self.error
+
+
+class OddError(Exception):
+    """Cannot be made from its text."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OddError(1, 2), RuntimeError, r"in a process that reads batches:(?s:.*)OddError: 1 and 2"),
+        (MemoryError("no room"), MemoryError, "no room"),
+        (OSError(5, "Input/output error", "row.bin"), OSError, "Input/output error: 'row.bin'"),
+        (OSError("a library's own words"), OSError, "^a library's own words$"),
+    ],
+)
+def test_other_errors_are_told_as_a_thread_would(source, forked, error, kind, message):
+    batches = forked(FailingSource(source.spec, error), "train", batch_size=10).batches()
+    with pytest.raises(kind, match=message) as raised:
+        next(batches)
+    assert type(raised.value) is kind
+
+
+def test_an_iterator_may_outlive_the_processes(source, forked):
+    loader = forked(source, "train", batch_size=5)
+    batches = loader.batches()
+    next(batches)
+    loader.close()
+    batches.close()
+
+
+def test_where_no_process_can_be_started_none_is_left(source, monkeypatch):
+    fork, pids = os.fork, []
+
+    def third_fails() -> int:
+        if len(pids) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        pids.append(fork())
+        return pids[-1]
+
+    monkeypatch.setattr(os, "fork", third_fails)
+    with pytest.raises(
+        ValueError,
+        match=r"process 3 of 4 that read batches cannot be started .*lower data\.workers",
+    ):
+        Loader(source, "train", batch_size=5).fork_readers()
+    assert len(pids) == 2
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_where_a_later_loader_finds_no_room_the_readers_of_the_first_end(source, monkeypatch):
+    train, test = (Loader(source, split, batch_size=5) for split in ("train", "test"))
+    for each in (train, test):
+        each.device = torch.device("cuda", 0)
+    made = Slots.__init__
+    pids = []
+
+    def second_fails(slots: Slots, num_slots: int, num_bytes: int) -> None:
+        pids.extend(train.reader_pids)
+        if pids:
+            raise OSError(12, "Cannot allocate memory")
+        made(slots, num_slots, num_bytes)
+
+    monkeypatch.setattr(Slots, "__init__", second_fails)
+    with pytest.raises(
+        ValueError,
+        match=r"6 batches of \d\.\d MiB, .* find no room \(Cannot allocate memory\); lower data\.prefetch",
+    ):
+        Loaders(train, test).__enter__()
+    assert len(pids) == 4
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_a_slot_is_no_larger_than_the_split(source, forked):
+    loader = forked(source, "test", batch_size=2**40, world_size=4)
+    (batch,) = loader.batches(num_steps=1)
+    assert (batch.num_valid, batch.global_valid, len(batch.labels)) == (6, 21, 6)
+
+
+@pytest.mark.parametrize(
+    ("signum", "message"),
+    [
+        (signal.SIGKILL, "ended by SIGKILL; was it killed for want of memory"),
+        (signal.SIGBUS, "a file of the dataset became shorter while it was read"),
+    ],
+)
+def test_a_process_that_dies_is_told_of(source, forked, signum, message):
+    faulthandler.disable()  # pytest's would dump the stack of a process that gets SIGBUS
+    loader = forked(source, "train", batch_size=5, workers=2, prefetch=2)
+    batches = loader.batches()
+    next(batches)
+    os.kill(loader.reader_pids[1], signum)
+    # What it had read before it died is still handed out.
+    with pytest.raises(RuntimeError, match=message):
+        list(islice(batches, 6))
+
+
+def test_signals_that_end_a_run_leave_the_readers_to_it(source, forked):
+    loader = forked(source, "train", batch_size=5)
+    batches = loader.batches(num_steps=12)
+    next(batches)
+    for pid in loader.reader_pids:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, signum)
+    assert len(list(batches)) == 11
+
+
+def test_readers_end_with_the_process_that_forked_them():
+    script = """
+        import os, signal
+        from dataloading.loader import Loader
+        from dataloading.synthetic import SyntheticSource
+        source = SyntheticSource(train_rows=50, test_rows=10, num_numerical=1, cardinalities=(5,), hotness=(1,), seed=1)
+        loader = Loader(source, "train", batch_size=5)
+        loader.fork_readers()
+        next(loader.batches())
+        print(*loader.reader_pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    pids = [int(each) for each in ended.stdout.split()]
+    assert len(pids) == 4
+    assert wait_until(lambda: all(has_ended(pid) for pid in pids), 10)
+
+
+def test_threads_read_where_sizes_vary(tmp_path, forked):
+    ragged = BinarySource(write(tmp_path / "ragged", ragged=True))
+    loader = forked(ragged, "train", batch_size=10)
+    assert loader.reader_pids == []
+    assert next(loader.batches()).num_valid == 10
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 28])
+def test_processes_read_row_groups_and_threads_those_larger_than_a_batch(
+    tmp_path, forked, monkeypatch, kept
+):
+    monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", kept)
+    monkeypatch.setattr("dataloading.parquet_writer.ROW_GROUP_ROWS", 8)
+    spec = write(tmp_path / "parquet", "parquet")
+    fits = kept > 0
+    assert open_dataset(spec).granule("train") == (1 if fits else 8)
+    options = {"batch_size": 10, "shuffle_block": 4, "seed": 3}
+    plain = Loader(open_dataset(spec), "train", **options)
+    loader = forked(open_dataset(spec), "train", workers=2, **options)
+    assert len(loader.reader_pids) == 2
+    num_steps = 2 * plain.steps_per_epoch + 1
+    found = [contents(each) for each in loader.batches(0, num_steps)]
+    assert all(map(same, found, [contents(plain.batch(step)) for step in range(num_steps)]))
+    small = forked(open_dataset(spec), "train", batch_size=4)
+    assert bool(small.reader_pids) == fits
+    assert next(small.batches()).num_valid == 4
+
+
+def losses(config: Config, source: Source, *, processes: bool) -> list[float]:
+    with ranks_of_cpu():
+        built = build(config, source)
+        if processes:
+            built.train_loader.fork_readers()
+            built.test_loader.fork_readers()
+        found = built.train(0, 20)
+        built.score(3)
+        found += built.train(20, 25)
+        pids = built.train_loader.reader_pids
+        assert bool(pids) == processes
+        built.train_loader.close()
+        built.test_loader.close()
+        return found
+
+
+def test_a_whole_run_is_the_same_with_either(tmp_path, monkeypatch):
+    results, pids = [], []
+
+    def enter(loaders: Loaders) -> Loaders:
+        for each in (loaders.train, loaders.test):
+            each.fork_readers()
+            pids.extend(each.reader_pids)
+        return loaders
+
+    options = [*TINY, "train.max_steps=24", "eval.per_epoch=1", "data.workers=2"]
+    for name in ("threads", "processes"):
+        if name == "processes":
+            monkeypatch.setattr(Loaders, "__enter__", enter)
+        run_dir = tmp_path / name
+        assert run_command(*options, f"run_dir={run_dir}").exit_code == 0
+        results.append(records(run_dir))
+    assert results[0] == results[1]
+    assert len(pids) == 4
+    ended = run_command(*options, f"run_dir={tmp_path / 'diverged'}", "optimizer.lr=1e30")
+    assert ended.exit_code == 3
+    assert ended.err.startswith("error: the loss is")
+    assert len(pids) == 8
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_a_model_learns_the_same_from_either():
+    # An epoch of 10 steps and a tail.
+    config = compose_config(*TINY, "data.synthetic.train_rows=650", "train.batch_size=64")
+    source = open_source(config)
+    assert losses(config, source, processes=True) == losses(config, source, processes=False)

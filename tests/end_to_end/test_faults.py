@@ -1,0 +1,402 @@
+"""Faults, each provoked for real: how the run ends, what it says, and that only steps since the last checkpoint are lost."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.launch import children
+from nn.checkpoint.directory import find_damage, newest_first, read_facts, step_of
+from tests.crash import RUN, crash, has_ended, start, trains, wait_until
+from tests.helpers.command import ROOT, run_command
+from tests.helpers.composed import TINY
+from tests.helpers.datasets import plant, write_clicks
+from tests.helpers.runs import at_step, differences, records, stored_bytes, wait_for_writer
+
+SHORT = [*TINY, "log.tensorboard=false", "train.tf32=false", "checkpoint.save_every=4"]
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The crash test's run on two ranks, left alone; the crash test's own run was equal to it, or there is none."""
+    directory = tmp_path_factory.mktemp("crash")
+    crash(directory, seed=2, kills=KILLS, num_ranks=2)
+    return directory / "whole"
+
+
+def test_a_run_that_is_killed_at_random_moments_ends_as_one_left_alone(whole):
+    assert len(list(whole.parent.glob("*_*.log"))) > KILLS
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of the run that meets all faults, one after the other.
+
+    Attributes:
+        codes: exit codes of the ranks.
+        said: by all ranks.
+        latest: step of the latest checkpoint that it left.
+    """
+
+    codes: list[int]
+    said: str
+    latest: int
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.said.splitlines() if line.startswith(("error", "stopped"))]
+
+
+class Faults:
+    """Starts the same run again and again; each start gets as far as a new checkpoint, and then meets a fault."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = directory / "run"
+        self.starts: dict[str, Start] = {}
+
+    def latest(self) -> int:
+        return max((step_of(path) for path in newest_first(self.checkpoints)), default=0)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def meet(
+        self,
+        name: str,
+        fault: Callable[[list[int], Path], None],
+        *,
+        saves: bool = True,
+        ends_within_s: float = 60,
+    ) -> None:
+        """Start, call `fault` with the processes and the log once there is a new checkpoint, and note how that ends.
+
+        Without saves it is called once there is a record.
+        """
+        log = self.run_dir.with_name(f"{name}.log")
+        before = self.latest()
+        overrides = [f"run_dir={self.run_dir}", *([] if saves else ["checkpoint.save_every=null"])]
+        ranks = start([*RUN, *overrides], 2, log)
+
+        def has_come_so_far() -> bool:
+            return self.latest() > before if saves else trains(ranks)
+
+        try:
+            assert wait_until(has_come_so_far, 120), log.read_text()
+            fault([each.pid for each in ranks.processes], log)
+            self.starts[name] = Start(ranks.wait(ends_within_s), log.read_text(), self.latest())
+        finally:
+            ranks.kill()
+
+
+def send(signum: int, rank: int) -> Callable[[list[int], Path], None]:
+    return lambda pids, _: os.kill(pids[rank], signum)
+
+
+def hang(pids: list[int], log: Path) -> None:
+    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective."""
+    os.kill(pids[0], signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGTERM)
+    assert wait_until(lambda: "stopped, since another rank" in log.read_text(), 60), log.read_text()
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def fill_disk_of_rank_1_then_be_slow(pids: list[int], log: Path) -> None:
+    """No room for a file of one rank, as far as the system can be told so; then a rank stands still twice."""
+    _, hard = resource.prlimit(pids[1], resource.RLIMIT_FSIZE)
+    resource.prlimit(pids[1], resource.RLIMIT_FSIZE, (8_000, hard))
+    assert wait_until(lambda: "could not be written" in log.read_text(), 120), log.read_text()
+    resource.prlimit(pids[1], resource.RLIMIT_FSIZE, (hard, hard))
+    for _ in range(2):
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(pids[1], signal.SIGCONT)
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory) -> Faults:
+    """One run on two ranks through all faults, to its end."""
+    faults = Faults(tmp_path_factory.mktemp("faults"))
+    faults.meet("SIGTERM", send(signal.SIGTERM, rank=1))
+    faults.meet("SIGUSR1", send(signal.SIGUSR1, rank=0))
+    faults.meet("kill rank 0", send(signal.SIGKILL, rank=0))
+    faults.meet("kill rank 1", send(signal.SIGKILL, rank=1))
+    # A loop that waits for what is being written may wait long: there only the launcher's SIGKILL ends it.
+    faults.meet("hang", hang, saves=False)
+    faults.meet("to the end", fill_disk_of_rank_1_then_be_slow, ends_within_s=300)
+    return faults
+
+
+def test_a_run_that_met_every_fault_ends_bit_by_bit_as_one_left_alone(whole, faults):
+    assert faults.starts["to the end"].codes == [0, 0], faults.starts["to the end"].said
+    assert differences(whole, faults.run_dir) == []
+    assert len((faults.run_dir / "restarts.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_leaves_a_checkpoint_and_asks_for_a_requeue(name, faults):
+    start = faults.starts[name]
+    assert start.codes == [75, 75], start.said
+    (line,) = start.errors
+    said = rf"stopped by {name} after step (\d+), where a checkpoint was left; the same command with run_dir="
+    assert int(re.match(said, line)[1]) == start.latest
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_end_with_one_message_when_a_rank_is_killed(rank, faults):
+    start = faults.starts[f"kill rank {rank}"]
+    assert (start.codes[rank], start.codes[1 - rank]) == (-signal.SIGKILL, 1), start.said
+    (line,) = start.errors
+    assert line.startswith(f"error: rank {1 - rank} stopped, since another rank has ended")
+    assert "Traceback" not in start.said
+
+
+def test_a_rank_that_waits_for_one_that_hangs_ends_soon_after_sigterm(faults):
+    start = faults.starts["hang"]
+    assert start.codes == [-signal.SIGKILL, 75]
+    (line,) = start.errors
+    assert line.startswith("error: rank 1 stopped, since another rank has ended")
+
+
+def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(faults):
+    said = faults.starts["to the end"].said
+    warnings = [line for line in said.splitlines() if "could not be written" in line]
+    for line in warnings:
+        assert "rank 1: [Errno 27] File too large; the latest is of step" in line
+    steps = [int(re.search(r"of step (\d+) could", line)[1]) for line in warnings]
+    assert len(set(steps)) == len(steps) > 0
+    assert not list(faults.checkpoints.glob(".step*"))
+
+
+def start_torchrun(run_dir: Path, log: Path, *options: str) -> subprocess.Popen:
+    """Start the crash test's run on two ranks as a user would."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *options]
+    command = [sys.executable, *torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, cwd=log.parent
+        )
+
+
+def test_torchrun_restarts_ranks_that_were_killed_and_not_those_that_a_signal_has_ended(
+    whole, tmp_path
+):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    launcher = start_torchrun(run_dir, log, "--max-restarts=3")
+
+    def saved_since(step: int) -> bool:
+        return any(step_of(path) > step for path in newest_first(run_dir / "checkpoints"))
+
+    def restarts() -> list[str]:
+        path = run_dir / "restarts.jsonl"
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    try:
+        assert wait_until(lambda: saved_since(0), 120), log.read_text()
+        os.kill(children(launcher.pid)[1], signal.SIGKILL)
+        assert wait_until(restarts, 120), log.read_text()
+        began_at = json.loads(restarts()[0])["step"]
+        assert wait_until(lambda: saved_since(began_at), 120), log.read_text()
+        os.kill(children(launcher.pid)[1], signal.SIGUSR1)
+        assert launcher.wait(120) != 0
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    assert log.read_text().count("stopped by SIGUSR1 after step") == 1
+    assert len(restarts()) == 1
+    ranks = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
+    assert ranks.wait(120) == [0, 0], ranks.log.read_text()
+    assert differences(whole, run_dir) == []
+
+
+def is_whole(path: Path) -> bool:
+    return find_damage(path, read_facts(path), 0, 1) is None
+
+
+def test_ranks_whose_launcher_is_gone_leave_a_checkpoint_and_end(whole, tmp_path):
+    """torchrun does not know SIGUSR1, and dies of it."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    launcher = start_torchrun(run_dir, log)
+    try:
+        assert wait_until(lambda: newest_first(run_dir / "checkpoints"), 120), log.read_text()
+        ranks = children(launcher.pid)
+    finally:
+        launcher.send_signal(signal.SIGUSR1)
+        launcher.wait()
+    assert len(ranks) == 2
+    assert wait_until(lambda: all(map(has_ended, ranks)), 60)
+    said = log.read_text()
+    left_at = re.search(r"stopped by SIGTERM after step (\d+), where a checkpoint was left", said)
+    assert left_at, said
+    assert f"step_{left_at[1]}" in {each.name for each in newest_first(run_dir / "checkpoints")}
+    again = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
+    assert again.wait(120) == [0, 0], again.log.read_text()
+    assert differences(whole, run_dir) == []
+
+
+def test_a_signal_while_a_run_starts_ends_it_as_one_that_trains(tmp_path):
+    command = [sys.executable, str(ROOT / "dlrm.py"), *SHORT, f"run_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def has_a_handler() -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+        return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+
+    assert wait_until(has_a_handler, 60)
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert said == (
+        "stopped by SIGUSR1 before anything was trained; the same command starts again\n"
+    )
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    """A file system of 600 KiB at `directory`; needs root."""
+    directory.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "recsys-test", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_disk_that_is_really_full_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
+    with small_disk(tmp_path / "run" / "checkpoints") as directory:
+        filler = directory / "filler"
+
+        def fill() -> None:
+            wait_for_writer()
+            with filler.open("wb", buffering=0) as stream, suppress(OSError):
+                while stream.write(b"x" * 4096):
+                    pass
+
+        def make_room() -> None:
+            wait_for_writer()
+            filler.unlink()
+
+        at_step(monkeypatch, 6, fill)
+        at_step(monkeypatch, 10, make_room)
+        ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}", "checkpoint.keep=1")
+        assert (ended.exit_code, ended.err) == (0, "")
+        warning = (
+            "warning: the checkpoint of step 8 could not be written: [Errno 28] No space left on device; the "
+            "latest is of step 4. The run goes on, and the next save tries again"
+        )
+        assert ended.out.count(warning) == 1
+        assert ended.out.count("could not be written") == 1
+        lines = (directory / "saved.jsonl").read_text().splitlines()
+        assert [json.loads(each)["step"] for each in lines] == [4, 12, 16, 20, 24, 28, 32]
+        assert is_whole(directory / "step_32")
+
+
+def test_a_file_that_cannot_grow_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
+    directory = tmp_path / "run" / "checkpoints"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes: int) -> None:
+        wait_for_writer()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+
+    at_step(monkeypatch, 6, lambda: limit(60_000))
+    at_step(monkeypatch, 10, lambda: limit(limits[0]))
+    try:
+        ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}", "checkpoint.keep=9")
+    finally:
+        limit(limits[0])
+    assert (ended.exit_code, ended.err) == (0, "")
+    warning = (
+        "warning: the checkpoint of step 8 could not be written: [Errno 27] File too large; the latest is of "
+        "step 4. The run goes on, and the next save tries again"
+    )
+    assert ended.out.count(warning) == 1
+    steps = [each.name for each in newest_first(directory)]
+    assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
+    assert not list(directory.glob(".step*"))
+
+
+def test_a_run_that_is_stopped_and_cannot_save_says_where_it_goes_on(tmp_path, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def stop_without_room() -> None:
+        wait_for_writer()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    at_step(monkeypatch, 10, stop_without_room)
+    try:
+        ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ended.exit_code == 75
+    told = re.fullmatch(
+        r"stopped by SIGTERM after step (\d+), where no checkpoint could be written; the same command with "
+        rf"run_dir={tmp_path / 'run'} goes on from step 8\n",
+        ended.err,
+    )
+    assert told, ended.err
+    assert f"checkpoint of step {told[1]} could not be written" in ended.out
+    assert "tries again" not in ended.out
+
+
+def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monkeypatch):
+    at_step(monkeypatch, 6, lambda: torch.empty(2**46))
+    ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 2
+    assert re.fullmatch(
+        r"error: rank 0 is out of memory: .*; lower train\.batch_size, or .*\n", ended.err
+    )
+    path, *_ = newest_first(tmp_path / "run" / "checkpoints")
+    assert (path.name, is_whole(path)) == ("step_4", True)
+
+
+def test_a_bad_number_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
+    root = write_clicks(tmp_path / "clicks")
+    on_files = [each for each in SHORT if not each.startswith("data.")]
+    run = [*on_files, f"data.path={root}", "data.shuffle_block=0", "train.batch_size=32"]
+    assert run_command(*run, f"run_dir={tmp_path / 'whole'}").exit_code == 0
+    numbers = root / "train" / "numerical.bin"
+    before = numbers.read_bytes()
+    plant(numbers, 2 * 170, float("nan"), "float32")  # row 170 is of step 5
+    ended = run_command(*run, f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 3
+    assert ended.err.startswith("error: the loss is nan at step 5 ")
+    path, *_ = newest_first(tmp_path / "run" / "checkpoints")
+    assert (path.name, is_whole(path)) == ("step_4", True)
+    numbers.write_bytes(before)
+    again = [*run, f"run_dir={tmp_path / 'run'}", "checkpoint.allow_changes=true"]
+    assert run_command(*again).exit_code == 0
+    assert stored_bytes(tmp_path / "whole") == stored_bytes(tmp_path / "run")
+    assert records(tmp_path / "whole") == records(tmp_path / "run")
+
+
+def test_the_clock_saves_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("nn.distributed.preemption.ASK_EVERY_S", 0.01)
+    clock = [
+        "checkpoint.save_every=null",
+        "checkpoint.save_every_minutes=0.0005",
+        "checkpoint.keep=99",
+    ]
+    at_step(monkeypatch, 16, lambda: time.sleep(0.05))
+    assert run_command(*SHORT, *clock, f"run_dir={tmp_path / 'run'}").exit_code == 0
+    saved = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
+    assert any(json.loads(each)["step"] not in (8, 16, 24, 32) for each in saved)

@@ -1,0 +1,187 @@
+"""Two nodes of two ranks, laid out on one machine: who is where, what the planner makes of it, and that it trains as one."""
+
+import json
+
+import pytest
+
+from configs.schema import OptimizerName, ShardingType
+from nn.distributed.process_group import ranks_from_environment
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.nn.sharding.test_planner import GIB, plan_mlperf, rows_of
+
+NODES = [{0, 1}, {2, 3}]
+NUM_STEPS = 10
+RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
+LAYOUTS = [each.value for each in ShardingType]
+CASES = [
+    (rule, layout)
+    for rule in RATES
+    for layout in LAYOUTS
+    if (rule, layout) != ("rowwise_adagrad", "column_wise")
+]
+
+
+def on_two_nodes(function, *args) -> list:
+    """What `function` returns on each of four ranks, two a node."""
+    return run_distributed(function, 4, *args, local_world_size=2)
+
+
+def case(rule: str, layout: str) -> list[str]:
+    tables = ",".join(f"cat_{index}:{layout}" for index in range(5))
+    return [
+        *TINY,
+        "data.synthetic.hotness=[3,1,2,5,1]",
+        f"optimizer.name={rule}",
+        f"optimizer.lr={RATES[rule]}",
+        "optimizer.eps=0.01",
+        f"sharding.tables={{{tables}}}",
+    ]
+
+
+def who_am_i() -> tuple[int, int, int, int]:
+    ranks = ranks_from_environment("cpu")
+    return ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size
+
+
+def rows_held(overrides: list[str]) -> dict[str, tuple[int, int]]:
+    """Table -> first row and number of rows that this rank holds of it."""
+    with ranks_of_cpu():
+        shards = build(compose_config(*overrides)).step.tables.shards()
+        return {shard.table: (shard.row_offset, len(shard.weight)) for shard in shards}
+
+
+def planned_by_command(overrides: list[str]) -> str:
+    return run_command(*overrides, "mode=plan").out
+
+
+def test_ranks_are_numbered_over_nodes_and_within_each():
+    assert on_two_nodes(who_am_i) == [(0, 0, 4, 2), (1, 1, 4, 2), (2, 0, 4, 2), (3, 1, 4, 2)]
+
+
+def test_a_table_row_wise_table_is_shared_by_the_ranks_of_one_node():
+    rows = rows_of(
+        [1001] * 6, world_size=4, local_world_size=2, types=[ShardingType.table_row_wise]
+    )
+    assert {row.sharding for row in rows} == {"table_row_wise"}
+    held = [set(row.ranks) for row in rows]
+    assert all(each in NODES for each in held)
+    assert all(each in held for each in NODES), "one node holds everything"
+    assert [row.bytes_per_rank for row in rows] == [(501 * 128 * 4, 500 * 128 * 4)] * 6
+
+
+def test_the_shards_lie_where_the_plan_says():
+    held = on_two_nodes(rows_held, case("adagrad", "table_row_wise"))
+    for table, num_embeddings in zip(
+        [f"cat_{index}" for index in range(5)], [500, 40, 7, 300, 1000], strict=True
+    ):
+        on_rank = [each.get(table) for each in held]
+        there = {rank for rank, part in enumerate(on_rank) if part is not None}
+        first = -(-num_embeddings // 2)
+        assert there in NODES
+        parts = [on_rank[rank] for rank in sorted(there)]
+        assert parts == [(0, first), (first, num_embeddings - first)]
+
+
+@pytest.mark.parametrize("local_world_size", [2, 4, 8])
+def test_a_table_that_must_be_cut_stays_within_a_node_where_links_are_fast(local_world_size):
+    rows = plan_mlperf(
+        world_size=16,
+        local_world_size=local_world_size,
+        memory=200 * GIB,
+        types=[ShardingType.row_wise, ShardingType.table_row_wise],
+    )
+    assert {row.sharding for row in rows} == {"table_row_wise"}
+    for row in rows:
+        assert len(row.ranks) == local_world_size
+        assert len({rank // local_world_size for rank in row.ranks}) == 1
+
+
+def test_fewer_tables_are_cut_over_all_ranks_where_these_are_on_many_nodes():
+    """The same sixteen GPUs, in one host or in eight."""
+    types = [ShardingType.table_wise, ShardingType.row_wise]
+    one, eight = (
+        plan_mlperf(world_size=16, local_world_size=each, memory=200 * GIB, types=types)
+        for each in (16, 2)
+    )
+    cut = [sum(row.sharding == "row_wise" for row in rows) for rows in (one, eight)]
+    assert cut == [2, 1]
+
+
+def test_the_plan_for_nodes_that_are_not_there_is_that_of_those_that_are():
+    overrides = [*case("sgd", "table_row_wise"), "sharding.host_gib=4"]
+    started = on_two_nodes(planned_by_command, overrides)[0]
+    imagined = run_command(
+        *overrides, "mode=plan", "sharding.world_size=4", "sharding.local_world_size=2"
+    ).out
+    assert "table_row_wise" in imagined
+    assert imagined == started
+
+
+@pytest.fixture(scope="module")
+def losses() -> dict[str, dict[tuple[str, str], list[float]]]:
+    """Where -> case -> losses; with one process, each table is whole."""
+    one = losses_of_cases([case(rule, "table_wise") for rule, _ in CASES], NUM_STEPS)
+    nodes = on_two_nodes(losses_of_cases, [case(*each) for each in CASES], NUM_STEPS)
+    assert all(each == nodes[0] for each in nodes), "ranks disagree about the global loss"
+    return {
+        "one": dict(zip(CASES, one, strict=True)),
+        "nodes": dict(zip(CASES, nodes[0], strict=True)),
+    }
+
+
+@pytest.mark.parametrize("each", CASES, ids="-".join)
+def test_two_nodes_train_as_one_process(losses, each):
+    assert losses["nodes"][each] == pytest.approx(losses["one"][each], rel=1e-6)
+    assert losses["one"][each][-1] != losses["one"][each][0]
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "rowwise_adagrad", "adam"])
+def test_a_checkpoint_of_two_nodes_is_that_of_one_process(tmp_path, rule):
+    """Trained in halves: on two nodes, then in one process; or all of it in one process."""
+    first = [*case(rule, "table_row_wise"), "train.max_steps=4", "log.every=1"]
+    second = [*case(rule, "table_wise"), "train.max_steps=8", "log.every=1"]
+    ended = on_two_nodes(run_command, *first, f"run_dir={tmp_path / 'nodes'}")
+    assert [(each.exit_code, each.err) for each in ended] == [(0, "")] * 4
+    restore = f"checkpoint.restore={tmp_path / 'nodes' / 'checkpoints' / 'step_4'}"
+    assert run_command(*second, restore, f"run_dir={tmp_path / 'rest'}").exit_code == 0
+    assert run_command(*second, f"run_dir={tmp_path / 'whole'}").exit_code == 0
+    rest, whole = (
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            if '"loss"' in line
+        ]
+        for name in ("rest", "whole")
+    )
+    assert len(rest) == 4
+    assert rest == pytest.approx(whole[4:], rel=1e-6)
+
+
+def test_ids_that_are_expanded_keep_their_tables_rows_together():
+    expanded = {
+        "world_size": 4,
+        "local_world_size": 2,
+        "expansion_bytes": {"cat_0": 10, "cat_1": 10},
+    }
+    with pytest.raises(
+        ValueError, match=r"^sharding\.tables sets cat_0 to table_row_wise, but data"
+    ):
+        rows_of([10, 20], tables={"cat_0": "table_row_wise"}, **expanded)
+    types = [ShardingType.row_wise, ShardingType.table_row_wise]
+    with pytest.raises(
+        ValueError, match=r"^sharding\.types=\[row_wise, table_row_wise\] leaves cat"
+    ):
+        rows_of([10, 20], types=types, **expanded)
+
+
+def test_the_rule_that_keeps_one_state_a_row_may_cut_rows():
+    row, *_ = rows_of(
+        [1000],
+        rule=OptimizerName.rowwise_adagrad,
+        world_size=4,
+        local_world_size=2,
+        tables={"cat_0": "table_row_wise"},
+    )
+    assert list(row.bytes_per_rank) == [500 * (128 * 4 + 4)] * 2

@@ -1,0 +1,471 @@
+"""A run that was ended and started again ends as if nothing had happened, bit by bit, and its records have no seam."""
+
+import fcntl
+import io
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import Config
+from nn.build import open_source
+from nn.checkpoint.directory import newest_first
+from nn.run import run
+from nn.start import named_start
+from tests.helpers.command import Ended, run_command
+from tests.helpers.composed import TINY, compose_config
+from tests.helpers.datasets import write_clicks
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import at_step, differences, records, stored_bytes, summary, wait_for_writer
+
+RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
+CASES = list(product(["dlrm", "dcnv2"], RATES))
+# Records, evaluations and saves at steps that have nothing to do with each other; the epoch's last batch is partial.
+RUN = [
+    *TINY,
+    *("data.synthetic.train_rows=730", "log.every=5", "log.tensorboard=false", "train.epochs=2"),
+    *("eval.per_epoch=2", "eval.at_start=true", "checkpoint.save_every=4", "train.tf32=false"),
+]
+LAST_STEP = 24
+ON_FILES = [each for each in RUN if not each.startswith("data.")]
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch) -> None:
+    """The picture takes longer than the training."""
+    monkeypatch.setattr("nn.observability.run_directory.draw_curves", lambda *_: None)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL, which would end the tests too: nothing of ours catches it."""
+
+
+@contextmanager
+def broken_off_at(step: int) -> Iterator[None]:
+    """Leave a training in the middle of a step, with nothing closed in good order.
+
+    What is being written then is finished first: the writer would go on in this process, and lose the ranks it talks to.
+    """
+
+    def end() -> None:
+        wait_for_writer()
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patched:
+        at_step(patched, step, end)
+        with pytest.raises(Killed):
+            yield
+
+
+def train(run_dir: Path, *overrides: str) -> Ended:
+    return run_command(*RUN, f"run_dir={run_dir}", *overrides)
+
+
+def train_and_break_off(after_step: int, run_dir: Path) -> None:
+    with broken_off_at(after_step):
+        train(run_dir)
+
+
+def train_case(recipe: str, rule: str, run_dir: Path, break_off_at: int | None) -> None:
+    """One start of a run without the command line, whose reading would take longer than the training."""
+    config = replace(configuration(recipe, rule), run_dir=str(run_dir))
+    with (
+        patch("nn.observability.run_directory.draw_curves"),
+        nullcontext() if break_off_at is None else broken_off_at(break_off_at),
+        redirect_stdout(io.StringIO()),
+    ):
+        run(config, "")
+
+
+@cache
+def configuration(recipe: str, rule: str) -> Config:
+    rates = [f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"]
+    return compose_config(*RUN, *rates, recipe=recipe)
+
+
+@pytest.mark.parametrize(("recipe", "rule"), CASES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_in_parts_ends_bit_by_bit_where_the_whole_one_does(num_ranks, recipe, rule, tmp_path):
+    def start(name: str, break_off_at: int | None = None) -> None:
+        arguments = (recipe, rule, tmp_path / name, break_off_at)
+        if num_ranks == 1:
+            train_case(*arguments)
+        else:
+            run_distributed(train_case, num_ranks, *arguments)
+
+    start("whole")
+    start("parts", break_off_at=11)
+    assert newest_first(tmp_path / "parts" / "checkpoints")[0].name == "step_8"
+    start("parts")
+    assert len((tmp_path / "parts" / "restarts.jsonl").read_text().splitlines()) == 1
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+    case = ("dlrm", "adam")
+    train_case(*case, tmp_path / "whole", None)
+    run_distributed(train_case, 2, *case, tmp_path / "run", 11)
+    train_case(*case, tmp_path / "run", None)
+    whole, run = (records(tmp_path / name) for name in ("whole", "run"))
+    assert [each["step"] for each in run] == [each["step"] for each in whole]
+    for key in ("loss", "test_auc", "test_log_loss", "train_auc"):
+        one, other = ([each[key] for each in found if key in each] for found in (whole, run))
+        assert other == pytest.approx(one, rel=1e-5), key
+
+
+def test_a_start_says_where_it_goes_on_and_leaves_a_line_of_it(tmp_path):
+    run_dir = tmp_path / "run"
+    train_and_break_off(11, run_dir)
+    ended = train(run_dir)
+    assert f"goes on    {run_dir / 'checkpoints' / 'step_8'}, 8 steps" in ended.out
+    (line,) = (run_dir / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 8
+    assert len(list((run_dir / "checkpoints").glob(".step*"))) == 0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert train(run_dir).err == ""
+    return run_dir
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(whole, tmp_path):
+    train_and_break_off(3, tmp_path / "run")
+    assert records(tmp_path / "run")
+    assert train(tmp_path / "run").err == ""
+    assert differences(whole, tmp_path / "run") == []
+
+
+def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(whole, tmp_path, monkeypatch):
+    def end(*_):
+        wait_for_writer()
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nn.run.Recorder.finish", end)
+        with pytest.raises(Killed):
+            train(tmp_path / "run")
+    assert train(tmp_path / "run").err == ""
+    assert summary(tmp_path / "run") == summary(whole)
+
+
+def test_a_finished_run_is_trained_on_for_more_epochs(whole, tmp_path):
+    assert train(tmp_path / "run", "train.epochs=1").err == ""
+    assert train(tmp_path / "run").err == ""
+    assert stored_bytes(tmp_path / "run") == stored_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("optimizer.lr=0.25", "optimizer.lr=24.0 instead of 0.25"),
+        ("seed=7", "seed=1 instead of 7"),
+        ("model.top_mlp=[8,1]", r"model.top_mlp=[16, 1] instead of [8, 1]"),
+        ("train.batch_size=32", "train.batch_size=64 instead of 32"),
+        (
+            "data.synthetic.cardinalities=[500,40,7,300,1001]",
+            "data.synthetic.cardinalities=[500, 40, 7, 300, 1000] instead of",
+        ),
+    ],
+)
+def test_another_run_in_its_directory_is_refused_with_what_differs(whole, change, difference):
+    before = {each: each.stat().st_mtime_ns for each in whole.rglob("*")}
+    ended = train(whole, "optimizer.lr=24", "train.epochs=3", change)
+    assert ended.exit_code == 2
+    lr = json.loads((whole / "checkpoints/step_24/run.json").read_text())["config"]["optimizer"][
+        "lr"
+    ]
+    assert difference.replace("24.0", str(lr)) in ended.err
+    assert "Set another run_dir" in ended.err
+    assert "checkpoint.allow_changes=true to go on with the new ones" in ended.err
+    assert {each: each.stat().st_mtime_ns for each in whole.rglob("*")} == before
+
+
+def test_changed_settings_are_taken_when_that_is_asked_for(tmp_path):
+    assert train(tmp_path / "run", "train.max_steps=6").err == ""
+    more = ["train.max_steps=8", "data.shuffle_block=0", "checkpoint.allow_changes=true"]
+    assert train(tmp_path / "run", *more).err == ""
+    assert summary(tmp_path / "run")["steps"] == 8
+
+
+def test_records_of_the_second_start_replace_those_after_the_checkpoint(tmp_path):
+    train_and_break_off(23, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    with path.open("a") as stream:
+        stream.write('{"step": 23, "lo')
+    assert train(tmp_path / "run").err == ""
+    steps = [(each["step"], "loss" in each) for each in records(tmp_path / "run")]
+    assert len(set(steps)) == len(steps)
+    assert [step for step, is_train in steps if is_train] == [5, 10, 15, 20, 24]
+    assert [step for step, is_train in steps if not is_train] == [0, 6, 12, 18, 24]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.fixture(scope="module")
+def broken_off(tmp_path_factory) -> Path:
+    """A run that was broken off after its checkpoints of steps 18 (the best) and 20."""
+    run_dir = tmp_path_factory.mktemp("broken_off") / "run"
+    with patch("nn.observability.run_directory.draw_curves"):
+        train_and_break_off(22, run_dir)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (flip, "rank_00000.bin"),
+        (truncate, "rank_00000.bin"),
+        (flip, "tensors.json"),
+        (truncate, "run.json"),
+        (Path.unlink, "tensors.json"),
+        (Path.unlink, "run.json"),
+    ],
+)
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    whole, broken_off, tmp_path, damage, name
+):
+    run_dir = tmp_path / "run"
+    shutil.copytree(broken_off, run_dir, symlinks=True)
+    damage(run_dir / "checkpoints" / "step_20" / name)
+    ended = train(run_dir)
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert "warning: the checkpoint of step 20 is not used: " in ended.out
+    assert "step_18, 18 steps" in ended.out
+    assert (run_dir / "checkpoints" / "step_20.damaged").is_dir()
+    assert differences(whole, run_dir) == []
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_as_it_did_at_first(tmp_path):
+    """With the checkpoint that it was started from, not with the seed's weights."""
+    assert train(tmp_path / "before", "train.max_steps=4").err == ""
+    first = f"checkpoint.restore={tmp_path / 'before' / 'checkpoints' / 'step_4'}"
+    for name in ("whole", "run"):
+        assert train(tmp_path / name, first, "train.max_steps=8").err == ""
+    (tmp_path / "run" / "summary.json").unlink()
+    damaged = newest_first(tmp_path / "run" / "checkpoints")
+    for path in damaged:
+        flip(path / "rank_00000.bin")
+    ended = train(tmp_path / "run", first, "train.max_steps=8")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert ended.out.count("is not used: ") == len(damaged) > 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_a_finished_run_whose_checkpoints_are_all_damaged_says_so(tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(run_dir, "train.max_steps=4").err == ""
+    (run_dir / "checkpoints" / "step_4" / "run.json").unlink()
+    for _ in range(2):
+        ended = train(run_dir)
+        assert ended.exit_code == 2
+        assert ended.err == (
+            f"error: run_dir={run_dir} already holds the metrics.jsonl of an earlier run, but no whole "
+            "checkpoint to go on from (step_4.damaged cannot be used); set another run_dir, or none for a new "
+            f"runs/<recipe>/<time>, or delete {run_dir / 'metrics.jsonl'} to begin anew there\n"
+        )
+    (run_dir / "metrics.jsonl").unlink()
+    assert train(run_dir).err == ""
+
+
+def test_the_best_checkpoint_stays_beside_the_latest(whole):
+    tests = [each for each in records(whole) if "test_auc" in each]
+    best = max(tests, key=lambda each: each["test_auc"])["step"]
+    assert (whole / "checkpoints" / "best").resolve().name == f"step_{best}"
+    names = {each.name for each in (whole / "checkpoints").glob("step_*")}
+    assert names == {f"step_{best}", "step_20", "step_24"}
+
+
+def test_a_newer_format_is_not_gone_on_from(tmp_path):
+    assert train(tmp_path / "run", "train.max_steps=4").err == ""
+    path = tmp_path / "run" / "checkpoints" / "step_4" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+    ended = train(tmp_path / "run")
+    assert ended.exit_code == 2
+    assert (
+        "step_4 cannot be gone on from: it has format 2, and this version reads up to 1"
+        in ended.err
+    )
+    assert path.exists()
+
+
+@pytest.fixture
+def on_files(tmp_path) -> tuple[Path, list[str]]:
+    """A dataset and a run on it that was broken off after its checkpoint of step 4."""
+    root = write_clicks(tmp_path / "clicks")
+    files = [*ON_FILES, f"data.path={root}", "train.epochs=3", f"run_dir={tmp_path / 'run'}"]
+    assert run_command(*files, "train.max_steps=4").err == ""
+    return root, files
+
+
+def test_a_dataset_file_that_changed_since_is_named(on_files):
+    root, files = on_files
+    path = root / "train" / "item.bin"
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    ended = run_command(*files)
+    assert ended.exit_code == 2
+    assert f"files of {root} have changed since the checkpoint of step 4" in ended.err
+    assert (
+        "train/item.bin (the same size, other bytes); put the same bytes back (their times may "
+        "differ) or set data.path to a copy of the dataset it was trained on, or" in ended.err
+    )
+    assert run_command(*files, "checkpoint.allow_changes=true").exit_code == 0
+
+
+def test_a_dataset_that_was_put_back_is_the_same_dataset(on_files):
+    """What the message of a dataset that changed asks for must be enough."""
+    root, files = on_files
+    path = root / "train" / "item.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[::-1])
+    assert run_command(*files).exit_code == 2
+    path.write_bytes(data)
+    os.utime(path, ns=(1, 1))
+    ended = run_command(*files)
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert f"note: files of {root} were touched or put back since the checkpoint of" in ended.out
+    assert "step 4; their sizes and samples are the same. python -m preproc mode=v" in ended.out
+
+
+def test_a_copy_of_the_dataset_is_the_same_dataset(on_files, tmp_path):
+    _, files = on_files
+    copy = write_clicks(tmp_path / "copy")
+    moved = [f"data.path={copy}" if each.startswith("data.path=") else each for each in files]
+    assert run_command(*moved).err == ""
+
+
+def test_larger_tables_need_a_new_run_and_the_message_says_how(on_files, tmp_path):
+    _, files = on_files
+    grown = write_clicks(tmp_path / "grown", num_items=120)
+    path = tmp_path / "run" / "checkpoints" / "step_4"
+    files = [f"data.path={grown}" if each.startswith("data.path=") else each for each in files]
+    asked = [*files, "checkpoint.grow=true"]
+    ended = run_command(*asked)
+    assert ended.exit_code == 2
+    assert ended.err == (
+        f"error: run_dir={tmp_path / 'run'} has tables of fewer rows than this dataset (item 100 instead of "
+        "120); if the ids that both have mean the same, begin a new run with larger tables: "
+        f"checkpoint.restore={path} checkpoint.grow=true and another run_dir, and the further rows begin with "
+        "the seed's weights\n"
+    )
+    ended = run_command(*asked, "checkpoint.allow_changes=true")
+    assert ended.exit_code == 2
+    assert f"error: {path} holds another model or optimizer: tables.item.weight (100, " in ended.err
+    assert (
+        f"begin a new run: checkpoint.restore={path} with another run_dir and checkpoint.grow=true"
+        in ended.err
+    )
+    as_told = [f"checkpoint.restore={path}", f"run_dir={tmp_path / 'larger'}"]
+    assert run_command(*asked, *as_told).err == ""
+
+
+def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
+    on_files, monkeypatch
+):
+    root, files = on_files
+    item = root / "train" / "item.bin"
+    at_step(monkeypatch, 6, lambda: os.utime(item, ns=(1, 1)))
+    ended = run_command(*files)
+    assert ended.exit_code == 2
+    assert ended.err.startswith(
+        f"error: files of {root} were changed while the run was reading them: train/item.bin (touched or "
+        "rewritten); nothing was saved since. Put the same bytes back (their times may differ), and start "
+    )
+    checkpoints = Path(files[-1].removeprefix("run_dir=")) / "checkpoints"
+    assert not (checkpoints / "step_8").exists()
+    assert (checkpoints / "step_6").exists() or (checkpoints / "step_4").exists()
+
+
+def test_fewer_checkpoints_are_kept_from_the_start_on(tmp_path, monkeypatch):
+    """Not from the next save on: it may be for want of room that fewer shall be kept."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with broken_off_at(11):
+        train(tmp_path / "run", "checkpoint.keep=9")
+    assert len(newest_first(checkpoints)) > 2
+    best = (checkpoints / "best").resolve().name
+    seen = []
+    at_step(monkeypatch, 9, lambda: seen.extend(each.name for each in newest_first(checkpoints)))
+    assert train(tmp_path / "run", "checkpoint.keep=1").exit_code == 0
+    assert set(seen) == {"step_8", best}
+
+
+def test_one_run_directory_serves_one_process_at_a_time(tmp_path):
+    train_and_break_off(11, tmp_path / "run")
+    descriptor = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    ended = train(tmp_path / "run")
+    os.close(descriptor)
+    assert ended.exit_code == 2
+    assert f"is in use: process {os.getpid()} is writing into it; wait for its end" in ended.err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_restarts_need_a_named_run_directory(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    ended = run_command(*TINY)
+    assert ended.exit_code == 2
+    assert "run_dir must be named under --max-restarts=3" in ended.err
+
+
+def test_training_leaves_every_generator_where_it_was(tmp_path, monkeypatch):
+    """So there is none to save. (Building a model moves torch's, whose numbers are then overwritten.)"""
+    states = []
+
+    def look() -> None:
+        name, keys, *rest = np.random.get_state()  # noqa: NPY002, it is what a library would use
+        numbers = [torch.get_rng_state().tolist(), name, keys.tolist(), rest]
+        states.append([random.getstate(), *numbers])
+
+    for step in range(1, LAST_STEP):
+        at_step(monkeypatch, step, look)
+    assert train(tmp_path / "run").err == ""
+    assert len(states) == LAST_STEP - 1
+    assert all(each == states[0] for each in states)
+
+
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_evaluation_asks_for_a_trained_model_and_names_the_latest_of_the_run(
+    tmp_path, has_checkpoints
+):
+    told = "set checkpoint.restore to a run's checkpoints/step_N"
+    if has_checkpoints:
+        for name in ("step_8", "step_16", "step_24.damaged", "best"):
+            (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        told = f"set checkpoint.restore={tmp_path}/checkpoints/step_16, and another run_dir, or none, for the results"
+    config = compose_config(*TINY, "mode=eval", f"run_dir={tmp_path}")
+    with pytest.raises(ValueError, match=rf"^mode=eval needs a trained model: {re.escape(told)}$"):
+        named_start(config, open_source(config))
+
+
+def test_a_run_from_when_workers_were_called_threads_goes_on(tmp_path):
+    run_dir = tmp_path / "run"
+    assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=8").exit_code == 0
+    path = run_dir / "checkpoints" / "step_8" / "run.json"
+    content = path.read_text()
+    assert '"workers"' in content
+    path.write_text(content.replace('"workers"', '"threads"'))
+    assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=16").exit_code == 0

@@ -1,0 +1,362 @@
+"""Whole runs from the command line: what they leave, what the other modes do, and how they refuse."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.helpers.command import ROOT, Ended, run_command, start_command
+from tests.helpers.composed import TINY
+from tests.helpers.datasets import plant, write_clicks
+
+# Neither split divides evenly over batches and ranks.
+ROWS = ["data.synthetic.train_rows=2021", "data.synthetic.test_rows=253"]
+SHORT = [*TINY, *ROWS, "log.every=8", "train.tf32=false"]
+ON_FILES = [each for each in TINY if not each.startswith("data.")]
+
+
+def summary_of(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def refused(*arguments: str) -> str:
+    """Run a command that must be refused with one line; return it without its `error: `."""
+    ended = run_command(*arguments)
+    assert ended.exit_code == 2, ended
+    assert re.fullmatch(r"error: [^\n]+\n", ended.err), ended.err
+    return ended.err.removeprefix("error: ").removesuffix("\n")
+
+
+@pytest.fixture(scope="module")
+def dlrm(tmp_path_factory) -> tuple[Ended, Path]:
+    """`python dlrm.py` from another directory."""
+    directory = tmp_path_factory.mktemp("dlrm")
+    ended = start_command(str(ROOT / "dlrm.py"), *SHORT, "run_dir=run", directory=directory)
+    return ended, directory / "run"
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory) -> Path:
+    return write_clicks(tmp_path_factory.mktemp("run") / "clicks")
+
+
+def test_dlrm_trains_and_says_how_it_went(dlrm):
+    ended, run_dir = dlrm
+    assert (ended.exit_code, ended.err) == (0, "")
+    summary = summary_of(run_dir)
+    assert summary["untrained_test_auc"] < 0.5 < summary["test_auc"] < summary["teacher_auc"]
+    for text in (
+        "1 process on 1 host",
+        "dlrm, 3 numerical and 5 categorical features, dim 8",
+        "table_wise",
+        "step 32/32",
+        f"test AUC    {summary['test_auc']:.4f}",
+        f"log loss    {summary['test_log_loss']:.4f}",
+    ):
+        assert text in ended.out
+
+
+def test_the_run_directory_is_complete(dlrm):
+    _, run_dir = dlrm
+    assert {each.name for each in run_dir.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "curves.png",
+        "metrics.jsonl",
+        "plan.json",
+        "summary.json",
+        "tensorboard",
+    }
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert (config["recipe"], config["train"]["batch_size"]) == ("dlrm", 64)
+    first, *records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert {"torch", "torchrec", "fbgemm", "git_commit", "world_size"} <= set(first)
+    assert {"loss", "samples_per_s", "test_auc"} <= {key for each in records for key in each}
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert [each["table"] for each in plan] == [f"cat_{index}" for index in range(5)]
+    saved = {each.name for each in (run_dir / "checkpoints").iterdir()}
+    assert saved == {"step_24", "step_32", "best", "saved.jsonl"}
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((run_dir / "tensorboard").iterdir())) == 1
+    assert {
+        "steps",
+        "test_auc",
+        "test_log_loss",
+        "samples_per_s",
+        "step_ms",
+        "peak_hbm_bytes",
+    } <= set(summary_of(run_dir))
+
+
+def test_two_ranks_under_torchrun_end_where_one_does(dlrm, tmp_path):
+    _, run_dir = dlrm
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ended = start_command(
+        *torchrun, str(ROOT / "dlrm.py"), *SHORT, "run_dir=run", directory=tmp_path
+    )
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert ended.out.count("test AUC  ") == 1
+    one, two = summary_of(run_dir), summary_of(tmp_path / "run")
+    for name in ("test_auc", "test_log_loss"):
+        assert two[name] == pytest.approx(one[name], abs=1e-5)
+    assert (two["steps"], two["test_rows"]) == (one["steps"], one["test_rows"]) == (32, 253)
+
+
+def test_dcnv2_trains_into_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command(*SHORT, "train.max_steps=5", "log.every=2", recipe="dcnv2")
+    assert (ended.exit_code, ended.err) == (0, "")
+    (run_dir,) = (tmp_path / "runs" / "dcnv2").iterdir()
+    assert summary_of(run_dir)["steps"] == 5
+    assert "dcnv2, 3 numerical" in ended.out
+
+
+def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = run_command(
+        "--config-name",
+        "dcnv2",
+        "mode=plan",
+        "device=cuda",
+        "sharding.world_size=4",
+        "sharding.hbm_gib=139",
+        "data=criteo_t3",
+        "model.embedding_dim=128",
+        recipe="main",
+    )
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert "cat_25" in ended.out
+    assert "of 26 tables" in ended.out
+    assert re.search(r"a rank +at most [\d,.]+ MiB", ended.out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_opens_no_process_group_and_no_run_directory(tmp_path, monkeypatch):
+    def forbidden(*_):
+        raise AssertionError("mode=plan starts nothing")
+
+    monkeypatch.setattr("nn.run.process_group", forbidden)
+    ended = run_command(*TINY, "mode=plan", f"run_dir={tmp_path / 'run'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert "of 5 tables" in ended.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_says_what_does_not_fit_and_what_to_change():
+    message = refused(
+        *["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=16"],
+        *["data=criteo_t3", "model.embedding_dim=128", "model.bottom_mlp=[64,128]"],
+    )
+    assert re.match(r"the tables do not fit: .*2 x 14\.4 GiB are usable", message)
+    assert "; the largest are cat_" in message
+    assert "Either start " in message
+
+
+def test_evaluating_a_checkpoint_gives_what_training_ended_with(dlrm, tmp_path):
+    _, run_dir = dlrm
+    restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
+    ended = run_command(*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    trained, evaluated = summary_of(run_dir), summary_of(tmp_path / "run")
+    for name in ("steps", "test_auc", "test_log_loss", "test_rows", "teacher_auc"):
+        assert evaluated[name] == trained[name]
+    assert evaluated["samples_per_s"] is None
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_in_two_parts_ends_where_the_whole_one_does(dlrm, tmp_path):
+    _, run_dir = dlrm
+    first = run_command(*SHORT, "train.max_steps=13", f"run_dir={tmp_path / 'first'}")
+    restore = f"checkpoint.restore={tmp_path / 'first' / 'checkpoints' / 'step_13'}"
+    second = run_command(*SHORT, restore, f"run_dir={tmp_path / 'second'}")
+    assert first.exit_code == second.exit_code == 0, second.err
+    assert "13 steps" in second.out
+    whole, parts = summary_of(run_dir), summary_of(tmp_path / "second")
+    for name in ("steps", "epochs", "test_auc", "test_log_loss"):
+        assert parts[name] == whole[name]
+
+
+def test_a_restored_run_was_not_untrained(dlrm, tmp_path):
+    _, run_dir = dlrm
+    restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
+    more = [
+        "train.epochs=2",
+        "train.max_steps=33",
+        "eval.at_start=true",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    assert run_command(*SHORT, restore, *more).exit_code == 0
+    assert summary_of(tmp_path / "run")["untrained_test_auc"] is None
+
+
+def test_gpu_memory_to_plan_with_makes_no_gpu_run(tmp_path):
+    ended = run_command(*TINY, "device=auto", "sharding.hbm_gib=139", f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 0, ended.err
+    assert "step: a CUDA graph" not in ended.out
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_no_result(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointException("save", {0: (OSError(28, "No space left on device"), [])})
+
+    monkeypatch.setattr("nn.checkpoint.state.dcp.save", full)
+    message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
+    assert "the checkpoint could not be written below" in message
+    assert "No space left on device" in message
+    assert summary_of(tmp_path / "run")["test_auc"] > 0
+
+
+def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nn.training.train_step.Step.train", interrupt)
+    ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 130
+    assert ended.err.splitlines()[-1].startswith(
+        "error: interrupted; what was recorded so far is in"
+    )
+    assert "Traceback" not in ended.err
+
+
+def test_a_plan_says_what_it_is_for():
+    asked = ["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=100"]
+    out = run_command(*TINY, *(each for each in asked), "device=cuda").out
+    assert re.search(r"plan for +2 x cuda on 1 node", out)
+    assert re.search(r"memory +100.0 GiB a rank, 90.0 GiB of it for tables", out)
+
+
+def test_a_run_that_is_over_is_not_restored_for_training(dlrm, tmp_path):
+    _, run_dir = dlrm
+    path = run_dir / "checkpoints" / "step_32"
+    message = refused(*SHORT, f"checkpoint.restore={path}", f"run_dir={tmp_path / 'run'}")
+    assert message == (
+        f"checkpoint.restore={path} has 32 steps behind it, and this run ends after 32; raise "
+        "train.epochs or train.max_steps, or set mode=eval"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["train.batch_size=4096"],
+            "batch size 4096 is larger than the 2048 rows of split 'train' of the synthetic stream; "
+            "want a train.batch_size of at most that many",
+        ),
+        (["device=cuda"], "device=cuda, but torch sees no GPU here; train on the CPU with"),
+        (["train.amp=fp16"], "train.amp=fp16 needs a GPU; on the CPU set train.amp=bf16 or off"),
+        (["seed=-1"], "seed must not be negative, got -1"),
+        (["data.path=nowhere"], r"nowhere\b.*feature_spec.yaml"),
+        (["eval.split=validation"], "split 'validation'"),
+        (["mode=inference", "eval.split=validation"], "split 'validation'"),
+        (["checkpoint.restore=nowhere"], "checkpoint.restore=nowhere is not a checkpoint"),
+        (["sharding.host_gib=0.00001"], "the tables do not fit: .* raise the frequency limit"),
+        (["sharding.tables={cat_9:row_wise}"], "sharding.tables names cat_9, but the tables are"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(changes, message, tmp_path):
+    assert re.search(message, refused(*TINY, f"run_dir={tmp_path / 'run'}", *changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.batch_size=4o96", "Value '4o96' of type 'str' could not be converted to Integer"),
+        ("mode=evall", "Invalid value 'evall', expected one of [train, eval, inference, plan]"),
+        ("checkpoint.parts=tables", "a list is written as [a,b]"),
+        ("train.epochs", "Error parsing override 'train.epochs' missing EQUAL"),
+        ("recipe=${nope}", "Interpolation key 'nope' not found"),
+        (
+            "experiment=dlrm_criteo_t9",
+            "Could not find 'experiment/dlrm_criteo_t9' Available options",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_in_one_line_too(change, message, tmp_path):
+    told = refused(*SHORT, f"run_dir={tmp_path / 'run'}", change)
+    assert message in told
+    assert "search path" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_run_directory_is_no_new_one():
+    assert refused(*SHORT, "run_dir=").startswith(
+        "run_dir is empty, perhaps a variable that is not"
+    )
+
+
+def test_an_error_of_the_system_without_a_file_is_told_without_one(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nn.run.run", full)
+    told = refused(*SHORT, f"run_dir={tmp_path / 'run'}")
+    assert told == "No space left on device: while a file of the run was read or written"
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
+    assert message.startswith("batch size 64 does not divide evenly over 3 ranks; want a positive")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_over_is_left_as_it_is(dlrm):
+    _, run_dir = dlrm
+    before = {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")}
+    ended = run_command(*SHORT, f"run_dir={run_dir}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert f"run_dir={run_dir} holds the whole run already (32 steps); nothing to do." in ended.out
+    assert {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")} == before
+
+
+def test_the_run_directory_of_other_work_is_refused_and_left_as_it_is(dlrm, tmp_path):
+    _, run_dir = dlrm
+    restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
+    evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
+    assert run_command(*evaluate).exit_code == 0
+    before = {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")}
+    for arguments in (evaluate, [*SHORT, f"run_dir={tmp_path / 'run'}"]):
+        message = refused(*arguments)
+        assert "already holds the metrics.jsonl of an earlier run" in message
+    assert {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")} == before
+
+
+def test_a_truncated_file_is_named_before_anything_starts(tmp_path):
+    root = write_clicks(tmp_path / "clicks")
+    path = root / "train" / "item.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    message = refused(*ON_FILES, f"data.path={root}", f"run_dir={tmp_path / 'run'}")
+    assert str(path) in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_id_ends_the_run_and_leaves_nothing_that_looks_whole(tmp_path):
+    root = write_clicks(tmp_path / "clicks")
+    plant(root / "train" / "item.bin", 170, 101, "int8")
+    run_dir = tmp_path / "run"
+    message = refused(*ON_FILES, f"data.path={root}", f"run_dir={run_dir}", "data.shuffle_block=0")
+    assert message.startswith(
+        f"feature 'item': id 101 at row 170 of {root / 'train' / 'item.bin'} lies outside its table "
+        "of 100 rows"
+    )
+    assert not {"summary.json", "curves.png"} & {each.name for each in run_dir.iterdir()}
+    assert not list((run_dir / "checkpoints").glob("step_8"))
+
+
+def test_a_loss_that_is_no_number_ends_with_its_own_exit_code(clicks, tmp_path):
+    ended = run_command(
+        *[*ON_FILES, f"data.path={clicks}", f"run_dir={tmp_path / 'run'}"],
+        *["optimizer.name=sgd", "optimizer.lr=1e30"],
+    )
+    assert ended.exit_code == 3
+    assert re.fullmatch(
+        r"error: the loss is (nan|inf) at step \d \(learning rate 1e\+30\); .*\n", ended.err
+    )
+    assert not (tmp_path / "run" / "summary.json").exists()

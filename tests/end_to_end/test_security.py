@@ -1,0 +1,310 @@
+"""Nothing that reads a file executes it, and no name in a file leads out of its directory: docs/security.md."""
+
+import ast
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from configs.schema import Half
+from dataloading.feature_spec import FeatureSpec
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
+from nn.export.tables import ExportFormat, export_tables
+from tests.helpers.command import ROOT, run_command, start_command
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.datasets import write_clicks
+from tests.nn.checkpoint.test_state import save
+from tests.project.test_layers import sources
+
+TRAP = "trap was sprung"
+
+
+class Trap:
+    """Its pickle makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_the_trap_works(tmp_path):
+    pickle.loads(pickle.dumps(Trap(tmp_path / TRAP)))
+    assert (tmp_path / TRAP).exists()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        built.train(0, 1)
+        return save(tmp_path_factory.mktemp("original"), built, 1)
+
+
+@pytest.fixture
+def saved(original, tmp_path) -> Path:
+    """A checkpoint that may be damaged."""
+    return shutil.copytree(original, tmp_path / "step_1")
+
+
+def shards(path: Path) -> list[Path]:
+    """The files with a checkpoint's numbers."""
+    index = json.loads((path / INDEX_FILE).read_text())
+    named = {chunk["file"] for each in index["tensors"].values() for chunk in each["chunks"]}
+    return [path / each for each in sorted(named)]
+
+
+def read_in_every_way(path: Path, directory: Path) -> list[str]:
+    """Check, restore and export a checkpoint; return what each complained about."""
+    complaints = []
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        for read in (
+            lambda: checkpoint.check(path, built.source.spec),
+            lambda: checkpoint.restore(path, built.step, with_optimizer=True),
+            lambda: export_tables(path, directory / "out"),
+        ):
+            try:
+                read()
+            except ValueError as error:
+                complaints.append(str(error))
+    return complaints
+
+
+def test_the_index_of_torchs_own_writer_is_never_opened(saved, tmp_path):
+    (saved / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / TRAP)))
+    assert read_in_every_way(saved, tmp_path) == []
+    assert not (tmp_path / TRAP).exists()
+
+
+@pytest.mark.parametrize("name", [INDEX_FILE, "run.json"])
+def test_a_pickle_in_the_place_of_json_is_refused(saved, tmp_path, name):
+    (saved / name).write_bytes(pickle.dumps(Trap(tmp_path / TRAP)))
+    assert len(read_in_every_way(saved, tmp_path)) >= 1
+    assert not (tmp_path / TRAP).exists()
+
+
+def archive_with(trap: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", trap)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("form", [lambda trap: trap, archive_with], ids=["bare", "in an archive"])
+def test_a_pickle_in_the_place_of_numbers_stays_bytes(saved, tmp_path, form):
+    trap = form(pickle.dumps(Trap(tmp_path / TRAP)))
+    for path in shards(saved):
+        path.write_bytes((trap * (path.stat().st_size // len(trap) + 1))[: path.stat().st_size])
+    read_in_every_way(saved, tmp_path)
+    assert not (tmp_path / TRAP).exists()
+
+
+def test_a_pickle_in_a_table_of_the_tf2_recipe_is_refused(saved, tmp_path):
+    export_tables(saved, tmp_path / "tf2", format=ExportFormat.tf2)
+    trap = np.array([[Trap(tmp_path / TRAP)]], dtype=object)
+    np.save(tmp_path / "tf2/sparse/feature_0.npy", trap, allow_pickle=True)
+    with ranks_of_cpu():
+        step = build(compose_config(*TINY)).step
+        with pytest.raises(ValueError, match=r"feature_0\.npy holds object"):
+            checkpoint.restore(tmp_path / "tf2", step, with_optimizer=False, halves=[Half.tables])
+    assert not (tmp_path / TRAP).exists()
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    """Change one tensor of the index."""
+    index = json.loads((path / INDEX_FILE).read_text())
+    change(index["tensors"]["tables.cat_0.weight"])
+    (path / INDEX_FILE).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "{outside}/secret", "link", "..", "", "a/../b", "\0"]
+)
+def test_no_checkpoint_names_a_file_outside_its_directory(saved, tmp_path, name):
+    (tmp_path / "secret").write_bytes(bytes(2**16))
+    (saved / "link").symlink_to(tmp_path / "secret")
+    edit(saved, lambda tensor: tensor["chunks"][0].update(file=name.format(outside=tmp_path)))
+    with pytest.raises(ValueError, match=r"plain name of a file in|a link that leads out of"):
+        read_index(saved)
+    assert len(read_in_every_way(saved, tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.update(dtype="object"),
+        lambda tensor: tensor.update(dtype=["float32"]),
+        lambda tensor: tensor.update(size=[-500, 8]),
+        lambda tensor: tensor.update(size=[10**15, 8]),
+        lambda tensor: tensor.update(size="500"),
+        lambda tensor: tensor["chunks"][0].update(offsets=[-1, 0]),
+        lambda tensor: tensor["chunks"][0].update(start=True),
+        lambda tensor: tensor["chunks"].append(tensor["chunks"][0]),
+        lambda tensor: tensor["chunks"].clear(),
+        lambda tensor: tensor["chunks"][0].pop("file"),
+        lambda tensor: tensor["chunks"][0].update(crc32=[]),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused(saved, change):
+    edit(saved, change)
+    with pytest.raises(ValueError, match=INDEX_FILE):
+        read_index(saved)
+
+
+def test_a_chunk_beyond_the_end_of_its_file_is_refused(saved):
+    edit(saved, lambda tensor: tensor["chunks"][0].update(start=10**12))
+    with pytest.raises(ValueError, match="truncated"):
+        list(blocks(read_index(saved).tensors["tables.cat_0.weight"]))
+
+
+def test_a_nested_index_does_not_exhaust_the_stack(saved):
+    (saved / INDEX_FILE).write_text("[" * 10**6)
+    with pytest.raises(ValueError, match=INDEX_FILE):
+        read_index(saved)
+
+
+def yaml_trap(path: Path) -> str:
+    return f"!!python/object/apply:os.mkdir ['{path}']"
+
+
+def test_yaml_makes_plain_values_only(tmp_path):
+    root = write_clicks(tmp_path / "clicks")
+    with (root / "feature_spec.yaml").open("a") as stream:
+        stream.write(f"\nfurther: {yaml_trap(tmp_path / TRAP)}\n")
+    with pytest.raises(ValueError, match="not plain yaml"):
+        FeatureSpec.load(root)
+    (tmp_path / "experiment").mkdir()
+    text = f"# @package _global_\nrun_dir: {yaml_trap(tmp_path / TRAP)}\n"
+    (tmp_path / "experiment/evil.yaml").write_text(text)
+    recipe = str(ROOT / "dlrm.py")
+    options = [f"--config-dir={tmp_path}", "+experiment=evil", "mode=plan"]
+    ended = start_command(recipe, *options, directory=tmp_path)
+    assert ended.exit_code != 0
+    assert "could not determine a constructor" in ended.err
+    assert not (tmp_path / TRAP).exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../feature_spec.yaml", "{outside}/feature_spec.yaml", "link.yaml"]
+)
+def test_the_spec_lies_inside_the_dataset(tmp_path, name):
+    root = write_clicks(tmp_path / "clicks")
+    (root / "feature_spec.yaml").rename(tmp_path / "feature_spec.yaml")
+    (root / "link.yaml").symlink_to(tmp_path / "feature_spec.yaml")
+    ended = run_command(
+        f"data.path={root}", f"data.feature_spec={name.format(outside=tmp_path)}", "mode=plan"
+    )
+    assert ended.exit_code == 2
+    assert "lies outside the dataset directory" in ended.err
+
+
+@pytest.mark.parametrize("recipe", ["../elsewhere", "/elsewhere", "..", ""])
+def test_the_name_of_a_recipe_is_no_path(recipe):
+    ended = run_command(f"recipe='{recipe}'", "mode=plan")
+    assert ended.exit_code == 2
+    assert "names a folder below runs/" in ended.err
+
+
+def files_below(directory: Path) -> set[str]:
+    return {str(each.relative_to(directory)) for each in directory.rglob("*") if each.is_file()}
+
+
+def test_names_of_features_become_no_paths(tmp_path):
+    root = write_clicks(tmp_path / "room/clicks")
+    spec = yaml.safe_load((root / "feature_spec.yaml").read_text())
+    hostile = "../../../outside/x"
+    text = json.dumps(spec).replace('"user"', json.dumps(hostile))
+    (root / "feature_spec.yaml").write_text(text)
+    run_dir, output = tmp_path / "room/run", tmp_path / "room/out"
+    ended = run_command(
+        *(each for each in TINY if not each.startswith("data.")),
+        f"data.path={root}",
+        f"run_dir={run_dir}",
+        "eval.batch_size=64",
+    )
+    assert ended.exit_code == 0, ended.err
+    path = next((run_dir / "checkpoints").glob("step_*"))
+    written = export_tables(path, output)
+    assert any("/outside/" in name for name in written)
+    assert {each.name for each in tmp_path.iterdir()} == {"room"}
+    assert files_below(output) == {"export.json", *chain.from_iterable(written.values())}
+
+
+FAKE = {
+    "srun": '#!/bin/sh\nprintf "%s\\0" "$@" > srun.txt\n',
+    "scontrol": "#!/bin/sh\necho node1\n",
+}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "$(touch sprung)",
+        "`touch sprung`",
+        "; touch sprung",
+        "& touch sprung",
+        "a'b\"c d",
+        "*",
+        "-x\ny",
+    ],
+)
+def test_slurm_hands_arguments_on_as_they_are(tmp_path, argument):
+    for name, text in FAKE.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "dlrm.py").touch()
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": argument, "CONTAINER_MOUNTS": argument}
+    for image in ({}, {"CONTAINER_IMAGE": argument}):
+        done = subprocess.run(
+            ["bash", str(ROOT / "slurm_multinode.sh"), "dlrm.py", f"run_dir={argument}", argument],
+            cwd=tmp_path,
+            env=os.environ | job | image | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        given = (tmp_path / "srun.txt").read_text().split("\0")
+        assert given[-4:-1] == ["dlrm.py", f"run_dir={argument}", argument]
+        assert bool(image) == (f"--container-image={argument}" in given)
+    assert not (tmp_path / "sprung").exists()
+
+
+# What executes what it reads, or hands text to a shell.
+DANGEROUS = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "joblib.load"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"),
+    *("dcp.FileSystemReader", "dcp.load_state_dict"),
+}
+
+
+def test_no_source_of_ours_executes_what_it_reads():
+    for module, source in sources().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{each.name}" for each in node.names}
+                assert not names & DANGEROUS, module
+                assert node.module != "pickle", module
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            assert called not in DANGEROUS | {"eval", "exec"}, module
+            keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            assert keywords.get("shell", "False") == "False", module
+            if called == "np.load":
+                assert keywords.get("allow_pickle") == "False", module
+            if called in ("dcp.load", "dcp.save", "dcp.async_save"):
+                assert keywords.keys() & {"storage_reader", "storage_writer"}, module

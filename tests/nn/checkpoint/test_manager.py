@@ -1,0 +1,223 @@
+"""Saving while training goes on: what waits for what, and that a process that dies at any moment leaves what was whole."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.remote_device import _remote_device
+
+from nn.checkpoint.dcp_writer import TensorWriter
+from nn.checkpoint.directory import clear, find_damage, newest_first, read_facts, step_of
+from nn.checkpoint.manager import Checkpointer
+from nn.checkpoint.staging import HostCopy
+from nn.checkpoint.state import facts_of, restore, state_of
+from tests.crash import wait_until
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.runs import at_step, stored_bytes, wait_for_writer
+
+SHORT = [*TINY, "log.tensorboard=false", "train.max_steps=10", "train.tf32=false"]
+SAVING = "checkpoint.save_every=4"
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch) -> None:
+    monkeypatch.setattr("nn.observability.run_directory.draw_curves", lambda *_: None)
+
+
+def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path, monkeypatch):
+    may_write, seen = Event(), []
+    write_data = TensorWriter.write_data
+
+    def wait_and_write(self, plan, planner):
+        assert may_write.wait(60)
+        return write_data(self, plan, planner)
+
+    def look_and_let_go() -> None:
+        # The writer is a thread, which three short steps may leave no turn.
+        checkpoints = tmp_path / "run" / "checkpoints"
+        wait_until((checkpoints / ".step_4.unfinished").exists, 60)
+        seen.extend(each.name for each in checkpoints.iterdir())
+        may_write.set()
+
+    monkeypatch.setattr(TensorWriter, "write_data", wait_and_write)
+    at_step(monkeypatch, 7, look_and_let_go)
+    ended = run_command(*SHORT, SAVING, "checkpoint.keep=9", f"run_dir={tmp_path / 'run'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert seen == [".step_4.unfinished"], "three steps after its save it was not written"
+    monkeypatch.undo()
+    four = [*SHORT, "train.max_steps=4", f"run_dir={tmp_path / 'four'}"]
+    assert run_command(*four).exit_code == 0
+    stored = tmp_path / "run" / "checkpoints" / "step_4" / "rank_00000.bin"
+    weights = tmp_path / "four" / "checkpoints" / "step_4" / "rank_00000.bin"
+    assert stored.read_bytes()[: weights.stat().st_size] == weights.read_bytes()
+
+
+def test_a_copy_says_that_it_lies_in_host_memory():
+    """Not on the GPU that its shards came from: torch refuses a shard that is elsewhere than it says."""
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        state = state_of(built.step)
+        for sharded in state.values():
+            for shard in sharded.local_shards() if isinstance(sharded, ShardedTensor) else []:
+                shard.metadata.placement = _remote_device("rank:0/cuda:0")
+        copied = HostCopy(torch.device("cpu")).take(state)
+    shards = [
+        shard
+        for each in copied.values()
+        if isinstance(each, ShardedTensor)
+        for shard in each.local_shards()
+    ]
+    assert {str(each.metadata.placement) for each in shards} == {"rank:0/cpu"}
+
+
+def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
+    may_write, waited = Event(), []
+    write_data, wait = TensorWriter.write_data, Checkpointer.wait
+
+    def wait_and_write(self, plan, planner):
+        assert may_write.wait(60)
+        return write_data(self, plan, planner)
+
+    def note(self):
+        waited.append(self.is_writing)
+        if len(waited) > 1:
+            may_write.set()
+        return wait(self)
+
+    monkeypatch.setattr(TensorWriter, "write_data", wait_and_write)
+    monkeypatch.setattr(Checkpointer, "wait", note)
+    assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'run'}").exit_code == 0
+    assert waited[:2] == [False, True]
+    lines = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
+    assert [json.loads(each)["step"] for each in lines] == [4, 8, 10]
+
+
+def test_without_room_for_a_copy_training_waits_and_the_files_are_the_same(tmp_path, monkeypatch):
+    assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'copied'}").exit_code == 0
+    monkeypatch.setattr("nn.checkpoint.manager.SPARE_MEMORY", 0)
+    monkeypatch.setattr("nn.checkpoint.manager.HostCopy.take", None)
+    at_step(monkeypatch, 4, lambda: wait_for_nothing(tmp_path / "waited"))
+    ended = run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'waited'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert (
+        ended.out.count("checkpoints: no room in host memory for a copy of 0.0 GiB, so that") == 1
+    )
+    assert stored_bytes(tmp_path / "waited") == stored_bytes(tmp_path / "copied")
+
+
+def wait_for_nothing(run_dir: Path) -> None:
+    assert (run_dir / "checkpoints" / "step_4").exists()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+class Mortal:
+    """Counts what this process does to files, and from the n-th time on does nothing any more."""
+
+    def __init__(self) -> None:
+        self.count = self.dies_at = 0
+        self.is_on = self.has_died = False
+        # It cannot be taken away again.
+        sys.addaudithook(self._hear)
+
+    @contextmanager
+    def until(self, dies_at: int) -> Iterator[None]:
+        self.count, self.dies_at = 0, dies_at
+        self.is_on, self.has_died = True, False
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    def act(self) -> None:
+        if not self.is_on:
+            return
+        if self.count >= self.dies_at:
+            self.has_died = True
+            raise Killed
+        self.count += 1
+
+    def _hear(self, event: str, arguments: tuple) -> None:
+        is_change = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink")
+        if is_change or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            self.act()
+
+
+@pytest.fixture
+def mortal(monkeypatch) -> Mortal:
+    """Opening for writing, renaming, removing, linking, making directories; and writing and syncing what is open."""
+    mortal = Mortal()
+    for name in ("pwrite", "fsync"):
+        real = getattr(os, name)
+
+        def act(*arguments, real=real):
+            mortal.act()
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, act)
+    return mortal
+
+
+def checkpointer_of(built: Built, directory: Path) -> Checkpointer:
+    facts = facts_of(built.config, built.source.spec, built.ranks)
+    keep_one = compose_config(*TINY, "checkpoint.keep=1").checkpoint
+    return Checkpointer(
+        directory, built.step, facts, built.source.spec, keep_one, built.ranks, say=print
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, mortal):
+    """At every single thing that writing, renaming and pruning does to files; then the next start cleans up."""
+
+    def save(checkpointer: Checkpointer, step: int, best_step: int) -> None:
+        checkpointer.save(step, {"best_step": best_step}, {})
+        wait_for_writer()
+
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        before = tmp_path / "before"
+        built.train(0, 1)
+        save(checkpointer_of(built, before), 1, best_step=1)
+        built.train(1, 1)
+        save(checkpointer_of(built, before), 2, best_step=1)
+        weights = [each.weight.clone() for each in built.step.tables.shards()]
+        built.train(2, 1)
+        newer = [each.weight.clone() for each in built.step.tables.shards()]
+        left, dies_at = [], 0
+        while True:
+            directory = tmp_path / f"dies_at_{dies_at}"
+            shutil.copytree(before, directory, symlinks=True)
+            checkpointer = checkpointer_of(built, directory)
+            with mortal.until(dies_at):
+                save(checkpointer, 3, best_step=3)
+            latest = newest_first(directory)[0]
+            left.append(step_of(latest))
+            assert find_damage(latest, read_facts(latest), 0, 1) is None
+            best = directory / "best"
+            assert not best.exists() or find_damage(best, read_facts(best), 0, 1) is None
+            clear(directory, left[-1])
+            assert not list(directory.glob(".step*"))
+            restore(latest, built.step, with_optimizer=True)
+            wanted = newer if left[-1] == 3 else weights
+            for shard, each in zip(built.step.tables.shards(), wanted, strict=True):
+                assert torch.equal(shard.weight, each)
+            restore(before / "step_2", built.step, with_optimizer=True)
+            built.train(2, 1)
+            if not mortal.has_died:
+                break
+            dies_at += 1
+    assert dies_at > 15
+    assert left == sorted(left), "once it is there it stays"
+    assert set(left) == {2, 3}

@@ -1,0 +1,257 @@
+"""Halves of a model are loaded apart and frozen apart, and tables may grow on the way."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.schema import Half
+from nn.checkpoint import state as checkpoint
+from nn.layers.initialization import fill_uniform_
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.nn.checkpoint.test_reshard import contents
+from tests.nn.checkpoint.test_state import LAYOUTS, case, same, save, state_of
+
+RULES = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
+GROWN = [500, 47, 7, 301, 1000]
+
+
+def weights_of(built: Built) -> dict[Half, dict[str, Tensor]]:
+    """Copies of all weights of a run on one rank."""
+    state = state_of(built)
+    names = dict(built.step.dense.named_parameters())
+    return {
+        Half.dense: {name: state[name] for name in names},
+        Half.tables: {
+            name: state[name]
+            for name in state
+            if name.startswith("cat_") and name.endswith(".weight")
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """Checkpoints of each rule after three steps."""
+    directory = tmp_path_factory.mktemp("saved")
+    paths = {}
+    with ranks_of_cpu():
+        for rule in RULES:
+            built = build(compose_config(*case(rule)))
+            built.train(0, 3)
+            paths[rule] = save(directory / rule, built, 3)
+    return paths
+
+
+@pytest.mark.parametrize("half", Half)
+def test_one_half_is_loaded_and_the_other_keeps_the_seeds_weights(saved, half):
+    with ranks_of_cpu():
+        fresh, whole = (build(compose_config(*case("adagrad"))) for _ in range(2))
+        checkpoint.restore(saved["adagrad"], whole.step, with_optimizer=False)
+        built = build(compose_config(*case("adagrad")))
+        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, halves=[half])
+        for each in Half:
+            expected = weights_of(whole if each is half else fresh)[each]
+            assert same(weights_of(built)[each], expected), each
+        assert not same(weights_of(fresh)[half], weights_of(whole)[half])
+
+
+@pytest.mark.parametrize("half", Half)
+def test_the_other_half_may_be_of_another_model(saved, half):
+    other = {
+        Half.tables: ["model.name=dcnv2", "model.top_mlp=[8,1]", "optimizer.embedding_name=adam"],
+        Half.dense: ["sharding.tables={cat_0:table_wise}", "optimizer.embedding_name=adam"],
+    }
+    with ranks_of_cpu():
+        built = build(compose_config(*case("adagrad"), *other[half]))
+        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, halves=[half])
+        built.train(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ("[dense,tables,optimizer]", "step_3, 3 steps, dense, tables, optimizer"),
+        ("[dense,tables]", "step_3, dense, tables; training begins at step 0"),
+        ("[tables]", "step_3, tables; training begins at step 0"),
+    ],
+)
+def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, told):
+    ended = run_command(
+        *case("adam"),
+        f"checkpoint.restore={saved['adam']}",
+        f"checkpoint.parts={parts}",
+        "checkpoint.save=false",
+        "train.max_steps=5",
+        f"run_dir={tmp_path / 'run'}",
+    )
+    assert ended.exit_code == 0, ended.err
+    assert told in " ".join(ended.out.split())
+    assert "step 5/5" in ended.out
+
+
+@pytest.mark.parametrize("parts", ["[]", "[optimizer]", "[tables,optimizer]"])
+def test_parts_that_cannot_be_are_refused(parts):
+    ended = run_command(f"checkpoint.parts={parts}", "checkpoint.restore=x")
+    assert ended.exit_code == 2
+    assert "checkpoint.parts" in ended.err
+
+
+def test_freezing_both_halves_is_refused():
+    ended = run_command("train.freeze=[dense,tables]")
+    assert ended.exit_code == 2
+    assert "nothing would learn" in ended.err
+
+
+def frozen_runs(cases: list[list[str]]) -> list[tuple[dict, dict]]:
+    """Of each case: which half changed in some steps, and the state that a checkpoint of it would hold."""
+    results = []
+    with ranks_of_cpu():
+        for overrides in cases:
+            built = build(compose_config(*overrides))
+            before = [value.clone() for value in local_weights(built)]
+            built.train(0, 4)
+            after = local_weights(built)
+            same_parts = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
+            num_dense = len(list(built.step.dense.parameters()))
+            changed = {
+                Half.dense: not all(same_parts[:num_dense]),
+                Half.tables: not all(same_parts[num_dense:]),
+            }
+            results.append((changed, list(built.step.tables.optimizer_state())))
+    return results
+
+
+def local_weights(built: Built) -> list[Tensor]:
+    dense = [parameter.detach() for parameter in built.step.dense.parameters()]
+    return dense + [shard.weight.detach() for shard in built.step.tables.shards()]
+
+
+FREEZES = [
+    [*case(rule, layout), f"train.freeze=[{half.name}]"]
+    for rule, layout, half in product(["adagrad", "adam"], LAYOUTS, Half)
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_frozen_half_does_not_change_by_a_bit_and_the_other_learns(world_size):
+    # A last batch with padding takes TorchRec's way, all others the static one: 64, 64, 64, 8 rows.
+    cases = [[*each, "data.synthetic.train_rows=200"] for each in FREEZES]
+    results = run_distributed(frozen_runs, world_size, cases)
+    for overrides, *of_ranks in zip(cases, *results, strict=True):
+        frozen = Half.dense if "[dense]" in overrides[-2] else Half.tables
+        changed = [changes for changes, _ in of_ranks]
+        assert not any(each[frozen] for each in changed), overrides
+        assert any(each[half] for each in changed for half in Half if half is not frozen), overrides
+        if frozen is Half.tables:
+            assert not any(state for _, state in of_ranks), (
+                "a frozen table needs no optimizer state"
+            )
+
+
+@pytest.mark.parametrize(("half", "rule"), list(product(Half, RULES)))
+def test_a_frozen_half_needs_no_optimizer_state(saved, half, rule, tmp_path):
+    """Its state is left in the checkpoint; a checkpoint of the frozen run, which has none, is enough to go on."""
+    frozen = [*case(rule), f"train.freeze=[{half.name}]"]
+    with ranks_of_cpu():
+        built = build(compose_config(*frozen))
+        checkpoint.restore(saved[rule], built.step, with_optimizer=True)
+        kept = weights_of(built)[half]
+        built.train(3, 2)
+        path = save(tmp_path, built, 5)
+        losses = built.train(5, 2)
+        again = build(compose_config(*frozen))
+        checkpoint.restore(path, again.step, with_optimizer=True)
+        assert again.train(5, 2) == losses
+        assert same(weights_of(again)[half], kept)
+        if rule == "adam":
+            thawed = build(compose_config(*case(rule)))
+            with pytest.raises(ValueError, match=r"no .*optimizer|no tables.*momentum") as caught:
+                checkpoint.restore(path, thawed.step, with_optimizer=True)
+            assert str(caught.value).endswith(
+                f"; it has no optimizer state of {half.name}, which may have been frozen (train.freeze) or "
+                "learnt by sgd when it was saved; to train on from its weights, set checkpoint.parts=[dense,tables]"
+            )
+
+
+def grown_states(path: Path, overrides: list[str]) -> tuple[Path, list[float]]:
+    """Restore into larger tables, save again, and return where that is and the losses after it."""
+    with ranks_of_cpu():
+        built = build(compose_config(*overrides))
+        checkpoint.restore(path, built.step, with_optimizer=True, grow=True)
+        target = path.parent / f"grown_{built.ranks.world_size}"
+        grown = checkpoint.save(target, built.step, 3, built.source.spec, built.ranks)
+        return grown, built.train(3, 2)
+
+
+def grown_case(rule: str, layout: str) -> list[str]:
+    return [*case(rule, layout), f"data.synthetic.cardinalities={GROWN}"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "table_wise"), (2, "row_wise"), (2, "data_parallel")]
+)
+def test_a_tables_further_rows_begin_as_the_seeds(saved, rule, world_size, layout):
+    path, _ = run_distributed(grown_states, world_size, saved[rule], grown_case(rule, layout))[0]
+    before, after = contents(saved[rule].parent, 3), contents(path.parent, 3)
+    assert before.keys() == after.keys()
+    for index, rows in enumerate(GROWN):
+        name = f"tables.cat_{index}.weight"
+        old = len(before[name])
+        seeds = torch.empty(rows, 8)
+        fill_uniform_(seeds, seed=1, table=f"cat_{index}", bound=rows**-0.5)
+        assert (after[name][:old] == before[name]).all()
+        assert (after[name][old:] == seeds[old:].numpy()).all()
+        for state in ("momentum1", "momentum2"):
+            name = f"tables.cat_{index}.{state}"
+            if name in before:
+                assert (after[name][:old] == before[name]).all()
+                assert not after[name][old:].any()
+
+
+@pytest.mark.parametrize(
+    ("cardinalities", "grow", "text"),
+    [
+        (
+            GROWN,
+            False,
+            "cat_1 40 instead of 47, cat_3 300 instead of 301.* set checkpoint.grow=true",
+        ),
+        ([499, 47, 7, 301, 1000], True, "cat_0 500 instead of 499.* can grow but not shrink"),
+    ],
+)
+def test_other_numbers_of_rows_are_refused(saved, cardinalities, grow, text):
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY, f"data.synthetic.cardinalities={cardinalities}"))
+    with pytest.raises(ValueError, match=text):
+        checkpoint.check(saved["sgd"], built.source.spec, grow=grow)
+
+
+def test_grown_tables_pass_the_check_if_that_is_wanted(saved):
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY, f"data.synthetic.cardinalities={GROWN}"))
+    assert checkpoint.check(saved["sgd"], built.source.spec, grow=True)["num_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            ["model.embedding_dim=12", "model.bottom_mlp=[16,12]"],
+            r"weight \(500, 8\) instead of \(500, 12\)",
+        ),
+        (["data.synthetic.cardinalities=[499,40,7,300,1000]"], r"\(500, 8\) instead of \(499, 8\)"),
+    ],
+)
+def test_growing_allows_no_other_shape(saved, changes, text):
+    with ranks_of_cpu():
+        built = build(compose_config(*case("adagrad"), *changes))
+        with pytest.raises(ValueError, match=text):
+            checkpoint.restore(
+                saved["adagrad"], built.step, with_optimizer=True, halves=[Half.tables], grow=True
+            )

@@ -1,0 +1,255 @@
+"""Tables of 16 bits: what they learn, on any number of ranks, and where they go."""
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from configs.export_schema import ExportFormat
+from configs.schema import Half, OptimizerConfig, OptimizerName
+from dataloading.dataset_directory import write_dataset
+from dataloading.feature_spec import CategoricalFeature
+from nn.build import build_plan, hardware_of, open_source
+from nn.checkpoint import state as checkpoint
+from nn.embedding.embedding_bags import TableGroup
+from nn.embedding.local_tables import Part, UpdateScalars
+from nn.export.tables import export_tables
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.nn.checkpoint.test_state import restored, same, save, state_of
+from tests.nn.training.test_train_step import EPOCHS, parts, two_epochs, whole
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GOOD = torch.ones(1, dtype=torch.int32)
+# Rules and tails; bf16 with all rules, fp16 with one.
+CASES = [
+    *product(["bf16"], ["sgd", "adagrad", "rowwise_adagrad", "adam"], ["uneven_tail"]),
+    ("bf16", "adam", "tail_of_one"),
+    ("fp16", "adagrad", "uneven_tail"),
+]
+
+
+def case(dtype: str, rule: str, tail: str = "uneven_tail") -> list[str]:
+    return [*two_epochs(rule, EPOCHS[tail], "static"), f"model.embedding_dtype={dtype}"]
+
+
+def one_table(dtype: torch.dtype, rows: int, lr: float) -> tuple[TableGroup, UpdateScalars]:
+    """A table of ones, of which each sample looks up the row of its number, under SGD."""
+    config = OptimizerConfig(name=OptimizerName.sgd)
+    scalars = UpdateScalars(config, 1.0, torch.device("cpu"))
+    scalars.set(0, lr)
+    part = Part("a", 1, torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
+    group = TableGroup([part], rows, config, scalars, torch.float32, torch.device("cpu"))
+    return group, scalars
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_updates_smaller_than_half_a_step_of_the_dtype_add_up_on_average(dtype):
+    rows, num_steps = 2000, 64
+    step_down = torch.finfo(dtype).eps / 2  # from 1 to the next smaller number
+    lr = step_down / 16
+    group, scalars = one_table(dtype, rows, lr)
+    ids = group.sort(torch.arange(rows, dtype=torch.int32))
+    for step in range(num_steps):
+        scalars.set(step, lr)
+        group.update(ids, torch.ones(rows, 4), GOOD)
+    learnt = (1 - group.parts[0].weight.double()) / step_down
+    # 64 / 16 steps, with a chance of 1 / 16 each: a deviation of sqrt(64 * 15) / 16 steps, over 8000 weights.
+    assert learnt.mean().item() == pytest.approx(4, abs=5 * (64 * 15) ** 0.5 / 16 / 8000**0.5)
+    assert learnt.std().item() == pytest.approx((64 * 15) ** 0.5 / 16, rel=0.05)
+    # To the nearest number it would be where it was.
+    assert (torch.ones(1, dtype=dtype) - lr).item() == 1
+
+
+def trained(cases: list[list[str]]) -> list[tuple[list[float], dict, dict[str, torch.dtype]]]:
+    """Losses, this rank's pieces of the weights in float32, and the dtypes of its tables, of each case."""
+    results = []
+    with ranks_of_cpu():
+        for each in cases:
+            built = build(compose_config(*each))
+            losses = built.train(0, 2 * built.train_loader.steps_per_epoch)
+            dtypes = {shard.table: shard.weight.dtype for shard in built.step.tables.shards()}
+            pieces = {
+                name: [(row, column, values.float()) for row, column, values in found]
+                for name, found in parts(built).items()
+            }
+            results.append((losses, pieces, dtypes))
+    return results
+
+
+@pytest.fixture(scope="module")
+def on_one_and_two() -> tuple[list, list]:
+    cases = [case(*each) for each in CASES]
+    return trained(cases), run_distributed(trained, 2, cases)
+
+
+@pytest.mark.parametrize("each", CASES, ids="-".join)
+def test_two_ranks_round_as_one_does_tails_included(on_one_and_two, each):
+    """Sums in another order change float32's last bits, and so, once in many times, how a weight is rounded."""
+    one, two = on_one_and_two
+    index = CASES.index(each)
+    assert two[0][index][0] == two[1][index][0]
+    assert two[0][index][0] == pytest.approx(one[index][0], rel=1e-4)
+    expected, actual = whole([one[index][1]]), whole([rank[index][1] for rank in two])
+    for name in (f"cat_{number}" for number in (0, 2, 3, 4)):
+        apart = expected[name] != actual[name]
+        assert apart.float().mean() < 0.01, name
+        # Neighbours, where they differ.
+        eps = torch.finfo(DTYPES[each[0]]).eps
+        torch.testing.assert_close(expected[name], actual[name], rtol=2 * eps, atol=1e-6)
+
+
+def test_a_replicated_table_stays_float32(on_one_and_two):
+    one, two = on_one_and_two
+    for _, _, dtypes in (one[0], two[0][0], two[1][0]):
+        assert dtypes["cat_1"] is torch.float32
+        assert {dtypes[name] for name in dtypes if name != "cat_1"} == {torch.bfloat16}
+
+
+def test_training_twice_gives_the_same_bits_and_another_seed_others(on_one_and_two):
+    again = trained([case(*CASES[0]), [*case(*CASES[0]), "seed=2"]])
+    first = on_one_and_two[0][0]
+    assert again[0][0] == first[0]
+    for name, values in whole([first[1]]).items():
+        assert torch.equal(values, whole([again[0][1]])[name])
+    assert again[1][0] != first[0]
+
+
+@pytest.mark.parametrize(("dtype", "rule"), [("bf16", "adam"), ("fp16", "adagrad")])
+def test_a_restored_run_goes_on_bit_by_bit(dtype, rule, tmp_path):
+    options = case(dtype, rule)
+    with ranks_of_cpu():
+        uninterrupted = build(compose_config(*options))
+        losses = uninterrupted.train(0, 6)
+        first = build(compose_config(*options))
+        first.train(0, 3)
+        second = restored(save(tmp_path, first, 3), *options)
+        assert same(state_of(second), state_of(first))
+        assert second.train(3, 3) == losses[3:]
+        assert same(state_of(second), state_of(uninterrupted))
+
+
+def weights_of(built: Built) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, value in built.step.tables.weights().items():
+        if isinstance(value, ShardedTensor):
+            (shard,) = value.local_shards()
+            value = shard.tensor
+        weights[name] = value.detach().clone()
+    return weights
+
+
+def test_a_checkpoint_is_rounded_to_the_tables_that_it_is_restored_into(tmp_path):
+    plain = [*TINY, "optimizer.name=adagrad"]
+    with ranks_of_cpu():
+        full = build(compose_config(*plain))
+        full.train(0, 3)
+        path = save(tmp_path / "full", full, 3)
+        for name, dtype in DTYPES.items():
+            narrow = restored(path, *plain, f"model.embedding_dtype={name}")
+            for table, weight in weights_of(full).items():
+                assert torch.equal(weights_of(narrow)[table], weight.to(dtype))
+            states = {key: each for key, each in state_of(full).items() if "momentum" in key}
+            assert same(states, {key: state_of(narrow)[key] for key in states})
+            back = restored(save(tmp_path / name, narrow, 3), *plain)
+            for table, weight in weights_of(narrow).items():
+                assert torch.equal(weights_of(back)[table], weight.float())
+            other = "fp16" if name == "bf16" else "bf16"
+            swapped = restored(tmp_path / name / "step_3", *plain, f"model.embedding_dtype={other}")
+            for table, weight in weights_of(narrow).items():
+                assert torch.equal(weights_of(swapped)[table], weight.to(DTYPES[other]))
+
+
+def train_and_save(directory: Path, options: list[str]) -> Path:
+    with ranks_of_cpu():
+        built = build(compose_config(*options))
+        built.train(0, 3)
+        return save(directory, built, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables_of_two_ranks_leave_in_every_format(dtype, tmp_path):
+    path = run_distributed(train_and_save, 2, tmp_path / "saved", case(dtype, "adagrad"))[0]
+    with ranks_of_cpu():
+        built = restored(path, *case(dtype, "adagrad"))
+        wanted = weights_of(built)["cat_3.weight"]
+    export_tables(path, tmp_path / "npy")
+    npy = np.load(tmp_path / "npy/cat_3.weight.npy", allow_pickle=False)
+    # numpy has no bfloat16.
+    assert npy.dtype == (np.float16 if dtype == "fp16" else np.float32)
+    assert np.array_equal(npy.astype(np.float32), wanted.float().numpy())
+    assert np.load(tmp_path / "npy/cat_3.momentum1.npy").dtype == np.float32
+    assert np.load(tmp_path / "npy/cat_1.weight.npy").dtype == np.float32
+    export_tables(path, tmp_path / "tf2", format=ExportFormat.tf2)
+    tf2 = np.load(tmp_path / "tf2/sparse/feature_3.npy", allow_pickle=False)
+    assert tf2.dtype == np.float32
+    assert np.array_equal(tf2, wanted.float().numpy())
+    export_tables(path, tmp_path / "st", ["cat_3"], format=ExportFormat.safetensors)
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    stored = load_file(tmp_path / "st/cat_3.safetensors")
+    assert torch.equal(stored["weight"], wanted)
+
+
+def test_tables_of_the_tf2_recipe_are_read_into_16_bits(tmp_path):
+    with ranks_of_cpu():
+        full = build(compose_config(*TINY))
+        export_tables(save(tmp_path, full, 0), tmp_path / "tf2", format=ExportFormat.tf2)
+        narrow = build(compose_config(*TINY, "model.embedding_dtype=bf16", "seed=9"))
+        checkpoint.restore(
+            tmp_path / "tf2", narrow.step, with_optimizer=False, halves=[Half.tables]
+        )
+        for table, weight in weights_of(full).items():
+            assert torch.equal(weights_of(narrow)[table], weight.bfloat16())
+
+
+def test_a_plan_counts_16_bit_weights_and_float32_copies():
+    config = compose_config(
+        *TINY,
+        "optimizer.name=adam",
+        "model.embedding_dtype=fp16",
+        "sharding.tables={cat_1:data_parallel}",
+    )
+    _, rows = build_plan(config, open_source(config), hardware_of(config, "cpu", 2, 2))
+    by_name = {row.table: row for row in rows}
+    assert by_name["cat_0"].bytes_per_rank == (500 * 8 * (2 + 8),)
+    assert by_name["cat_1"].bytes_per_rank == (40 * 8 * (4 + 8),) * 2
+
+
+@pytest.mark.parametrize(
+    "layout", ["sharding.tables={cat_0:row_wise}", "sharding.types=[table_wise,row_wise]"]
+)
+def test_row_wise_tables_of_16_bits_are_refused(layout):
+    with pytest.raises(ValueError, match="FBGEMM updates those"):
+        compose_config(*TINY, "model.embedding_dtype=bf16", layout)
+    assert compose_config(*TINY, layout)
+
+
+def test_ragged_features_with_16_bits_are_refused_before_a_process_group(tmp_path):
+    features = [CategoricalFeature.of("item", 9), CategoricalFeature.of("genres", 5, None)]
+    with write_dataset(tmp_path / "data", categorical=features, numerical=("n",)) as dataset:
+        for split in ("train", "test"):
+            dataset[split].append(
+                numerical=np.zeros((2, 1)),
+                labels=np.array([0, 1]),
+                ids={"item": np.array([1, 2]), "genres": np.array([4])},
+                lengths={"genres": np.array([0, 1])},
+            )
+    options = [*TINY, f"data.path={tmp_path / 'data'}", "model.embedding_dtype=bf16"]
+    for mode in ("train", "plan"):
+        ended = run_command(*options, f"mode={mode}")
+        assert ended.exit_code == 2
+        assert (
+            "model.embedding_dtype=bf16 wants a fixed number of ids a row, and genres" in ended.err
+        )
+
+
+def test_evaluation_and_inference_read_16_bit_tables(tmp_path):
+    path = train_and_save(tmp_path, case("bf16", "adagrad"))
+    options = [*case("bf16", "adagrad"), f"checkpoint.restore={path}", "log.tensorboard=false"]
+    for mode in ("eval", "inference"):
+        run_dir = f"run_dir={tmp_path / mode}"
+        assert run_command(*options, f"mode={mode}", run_dir).exit_code == 0

@@ -1,0 +1,136 @@
+"""The picture of a run: that it is drawn for any run, and that what it shows is what was recorded."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nn.observability.curves import (
+    MAX_POINTS,
+    draw_curves,
+    limits,
+    read_records,
+    series,
+    smoothed,
+    thinned,
+)
+
+HEADER = {"recipe": "dlrm", "teacher_auc": 0.83}
+
+
+def records_of(num_train: int, num_test: int) -> list[dict]:
+    train = [
+        {
+            "step": 10 * i,
+            "loss": 0.5 / i,
+            "train_auc": None if i == 1 else 0.7,
+            "lr": 0.1,
+            "samples_per_s": 1e6,
+        }
+        for i in range(1, num_train + 1)
+    ]
+    test = [
+        {"step": 50 * i, "test_auc": 0.7 + 0.01 * i, "test_log_loss": 0.5} for i in range(num_test)
+    ]
+    return train + test
+
+
+def write(path: Path, records: list[dict], header: dict = HEADER) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in (header, *records)))
+    return path
+
+
+def size_of(png: Path) -> tuple[int, int]:
+    content = png.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
+
+
+@pytest.mark.parametrize(
+    ("num_train", "num_test"),
+    [(0, 0), (0, 1), (1, 0), (3, 1), (30, 12), (2000, 30)],
+)
+def test_a_run_of_any_length_is_drawn(tmp_path, num_train, num_test):
+    metrics = write(tmp_path / "metrics.jsonl", records_of(num_train, num_test))
+    draw_curves(metrics, tmp_path / "curves.png")
+    assert size_of(tmp_path / "curves.png") == (1560, 1020)
+
+
+def test_a_metrics_file_without_a_line_is_drawn(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert size_of(tmp_path / "curves.png") == (1560, 1020)
+
+
+def test_records_differ_from_the_environment_and_a_line_cut_short_is_left_out(tmp_path):
+    metrics = write(tmp_path / "metrics.jsonl", records_of(2, 0))
+    with metrics.open("a") as file:
+        file.write('{"step": 30, "lo')
+    header, records = read_records(metrics)
+    assert header == HEADER
+    assert [each["step"] for each in records] == [10, 20]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"recipe": "dlrm"}\n{"step": oops}\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: wanted one JSON object, got"):
+        read_records(metrics)
+
+
+def test_a_series_holds_the_records_with_a_number():
+    steps, values = series(records_of(3, 2), "train_auc")
+    assert steps.tolist() == [20, 30]
+    assert values.tolist() == [0.7, 0.7]
+    assert [len(each) for each in series([], "loss")] == [0, 0]
+
+
+def test_smoothing_keeps_a_level_to_its_ends_and_takes_out_noise():
+    noise = np.random.default_rng(0).normal(0, 1, 1000)
+    assert smoothed(np.full(20, 3.0)) == pytest.approx(np.full(20, 3.0))
+    assert smoothed(5 + noise).std() < noise.std() / 3
+    assert smoothed(5 + noise).mean() == pytest.approx(5, abs=0.1)
+
+
+def test_thinning_keeps_order_ends_and_the_one_outlier():
+    values = np.sin(np.arange(100_000) / 50)
+    values[77_777] = 9.0
+    steps, kept = thinned((np.arange(100_000.0), values))
+    assert len(kept) <= MAX_POINTS
+    assert (np.diff(steps) > 0).all()
+    assert kept.max() == 9.0
+    assert steps[kept.argmax()] == 77_777
+    assert steps[-1] > 99_800
+
+
+def test_a_short_line_is_not_thinned():
+    line = (np.arange(3.0), np.ones(3))
+    assert thinned(line) is line
+
+
+def test_the_way_down_from_the_untrained_model_does_not_set_the_range():
+    steps = np.arange(100.0)
+    loss = np.where(steps < 4, 50.0, 0.45 + 0.01 * np.sin(steps))
+    low, high = limits((steps, loss))
+    assert 0.4 < low < 0.45 < high < 0.5
+
+
+def test_a_short_run_is_shown_whole_and_a_level_line_has_room():
+    steps = np.arange(3.0)
+    low, high = limits((steps, np.array([0.7, 0.5, 0.45])))
+    assert low < 0.45
+    assert high > 0.7
+    low, high = limits((steps, np.zeros(3)))
+    assert low < 0 < high
+    assert limits((np.array([]), np.array([]))) is None
+    assert all(math.isfinite(each) for each in limits((steps, np.full(3, 24.0))))
+
+
+def test_matplotlib_is_imported_by_drawing_only():
+    code = "import sys, nn.observability.curves; sys.exit('matplotlib' in sys.modules)"
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

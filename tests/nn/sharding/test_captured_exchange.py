@@ -1,0 +1,64 @@
+"""When the recorded exchange may use its memory again; what it computes is shown on GPUs (tests/end_to_end/test_gpu.py)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, tensor
+
+from nn.sharding.captured_exchange import CapturedExchange
+from nn.sharding.id_all_to_all import LocalIds
+
+
+class FakeGraph:
+    """Repeats what was launched while it was recorded."""
+
+    is_reset = False
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
+@pytest.fixture
+def exchange(monkeypatch) -> CapturedExchange:
+    """One that multiplies ids by 10."""
+    launches: list[Callable[[], Tensor]] = []
+
+    def send(ids: Tensor) -> LocalIds:
+        owned = ids * 10
+        launches.append(lambda: owned.copy_(ids * 10))
+        return LocalIds(owned, ids + 1)
+
+    @contextmanager
+    def record(graph: FakeGraph, **_: object) -> Iterator[None]:
+        yield
+        graph.replay = launches[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    stream = SimpleNamespace(wait_event=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+    return CapturedExchange(send, tensor([1]))
+
+
+def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
+    first = exchange(tensor([2]))
+    second = exchange(tensor([3]))
+    assert (first.owned.item(), second.owned.item()) == (20, 30)
+    assert second.give_up is None, "it has memory of its own"
+    first.give_up()
+    third = exchange(tensor([4]))
+    assert third.owned is first.owned
+    assert third.owned.item() == 40
+
+
+def test_a_closed_exchange_is_free_although_somebody_still_holds_its_ids(exchange):
+    held = exchange(tensor([2]))
+    exchange.close()
+    assert held.give_up is not None
+    assert exchange._graph.is_reset

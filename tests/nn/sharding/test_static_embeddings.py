@@ -1,0 +1,112 @@
+"""The static path does what TorchRec's own does, on the same tables."""
+
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.ops.embedding_layout import EmbeddingLayout, Piece
+from nn.ops.pooled_embeddings import Embeddings
+from tests.helpers.composed import build, compose_config
+from tests.helpers.distributed import run_distributed
+from tests.nn.sharding.test_sharded_embeddings import case
+
+NUM_STEPS = 4
+CASES = [
+    case(model, hotness, rule, layout)
+    for (model, hotness, rule), layout in product(
+        [
+            ("dlrm", "one_hot", "sgd"),
+            ("dcnv2", "multi_hot", "adam"),
+            ("dlrm", "multi_hot", "adagrad"),
+        ],
+        ["table_wise", "column_wise", "data_parallel"],
+    )
+]
+CASES.append([*case("dcnv2", "one_hot", "sgd", "table_wise"), "train.amp=bf16"])
+
+
+def trained_both_ways(cases: list[list[str]]) -> list[list[tuple[list[float], torch.Tensor]]]:
+    """Of each case, through the static path and through TorchRec: losses, and all weights of this rank's tables."""
+    results = []
+    with process_group(ranks_from_environment("cpu")):
+        for each in cases:
+            pair = []
+            for reason in (None, "asked for"):
+                with patch("nn.sharding.sharded_embeddings.ShardedTables.why_not_static", reason):
+                    built = build(compose_config(*each))
+                    losses = built.train(0, NUM_STEPS)
+                weights = [shard.weight.flatten() for shard in built.step.tables.shards()]
+                pair.append((losses, torch.cat([torch.zeros(1), *weights])))
+            results.append(pair)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_trains_as_torchrec_does(world_size):
+    for results in run_distributed(trained_both_ways, world_size, CASES):
+        for each, (static, dynamic) in zip(CASES, results, strict=True):
+            assert static[0] == pytest.approx(dynamic[0], rel=1e-6), each
+            torch.testing.assert_close(static[1], dynamic[1], rtol=1e-5, atol=1e-6)
+
+
+def test_padding_arrives_with_the_ids_of_the_first_row():
+    """So that no row is updated, by a gradient of zero, that the batch does not look up: Adam would move it."""
+    with process_group(ranks_from_environment("cpu")):
+        built = build(compose_config(*case("dlrm", "multi_hot", "adam", "table_wise")))
+        tables = built.step.tables.static(4)
+        hotness = [3, 1, 2, 5, 1]
+        ids = torch.arange(4 * sum(hotness), dtype=torch.int32)
+        ids = torch.cat([each % 7 for each in ids.split([4 * each for each in hotness])])
+        sent = tables.send_ids(ids, 4).owned
+        padded = tables.send_ids(ids, 3).owned
+    assert torch.equal(sent, ids)
+    for before, after in zip(
+        *(each.split([4 * each for each in hotness]) for each in (sent, padded)), strict=True
+    ):
+        before, after = before.view(4, -1), after.view(4, -1)
+        assert torch.equal(after[:3], before[:3])
+        assert torch.equal(after[3], before[0])
+
+
+def scattered(num_samples: int, room: int = 0) -> tuple[torch.Tensor, EmbeddingLayout]:
+    """Three features of 4 columns, the second cut in two, in two blocks; or in one with room before it."""
+    wanted = torch.arange(num_samples * 12.0).view(num_samples, 12)
+    if room:
+        pieces = [Piece(f, 0, 4, room + 4 * f, room + 12) for f in range(3)]
+        values = torch.cat([torch.zeros(num_samples, room), wanted], dim=1).flatten()
+        return values, EmbeddingLayout(pieces, 3, 4, torch.device("cpu"), room)
+    first, second = wanted[:, [4, 5, 8, 9, 10, 11]], wanted[:, [6, 7, 0, 1, 2, 3]]
+    start = first.numel()
+    pieces = [
+        Piece(1, 0, 2, 0, 6),
+        Piece(2, 0, 4, 2, 6),
+        Piece(1, 2, 2, start, 6),
+        Piece(0, 0, 4, start + 2, 6),
+    ]
+    values = torch.cat([first.flatten(), second.flatten()])
+    return values, EmbeddingLayout(pieces, 3, 4, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("room", [0, 2])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_scattered_embeddings_make_one_matrix_and_their_gradients_go_back(room, has_head):
+    values, layout = scattered(5, room)
+    leaf = values.clone().requires_grad_()
+    head = torch.full((5, 2), -1.0, requires_grad=True) if has_head else None
+    matrix = Embeddings(layout, lambda: leaf.view_as(leaf)).matrix(head)
+    wanted = torch.arange(60.0).view(5, 12)
+    first = 2 if has_head else 0
+    assert torch.equal(matrix[:, first:], wanted)
+    weight = torch.randn(5, 12 + first)
+    (matrix * weight).sum().backward()
+    columns = weight[:, first:]
+    back, _ = scattered(5, room)
+    # The value at each place in memory names the element that lies there.
+    for place, element in enumerate(back.tolist()):
+        if not (room and place % (room + 12) < room):
+            assert leaf.grad[place] == columns.flatten()[int(element)]
+    if has_head:
+        assert torch.equal(head.grad, weight[:, :2])

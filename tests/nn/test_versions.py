@@ -1,0 +1,123 @@
+"""A wrong pair of torch, TorchRec and FBGEMM is named at the start; what the libraries say of themselves is not."""
+
+import logging
+import tomllib
+import warnings
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from nn.library_warnings import quiet_libraries
+from nn.versions import TESTED, require_stack
+from tests.helpers.command import run_command
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Packages and versions that seem to be installed; a test fills in its own."""
+    packages = {}
+
+    def version(package: str) -> str:
+        if package not in packages:
+            raise PackageNotFoundError(package)
+        return packages[package]
+
+    monkeypatch.setattr("nn.versions.version", version)
+    return packages
+
+
+def test_the_installed_stack_is_a_tested_one():
+    require_stack()
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"},
+        {"torch": "2.13.1", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.2"},
+        {"torch": "2.11.0+cu128", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"},
+    ],
+)
+def test_tested_trios_pass(installed, versions):
+    installed |= versions
+    require_stack()
+
+
+@pytest.mark.parametrize(
+    ("versions", "have"),
+    [
+        (
+            {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.9.0"},
+            "torch 2.13, torchrec 1.8, fbgemm-gpu 1.9",
+        ),
+        (
+            {"torch": "2.11.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"},
+            "torch 2.11, torchrec 1.8, fbgemm-gpu 1.8",
+        ),
+        (
+            {"torch": "2.13.0", "torchrec": "1.8.0"},
+            "torch 2.13, torchrec 1.8, fbgemm-gpu missing",
+        ),
+    ],
+)
+def test_other_trios_are_named_with_the_right_ones(installed, versions, have):
+    installed |= versions
+    with pytest.raises(ValueError, match="do not work together") as caught:
+        require_stack()
+    assert str(caught.value) == (
+        f"these versions do not work together: {have}; install torch 2.13, torchrec 1.8, "
+        "fbgemm-gpu 1.8 or torch 2.11, torchrec 1.6, fbgemm-gpu 1.6 (`uv sync --extra cpu`, or "
+        "`--extra cuda` on a GPU machine, takes the first)"
+    )
+
+
+def test_a_command_says_so_before_it_imports_any_of_them(installed):
+    installed |= {"torch": "2.9.1", "torchrec": "1.8.0"}
+    ended = run_command("mode=plan")
+    assert ended.exit_code == 2
+    assert ended.err.startswith("error: these versions do not work together: torch 2.9, torchrec")
+
+
+def test_the_project_installs_the_first_tested_trio():
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    pins = dict(each.split("==") for each in project["dependencies"] if "==" in each)
+    extras = project["optional-dependencies"]
+    for extra, package in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
+        fbgemm = dict(each.split("==") for each in extras[extra])[package]
+        assert (pins["torch"], pins["torchrec"], fbgemm) == tuple(f"{v}.*" for v in TESTED[0])
+
+
+@pytest.fixture
+def quiet():
+    """Quiet libraries for one test."""
+    root = logging.getLogger()
+    filters = list(root.filters)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.resetwarnings()
+        quiet_libraries()
+        yield heard
+    root.filters = filters
+
+
+def test_what_no_user_can_act_on_is_not_said(quiet):
+    # As FBGEMM writes it: in colour, and on a line of its own.
+    coloured = "\033[93m\n      Failed to import: fbgemm_gpu.sll.lookup_adam_ssd\n      \033[0m"
+    warnings.warn(coloured, DeprecationWarning, stacklevel=1)
+    warnings.warn("`torch.jit.script` is deprecated", DeprecationWarning, stacklevel=1)
+    renamed = "`torch.distributed.reduce_scatter_tensor` is deprecated. Please use another"
+    warnings.warn(renamed, FutureWarning, stacklevel=1)
+    assert quiet == []
+    root = logging.getLogger()
+    known = root.makeRecord("", 30, "", 0, "no entry in _fbgemm_torch_compat_table", (), None)
+    assert not root.filter(known)
+
+
+def test_everything_else_is_still_said(quiet):
+    warnings.warn("this run loses rows", UserWarning, stacklevel=1)
+    assert [str(each.message) for each in quiet] == ["this run loses rows"]
+    root = logging.getLogger()
+    assert root.filter(root.makeRecord("", 30, "", 0, "a rank is slow", (), None))
+    assert logging.getLogger("torchrec.distributed.utils").isEnabledFor(logging.ERROR)

@@ -1,0 +1,451 @@
+"""One step: what it learns, whatever the number of ranks, and that it refuses to learn from a loss that is no number."""
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from configs.schema import OptimizerName
+from dataloading.dataset_directory import write_dataset
+from dataloading.feature_spec import CategoricalFeature
+from dataloading.source import Columns
+from nn.build import open_source
+from nn.distributed.errors import DivergedError
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.reference import Reference, ReferenceMLP
+
+RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
+TABLES = {
+    # Row-wise tables make every batch take TorchRec's way, and all others the static one.
+    "dynamic": {
+        "cat_0": "table_wise",
+        "cat_1": "data_parallel",
+        "cat_2": "row_wise",
+        "cat_4": "row_wise",
+    },
+    "static": {"cat_0": "table_wise", "cat_1": "data_parallel"},
+}
+# 197 rows in batches of 64 leave 5 for the tail: 3 for one rank, 2 for the other. Of 193, one rank gets none.
+EPOCHS = {"uneven_tail": 197, "tail_of_one": 193}
+STEPS = 8
+
+
+def rule(name: str) -> list[str]:
+    return [f"optimizer.name={name}", f"optimizer.lr={RATES[name]}", "optimizer.eps=0.01"]
+
+
+def two_epochs(name: str, rows: int, way: str = "dynamic") -> list[str]:
+    tables = TABLES[way] | ({} if name == "rowwise_adagrad" else {"cat_3": "column_wise"})
+    overrides = ",".join(f"{table}:{layout}" for table, layout in tables.items())
+    return [
+        *TINY,
+        *rule(name),
+        f"data.synthetic.train_rows={rows}",
+        "data.shuffle_block=16",
+        "train.epochs=2",
+        f"sharding.tables={{{overrides}}}",
+    ]
+
+
+def parts(built: Built) -> dict[str, list[tuple[int, int, torch.Tensor]]]:
+    """This rank's pieces of all weights: name -> (first row, first column, values)."""
+    pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+    for shard in built.step.tables.shards():
+        piece = (shard.row_offset, shard.column_offset, shard.weight.detach().clone())
+        pieces.setdefault(shard.table, []).append(piece)
+    for name, value in built.step.dense.named_parameters():
+        pieces[name] = [(0, 0, value.detach().clone().view(len(value), -1))]
+    return pieces
+
+
+def whole(parts_of_ranks: list[dict]) -> dict[str, torch.Tensor]:
+    """Put the pieces of all ranks together."""
+    weights = {}
+    for name in dict.fromkeys(name for each in parts_of_ranks for name in each):
+        pieces = [piece for each in parts_of_ranks for piece in each.get(name, [])]
+        weight = torch.full(
+            (
+                max(row + len(value) for row, _, value in pieces),
+                max(column + value.shape[1] for _, column, value in pieces),
+            ),
+            torch.nan,
+        )
+        for row, column, value in pieces:
+            weight[row : row + len(value), column : column + value.shape[1]] = value
+        weights[name] = weight
+    return weights
+
+
+def train_cases(cases: list[list[str]]) -> list[tuple[list[float], dict]]:
+    """Losses and this rank's weights of each case."""
+    results = []
+    with ranks_of_cpu():
+        for case in cases:
+            built = build(compose_config(*case))
+            losses = built.train(0, 2 * built.train_loader.steps_per_epoch)
+            results.append((losses, parts(built)))
+    return results
+
+
+CASES = list(product(RATES, EPOCHS, TABLES))
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory) -> Path:
+    """A dataset directory with a ragged, a two-hot and a single-hot feature."""
+    root = tmp_path_factory.mktemp("step") / "ragged"
+    features = [
+        CategoricalFeature.of("genres", 19, None),
+        CategoricalFeature.of("pair", 50, 2),
+        CategoricalFeature.of("item", 300),
+    ]
+    generator = np.random.default_rng(1)
+    with write_dataset(root, categorical=features, numerical=("n", "m")) as dataset:
+        for split, rows in (("train", 197), ("test", 64)):
+            lengths = generator.integers(0, 4, rows)
+            genres = generator.integers(0, 19, lengths.sum())
+            clicked = np.bincount(np.repeat(np.arange(rows), lengths), genres > 9, rows) > 0
+            dataset[split].append(
+                numerical=generator.normal(size=(rows, 2)),
+                labels=clicked,
+                ids={
+                    "genres": genres,
+                    "pair": generator.integers(0, 50, (rows, 2)),
+                    "item": generator.integers(0, 300, rows),
+                },
+                lengths={"genres": lengths},
+            )
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(ragged) -> dict[int, dict]:
+    """World size -> case -> (losses, whole weights)."""
+    cases = {each: two_epochs(each[0], EPOCHS[each[1]], each[2]) for each in CASES}
+    for layout in ("table_wise", "row_wise", "data_parallel"):
+        tables = f"sharding.tables={{genres:{layout},pair:{layout}}}"
+        cases["ragged", layout] = [*TINY, *rule("adagrad"), f"data.path={ragged}", tables]
+    one = train_cases(list(cases.values()))
+    two = run_distributed(train_cases, 2, list(cases.values()))
+    results = {1: {}, 2: {}}
+    for index, case in enumerate(cases):
+        results[1][case] = (one[index][0], whole([one[index][1]]))
+        assert two[0][index][0] == two[1][index][0], "ranks disagree about the global loss"
+        results[2][case] = (two[0][index][0], whole([rank[index][1] for rank in two]))
+    return results
+
+
+RAGGED = [("ragged", layout) for layout in ("table_wise", "row_wise", "data_parallel")]
+
+
+@pytest.mark.parametrize("case", [*CASES, *RAGGED], ids="-".join)
+def test_two_ranks_train_two_epochs_with_their_tails_as_one_does(trained, case):
+    (losses, weights), (wanted_losses, wanted) = trained[2][case], trained[1][case]
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    assert set(weights) == set(wanted)
+    for name, weight in wanted.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_ragged_features_are_learnt(trained):
+    losses, _ = trained[1]["ragged", "table_wise"]
+    assert sum(losses[4:]) < sum(losses[:4]) * 0.97
+
+
+def test_the_loss_is_the_mean_over_the_rows_of_the_batch_and_not_over_its_padding():
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY, "data.synthetic.train_rows=197"))
+        feed = built.feed(3, 1)
+        batch, ids = next(built.feed(3, 1))
+        logits = built.step.predict(batch, ids)
+        loss = built.step.train(3, feed).loss
+    assert len(logits) == 5
+    wanted = binary_cross_entropy_with_logits(logits, batch.labels)
+    assert loss == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@torch.no_grad()
+def reference_of(built: Built) -> Reference:
+    """The plain model of `tests.reference` with the weights of an untrained run."""
+    model, spec = built.config.model, built.source.spec
+    cross = getattr(built.step.dense, "cross", None)
+    reference = Reference(
+        [feature.cardinality for feature in spec.categorical],
+        len(spec.numerical),
+        model.embedding_dim,
+        model.bottom_mlp,
+        model.top_mlp,
+        None if cross is None else model.cross.num_layers,
+        model.cross.projection_dim,
+    )
+    weights = whole([parts(built)])
+    for table, feature in zip(reference.tables, spec.categorical, strict=True):
+        table.weight.copy_(weights[feature.name])
+    for name in ("bottom", "top"):
+        ours, theirs = getattr(built.step.dense, name), getattr(reference, name)
+        assert isinstance(theirs, ReferenceMLP)
+        linears = [layer for layer in theirs if isinstance(layer, nn.Linear)]
+        for to, layer in zip(linears, ours.layers, strict=True):
+            to.weight.copy_(layer.weight[:, : to.in_features])  # less what meets padding
+            to.bias.copy_(layer.bias)
+    for index, layer in enumerate(cross.layers if cross else []):
+        down, up = reference.cross[index]
+        down.copy_(layer.down.weight)
+        up.copy_(layer.up.weight)
+        reference.cross_bias[index].copy_(layer.up.bias)
+    return reference
+
+
+def optimizers_of(reference: Reference, name: str) -> list[torch.optim.Optimizer]:
+    tables = list(reference.tables.parameters())
+    dense = [p for key, p in reference.named_parameters() if not key.startswith("tables.")]
+    settings = {"lr": RATES[name]} | ({} if name == "sgd" else {"eps": 1e-8})
+    of_tables, of_dense = {
+        "sgd": (torch.optim.SGD, torch.optim.SGD),
+        "adagrad": (torch.optim.Adagrad, torch.optim.Adagrad),
+        "adam": (torch.optim.SparseAdam, torch.optim.Adam),
+    }[name]
+    return [of_tables(tables, **settings), of_dense(dense, **settings)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("model", ["dlrm", "dcnv2"])
+def test_it_trains_as_the_plain_reference_does(model, name):
+    config = compose_config(*TINY, *rule(name), "optimizer.eps=1e-8", f"model.name={model}")
+    with ranks_of_cpu():
+        built = build(config)
+        reference = reference_of(built)
+        losses = built.train(0, 6)
+        batches = list(built.train_loader.batches(0, 6))
+    wanted = []
+    optimizers = optimizers_of(reference, name)
+    for batch in batches:
+        ids = batch.ids.values().view(-1, len(batch.labels)).T.long()
+        loss = binary_cross_entropy_with_logits(reference(batch.numerical, ids), batch.labels)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_bf16_trains_close_to_fp32():
+    losses = {}
+    with ranks_of_cpu():
+        for amp in ("off", "bf16"):
+            losses[amp] = build(compose_config(*TINY, f"train.amp={amp}")).train(0, 30)
+    assert losses["bf16"] == pytest.approx(losses["off"], rel=2e-2)
+    assert losses["bf16"] != losses["off"]
+    assert sum(losses["bf16"][-5:]) < sum(losses["bf16"][:5])
+
+
+def test_a_compiled_dense_half_trains_alike_and_keeps_its_names():
+    losses, names = {}, {}
+    with ranks_of_cpu():
+        for compiled in ("false", "true"):
+            built = build(compose_config(*TINY, f"train.compile={compiled}"))
+            losses[compiled] = built.train(0, 4)
+            names[compiled] = [name for name, _ in built.step.dense.named_parameters()]
+            is_compiled = built.step.dense._compiled_call_impl is not None
+            assert is_compiled == (compiled == "true")
+    assert losses["true"] == pytest.approx(losses["false"], rel=1e-5)
+    assert names["true"] == names["false"]
+    assert not any("_orig_mod" in name for name in names["true"])
+
+
+class OneBadRow:
+    """A source whose training row `row` has a numerical that is no number."""
+
+    def __init__(self, source, row: int) -> None:
+        self.spec = source.spec
+        self._source, self._row = source, row
+
+    def num_rows(self, split: str) -> int:
+        return self._source.num_rows(split)
+
+    def granule(self, split: str) -> int:
+        return self._source.granule(split)
+
+    def read(self, split: str, runs: np.ndarray, *others) -> Columns:
+        columns = self._source.read(split, runs, *others)
+        rows = np.concatenate([np.arange(*run) for run in runs])
+        columns.numerical[: len(rows)][rows == self._row] = np.nan
+        return columns
+
+
+def meet_a_bad_row(name: str) -> tuple[int, str, bool]:
+    """The step that was refused, its message, and whether all weights are what they were before it."""
+    config = compose_config(*two_epochs(name, 256), "data.shuffle_block=0")
+    # Rows 128 .. 191 are step 2; with two ranks, the second reads this one.
+    built = build(config, OneBadRow(open_source(config), 170))
+    feed = built.feed(0, 4)
+    for step in range(4):
+        before = parts(built)
+        try:
+            built.step.train(step, feed)
+        except DivergedError as error:
+            after = parts(built)
+            same = all(
+                torch.equal(old[2], new[2])
+                for key in before
+                for old, new in zip(before[key], after[key], strict=True)
+            )
+            return step, str(error), same
+        assert any(not torch.equal(before[key][0][2], parts(built)[key][0][2]) for key in before)
+    raise AssertionError("it learnt from a loss that is no number")
+
+
+def bad_rows(names: list[str]) -> list[tuple[int, str, bool]]:
+    # In one group: opened anew at the same address, it could be met by a rank that still closes the last one.
+    with ranks_of_cpu():
+        return [meet_a_bad_row(name) for name in names]
+
+
+def test_a_loss_that_is_no_number_stops_every_rank_before_anything_is_updated():
+    names = list(RATES)
+    one, two = [bad_rows(names)], run_distributed(bad_rows, 2, names)
+    for results in (*one, *two):
+        for name, (step, message, same) in zip(names, results, strict=True):
+            assert step == 2, name
+            assert same, name
+            assert message == (
+                f"the loss is nan at step 2 (learning rate {RATES[name]:g}); nothing was updated with "
+                "it. Lower optimizer.lr, lengthen scheduler.warmup_steps, or look for bad numerical "
+                "values in the data"
+            )
+
+
+def test_a_learning_rate_out_of_all_bounds_is_named():
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY, "optimizer.name=sgd", "optimizer.lr=1e30"))
+        with pytest.raises(DivergedError) as caught:
+            built.train(0, 10)
+    assert re.match(
+        r"the loss is (nan|inf) at step \d \(learning rate 1e\+30\); nothing was", str(caught.value)
+    )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_evaluating_between_two_steps_changes_nothing(name):
+    losses = []
+    with ranks_of_cpu():
+        for evaluates in (False, True):
+            built = build(compose_config(*TINY, *rule(name)))
+            first = built.train(0, 3)
+            if evaluates:
+                built.score(2)
+            losses.append(first + built.train(3, 3))
+    assert losses[0] == losses[1]
+
+
+class FusedAdam:
+    """What the tables touch of FBGEMM's fused kernel, which has no Adam on a CPU."""
+
+    def __init__(self) -> None:
+        self.iter_cpu, self.iter = torch.tensor(99), torch.tensor([99])
+
+    def set_learning_rate(self, lr: float) -> None:
+        self.lr = lr
+
+
+def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
+    kernel = FusedAdam()
+    with ranks_of_cpu():
+        tables = build(compose_config(*TINY, *rule("adam"))).step.tables
+    tables._kernels = [kernel]
+    tables.prepare_update(7, 0.25, by_fbgemm=True)
+    assert (kernel.iter_cpu.item(), kernel.iter.item(), kernel.lr) == (7, 7, 0.25)
+    assert tables._rule is OptimizerName.adam
+
+
+@pytest.mark.parametrize("why_not_static", [None, "asked for"])
+def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, why_not_static):
+    monkeypatch.setattr(
+        "nn.sharding.sharded_embeddings.ShardedTables.why_not_static", why_not_static
+    )
+    with ranks_of_cpu():
+        plain = build(compose_config(*TINY)).train(0, 4)
+        for name in ("nn.training.train_step.loss_scale", "nn.build.loss_scale"):
+            monkeypatch.setattr(name, lambda config: 1024.0)
+        assert build(compose_config(*TINY)).train(0, 4) == pytest.approx(plain, rel=1e-6)
+        for name in ("nn.training.train_step.loss_scale", "nn.build.loss_scale"):
+            # Times a gradient of more than a hundredth this is more than float32 holds.
+            monkeypatch.setattr(name, lambda config: 3e40)
+        built = build(compose_config(*TINY))
+        before = [each.detach().clone() for each in built.step.dense.parameters()]
+        before += [shard.weight.clone() for shard in built.step.tables.shards()]
+        with pytest.raises(DivergedError, match=r"overflowed fp16.*Lower train.loss_scale"):
+            built.train(0, 1)
+        after = [each.detach() for each in built.step.dense.parameters()]
+        after += [shard.weight for shard in built.step.tables.shards()]
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_pass_that_is_not_recorded_gives_up_its_ids_too():
+    """Else a recorded exchange would hold them for ever, and send all further ids operation by operation."""
+    given_up = []
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        batch, ids = next(built.feed(0, 1))
+        built.step.predict(batch, replace(ids, give_up=lambda: given_up.append(True)))
+    assert given_up == [True]
+
+
+def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypatch):
+    made, replayed = [], []
+
+    class Graph:
+        """Stands for the recorded pass where there is no GPU: runs the plain one and counts."""
+
+        def __init__(self, plain, ids, numerical, labels, beside):
+            self.plain = plain
+            made.append(len(labels))
+
+        def close(self):
+            closed.append("pass")
+
+        def run(self, ids, numerical, labels):
+            replayed.append(len(labels))
+            return self.plain.run(ids, numerical, labels)
+
+    class GraphOfExchange:
+        """The same for the exchange of ids."""
+
+        def __init__(self, send, ids):
+            self.send = send
+            exchanges.append(len(ids))
+
+        def close(self):
+            closed.append("exchange")
+
+        def __call__(self, ids):
+            exchanged.append(len(ids))
+            return self.send(ids)
+
+    config = compose_config(*TINY, "data.synthetic.train_rows=200")
+    exchanges, exchanged, closed = [], [], []
+    with ranks_of_cpu():
+        plain = build(config).train(0, 8)
+        monkeypatch.setattr("nn.training.train_step.Captured", Graph)
+        monkeypatch.setattr("nn.sharding.sharded_embeddings.CapturedExchange", GraphOfExchange)
+        monkeypatch.setattr("nn.training.train_step.Step.why_not_captured", None)
+        built = build(config)
+        assert built.train(0, 8) == plain
+        built.step.close()
+    # NCCL waits for recordings when its groups are closed.
+    assert sorted(closed) == ["exchange", "pass"]
+    assert made == [64]
+    assert replayed == [64] * 6
+    assert exchanges == [64 * 5]
+    assert exchanged == [64 * 5] * 6

@@ -1,0 +1,148 @@
+"""The training loop: when it evaluates, when it ends and what it reports."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nn.training.trainer import eval_steps, total_steps
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, compose_config
+from tests.helpers.distributed import run_distributed
+
+SUMMARY_FIELDS = {
+    "recipe",
+    "steps",
+    "epochs",
+    "stopped",
+    "test_auc",
+    "test_log_loss",
+    "test_rows",
+    "best_test_auc",
+    "untrained_test_auc",
+    "samples_per_s",
+    "step_ms",
+    "peak_hbm_bytes",
+    "teacher_auc",
+}
+
+
+class Run:
+    """A run in this process, and the records it left."""
+
+    def __init__(self, run_dir: Path, *overrides: str) -> None:
+        quiet = ["log.tensorboard=false", "checkpoint.save=false", f"run_dir={run_dir}"]
+        self.ended = run_command(*TINY, *quiet, *overrides)
+        assert self.ended.exit_code == 0, self.ended.err
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines[1:]]
+        self.train = [each for each in records if "loss" in each]
+        self.test = [each for each in records if "test_auc" in each]
+        self.summary = json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory) -> Run:
+    """Two epochs of 8 steps, the last of 52 rows."""
+    return Run(
+        tmp_path_factory.mktemp("trainer") / "run",
+        "data.synthetic.train_rows=500",
+        "train.epochs=2",
+        "eval.per_epoch=2",
+        "log.every=5",
+        "train.tf32=false",
+    )
+
+
+@pytest.mark.parametrize(
+    ("last_step", "steps_per_epoch", "per_epoch", "wanted"),
+    [
+        (20, 10, 1, {10, 20}),
+        (20, 10, 4, {2, 5, 8, 10, 12, 15, 18, 20}),
+        (13, 10, 2, {5, 10, 13}),
+        (7, 10, 1, {7}),
+        (3, 2, 4, {1, 2, 3}),
+    ],
+)
+def test_evaluations_are_evenly_spaced_and_the_last_step_has_one(
+    last_step, steps_per_epoch, per_epoch, wanted
+):
+    assert eval_steps(last_step, steps_per_epoch, per_epoch) == wanted
+
+
+def test_a_run_takes_all_epochs_unless_told_to_stop_before():
+    assert total_steps(compose_config("train.epochs=3"), 10) == 30
+    assert total_steps(compose_config("train.epochs=3", "train.max_steps=12"), 10) == 12
+    assert total_steps(compose_config("train.epochs=3", "train.max_steps=99"), 10) == 30
+
+
+def test_the_tail_of_an_epoch_is_trained(two_epochs):
+    assert two_epochs.summary["steps"] == 16
+    assert two_epochs.summary["epochs"] == 2
+    assert two_epochs.summary["stopped"] == "all steps done"
+
+
+def test_records_come_as_often_as_asked_and_at_the_end(two_epochs):
+    assert [each["step"] for each in two_epochs.train] == [5, 10, 15, 16]
+    assert [each["step"] for each in two_epochs.test] == [0, 4, 8, 12, 16]
+    assert all(0 < each["train_auc"] < 1 for each in two_epochs.train)
+    assert [each["epoch"] for each in two_epochs.test] == [0, 0.5, 1, 1.5, 2]
+
+
+def test_an_evaluation_sees_every_row(two_epochs):
+    assert {each["test_rows"] for each in two_epochs.test} == {256}
+
+
+def test_the_summary_repeats_the_first_the_last_and_the_best_evaluation(two_epochs):
+    summary, tests = two_epochs.summary, two_epochs.test
+    assert set(summary) == SUMMARY_FIELDS
+    assert summary["untrained_test_auc"] == tests[0]["test_auc"]
+    for name in ("test_auc", "test_log_loss", "test_rows"):
+        assert summary[name] == tests[-1][name]
+    assert summary["best_test_auc"] == max(each["test_auc"] for each in tests)
+    assert summary["teacher_auc"] > summary["best_test_auc"] > summary["untrained_test_auc"]
+    assert summary["peak_hbm_bytes"] is None
+
+
+def test_the_speed_of_the_run_leaves_the_first_record_out(two_epochs):
+    rows = [5 * 64, 64 + 64 + 52 + 2 * 64, 5 * 64, 52]
+    seconds = [n / each["samples_per_s"] for n, each in zip(rows, two_epochs.train, strict=True)]
+    assert two_epochs.summary["samples_per_s"] == pytest.approx(
+        sum(rows[1:]) / sum(seconds[1:]), rel=1e-4
+    )
+    assert two_epochs.summary["step_ms"] == pytest.approx(sum(seconds[1:]) * 1e3 / 11, rel=1e-4)
+
+
+def test_max_steps_ends_a_run_with_an_evaluation(tmp_path):
+    run = Run(tmp_path / "run", "train.max_steps=3", "eval.at_start=false", "eval.max_steps=1")
+    assert run.summary["steps"] == 3
+    assert [each["step"] for each in run.test] == [3]
+    assert run.summary["test_rows"] == 128
+    assert run.summary["untrained_test_auc"] is None
+
+
+def threshold_run(run_dir: Path) -> str:
+    """Stops before its first record."""
+    overrides = ["eval.auc_threshold=0.3", "eval.per_epoch=4", "log.every=1000"]
+    return run_command(*TINY, *overrides, f"run_dir={run_dir}", "checkpoint.save=false").err
+
+
+def test_a_good_enough_auc_stops_all_ranks_together(tmp_path):
+    assert run_distributed(threshold_run, 2, tmp_path / "run") == ["", ""]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped"] == "eval.auc_threshold reached"
+    assert summary["steps"] == 8
+    assert summary["test_auc"] >= 0.3
+    assert summary["samples_per_s"] > 0
+
+
+def test_an_auc_below_the_threshold_stops_nothing(tmp_path):
+    run = Run(tmp_path / "run", "eval.auc_threshold=0.99", "train.max_steps=2")
+    assert run.summary["stopped"] == "all steps done"
+
+
+def test_the_last_record_has_an_auc_however_far_the_next_would_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("nn.training.trainer.TRAIN_AUC_ROWS", 128)
+    run = Run(tmp_path / "run", "train.max_steps=7", "log.every=5", "eval.max_steps=1")
+    assert [each["step"] for each in run.train] == [5, 7]
+    assert all(each["train_auc"] is not None for each in run.train)

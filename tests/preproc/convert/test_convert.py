@@ -1,0 +1,388 @@
+"""`python -m preproc mode=convert`: other people's formats become dataset directories, and go back, value for value."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from dataloading.dataset_directory import write_dataset
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.open_dataset import open_dataset
+from preproc.convert import mlperf_npy as npy
+from preproc.convert import nvidia_csv as csv_spec
+from preproc.convert import rows as rows_module
+from preproc.convert.text_proto import parse_text_proto
+from tests.helpers.handwritten import ROWS, ids, label, numericals, write_handwritten
+from tests.helpers.preproc_command import data_files, preproc
+
+
+def convert(path: Path, output: Path, *options: str) -> Path:
+    preproc("mode=convert", f"path={path}", f"output={output}", *options)
+    return output
+
+
+def columns_of(root: Path, split: str):
+    source = open_dataset(FeatureSpec.load(root))
+    return source.read(split, np.array([[0, source.num_rows(split)]]))
+
+
+def error_of(path: Path, output: Path, *options: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        convert(path, output, *options)
+    assert not output.exists()
+    return str(ended.value).removeprefix("error: ")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Rows pass in threes, so that every seam is crossed."""
+    for module in (rows_module, npy, csv_spec):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 3)
+
+
+@pytest.mark.parametrize("via", ["parquet", "csv"])
+def test_a_dataset_of_nvidias_comes_back_byte_for_byte(tmp_path, via):
+    root = write_handwritten(tmp_path / "nvidia")
+    there = convert(root, tmp_path / "there", f"to={via}")
+    back = convert(there, tmp_path / "back")
+    assert data_files(back) == data_files(root)
+    assert FeatureSpec.load(back).fingerprint() == FeatureSpec.load(root).fingerprint()
+
+
+def test_several_ids_a_row_survive_parquet(tmp_path):
+    features = [CategoricalFeature.of("pair", 9, 2), CategoricalFeature.of("tags", 300, None)]
+    with write_dataset(tmp_path / "a", categorical=features) as dataset:
+        for split in ("train", "test"):
+            dataset[split].append(
+                labels=[0, 1, 1, 0],
+                ids={"pair": np.arange(8).reshape(4, 2), "tags": np.array([299, 5, 7])},
+                lengths={"tags": [1, 0, 2, 0]},
+            )
+    there = convert(tmp_path / "a", tmp_path / "b", "to=parquet")
+    assert data_files(convert(there, tmp_path / "c")) == data_files(tmp_path / "a")
+    message = error_of(there, tmp_path / "d", "to=csv")
+    assert message.startswith("pair has several ids a row, which the CSV format cannot hold")
+
+
+def test_an_output_that_holds_a_dataset_is_kept(tmp_path):
+    root = write_handwritten(tmp_path / "a")
+    convert(root, tmp_path / "b", "to=csv")
+    with pytest.raises(SystemExit, match="holds a complete dataset"):
+        convert(root, tmp_path / "b", "to=csv")
+    convert(root, tmp_path / "b", "to=parquet", "overwrite=true")
+    assert FeatureSpec.load(tmp_path / "b").splits["train"].parquet
+
+
+def test_a_directory_without_anything_known_is_refused(tmp_path):
+    (tmp_path / "x").mkdir()
+    assert "nothing to convert; want a directory with" in error_of(tmp_path / "x", tmp_path / "y")
+
+
+def test_a_path_is_asked_for():
+    with pytest.raises(SystemExit, match="set path=DIR, the directory to convert"):
+        preproc("mode=convert", "output=x")
+
+
+# NVIDIA's CSV.
+
+CSV_SPEC = """
+channel_spec: {categorical: [cat_0.bin, cat_1.bin], label: [label], numerical: [num_0, num_1]}
+feature_spec:
+  cat_0.bin: {cardinality: auto}
+  cat_1.bin: {cardinality: 40000}
+  label: {}
+  num_0: {}
+  num_1: {}
+metadata: {}
+source_spec:
+  train:
+  - {type: csv, features: [label, num_0, cat_1.bin], files: [a.csv, b.csv]}
+  - {type: csv, features: [cat_0.bin, num_1], files: [c.csv]}
+  test:
+  - {type: csv, features: [label, num_0, num_1, cat_0.bin, cat_1.bin], files: [d.csv]}
+"""
+
+
+def write_csv_files(root: Path) -> Path:
+    """Write the rows of the handwritten dataset over files that end at different rows."""
+
+    def lines(which, fields) -> str:
+        return "".join(",".join(str(field) for field in fields(row)) + "\n" for row in which)
+
+    def left(row):
+        return label(row), numericals(row)[0], ids(row)[1]
+
+    root.mkdir()
+    (root / "a.csv").write_text(lines(range(4), left))
+    (root / "b.csv").write_text(lines(range(4, ROWS["train"]), left))
+    (root / "c.csv").write_text(
+        lines(range(ROWS["train"]), lambda row: (ids(row)[0], numericals(row)[1]))
+    )
+    (root / "d.csv").write_text(
+        lines(range(ROWS["test"]), lambda row: (label(row), *numericals(row), *ids(row)))
+    )
+    (root / "feature_spec.yaml").write_text(CSV_SPEC)
+    return root
+
+
+def test_csv_with_chunks_side_by_side_becomes_nvidias_binary(tmp_path):
+    out = convert(write_csv_files(tmp_path / "csv"), tmp_path / "out")
+    assert data_files(out) == data_files(write_handwritten(tmp_path / "want"))
+    assert FeatureSpec.load(out).categorical[0].cardinality == ROWS["train"]  # auto: ids 0 to 6
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.csv", "0,0.5\n", "hold different numbers of rows"),
+        ("a.csv", "0,0.5,x\n", "a.csv: "),
+        ("a.csv", "0,0.5\n", "a.csv: "),
+        ("a.csv", "0,,7\n", "a.csv: row 0: no num_0; want 3 numbers a line, no header"),
+        ("a.csv", "0,0.5,40000\n" * 4, "feature 'cat_1.bin': id 40000 at row 0 of split 'train'"),
+        ("a.csv", "2,0.5,7\n" * 4, "label: 2.0 at row 0 of split 'train'; want 0 or 1"),
+    ],
+)
+def test_a_csv_that_cannot_be_is_named(tmp_path, name, text, message):
+    root = write_csv_files(tmp_path / "csv")
+    (root / name).write_text(text)
+    assert message in error_of(root, tmp_path / "out")
+
+
+def test_a_csv_spec_names_every_feature(tmp_path):
+    root = write_csv_files(tmp_path / "csv")
+    (root / "feature_spec.yaml").write_text(CSV_SPEC.replace("cat_0.bin, num_1]", "cat_0.bin]"))
+    assert "want every feature of channel_spec, once" in error_of(root, tmp_path / "out")
+
+
+# Merlin.
+
+
+def struct_field(name: str, value: bytes) -> bytes:
+    """Return one entry of a serialised google.protobuf.Struct."""
+    entry = b"\x0a" + bytes([len(name)]) + name.encode() + b"\x12" + bytes([len(value)]) + value
+    return b"\x0a" + bytes([len(entry)]) + entry
+
+
+def properties(cardinality: int) -> str:
+    """Return what Merlin writes as `value` of a feature's extra_metadata, escaped for text."""
+    number = b"\x11" + np.float64(cardinality).tobytes()
+    inner = struct_field("dimension", b"\x11" + np.float64(16).tobytes())
+    inner += struct_field("cardinality", number)
+    sizes = b"\x2a" + bytes([len(inner)]) + inner
+    data = struct_field("is_list", b"\x20\x01") + struct_field("embedding_sizes", sizes)
+    data += struct_field("cat_path", b"\x1a\x02./")
+    return "".join(f"\\{byte:03o}" for byte in data)
+
+
+def schema(**extra: str) -> str:
+    def feature(name: str, tags: list[str], more: str = "") -> str:
+        lines = "".join(f'    tag: "{tag}"\n' for tag in tags)
+        value = extra.get(name)
+        if value:
+            lines += f'    extra_metadata {{\n      type_url: "x/Struct"\n      value: "{value}"\n    }}\n'
+        return f'feature {{\n  name: "{name}"\n{more}  annotation {{\n{lines}  }}\n}}\n'
+
+    domain = '  type: INT\n  int_domain { name: "userId" max: 7 is_categorical: true }\n'
+    return (
+        feature("userId", ["user_id", "categorical"], domain)
+        + feature(
+            "genres", ["categorical", "item"], "  value_count {\n    min: 1\n    max: 3\n  }\n"
+        )
+        + feature("age", ["continuous"])
+        + feature("rating", ["target", "regression"])
+        + feature("click", ["target", "binary_classification"])
+        + feature("title", [])
+    )
+
+
+def write_merlin(root: Path, valid: str = "valid", text: str | None = None) -> Path:
+    for name, start in (("train", 0), (valid, 2)):
+        (root / name).mkdir(parents=True)
+        for part in range(2):
+            table = {
+                "userId": pa.array([start, 3, 4], pa.int64()),
+                "genres": pa.array([[1, 5], [], [2 + part]], pa.list_(pa.int64())),
+                "age": pa.array([0.1, 0.2, 0.3], pa.float32()),
+                "rating": pa.array([4.0, 2.0, 5.0]),
+                "click": pa.array([1, 0, 1], pa.int8()),
+                "title": pa.array(["a", "b", None]),
+            }
+            pq.write_table(pa.table(table), root / name / f"part_{part}.parquet", row_group_size=2)
+    if text is not None:
+        (root / "schema.pbtxt").write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("to", ["binary", "parquet"])
+def test_merlins_parquet_with_its_schema(tmp_path, to):
+    root = write_merlin(tmp_path / "m", text=schema(genres=properties(300)))
+    out = convert(root, tmp_path / "out", f"to={to}")
+    spec = FeatureSpec.load(out)
+    assert [(f.name, f.cardinality, f.hotness) for f in spec.categorical] == [
+        ("userId", 8, 1),  # its int_domain reaches 7
+        ("genres", 300, None),
+    ]
+    assert (spec.label, spec.numerical, spec.numerical_dtype) == ("click", ("age",), np.float32)
+    train = columns_of(out, "train")
+    assert train.labels.tolist() == [1, 0, 1, 1, 0, 1]
+    assert train.numerical[:, 0].tolist() == np.float32([0.1, 0.2, 0.3] * 2).tolist()
+    assert train.ids[0].tolist() == [0, 3, 4, 0, 3, 4]
+    assert train.ids[1].tolist() == [1, 5, 2, 1, 5, 3]
+    assert train.lengths[1].tolist() == [2, 0, 1, 2, 0, 1]
+    assert columns_of(out, "test").ids[0].tolist() == [2, 3, 4, 2, 3, 4]
+
+
+def test_merlins_parquet_with_hugectrs_metadata_counts_what_nobody_says(tmp_path):
+    root = write_merlin(tmp_path / "m", valid="test")
+    (root / "train/_metadata.json").write_text(
+        json.dumps(
+            {
+                "file_stats": [{"file_name": "part_0.parquet", "num_rows": 3}],
+                "labels": [{"col_name": "click", "index": 4}],
+                "conts": [],
+                "cats": [{"col_name": "genres", "index": 1}, {"col_name": "userId", "index": 0}],
+            }
+        )
+    )
+    spec = FeatureSpec.load(convert(root, tmp_path / "out"))
+    assert [(f.name, f.cardinality) for f in spec.categorical] == [("genres", 6), ("userId", 5)]
+    assert spec.numerical == ()
+
+
+def test_merlins_test_and_valid_become_test_and_validation(tmp_path):
+    root = write_merlin(tmp_path / "m", text=schema())
+    (root / "test").mkdir()
+    (root / "valid/part_0.parquet").rename(root / "test/part_0.parquet")
+    spec = FeatureSpec.load(convert(root, tmp_path / "out"))
+    assert {name: files.num_rows for name, files in spec.splits.items()} == {
+        "train": 6,
+        "test": 3,
+        "validation": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: None, "neither schema.pbtxt nor train/_metadata.json"),
+        (lambda text: text.replace('"target"', '"x"').replace("binary_cl", "y"), "no label; tag"),
+        (lambda text: text.replace('"categorical"', '"x"'), "no categorical column; tag one"),
+        (lambda text: text.replace('"userId"', '"who"'), "no column who, which"),
+        (lambda text: text + "feature {", "schema.pbtxt: the text ends before a }"),
+        (lambda text: text.replace("max: 7", "max: 3"), "id 4 at row 2 of"),
+    ],
+)
+def test_what_is_wrong_with_merlins_output_is_said(tmp_path, change, message):
+    root = write_merlin(tmp_path / "m", text=change(schema(genres=properties(300))))
+    assert message in error_of(root, tmp_path / "out")
+
+
+def test_merlins_output_wants_rows_to_test_on(tmp_path):
+    root = write_merlin(tmp_path / "m", valid="other", text=schema())
+    assert "train/ only; want valid/ or test/" in error_of(root, tmp_path / "out")
+
+
+def test_text_protos_are_read_in_all_their_forms():
+    text = """
+    # a comment
+    a: 1 a: -2.5e1 b { c: 'x\\n\\101\\x42' "y" } b < c: true >; d: "q\\"" , e { }
+    """
+    assert parse_text_proto(text) == {
+        "a": [1, -25.0],
+        "b": [{"c": ["x\nABy"]}, {"c": ["true"]}],
+        "d": ['q"'],
+        "e": [{}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: }", "line 1: got }"), ('a: "x', "does not end"), ("\na", "line 2: field a has no value")],
+)
+def test_a_text_proto_that_is_none_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_text_proto(text)
+
+
+# MLPerf's npy files.
+
+
+def write_npy(root: Path, multi_hot: bool, days: int = 3) -> Path:
+    """Write days of 7 rows; row r of day d has the id 10 d + r in every table."""
+    root.mkdir()
+    for day in range(days):
+        rows = np.arange(7, dtype=np.int32) + 10 * day
+        np.save(root / f"day_{day}_labels.npy", (rows % 2)[:, None])
+        np.save(
+            root / f"day_{day}_dense.npy", np.stack([rows / 3, -rows], axis=1).astype(np.float32)
+        )
+        sparse = np.stack([rows, rows, 2 * rows], axis=1)
+        if multi_hot:
+            tables = {str(i): np.stack([sparse[:, i]] * (i + 1), axis=1) for i in range(3)}
+            np.savez(root / f"day_{day}_sparse_multi_hot.npz", **tables)
+        else:
+            np.save(root / f"day_{day}_sparse.npy", sparse)
+    return root
+
+
+@pytest.mark.parametrize("multi_hot", [False, True])
+def test_mlperfs_npy_files(tmp_path, multi_hot):
+    out = convert(write_npy(tmp_path / "npy", multi_hot), tmp_path / "out")
+    spec = FeatureSpec.load(out)
+    assert [f.cardinality for f in spec.categorical] == [27, 27, 53]
+    assert [f.hotness for f in spec.categorical] == ([1, 2, 3] if multi_hot else [1, 1, 1])
+    train_rows = [*range(7), *range(10, 17)]
+    for split, rows in (
+        ("train", train_rows),
+        ("validation", [20, 21, 22, 23]),
+        ("test", [24, 25, 26]),
+    ):
+        columns = columns_of(out, split)
+        assert columns.labels.tolist() == [row % 2 for row in rows]
+        assert columns.ids[0].tolist() == rows
+        times = 3 if multi_hot else 1
+        assert columns.ids[2].tolist() == [2 * row for row in rows for _ in range(times)]
+        np.testing.assert_array_equal(columns.numerical[:, 0], np.float32(np.array(rows) / 3))
+
+
+def test_npy_days_are_read_in_their_order_not_the_alphabets(tmp_path):
+    out = convert(write_npy(tmp_path / "npy", False, days=11), tmp_path / "out")
+    assert columns_of(out, "test").ids[0].tolist() == [104, 105, 106]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: (root / "day_1_dense.npy").unlink(), "day_1_dense.npy: no such file"),
+        (
+            lambda root: np.save(root / "day_1_sparse.npy", np.zeros((6, 3), np.int32)),
+            "day_1_labels.npy: 7 rows, but its ids have 6; one of the two is cut short",
+        ),
+        (
+            lambda root: np.save(root / "day_1_sparse.npy", np.zeros((7, 2), np.int32)),
+            "want those of the first day",
+        ),
+        (lambda root: (root / "day_1_labels.npy").write_bytes(b"x" * 9), "not a whole npy file"),
+        (
+            lambda root: [(root / f"day_{day}_labels.npy").unlink() for day in (1, 2)],
+            "1 day; want two at least",
+        ),
+    ],
+)
+def test_what_is_wrong_with_npy_files_is_said(tmp_path, damage, message):
+    root = write_npy(tmp_path / "npy", False)
+    damage(root)
+    assert message in error_of(root, tmp_path / "out")
+
+
+def test_metadata_of_the_source_is_kept(tmp_path):
+    root = write_handwritten(tmp_path / "a")
+    spec = root / "feature_spec.yaml"
+    document = yaml.safe_load(spec.read_text())
+    document["metadata"] = {"frequency_limit": 3}
+    spec.write_text(yaml.safe_dump(document))
+    assert FeatureSpec.load(convert(root, tmp_path / "b")).metadata["frequency_limit"] == 3

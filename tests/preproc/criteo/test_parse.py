@@ -1,0 +1,74 @@
+"""Parsing in several threads: the same bytes, in order, and no thread that outlives its work."""
+
+import threading
+import time
+from itertools import count
+
+import pytest
+
+from preproc.criteo import parse
+from preproc.criteo.ordered_map import in_order
+from tests.helpers.preproc_command import preproc, write_lines
+from tests.preproc.criteo.test_restart import all_files, noise
+
+
+def test_two_threads_write_what_one_writes(tmp_path, monkeypatch):
+    lines = noise(3000)
+    lines[700] = "no line"
+    for day, part in enumerate((lines[:2000], lines[2000:])):
+        write_lines(tmp_path / f"day_{day}.gz", part, compress=True)
+    options = [f"source={tmp_path}/day_*", "on_bad=quarantine"]
+    preproc(*options, f"output={tmp_path / 'whole'}", "threads=1")
+    monkeypatch.setattr(parse, "PIECE_BYTES", 20_000)
+    threads = []
+    monkeypatch.setattr(
+        parse, "in_order", lambda *given: threads.append(given[2]) or in_order(*given)
+    )
+    preproc(*options, f"output={tmp_path / 'one'}", "threads=1")
+    preproc(*options, f"output={tmp_path / 'two'}", "threads=2")
+    assert threads == [1, 1, 2, 2]
+    assert all_files(tmp_path / "one") == all_files(tmp_path / "whole")
+    assert all_files(tmp_path / "two") == all_files(tmp_path / "whole")
+    assert b"day_0.gz\t701\t" in (tmp_path / "two/bad_rows.tsv").read_bytes()
+
+
+def test_results_come_in_order_however_long_each_takes():
+    def slow(number: int) -> int:
+        time.sleep(0.002 * (number % 3 == 0))
+        return number
+
+    assert list(in_order(slow, range(50), threads=4, ahead=8)) == list(range(50))
+
+
+def test_no_more_than_asked_for_are_ahead():
+    taken = count()
+    results = in_order(lambda item: item, taken, threads=2, ahead=3)
+    next(results)
+    time.sleep(0.05)
+    # One was given out, three are on their way, and one more waits for room.
+    assert next(taken) <= 5
+    results.close()
+
+
+def test_errors_of_either_end_come_in_their_place():
+    def items():
+        yield from (1, 2, 3)
+        raise ValueError("no more")
+
+    results = in_order(str, items(), threads=2, ahead=9)
+    assert [next(results) for _ in range(3)] == ["1", "2", "3"]
+    with pytest.raises(ValueError, match="no more"):
+        next(results)
+    results = in_order(lambda item: 1 // item, (1, 0, 1), threads=2, ahead=9)
+    assert next(results) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_no_thread_outlives_a_stream_that_is_closed():
+    before = threading.active_count()
+    results = in_order(str, count(), threads=2, ahead=3)
+    next(results)
+    assert threading.active_count() > before
+    results.close()
+    assert threading.active_count() == before

@@ -1,0 +1,417 @@
+"""A run that is killed goes on, and writes what an uninterrupted one writes; memory stays in bounds."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+import tracemalloc
+import weakref
+from contextlib import suppress
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataloading.dataset_directory import clear_leftovers
+from preproc import dataset_writer as output_module
+from preproc.column_store import StagedColumn
+from preproc.criteo import parse, shuffle
+from preproc.criteo import pipeline as criteo
+from preproc.criteo.hash_table import Lookup
+from preproc.criteo.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
+from preproc.report.console import Stage
+from preproc.work_directory import Work
+from tests.helpers.preproc_command import data_files, preproc, raw_line, write_lines
+from tests.preproc.table.test_pipeline import _hydra
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = [sys.executable, "-m", "preproc", "plot=false"]
+# Runs that are killed start from a process that has imported everything.
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["tests.helpers.preproc_command", "preproc.criteo.pipeline", "preproc.table.pipeline"]
+)
+
+
+def noise(num_rows: int, seed: int = 0) -> list[str]:
+    """Lines of two columns with many values, and texts that are no hexadecimals now and then."""
+    draw = random.Random(seed)
+    return [
+        raw_line(
+            draw.randint(0, 1),
+            i1=draw.choice(["", draw.randint(-5, 10**12)]),
+            c1=f"{draw.randint(0, 3000):08x}",
+            c2=draw.choice(["", "x", "ffffffff", f"{draw.randint(0, 30):08x}"]),
+        )
+        for _ in range(num_rows)
+    ]
+
+
+def all_files(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def raw_logs(source: str) -> list[str]:
+    return [f"source={source}", "frequency_limit=3"]
+
+
+def any_table(source: str) -> list[str]:
+    columns = [f"x{i}" for i in range(40)]
+    table = {
+        "sources": {"t": {"files": source, "format": "tsv", "header": False, "columns": columns}},
+        "label": {"name": "x0"},
+        "numerical": [{"name": "x1", "transforms": [{"fill": 0}, "standardise"]}],
+        "categorical": ["x14", "x15", {"name": "both", "cross": ["x14", "x15"]}],
+    }
+    return ["dataset=any", f"table={_hydra(table)}", "numerical_dtype=float32"]
+
+
+@pytest.mark.parametrize(
+    ("job", "shuffle", "steps"),
+    [
+        (raw_logs, "false", (2, 8)),
+        (raw_logs, "true", (4, 16)),
+        (any_table, "true", (1, 3)),
+    ],
+)
+def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, job, shuffle, steps):
+    for day in range(3):
+        write_lines(tmp_path / f"day_{day}.gz", noise(10_000, day), compress=True)
+    options = [*job(f"{tmp_path}/day_*"), f"shuffle={shuffle}", "threads=2"]
+    preproc(*options, f"output={tmp_path / 'wanted'}")
+    draw, kills = random.Random(0), 0
+    state = tmp_path / ".out.preproc" / "state.json"
+
+    def recorded() -> int:
+        with suppress(FileNotFoundError):
+            return state.stat().st_mtime_ns
+        return 0
+
+    while not (tmp_path / "out").exists():
+        run = FORKS.Process(target=preproc, args=(*options, f"output={tmp_path / 'out'}"))
+        run.start()
+        # Some steps further than the last run, at any moment between two of them.
+        left, last = draw.randint(*steps), recorded()
+        while left and run.is_alive():
+            if recorded() != last:
+                left, last = left - 1, recorded()
+        time.sleep(0.03 * draw.random())
+        run.kill()
+        run.join()
+        kills += run.exitcode == -signal.SIGKILL
+        assert run.exitcode in (0, -signal.SIGKILL)
+    assert kills >= 3
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+
+
+def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_path, monkeypatch):
+    lines = noise(8000)
+    source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
+    preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
+    monkeypatch.setattr(parse, "PIECE_BYTES", 20_000)
+    calls = count(1)
+
+    def every_third(writer):
+        # So rows beyond the checkpoint are in the files when the run is stopped.
+        if next(calls) % 3 == 0:
+            writer.checkpoint()
+
+    monkeypatch.setattr(parse._Writer, "checkpoint_if_due", every_third)
+    blocks, offsets = parse.blocks, []
+
+    def stops(file, offset, size):
+        offsets.append(offset)
+        for number, block in enumerate(blocks(file, offset, size)):
+            if number == 8:
+                raise KeyboardInterrupt
+            yield block
+
+    monkeypatch.setattr(parse, "blocks", stops)
+    for _ in range(20):
+        if output.exists():
+            break
+        with suppress(SystemExit):
+            preproc(f"source={source}", f"output={output}", "threads=1")
+    assert len(offsets) > 2
+    assert offsets == sorted(set(offsets))
+    assert all_files(output) == all_files(tmp_path / "wanted")
+
+
+def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+    preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
+
+    def killed(_spec, directory):
+        for name in (".feature_spec.yaml.partial", "feature_spec.yaml"):
+            (directory / name).write_text("half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("preproc.dataset_writer.write_spec", killed)
+        with pytest.raises(SystemExit):
+            preproc(f"source={source}", f"output={output}")
+    preproc(f"source={source}", f"output={output}")
+    assert all_files(output) == all_files(tmp_path / "wanted")
+
+
+@pytest.mark.parametrize("job", [raw_logs, any_table])
+def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatch, job):
+    synced, missed = set(), []
+    fsync, save = os.fsync, Work.save
+    put_in_place = output_module.put_in_place
+
+    def note(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def need(*paths):
+        missed.extend(path for path in paths if path.stat().st_ino not in synced)
+
+    def record(run):
+        for name in run.state["files"]:
+            need(run.dataset / name, (run.dataset / name).parent)
+        for name in run.state.get("relations", []):
+            need(run.directory / name, *(run.directory / name).iterdir())
+        if run.state.get("parse", {}).get("odd"):
+            need(run.directory / "odd", *(run.directory / "odd").iterdir())
+        if "shuffle" in run.state:
+            need(run.directory / "origin.i64")
+        save(run)
+
+    def place(dataset, root):
+        need(dataset, *dataset.rglob("*"))
+        put_in_place(dataset, root)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Work, "save", record)
+    monkeypatch.setattr(output_module, "put_in_place", place)
+    source = write_lines(tmp_path / "raw.tsv", [*noise(300), "bad"])
+    options = ["shuffle=true", "on_bad=quarantine", "plot=true", f"output={tmp_path / 'out'}"]
+    preproc(*job(str(source)), *options)
+    assert missed == []
+    assert {"report.png", "bad_rows.tsv"} < {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_other_options_begin_anew(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "preproc.criteo.pipeline._write", lambda *_: (_ for _ in ()).throw(OSError("stop"))
+        )
+        with pytest.raises(SystemExit):
+            preproc(f"source={source}", f"output={output}")
+    preproc(f"source={source}", f"output={output}", "frequency_limit=5")
+    preproc(f"source={source}", f"output={tmp_path / 'wanted'}", "frequency_limit=5")
+    assert all_files(output) == all_files(tmp_path / "wanted")
+
+
+def stopped_at(stage: str, monkeypatch, *options: str) -> None:
+    """Run the command until it comes to function `stage` of the job, where the disk is full."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            f"preproc.criteo.pipeline.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop"))
+        )
+        with pytest.raises(SystemExit):
+            preproc(*options)
+
+
+def test_a_run_to_another_output_does_not_go_on_with_the_files_of_the_first(tmp_path, monkeypatch):
+    options = [
+        f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}",
+        f"temp_directory={tmp_path}",
+    ]
+    stopped_at("_write_plain", monkeypatch, *options, f"output={tmp_path / 'one' / 'out'}")
+    for directory in ("two", "one"):
+        preproc(*options, f"output={tmp_path / directory / 'out'}")
+    assert len(data_files(tmp_path / "one" / "out")) == 2 * 28
+    assert all_files(tmp_path / "one" / "out") == all_files(tmp_path / "two" / "out")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "lost", ["train/cat_3.bin", "vocabulary/cat_0.parquet", "test/label.bin", ""]
+)
+def test_a_run_whose_files_were_removed_writes_them_again(tmp_path, monkeypatch, lost):
+    options = [f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}"]
+    preproc(*options, f"output={tmp_path / 'wanted'}")
+    stopped_at("_missing_numericals", monkeypatch, *options, f"output={tmp_path / 'out'}")
+    [dataset] = tmp_path.glob(".out.partial-*")
+    if lost:
+        (dataset / lost).unlink()
+    else:
+        shutil.rmtree(dataset)
+    preproc(*options, f"output={tmp_path / 'out'}")
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+
+
+def test_runs_that_work_in_two_places_never_share_a_dataset(tmp_path, monkeypatch):
+    # The same sizes, other bytes: nothing but the owner tells their files apart.
+    source = write_lines(tmp_path / "raw.tsv", noise(500))
+    options = [f"source={source}", f"output={tmp_path / 'out'}"]
+    one, two = (
+        [*options, "shuffle=true", f"seed={n}", f"temp_directory={tmp_path / n}"] for n in "12"
+    )
+    preproc(*one[:1], f"output={tmp_path / 'wanted'}", *one[2:])
+    stopped_at("_missing_numericals", monkeypatch, *one)
+    stopped_at("_missing_numericals", monkeypatch, *two)
+    preproc(*one)
+    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+    later = []
+
+    def write_plain(*arguments):
+        clear_leftovers(output)  # as `write_dataset` does
+        with pytest.raises(SystemExit, match="another run is writing") as refused:
+            preproc(f"source={source}", f"output={output}", f"temp_directory={tmp_path / 'two'}")
+        later.append(refused.value.code)
+        return criteo_write_plain(*arguments)
+
+    criteo_write_plain = criteo._write_plain
+    monkeypatch.setattr(criteo, "_write_plain", write_plain)
+    preproc(f"source={source}", f"output={output}")
+    assert later == [
+        f"error: another run is writing {output}; wait for it, or choose another output"
+    ]
+    assert len(data_files(output)) == 2 * 28
+
+
+@pytest.mark.parametrize("before", ["first", "last", None])
+def test_other_test_rows_leave_nothing_of_the_splits_before(tmp_path, monkeypatch, before):
+    files = [write_lines(tmp_path / f"day_{day}", noise(300 + day, day)) for day in range(4)]
+    options = ["dataset=criteo_1tb", "frequency_limit=1", f"source=[{files[0]},{files[1]}]"]
+    tests = {"first": [f"test_source={files[2]}"], "last": [f"test_source={files[3]}"], None: []}
+    for wanted in {*tests} - {before}:
+        name = f"{wanted}"
+        preproc(*options, *tests[wanted], f"output={tmp_path / 'wanted' / name}")
+        output = f"output={tmp_path / 'out' / name}"
+        stopped_at("_missing_numericals", monkeypatch, *options, *tests[before], output)
+        preproc(*options, *tests[wanted], output)
+        assert all_files(tmp_path / "out" / name) == all_files(tmp_path / "wanted" / name)
+
+
+def test_shuffling_moves_whole_training_rows_and_nothing_else(tmp_path):
+    source = write_lines(tmp_path / "raw.tsv", noise(2000))
+    for name, *options in (
+        ["plain", "shuffle=false"],
+        ["one", "shuffle=true", "threads=1"],
+        ["two", "shuffle=true", "threads=2", "memory_limit=1GB"],
+        ["other", "shuffle=true", "seed=2"],
+    ):
+        preproc(f"source={source}", f"output={tmp_path / name}", *options)
+    plain, one, two, other = (data_files(tmp_path / n) for n in ("plain", "one", "two", "other"))
+    assert one == two
+    assert {name for name in plain if plain[name] != one[name]} == {
+        "train/label.bin",
+        "train/numerical.bin",
+        "train/cat_0.bin",
+        "train/cat_1.bin",
+    }
+    order = order_within(1, 0, 1800)
+    for name, dtype in (("label", "u1"), ("cat_0", "<i2"), ("cat_1", "i1")):
+        rows = np.frombuffer(plain[f"train/{name}.bin"], dtype)
+        assert one[f"train/{name}.bin"] == rows[order].tobytes()
+    numerical = np.frombuffer(plain["train/numerical.bin"], "<f2").reshape(-1, 13)
+    assert one["train/numerical.bin"] == numerical[order].tobytes()
+    assert one["train/label.bin"] != other["train/label.bin"]
+
+
+@pytest.mark.parametrize("job", [raw_logs, any_table])
+def test_brackets_in_a_path_are_letters_like_others(tmp_path, job):
+    source = write_lines(tmp_path / "raw.tsv", noise(300))
+    for name in ("plain", "odd[1]*b"):
+        output = tmp_path / name / "out"
+        preproc(*job(str(source)), f"output='{output}'", "shuffle=true")
+    assert all_files(tmp_path / "odd[1]*b") == all_files(tmp_path / "plain") != {}
+
+
+def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "BUCKET_ROWS", 1000)
+    monkeypatch.setattr(shuffle, "CHUNK_ROWS", 777)
+    column = StagedColumn(tmp_path / "rows", "<i4")
+    np.arange(10_500, dtype="<i4").tofile(column.path)
+    work = Work(tmp_path, tmp_path / "dataset", {})
+    shuffle.shuffle_rows([column], 10_000, 5, 2, work, Stage("", print))
+    rows = column.read(0, 10_500)
+    assert (rows[10_000:] == np.arange(10_000, 10_500)).all()
+    assert (np.sort(rows[:10_000]) == np.arange(10_000)).all()
+    # Correlation of place and row, and fixed points: about 0 (sd 0.01) and about 1.
+    assert abs(np.corrcoef(np.arange(10_000), rows[:10_000])[0, 1]) < 0.05
+    assert (rows[:10_000] == np.arange(10_000)).sum() < 8
+
+
+def test_a_thread_that_shuffles_takes_no_more_memory_than_it_is_counted_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "BUCKET_ROWS", 20_000)
+    monkeypatch.setattr(shuffle, "CHUNK_ROWS", 10_000)
+    labels = StagedColumn(tmp_path / "labels", "u1")
+    numericals = StagedColumn(tmp_path / "numericals", "<f4", 13)
+    np.zeros(50_000, "u1").tofile(labels.path)
+    np.zeros((50_000, 13), "<f4").tofile(numericals.path)
+    columns = [labels, numericals]
+    work = Work(tmp_path, tmp_path / "dataset", {})
+    tracemalloc.start()
+    shuffle.shuffle_rows(columns, 50_000, 5, 1, work, Stage("", print))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.7 < peak / shuffle.worker_bytes(columns, 50_000) < 1.05
+
+
+def test_buckets_depend_on_the_rows_alone():
+    assert num_buckets(BUCKET_ROWS + 1) == 2
+    whole = buckets_of(3, 0, 5000, 7)
+    assert (np.concatenate([buckets_of(3, 0, 100, 7), buckets_of(3, 100, 5000, 7)]) == whole).all()
+    assert np.bincount(whole, minlength=7).min() > 600
+
+
+def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "raw.tsv", noise(4000))
+    preproc(f"source={source}", f"output={tmp_path / 'whole'}")
+    monkeypatch.setattr("preproc.criteo.encode.ENTRY_BYTES", 1 << 20)
+    alive = []
+
+    class Watched(Lookup):
+        made = most_alive = 0
+
+        def __init__(self, most_entries):
+            super().__init__(most_entries)
+            alive.append(weakref.ref(self))
+            Watched.made += 1
+            Watched.most_alive = max(Watched.most_alive, sum(each() is not None for each in alive))
+
+    monkeypatch.setattr("preproc.criteo.encode.Lookup", Watched)
+    options = ["memory_limit=2GB", "threads=1"]
+    preproc(f"source={source}", f"output={tmp_path / 'pieces'}", *options)
+    assert data_files(tmp_path / "pieces") == data_files(tmp_path / "whole")
+    assert Watched.made > 26
+    assert Watched.most_alive == 1
+
+
+def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "raw.tsv", noise(4000))
+    preproc(f"source={source}", f"output={tmp_path / 'whole'}", "frequency_limit=2")
+    monkeypatch.setattr("preproc.criteo.encode.GROWING_ENTRY_BYTES", 1 << 20)
+    monkeypatch.setattr("preproc.criteo.encode.MERGE_ROWS", 150)
+    options = ["frequency_limit=2", "memory_limit=500MB"]
+    preproc(f"source={source}", f"output={tmp_path / 'merged'}", *options)
+    assert all_files(tmp_path / "merged") == all_files(tmp_path / "whole")
+
+
+def test_a_stage_tells_its_rate_and_the_time_left():
+    stage = Stage("parse", print)
+    stage.total, stage.detail = 400.0, "day_3"
+    stage.update(100.0)
+    told = stage.describe(200.0, 60.0, rows=6_000_000)
+    assert told == "parse: day_3, 6,000,000 rows (100,000 rows/s), 50.0 %, 0:02:00 left"
+    assert re.search(r"0:01:00 left", stage.describe(250.0, 60.0))

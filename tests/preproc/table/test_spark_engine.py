@@ -1,0 +1,166 @@
+"""engine=spark writes what engine=duckdb writes, byte for byte. One Spark session serves all tests."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.helpers.preproc_command import data_files, preproc, write_lines
+from tests.preproc.criteo.test_pipeline import random_lines, reference
+from tests.preproc.table.test_pipeline import _hydra
+
+pytest.importorskip("pyspark", reason="PySpark is not installed (extra `spark`)")
+pytestmark = pytest.mark.skipif(
+    shutil.which("java") is None, reason="Spark needs Java; there is none"
+)
+
+
+@pytest.fixture(scope="module")
+def spark():
+    """The session that the engine finds; small, since the data are."""
+    from pyspark.sql import SparkSession
+
+    session = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.ui.enabled", "false")
+        # Files are split every 2 kB, so that a small one already has several blocks.
+        .config("spark.sql.files.maxPartitionBytes", "2048")
+        .config("spark.sql.files.openCostInBytes", "0")
+        .config("spark.driver.memory", "1g")
+        # Compiling a query takes longer than running it on so few rows.
+        .config("spark.sql.adaptive.enabled", "false")
+        .config("spark.sql.codegen.wholeStage", "false")
+        .config("spark.sql.codegen.factoryMode", "NO_CODEGEN")
+        .config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        .getOrCreate()
+    )
+    yield session
+    session.stop()
+
+
+def both(tmp_path, *overrides: str) -> dict[str, bytes]:
+    """Run with each engine, compare all bytes but those of Parquet, and return them."""
+    files = {}
+    for engine in ("duckdb", "spark"):
+        preproc(*overrides, f"engine={engine}", f"output={tmp_path / engine}")
+        files[engine] = data_files(tmp_path / engine)
+    assert files["spark"] == files["duckdb"]
+    specs = [
+        yaml.safe_load((tmp_path / engine / "feature_spec.yaml").read_text()) for engine in files
+    ]
+    for spec in specs:  # reasons are told in each engine's own words
+        spec["metadata"]["files"].pop("bad_rows.tsv", None)
+    assert specs[0] == specs[1]
+    return files["spark"]
+
+
+def test_a_table_with_everything_in_it(tmp_path, spark):
+    draw = random.Random(0)
+    rows = [
+        (
+            draw.randint(0, 1),
+            draw.choice(["", "1.5", "-2", "1e3", "0.1"]),
+            draw.choice(["", "a", "é", "Z", "a b", '"q, r"', "10", "9"]),
+            "|".join(draw.choices(["x", "y", "z.*", "w"], k=draw.randint(0, 4))),
+        )
+        for _ in range(160)
+    ]
+    head, tail = (
+        write_lines(tmp_path / name, ["y,n,c,tags", *(",".join(map(str, row)) for row in part)])
+        for name, part in (("one.csv", rows[:100]), ("two.csv", rows[100:]))
+    )
+    write_lines(tmp_path / "names.csv", ["c,long", "a,Anna", "Z,Zoe"])
+    table = {
+        "sources": {
+            "t": {"files": [str(head), str(tail)]},
+            "names": {"files": str(tmp_path / "names.csv")},
+        },
+        "query": 'SELECT t.*, l."long" FROM t LEFT JOIN (SELECT c, "long" FROM names) AS l ON t.c = l.c',
+        "order_by": ["n", "file_", "order_"],
+        "label": {"name": "y"},
+        "numerical": [
+            {"name": "log", "expression": "n", "transforms": [{"log": 3}, {"fill": 0}]},
+            {"name": "mm", "expression": "n", "transforms": [{"clip": [-1, 5]}, "minmax"]},
+            {"name": "sd", "expression": "n", "transforms": [{"fill": 0.1}, "standardise"]},
+        ],
+        "categorical": [
+            "c",
+            {"name": "long"},
+            {"name": "tags", "separator": "|"},
+            {"name": "three", "expression": "tags", "separator": "|", "hotness": 3},
+            {"name": "both", "cross": ["c", "long"], "max_size": 2},
+            {"name": "hashed", "expression": "c", "buckets": 4},
+        ],
+        "split": {"by": "random", "train": 0.7, "validation": 0.1},
+    }
+    files = both(
+        tmp_path, "dataset=any", f"table={_hydra(table)}", "shuffle=true", "frequency_limit=2"
+    )
+    assert len(np.frombuffer(files["train/label.bin"], "u1")) > 80
+
+
+def test_rows_of_a_file_in_many_blocks_keep_their_order(tmp_path, spark):
+    for part in range(2):
+        lines = ["y,n", *(f"{i % 2},{i:06}" for i in range(600 * part, 600 * part + 600))]
+        write_lines(tmp_path / f"{part}.csv", lines)
+    table = {
+        "sources": {"t": {"files": f"{tmp_path}/*.csv"}},
+        "label": {"name": "y"},
+        "categorical": ["n"],
+        "split": {"by": "last_file"},
+    }
+    files = both(tmp_path, "dataset=any", f"table={_hydra(table)}", "vocabulary=all")
+    # Each number is there once, so ids follow their order.
+    assert np.frombuffer(files["train/n.bin"], "<i2").tolist() == list(range(1, 601))
+    assert np.frombuffer(files["test/n.bin"], "<i2").tolist() == list(range(601, 901))
+
+
+def test_raw_criteo_logs(tmp_path, spark, monkeypatch):
+    # Two of the 26 categories: each is the same dozen of queries again.
+    # benchmarks/preproc_equality.py compares all of them, on real logs.
+    monkeypatch.setattr("preproc.criteo.as_table.CATEGORICAL", ("cat_0", "cat_25"))
+    lines = random_lines(200)
+    source = write_lines(tmp_path / "raw.tsv", lines)
+    preproc(f"source={source}", f"output={tmp_path / 'out'}", "engine=spark", "frequency_limit=2")
+    found, wanted = data_files(tmp_path / "out"), reference(lines, 180, 2)
+    assert found == {name: wanted[name] for name in found}
+    assert len(found) == 2 * (1 + 1 + 2)
+
+
+def test_a_bad_row_is_told(tmp_path, spark):
+    source = write_lines(tmp_path / "t.csv", ["y,c", "1,a", "0,b", "x,c"])
+    table = {
+        "sources": {"t": {"files": str(source)}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+    }
+    with pytest.raises(SystemExit, match="row 3: the label is x, wanted 0 or 1"):
+        preproc("dataset=any", f"table={_hydra(table)}", f"output={tmp_path / 'o'}", "engine=spark")
+
+
+def test_lines_with_other_columns_or_no_utf8_are_kept_aside(tmp_path, spark):
+    # The second column is asked for by nothing, and still must be there.
+    good = [f"{row % 2},x,{row % 5}".encode() for row in range(300)]
+    bad = {10: b"1,x", 150: b"1,x,2,3", 290: b"1,x,\xff"}
+    lines = [bad.get(row, line) for row, line in enumerate(good)]
+    (tmp_path / "t.csv").write_bytes(b"\n".join([b"y,b,c", *lines, b""]))
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "t.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+    }
+    options = ["dataset=any", f"table={_hydra(table)}"]
+    both(tmp_path, *options, "on_bad=quarantine")
+    kept = (
+        [
+            line.split("\t")[:2]
+            for line in (tmp_path / engine / "bad_rows.tsv").read_text().splitlines()
+        ]
+        for engine in ("duckdb", "spark")
+    )
+    assert next(kept) == next(kept) == [[str(tmp_path / "t.csv"), str(row + 2)] for row in bad]
+    with pytest.raises(SystemExit, match=r"t.csv, line 12: not 3 columns; correct or remove it"):
+        preproc(*options, f"output={tmp_path / 'o'}", "engine=spark")

@@ -1,0 +1,164 @@
+"""What the training benchmark reads from a run and prints, and the picture drawn from it."""
+
+import json
+import re
+import signal
+import sys
+
+import pytest
+
+from benchmarks.checkpoint import measured
+from benchmarks.floors import floor_of
+from benchmarks.launch import launched, started_by
+from benchmarks.rows import ROOT, Row
+from benchmarks.scaling import PEERS, draw_scaling, read_results
+from benchmarks.train import _dataset, breakdown_table, command_of, read_result, speed_line
+from configs.schema import Config, check_overrides
+from nn.build import build_train_loader, open_source
+from tests.crash import has_ended, wait_until
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
+
+ROW = Row("dlrm", 1, "none", "none")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """The result of a row that is small enough for a CPU."""
+    run_dir = tmp_path_factory.mktemp("benchmarks") / "run"
+    options = [
+        *(each for each in TINY if not each.startswith("train.batch_size")),
+        "train.batch_size=16",
+        "data.synthetic.train_rows=800",
+        *command_of(ROW, run_dir, run_dir, 300)[8:],
+    ]
+    ended = run_command(*options)
+    assert ended.exit_code == 0, ended.err
+    config = compose_config(*TINY, "train.batch_size=16")
+    floor = floor_of(config, open_source(config).spec, 1, exponent=1.05)
+    return json.loads(json.dumps(read_result("tiny", ROW, run_dir, floor)))
+
+
+def test_the_command_of_a_row_sets_options_that_exist(tmp_path):
+    command = command_of(ROW, tmp_path / "data", tmp_path / "run", 300)
+    assert command[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    assert command[5] == str(ROOT / "dlrm.py")
+    check_overrides(command[6:], Config, groups=("experiment", "data"))
+    assert {"profile.start_step=290", "train.max_steps=300"} <= set(command)
+
+
+def test_a_result_holds_speed_floor_and_breakdown(result):
+    # six records of 50 steps, the first left out; an epoch has 50 steps
+    assert result["num_records"] == 5
+    speed = result["samples_per_s"]
+    assert 0 < speed["min"] <= speed["median"] <= speed["max"]
+    assert result["step_ms"] == pytest.approx(16 / speed["median"] * 1e3)
+    assert result["times_the_floor"] == pytest.approx(result["step_ms"] / result["floor"]["ms"])
+    assert result["breakdown"][0]["num_steps"] == 10
+    assert result["peak_hbm_bytes"] is result["planned_hbm_bytes"] is None
+
+
+def test_a_row_without_a_gpu_has_neither_memory_nor_kernels(result):
+    assert speed_line(result).endswith("| none | none |")
+    assert "no GPU" in breakdown_table([result])
+
+
+def on_gpus(result, **ms_of_all_to_all: float):
+    """`result` with a breakdown as GPUs leave it: a product, and an all-to-all of so many ms on each rank."""
+    ranks = [
+        {
+            "on_gpu": True,
+            "step_ms": 4.0,
+            "overlap_ms": 0.25,
+            "idle_ms": 0.5,
+            "phases": [
+                {"phase": "MLPs and cross", "ms": 2.0, "exposed_ms": 1.75, "num_kernels": 9},
+                {"phase": "all-to-all", "ms": ms, "exposed_ms": ms / 2, "num_kernels": 3},
+            ],
+        }
+        for ms in ms_of_all_to_all.values()
+    ]
+    memory = {"peak_hbm_bytes": 10 * 2**30, "planned_hbm_bytes": {"total": 9 * 2**30}}
+    return result | {"breakdown": ranks} | memory
+
+
+def test_the_tables_are_markdown_with_as_many_cells_as_columns(result):
+    given = on_gpus(result, first=1.0, second=0.4)
+    assert "| 10.0 | 9.0 (-10.0%) |" in speed_line(given)
+    head, rule, line = breakdown_table([given]).splitlines()
+    assert head.count("|") == rule.count("|") == line.count("|")
+    assert "| 1.00 (0.50), least 0.40 | 2.00 (1.75) | 0.25 | 0.50 |" in line
+    assert "lookup" not in head
+
+
+def test_a_dataset_has_the_tables_of_the_row_and_is_made_once(tmp_path, monkeypatch):
+    (tmp_path / "configs/data").mkdir(parents=True)
+    (tmp_path / "configs/data/tiny.yaml").write_text(
+        "synthetic: {train_rows: 9, test_rows: 9, num_numerical: 2, cardinalities: [50, 7], hotness: [1, 3]}\n"
+    )
+    made = []
+    monkeypatch.setattr("benchmarks.train.ROOT", tmp_path)
+    monkeypatch.setattr(
+        "benchmarks.train.subprocess.run", lambda command, **_: made.append(command)
+    )
+    row = Row("dlrm", 1, "none", "tiny", exponent=0, train_rows=640)
+    path = _dataset(row, tmp_path / "data")
+    assert path == tmp_path / "data/tiny_0"
+    assert {
+        "data.synthetic.cardinalities=[50, 7]",
+        "data.synthetic.hotness=[1, 3]",
+        "data.synthetic.exponent=0",
+        "data.synthetic.train_rows=640",
+    } <= set(made[0])
+    path.mkdir(parents=True)
+    (path / "feature_spec.yaml").touch()
+    _dataset(row, tmp_path / "data")
+    assert len(made) == 1
+
+
+def test_a_measurement_leaves_nothing_running(tmp_path):
+    # As torchrun does it: the rank has a session of its own, and outlives its launcher.
+    rank = "setsid sleep 600 & echo $! > told; mv told rank; wait"
+    with launched(["bash", "-c", f"cd {tmp_path}; {rank}"], tmp_path / "log") as launcher:
+        assert wait_until(lambda: (tmp_path / "rank").exists(), 60)
+        pid = int((tmp_path / "rank").read_text())
+        assert pid in started_by(launcher.pid)
+    assert launcher.poll() == -signal.SIGKILL
+    assert wait_until(lambda: has_ended(pid), 60)
+
+
+def test_peers_in_the_picture_are_those_of_the_page():
+    page = (ROOT / "benchmarks/README.md").read_text()
+    table = page.split("Peers on the same kind of GPU")[1].split("\n\n")[1]
+    numbers = {float(each) for each in re.findall(r"\d+\.\d+", table)}
+    drawn = {
+        value for kinds in PEERS.values() for each in kinds.values() for value in each.values()
+    }
+    assert drawn <= numbers
+
+
+def test_the_picture_is_drawn_from_whatever_rows_are_there(tmp_path):
+    for gpus, name in ((1, "dlrm_t15_1"), (4, "dlrm_t15_4_weak")):
+        speeds = {"min": gpus * 9e6, "median": gpus * 10e6, "max": gpus * 11e6}
+        content = {"world_size": gpus, "samples_per_s": speeds}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    results = read_results(tmp_path)
+    assert set(results) == {"dlrm_t15_1", "dlrm_t15_4_weak"}
+    draw_scaling(results, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_is_timed_from_its_copy_to_its_restoring(tmp_path):
+    config = compose_config(*TINY, f"run_dir={tmp_path}")
+    source = open_source(config)
+    with ranks_of_cpu() as ranks:
+        loader = build_train_loader(config, source, ranks)
+        result = measured(config, source, loader, ranks, baseline_s=0.1)
+    assert (
+        tmp_path / "checkpoints" / f"step_{result['steps'] - result['steps meanwhile']}"
+    ).is_dir()
+    assert result["checkpoint GiB"] > 0
+    assert result["later pause s"] > 0
+    assert 0 < result["first pause s"] < result["written after s"]
+    share = result["cost of a later save s"] / 3
+    assert result["later save, % of 5 minutes"] == pytest.approx(share)

@@ -1,0 +1,241 @@
+"""Imports run one way: configs <- dataloading <- nn <- main, and dataloading <- preproc. Read from the files, not run."""
+
+import ast
+import importlib
+import sys
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What each package may import of ours, apart from itself.
+LAYERS = {
+    "configs": set(),
+    "dataloading": {"configs"},
+    "preproc": {"configs", "dataloading"},
+    "nn": {"configs", "dataloading"},
+    "main": {"configs", "nn"},
+    "dlrm": {"main"},
+    "dcnv2": {"main"},
+    "benchmarks": {"configs", "dataloading", "nn", "main"},
+}
+KNOWS_RANKS = {
+    "nn.distributed.process_group",
+    "nn.sharding.sharded_embeddings",
+    "nn.sharding.id_all_to_all",
+    "nn.sharding.static_embeddings",
+    "nn.sharding.planner",
+    "nn.checkpoint.state",
+    "nn.distributed.node_launcher",
+    "nn.checkpoint.staging",
+    "nn.checkpoint.dcp_reader",
+    "nn.checkpoint.dcp_writer",
+}
+# The last one tells Hydra something.
+READS_ENVIRONMENT = {
+    "nn.distributed.process_group",
+    "nn.distributed.launcher",
+    "nn.distributed.node_launcher",
+    "main",
+    "configs.command_line",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """`module` as imported; `names` what `from` takes out of it; lazy ones stand inside a function."""
+
+    module: str
+    names: tuple[str, ...]
+    lazy: bool
+
+    @property
+    def targets(self) -> list[str]:
+        """Everything that may be a module: `from torch import distributed` takes a module too."""
+        return [self.module, *(f"{self.module}.{name}" for name in self.names)]
+
+
+@cache
+def imports_in(source: str) -> list[Import]:
+    """Every import of a file."""
+    tree = ast.parse(source)
+    lazy = {
+        inner
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(outer)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [Import(each.name, (), node in lazy) for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found.append(Import(module, tuple(each.name for each in node.names), node in lazy))
+    return found
+
+
+@cache
+def attributes_in(source: str) -> set[str]:
+    """Dotted names such as `torch.distributed` or `os.environ` that a file uses."""
+    return {ast.unparse(n) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute)}
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Module name -> text, of all files of ours but the tests."""
+    files = [*ROOT.glob("*.py"), *(p for top in LAYERS for p in (ROOT / top).rglob("*.py"))]
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
+            path.read_text()
+        )
+        for path in files
+    }
+
+
+def is_below(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def ours(module: str, lazy: bool) -> set[str]:
+    """Modules of ours that `module` imports; with `lazy` those inside functions too."""
+    found = [each for each in imports_in(sources()[module]) if lazy or not each.lazy]
+    return {target for each in found for target in each.targets if target in sources()}
+
+
+def reached_from(module: str, lazy: bool = True) -> set[str]:
+    """`module` and all of ours that its import brings along."""
+    reached, open_ends = {module}, [module]
+    while open_ends:
+        new = ours(open_ends.pop(), lazy) - reached
+        reached |= new
+        open_ends += new
+    return reached
+
+
+def importers_of(package: str, among: set[str], lazy: bool = True) -> set[str]:
+    """Those of `among` that import `package` or something below it."""
+    return {
+        module
+        for module in among
+        if any(
+            is_below(target, package)
+            for each in imports_in(sources()[module])
+            if lazy or not each.lazy
+            for target in each.targets
+        )
+    }
+
+
+def test_every_file_belongs_to_a_layer():
+    assert {name.split(".")[0] for name in sources()} == set(LAYERS)
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_layer_imports_only_what_lies_below_it(package):
+    modules = [name for name in sources() if is_below(name, package)]
+    used = {target.split(".")[0] for name in modules for target in ours(name, lazy=True)}
+    assert used <= LAYERS[package] | {package}
+
+
+def test_nothing_imports_the_tests():
+    assert importers_of("tests", set(sources())) == set()
+
+
+def test_no_module_imports_itself_by_a_detour():
+    graph = {name: ours(name, lazy=True) - {name} for name in sources()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"cycle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("library", ["torch.distributed", "torchrec.distributed"])
+def test_ranks_stay_behind_one_boundary(library):
+    users = importers_of(library, set(sources()))
+    users |= {
+        name
+        for name, source in sources().items()
+        if any(is_below(used, library) for used in attributes_in(source))
+    }
+    assert {each for each in users if not is_below(each, "benchmarks")} <= KNOWS_RANKS
+
+
+def test_models_never_ask_for_a_rank():
+    assert not reached_from("nn.models.registry") & (
+        KNOWS_RANKS | {"nn.training.train_step", "nn.build"}
+    )
+
+
+def test_the_launchers_variables_are_read_in_one_place():
+    readers = {
+        name
+        for name, source in sources().items()
+        if attributes_in(source) & {"os.environ", "os.getenv"} or "from os import" in source
+    }
+    assert {each for each in readers if not is_below(each, "benchmarks")} <= READS_ENVIRONMENT
+
+
+def test_preprocessing_needs_no_torch():
+    modules = {name for name in sources() if is_below(name, "preproc")}
+    brought = set().union(*(reached_from(name) for name in modules))
+    assert importers_of("torch", brought) | importers_of("torchrec", brought) == set()
+
+
+@pytest.mark.parametrize("library", ["duckdb", "isal", "numba"])
+def test_only_preprocessing_of_raw_logs_needs(library):
+    users = importers_of(library, set(sources()))
+    assert users
+    assert {name.split(".")[0] for name in users} == {"preproc"}
+    for start in (
+        "preproc.__main__",
+        "preproc.synthetic",
+        "preproc.verify.run",
+        "preproc.convert.run",
+    ):
+        assert not reached_from(start, lazy=False) & users
+
+
+def test_help_and_typing_errors_need_no_torch():
+    for start in ("main", "dlrm", "dcnv2"):
+        brought = reached_from(start, lazy=False)
+        assert importers_of("torch", brought, lazy=False) == set()
+    assert reached_from("configs.schema") == {"configs.schema"}
+    assert importers_of("hydra", {"configs.schema"}) == set()
+
+
+def test_our_packages_are_imported_by_name_only():
+    """`from torch import nn` followed by `import nn.models.registry` would make `nn` ours."""
+    tests = {str(path): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    for name, source in (sources() | tests).items():
+        found = imports_in(source)
+        plain = [each.module for each in found if not each.names]
+        assert not [each for each in plain if each.split(".")[0] in LAYERS], name
+        assert not [each.module for each in found if each.module.startswith(".")], name
+
+
+def test_no_file_is_called_like_a_standard_module():
+    """`python -m` and scripts put their directory first, where a `logging.py` would replace Python's."""
+    stems = {part for name in sources() for part in name.split(".")} - {"__main__"}
+    assert stems & sys.stdlib_module_names == set()
+
+
+@pytest.mark.parametrize("package", ["configs", "dataloading", "preproc", "nn", "main", "dlrm"])
+def test_a_flat_package_is_this_repositorys(package):
+    found = importlib.import_module(package).__file__
+    assert found is not None
+    assert Path(found).is_relative_to(ROOT)
+
+
+def test_all_forms_of_import_are_seen():
+    source = "import a.b\nfrom c import d, e\ndef f():\n    from g.h import i\n    return x.y.z"
+    assert imports_in(source) == [
+        Import("a.b", (), False),
+        Import("c", ("d", "e"), False),
+        Import("g.h", ("i",), True),
+    ]
+    assert attributes_in(source) == {"x.y", "x.y.z"}

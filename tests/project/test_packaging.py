@@ -1,0 +1,115 @@
+"""What is shipped: a wheel with every yaml, and an image whose recipe names only what exists."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = ["configs", "dataloading", "preproc", "nn"]
+SCRIPTS = ["main.py", "dlrm.py", "dcnv2.py"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The project, built as pip would, outside the checkout: setuptools leaves files where it builds."""
+    place = tmp_path_factory.mktemp("project")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in [*SCRIPTS, "pyproject.toml", "README.md"]:
+        shutil.copy(ROOT / name, place)
+    (place / "benchmarks").mkdir()
+    (place / "benchmarks" / "__init__.py").touch()
+    build = "import setuptools.build_meta as backend; backend.build_wheel('out')"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=place, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    [built] = (place / "out").glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_all_files_of_ours_and_nothing_else(wheel):
+    held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    ours = {
+        str(path.relative_to(ROOT))
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*")
+        if path.suffix in (".py", ".yaml")
+    }
+    assert held == ours | set(SCRIPTS)
+    assert "configs/experiment/dlrm_criteo_t15.yaml" in held
+
+
+@pytest.mark.parametrize("module", ["dlrm", "dcnv2", "preproc"])
+def test_an_installed_command_finds_its_yaml_from_anywhere(wheel, module, tmp_path):
+    site = wheel.parent / "site"
+    if not site.exists():
+        ZipFile(wheel).extractall(site)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Options, with the values of this command" in done.stdout
+
+
+def dockerfile() -> list[list[str]]:
+    """Instructions of the Dockerfile, each as its words."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.strip()]
+
+
+def copied() -> list[str]:
+    """Every source of a COPY."""
+    return [
+        word
+        for instruction, *words in dockerfile()
+        if instruction == "COPY"
+        for word in words[:-1]
+        if not word.startswith("--")
+    ]
+
+
+def test_the_image_copies_what_exists_and_all_that_runs():
+    assert [each for each in copied() if not (ROOT / each).exists()] == []
+    assert {*PACKAGES, *SCRIPTS, "pyproject.toml"} <= set(copied())
+
+
+def test_the_image_is_plain_python_of_a_supported_version():
+    first, image = dockerfile()[0]
+    assert first == "FROM"
+    version = re.fullmatch(r"python:3\.(\d+)-slim", image)
+    lowest, highest = re.findall(r"3\.(\d+)", PROJECT["project"]["requires-python"])
+    assert int(lowest) <= int(version[1]) < int(highest)
+
+
+def test_the_image_installs_the_cuda_extra_and_runs_as_nobody_special():
+    instructions = dockerfile()
+    installs = [" ".join(each) for each in instructions if "sync" in each]
+    assert len(installs) == 1
+    assert "uv sync --extra cuda --no-dev" in installs[0]
+    assert "cuda" in PROJECT["project"]["optional-dependencies"]
+    users = [words for instruction, *words in instructions if instruction == "USER"]
+    assert users == [["trainer"]]
+    names = [instruction for instruction, *_ in instructions]
+    assert names.index("USER") < names.index("WORKDIR") < names.index("COPY") < names.index("CMD")
+
+
+def test_the_image_starts_with_a_command_that_exists():
+    command = (ROOT / "Dockerfile").read_text().split("CMD", 1)[1]
+    assert command.strip() == '["python", "dlrm.py", "--help"]'
+    assert "dlrm.py" in copied()

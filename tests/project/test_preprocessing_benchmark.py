@@ -1,0 +1,98 @@
+"""The peers of the preprocessing benchmark do the job that they are compared on, and the benchmark sees if they do not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.day_files import write_days
+from benchmarks.preprocessing import count_lines, differing, measure, parse
+from tests.helpers.preproc_command import data_files, preproc, raw_line, write_lines
+
+CRITEO = Path(__file__).resolve().parents[3] / "shared/data/criteo_kaggle_137k.tsv.gz"
+
+
+def peer(name: str, source: Path, output: Path, dataset: str, limit: int) -> dict[str, bytes]:
+    """Run a peer as a command and return the files that it wrote."""
+    pytest.importorskip(name)
+    command = [sys.executable, "-m", f"benchmarks.peers.with_{name}", str(source), str(output)]
+    result = measure([*command, str(limit), dataset, "1"], output.parent, 4)
+    assert result.outcome == "ok"
+    assert result.memory_bytes > 0
+    return data_files(output)
+
+
+def ours(source: Path, output: Path, dataset: str, limit: int) -> dict[str, bytes]:
+    preproc(
+        f"dataset={dataset}", f"source={source}", f"output={output}", f"frequency_limit={limit}"
+    )
+    return data_files(output)
+
+
+@pytest.mark.parametrize("name", ["polars", "pandas"])
+@pytest.mark.parametrize("dataset", ["criteo_1tb", "criteo_kaggle"])
+def test_a_peer_writes_the_same_bytes(name, dataset, tmp_path):
+    list(write_days(tmp_path / "logs", 3, 501))
+    source = tmp_path / "logs/day_*"
+    want = ours(source, tmp_path / "ours", dataset, 3)
+    assert peer(name, source, tmp_path / "work/out", dataset, 3) == want
+    assert len(want) == 28 * (3 if dataset == "criteo_1tb" else 2)
+
+
+@pytest.mark.parametrize("name", ["polars", "pandas"])
+def test_a_peer_agrees_on_ties_odd_values_and_negative_numbers(name, tmp_path):
+    values = ["b", "a", "B", "é", "NA", "null", "\U0001f600", "\uffee", "0", "-0", "00"]
+    lines = [
+        raw_line(i % 2, c1=values[i % 11], c2=values[i % 5], i1=[-4, -3, -2, 0, 10**7][i % 5])
+        for i in range(110)
+    ]
+    source = write_lines(tmp_path / "raw.tsv", lines)
+    want = ours(source, tmp_path / "ours", "criteo_kaggle", 1)
+    assert peer(name, source, tmp_path / "work/out", "criteo_kaggle", 1) == want
+
+
+@pytest.mark.skipif(not CRITEO.exists(), reason=f"{CRITEO} is not here")
+def test_polars_writes_the_same_bytes_from_real_logs(tmp_path):
+    want = ours(CRITEO, tmp_path / "ours", "criteo_kaggle", 20)
+    assert peer("polars", CRITEO, tmp_path / "work/out", "criteo_kaggle", 20) == want
+
+
+def test_files_that_differ_are_named(tmp_path):
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.bin").write_bytes(b"1")
+    (tmp_path / "ours/other.bin").write_bytes(b"1")
+    (tmp_path / "theirs/other.bin").write_bytes(b"2")
+    (tmp_path / "ours/missing.bin").write_bytes(b"1")
+    assert differing(tmp_path / "ours", tmp_path / "theirs") == ["missing.bin", "other.bin"]
+
+
+def test_a_command_that_takes_too_much_memory_is_stopped(tmp_path):
+    command = [sys.executable, "-c", "x = bytearray(300 << 20); import time; time.sleep(60)"]
+    result = measure(command, tmp_path / "work", 0.2)
+    assert result.outcome == "stopped: over 0.2 GiB"
+    assert result.seconds < 30
+
+
+def test_a_command_that_fails_is_not_measured_as_fast(tmp_path, capsys):
+    result = measure([sys.executable, "-c", "1 / 0"], tmp_path / "work", 1)
+    assert result.outcome == "failed with 1"
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_options_behind_preproc_are_passed_on():
+    options, passed_on = parse(["rows=5", "peers=", "preproc.memory_limit=1GB"])
+    assert (options["rows"], options["peers"]) == ("5", "")
+    assert passed_on == ["memory_limit=1GB"]
+
+
+@pytest.mark.parametrize("wrong", ["row=5", "peers=dask", "rows"])
+def test_a_mistyped_option_is_refused(wrong):
+    with pytest.raises(SystemExit):
+        parse([wrong])
+
+
+def test_lines_are_counted_in_plain_and_compressed_files(tmp_path):
+    for compress in (False, True):
+        path = write_lines(tmp_path / ("a.gz" if compress else "a"), ["x", "y"], compress)
+        assert count_lines(str(path)) == 2

@@ -1,0 +1,204 @@
+"""What README.md and docs/ say exists, does: files, options, experiments, flags."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.preproc_schema import PreprocConfig
+from configs.schema import Config, describe
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+FLAGS = (ROOT / "docs/tf2_flags.md").read_text()
+PAGES = {
+    path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+}
+
+# Every flag of NVIDIA's TF2 recipe (main.py, dlrm.py, dcnv2.py), those that do nothing included.
+TF2_FLAGS = [
+    "batch_size",
+    "valid_batch_size",
+    "top_mlp_dims",
+    "bottom_mlp_dims",
+    "embedding_dim",
+    "interaction",
+    "optimizer",
+    "learning_rate",
+    "beta1",
+    "beta2",
+    "warmup_steps",
+    "decay_start_step",
+    "decay_steps",
+    "num_cross_layers",
+    "cross_layer_projection_dim",
+    "mode",
+    "seed",
+    "epochs",
+    "max_steps",
+    "evals_per_epoch",
+    "auc_thresholds",
+    "print_freq",
+    "amp",
+    "loss_scale",
+    "xla",
+    "cpu",
+    "run_eagerly",
+    "tfdata_debug",
+    "inter_op_parallelism",
+    "intra_op_parallelism",
+    "column_slice_threshold",
+    "row_slice_threshold",
+    "data_parallel_threshold",
+    "cpu_offloading_threshold_gb",
+    "data_parallel_input",
+    "concat_embedding",
+    "use_mde_embeddings",
+    "embedding_zeros_initializer",
+    "save_checkpoint_path",
+    "restore_checkpoint_path",
+    "profiler_start_step",
+    "profiled_rank",
+    "log_path",
+    "dataset_path",
+    "feature_spec",
+    "dataset_type",
+    "dist_strategy",
+    "embedding_trainable",
+    "synthetic_dataset_use_feature_spec",
+    "synthetic_dataset_train_batches",
+    "synthetic_dataset_valid_batches",
+    "synthetic_dataset_cardinalities",
+    "synthetic_dataset_hotness",
+    "synthetic_dataset_num_numerical_features",
+]
+
+TRAINING_KEYS = {key for key, _ in describe(Config)}
+# A dataset that a page has the reader write.
+OF_THE_READER = {("dataset", "shop")}
+PREPROC_KEYS = {key for key, _ in describe(PreprocConfig)}
+
+
+def file_map() -> dict[str, str]:
+    """Path -> purpose, of every line of the README's file map."""
+    block = README.split("## File map")[1].split("```")[1]
+    lines = [
+        re.fullmatch(r"(\S+(?:, \S+)*) {2,}(\S.*)", line) for line in block.split("\n") if line
+    ]
+    assert all(lines), "a line of the map is no path and purpose"
+    return {path: line[2] for line in lines for path in line[1].split(", ")}
+
+
+def python_files() -> list[str]:
+    """All of ours: top level and packages; an `__init__.py` only makes its folder a package."""
+    tops = [path for path in ROOT.iterdir() if (path / "__init__.py").exists()]
+    files = [*ROOT.glob("*.py"), *(path for top in tops for path in top.rglob("*.py"))]
+    return [str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py"]
+
+
+def code(text: str) -> list[str]:
+    """Lines of fenced blocks and code spans."""
+    blocks = [line for block in text.split("```")[1::2] for line in block.splitlines()]
+    spans = re.findall(r"`([^`\n]+)`", "".join(text.split("```")[::2]))
+    return blocks + spans
+
+
+def keys_in(line: str) -> set[str]:
+    """Keys that a command or a span sets."""
+    return set(re.findall(r"(?:^|[\s'\"])([a-z_]+(?:\.[a-z0-9_]+)*)=", line))
+
+
+@pytest.mark.parametrize("path", file_map())
+def test_the_file_map_names_what_is_there(path):
+    found = ROOT / path
+    assert found.is_dir() if path.endswith("/") else found.is_file()
+
+
+def test_the_file_map_says_each_purpose_in_under_ten_words():
+    assert {path: said for path, said in file_map().items() if len(said.split()) >= 10} == {}
+
+
+@pytest.mark.parametrize("path", python_files())
+def test_every_python_file_is_in_the_file_map(path):
+    listed = file_map()
+    assert path in listed or any(path.startswith(each) for each in listed if each.endswith("/"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_files_named_in_a_page_exist(page):
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    links = re.findall(r"\]\(([^)#]+)\)", PAGES[page])
+    spans = re.findall(
+        r"`((?:nn|dataloading|preproc|configs|docs|tests|benchmarks)/[\w./]*)`", PAGES[page]
+    )
+    missing = [each for each in links if not (folder / each).exists()]
+    assert missing + [each for each in spans if not (ROOT / each).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_key_that_a_command_of_a_page_sets_is_an_option(page):
+    for line in code(PAGES[page]):
+        if "-m preproc" in line:
+            assert keys_in(line) <= PREPROC_KEYS | {"dataset"}, line
+        elif re.search(r"\b(dlrm|dcnv2|main)\.py ", line):
+            assert keys_in(line) <= TRAINING_KEYS | {"experiment", "data"}, line
+
+
+def test_every_key_of_the_flag_tables_is_an_option():
+    keys = set().union(*(keys_in(each) for each in code(FLAGS)))
+    assert "train.batch_size" in keys
+    assert keys - TRAINING_KEYS - {"experiment", "data"} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "architecture.md", "tf2_flags.md"])
+def test_every_dotted_key_that_a_page_names_is_an_option(page):
+    groups = "|".join({key.split(".")[0] for key in TRAINING_KEYS if "." in key})
+    spans = re.findall(rf"`'?((?:{groups})\.[a-z0-9_.]*[a-z0-9_])(?=[`=])", PAGES[page])
+    named = {each for each in spans if not each.endswith((".py", ".json", ".yaml"))}
+    assert named
+    assert named - TRAINING_KEYS == set()
+
+
+def test_every_experiment_and_group_that_a_page_names_exists():
+    text = "".join(PAGES.values())
+    named = set(re.findall(r"\b(experiment|data|dataset)=([a-z][a-z0-9_]*)", text))
+    assert ("experiment", "dlrm_criteo_t15") in named
+    assert [
+        each
+        for each in named - OF_THE_READER
+        if not (ROOT / f"configs/{each[0]}/{each[1]}.yaml").exists()
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/experiment").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_key_of_an_experiment_is_an_option(path):
+    def flat(content: dict, prefix: str = "") -> set[str]:
+        return {
+            key
+            for name, value in content.items()
+            for key in (
+                flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name}
+            )
+        }
+
+    assert flat(yaml.safe_load(path.read_text())) - {"defaults"} <= TRAINING_KEYS
+
+
+def test_every_flag_of_the_tf2_recipe_has_one_row():
+    first, _, _ = FLAGS.partition("## Flags that only")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", first, flags=re.MULTILINE)
+    assert sorted(flag for flag, _ in rows) == sorted(TF2_FLAGS)
+
+
+def test_a_row_of_the_flag_table_gives_a_key_or_says_gone():
+    rows = re.findall(r"^\| `\w+`.*? \| (.+?) \|", FLAGS, flags=re.MULTILINE)
+    assert [each for each in rows if not (keys_in(" ".join(code(each))) or "gone" in each)] == []
+
+
+def test_the_readme_gives_the_commands_of_the_quick_start_word_for_word():
+    for line in ("pip install uv", "uv run --extra cpu dlrm.py", "uv run --extra cpu pytest"):
+        assert any(each.startswith(line) for each in code(README)), line
+    assert "run --extra cpu pytest" in (ROOT / ".ci/run").read_text()
