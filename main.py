@@ -27,8 +27,8 @@ from nn.distributed.launcher import (
     ask_launcher_to_end,
     end_with_launcher,
     is_launched,
+    is_node_leader,
     leave_launcher,
-    speaks_for_node,
 )
 
 # A launcher ends all ranks when it sees the first one fail; the rank that speaks must not be ended before it has.
@@ -59,7 +59,7 @@ def _run(composed: DictConfig) -> None:
         config = to_config(composed)
         require_stack()
         quiet_libraries()
-        if sys.stdout.isatty() and speaks_for_node():
+        if sys.stdout.isatty() and is_node_leader():
             # Five to ten seconds; the next line overwrites it.
             print("loading torch and TorchRec ...", end="\r", flush=True)
         from nn.run import run
@@ -96,7 +96,7 @@ def _stop_at_once(signum: int, frame: FrameType | None) -> None:
 
 def _end_together(message: str, exit_code: int) -> NoReturn:
     """End for a reason that every rank of the node has met: one of them says it."""
-    _end(message if speaks_for_node() else None, exit_code)
+    _end(message if is_node_leader() else None, exit_code)
 
 
 def _end(message: str | None, exit_code: int) -> NoReturn:

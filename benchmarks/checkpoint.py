@@ -33,13 +33,13 @@ from nn.build import (
     open_source,
 )
 from nn.checkpoint.directory import find_damage, newest_first, read_facts
-from nn.checkpoint.manager import Checkpointer
-from nn.checkpoint.staging import HostCopy, num_bytes
+from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.staging import StagingBuffer, num_bytes
 from nn.checkpoint.state import facts_of, restore, state_of
 from nn.distributed.process_group import HostChannel, Ranks, process_group, ranks_from_environment
 from nn.library_warnings import quiet_libraries
-from nn.training.prefetch import Feed
-from nn.training.train_step import Step
+from nn.training.prefetch import Prefetcher
+from nn.training.train_step import TrainStep
 
 GIB = 2**30
 INTERVAL_S = 300.0
@@ -66,7 +66,7 @@ def main() -> None:
     with build_loaders(config, source, ranks) as loaders, process_group(ranks):
         assert loaders.train is not None
         result = measured(config, source, loaders.train, ranks, args.baseline_s)
-        if ranks.is_main:
+        if ranks.is_rank0:
             (args.out / "checkpoint.json").write_text(json.dumps(result, indent=2) + "\n")
             for name, value in result.items():
                 print(
@@ -80,7 +80,7 @@ def measured(
     """Train, save, train on and restore; return seconds, bytes and shares, of the slowest rank where they differ."""
     assert config.mode is Mode.train
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
-    plan, _ = ranks.call_on_main(lambda: build_plan(config, source, hardware))
+    plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
     with closing(build_step(config, source, plan, ranks)) as step:
         return _measured(config, source, loader, step, ranks, baseline_s)
 
@@ -89,7 +89,7 @@ def _measured(
     config: Config,
     source: Source,
     loader: Loader,
-    step: Step,
+    step: TrainStep,
     ranks: Ranks,
     baseline_s: float,
 ) -> dict[str, Any]:
@@ -97,11 +97,11 @@ def _measured(
     directory = Path(config.run_dir) / "checkpoints"
     directory.mkdir(parents=True, exist_ok=True)
     facts = facts_of(config, model_spec(config, source), ranks)
-    checkpointer = Checkpointer(
+    checkpointer = CheckpointManager(
         directory, step, facts, source.spec, config.checkpoint, ranks, say=print
     )
     batches = loader.batches(0, MOST_STEPS)
-    run = Steps(step, Feed(batches, step.tables, ranks.device), ranks, channel)
+    run = Steps(step, Prefetcher(batches, step.tables, ranks.device), ranks, channel)
     run.take(WARM_UP_STEPS)
     step_s = run.until(lambda: run.seconds >= baseline_s)
     _tell(ranks, f"{step_s * 1e3:.2f} ms a step; saving")
@@ -155,7 +155,7 @@ def _measured(
 
 def _tell(ranks: Ranks, text: str) -> None:
     """Say how far it is: a large state takes minutes, and whoever stops it wants what was seen."""
-    if ranks.is_main:
+    if ranks.is_rank0:
         print(text, flush=True)
 
 
@@ -168,8 +168,10 @@ class Steps:
         seconds: likewise.
     """
 
-    def __init__(self, step: Step, feed: Feed, ranks: Ranks, channel: HostChannel) -> None:
-        self._step, self._feed = step, feed
+    def __init__(
+        self, step: TrainStep, prefetcher: Prefetcher, ranks: Ranks, channel: HostChannel
+    ) -> None:
+        self._step, self._feed = step, prefetcher
         self._ranks, self._channel = ranks, channel
         self.num_steps = self.count = 0
         self.seconds = 0.0
@@ -202,7 +204,7 @@ def timed(run: Steps) -> Iterator[None]:
     run.seconds += time.perf_counter() - started
 
 
-def later_copies(copy: HostCopy, step: Step, ranks: Ranks) -> list[float]:
+def later_copies(copy: StagingBuffer, step: TrainStep, ranks: Ranks) -> list[float]:
     """Seconds of each of several copies of the state into host memory that is there already."""
     seconds = []
     for _ in range(COPIES):

@@ -97,7 +97,7 @@ class ShardingType(Enum):
     data_parallel = "data_parallel"
 
 
-class Half(Enum):
+class Component(Enum):
     """The two halves of a model."""
 
     dense = "dense"
@@ -370,7 +370,7 @@ class TrainConfig:
     capture: bool = option(
         True, "record the dense pass as a CUDA graph: GPUs, fixed hotness, no row-wise tables"
     )
-    freeze: list[Half] = option([], "halves that keep their weights: dense or tables")
+    freeze: list[Component] = option([], "halves that keep their weights: dense or tables")
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
@@ -381,7 +381,7 @@ class TrainConfig:
         )
         require(self.loss_scale > 0, f"train.loss_scale must be positive, got {self.loss_scale}")
         require(
-            not set(Half) <= set(self.freeze),
+            not set(Component) <= set(self.freeze),
             "train.freeze names both halves, so that nothing would learn; freeze one, or set mode=eval",
         )
 
@@ -511,19 +511,19 @@ class CheckpointConfig:
                 f"checkpoint.{name} must be positive or null, got {value}",
             )
         require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
-        halves = {CheckpointPart.dense, CheckpointPart.tables}
+        components = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(each.name for each in self.parts) + "]"
         require(bool(self.parts), "checkpoint.parts must name at least one of dense and tables")
         require(
-            CheckpointPart.optimizer not in self.parts or halves <= set(self.parts),
+            CheckpointPart.optimizer not in self.parts or components <= set(self.parts),
             f"checkpoint.parts={names} takes the optimizers' state without the weights it belongs to; "
             "name dense and tables too, or leave optimizer out",
         )
 
     @property
-    def halves(self) -> set[Half]:
+    def components(self) -> set[Component]:
         """Whose weights are taken."""
-        return {half for half in Half if CheckpointPart[half.name] in self.parts}
+        return {half for half in Component if CheckpointPart[half.name] in self.parts}
 
     @property
     def takes_optimizer(self) -> bool:
@@ -607,8 +607,8 @@ class Config:
         given, frozen = self.optimizer, self.train.freeze
         return replace(
             given,
-            name=OptimizerName.sgd if Half.dense in frozen else given.name,
-            embedding_name=OptimizerName.sgd if Half.tables in frozen else given.table_name,
+            name=OptimizerName.sgd if Component.dense in frozen else given.name,
+            embedding_name=OptimizerName.sgd if Component.tables in frozen else given.table_name,
             embedding_lr=given.table_lr,
         )
 

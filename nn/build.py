@@ -20,8 +20,8 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, build_embeddings, keep_float32
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
-from nn.sharding.sharded_embeddings import ShardedTables, register_rule
-from nn.training.train_step import Step, loss_scale
+from nn.sharding.sharded_embeddings import ShardedEmbeddings, register_optimizer
+from nn.training.train_step import TrainStep, loss_scale
 
 GIB = 2**30
 TRAIN_SPLIT = "train"
@@ -172,11 +172,11 @@ def model_spec(config: Config, source: Source) -> FeatureSpec:
     return build_multi_hot(config, source).expanded_spec(source.spec)
 
 
-def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> Step:
+def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> TrainStep:
     """Build both halves with the seed's weights."""
     embeddings = _meta_tables(config, source)
     keep_float32(embeddings, replicated_tables(plan))
-    tables = ShardedTables(
+    tables = ShardedEmbeddings(
         embeddings,
         source.spec,
         plan,
@@ -189,7 +189,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
     )
     dense = build_dense(config.model, source.spec)
     initialise_dense(dense, config.seed)
-    return Step(tables, dense.to(ranks.device), config, ranks)
+    return TrainStep(tables, dense.to(ranks.device), config, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,5 +275,5 @@ def _loader(
 
 def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
     embeddings = build_embeddings(config.model, source.spec, torch.device("meta"))
-    register_rule(embeddings, config.rules.table_name)
+    register_optimizer(embeddings, config.rules.table_name)
     return embeddings

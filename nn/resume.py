@@ -11,7 +11,7 @@ import yaml
 from configs.schema import Config
 from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, changed_samples
-from nn.checkpoint.compatibility import why_other_features
+from nn.checkpoint.compatibility import feature_mismatch
 from nn.checkpoint.directory import (
     NewerFormatError,
     find_damage,
@@ -36,7 +36,7 @@ MISSING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ResumePoint:
     """Where a run begins.
 
     Attributes:
@@ -55,13 +55,13 @@ class Start:
         return self.facts["num_steps"] if self.facts else 0
 
 
-def find_start(
+def find_resume_point(
     config: Config,
     spec: FeatureSpec,
     ranks: Ranks,
     channel: HostChannel,
     say: Callable[[str], None],
-) -> Start:
+) -> ResumePoint:
     """Find the latest whole checkpoint of `config.run_dir`; all ranks must call it, and read its bytes together.
 
     Args:
@@ -76,22 +76,22 @@ def find_start(
     """
     directory = Path(config.run_dir) / "checkpoints"
     while True:
-        found = ranks.call_on_main(lambda: _latest(directory, say))
+        found = ranks.run_on_rank0(lambda: _latest(directory, say))
         if found is None:
-            return Start()
+            return ResumePoint()
         path, facts = found
         damages = channel.gather(find_damage(path, facts, ranks.rank, ranks.world_size))
         damage = next((each for each in damages if each), None)
         if damage is None:
-            start = Start(path, facts, is_continuation=True)
-            ranks.call_on_main(lambda start=start: _check_same_run(config, spec, ranks, start, say))
+            start = ResumePoint(path, facts, is_continuation=True)
+            ranks.run_on_rank0(lambda start=start: _check_same_run(config, spec, ranks, start, say))
             return start
-        if ranks.is_main:
+        if ranks.is_rank0:
             _report_damage(path, damage, say)
         ranks.barrier()
 
 
-def is_over(config: Config, start: Start, last_step: int) -> bool:
+def is_over(config: Config, start: ResumePoint, last_step: int) -> bool:
     """Whether a run that goes on has come to its end already: its summary is of the step of its latest checkpoint."""
     try:
         summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
@@ -103,7 +103,7 @@ def is_over(config: Config, start: Start, last_step: int) -> bool:
     return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)
 
 
-def may_start_over(run_dir: Path, config: Config) -> bool:
+def can_restart(run_dir: Path, config: Config) -> bool:
     """Whether a run directory holds a run of the same settings that was killed before its first checkpoint."""
     if (run_dir / "summary.json").exists():
         return False
@@ -139,7 +139,7 @@ def _check_same_run(
     config: Config,
     spec: FeatureSpec,
     ranks: Ranks,
-    start: Start,
+    start: ResumePoint,
     say: Callable[[str], None],
 ) -> None:
     """Refuse to go on with other data or settings.
@@ -157,7 +157,7 @@ def _check_same_run(
             "another run_dir (with checkpoint.restore to start from this run's model), or "
             "checkpoint.allow_changes=true to go on with the new ones"
         )
-    problem = why_other_features(
+    problem = feature_mismatch(
         read_index(start.path),
         facts["feature_spec"],
         spec,

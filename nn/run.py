@@ -28,9 +28,9 @@ from nn.build import (
 )
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import clear, prune
-from nn.checkpoint.manager import Checkpointer
+from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
-from nn.distributed.failures import faults_told, last_words, lost_ranks_told
+from nn.distributed.failures import lost_rank_message, report_faults, report_lost_rank
 from nn.distributed.process_group import (
     Ranks,
     launcher_restarts,
@@ -50,14 +50,14 @@ from nn.observability.console import (
     print_summary,
 )
 from nn.observability.profiler import Profiler, check_profile
-from nn.observability.run_directory import SUMMARY_KEYS, Recorder, default_run_dir, environment
-from nn.resume import Start, may_start_over
+from nn.observability.run_directory import SUMMARY_KEYS, RunDirectory, default_run_dir, environment
+from nn.resume import ResumePoint, can_restart
 from nn.sharding.memory_estimate import plan_memory
 from nn.sharding.planner import needs_dense_kernel
-from nn.start import is_over, load, named_start, own_start
+from nn.start import is_over, load, named_resume_point, own_resume_point
 from nn.training.evaluator import Evaluator
 from nn.training.latency import measure
-from nn.training.train_step import Step
+from nn.training.train_step import TrainStep
 from nn.training.trainer import Trainer, eval_steps, total_steps
 
 
@@ -89,15 +89,15 @@ def run(config: Config, config_yaml: str) -> None:
             print_memory(console, memory, hardware.hbm_bytes)
         return
     ranks = ranks_from_environment(device_type(config))
-    start = named_start(config, source)
+    start = named_resume_point(config, source)
     loaders = build_loaders(config, source, ranks)
     _check(config, source, ranks, loaders, start.num_steps)
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with ExitStack() as stack:
         stack.enter_context(loaders)
         stack.enter_context(process_group(ranks))
-        stack.enter_context(lost_ranks_told(ranks))
-        start = own_start(config, source, ranks, console) or start
+        stack.enter_context(report_lost_rank(ranks))
+        start = own_resume_point(config, source, ranks, console) or start
         if loaders.train is not None and is_over(config, loaders.train, ranks, start):
             console.print(
                 f"run_dir={config.run_dir} holds the whole run already ({start.num_steps:,} steps); nothing to do. "
@@ -106,14 +106,14 @@ def run(config: Config, config_yaml: str) -> None:
             )
             return
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
-        plan, rows = ranks.call_on_main(lambda: build_plan(config, source, hardware))
+        plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
         facts = environment(
             config.recipe,
             ranks.device,
             world_size=ranks.world_size,
             num_hosts=ranks.world_size // ranks.local_world_size,
         )
-        facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_main else None
+        facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_rank0 else None
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start))
         recorder.write_plan(rows)
         print_head(console, facts, _head(config, source, recorder.run_dir, start))
@@ -125,11 +125,11 @@ def run(config: Config, config_yaml: str) -> None:
                 print_memory(console, memory, hardware.hbm_bytes)
 
         session = Session(config, source, loaders, ranks, recorder, console, start)
-        with faults_told(ranks):
+        with report_faults(ranks):
             step = build_step(config, source, plan, ranks)
             stack.callback(step.close)
             if ranks.device.type == "cuda":
-                reason = step.why_not_captured
+                reason = step.capture_blocker
                 console.print(
                     "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
                 )
@@ -146,11 +146,11 @@ class Session:
     source: Source
     loaders: Loaders
     ranks: Ranks
-    recorder: Recorder
+    recorder: RunDirectory
     console: Console
-    start: Start
+    start: ResumePoint
 
-    def evaluator(self, step: Step, alive: Callable[[], None] = lambda: None) -> Evaluator:
+    def evaluator(self, step: TrainStep, alive: Callable[[], None] = lambda: None) -> Evaluator:
         """What scores the split to evaluate on."""
         assert self.loaders.test is not None
         return Evaluator(step, self.loaders.test, self.ranks, self.config.eval.max_steps, alive)
@@ -172,7 +172,7 @@ class Session:
         self.console.print(line, soft_wrap=True)
 
 
-def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any]:
+def _train(session: Session, step: TrainStep, facts: dict[str, Any]) -> dict[str, Any]:
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train
     assert loader is not None
@@ -182,17 +182,17 @@ def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any
         alive = _nothing
         if config.checkpoint.save:
             stop = stack.enter_context(
-                StopRequest(ranks.world_size > 1, lambda: _as_error(last_words(ranks)))
+                StopRequest(ranks.world_size > 1, lambda: _as_error(lost_rank_message(ranks)))
             )
             alive = stop.moved
             directory = session.recorder.run_dir / "checkpoints"
-            if ranks.is_main:
+            if ranks.is_rank0:
                 clear(directory, start.num_steps if start.is_continuation else 0)
                 if start.is_continuation:
                     # Now, not after the next save: it may be for want of room that fewer shall be kept.
                     best = start.facts["trainer"]["best_step"]
                     prune(directory, start.num_steps, config.checkpoint.keep, best)
-            checkpointer = Checkpointer(
+            checkpointer = CheckpointManager(
                 directory,
                 step,
                 checkpoint.facts_of(config, model_spec(config, session.source), ranks),
@@ -218,8 +218,8 @@ def _train(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any
             stop,
         )
         if start.is_continuation:
-            rows = checkpoint.trainer_rows(start.path) if ranks.is_main else None
-            trainer.go_on(start.num_steps, start.facts["trainer"], rows)
+            rows = checkpoint.trainer_rows(start.path) if ranks.is_rank0 else None
+            trainer.resume_from(start.num_steps, start.facts["trainer"], rows)
         else:
             trainer.start_at(start.num_steps)
         try:
@@ -252,7 +252,7 @@ def _nothing() -> None:
     """Called where nobody watches whether the loop moves."""
 
 
-def _evaluate(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(session: Session, step: TrainStep, facts: dict[str, Any]) -> dict[str, Any]:
     num_steps = session.start.num_steps
     record = {"step": num_steps, **session.evaluator(step).run()}
     session.recorder.write_test(record)
@@ -264,7 +264,7 @@ def _evaluate(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, 
     return summary
 
 
-def _inference(session: Session, step: Step, facts: dict[str, Any]) -> dict[str, Any]:
+def _inference(session: Session, step: TrainStep, facts: dict[str, Any]) -> dict[str, Any]:
     config, source, ranks = session.config, session.source, session.ranks
     step.set_training(False)
     sizes = _sizes_to_time(config, source, ranks)
@@ -341,15 +341,15 @@ def _teacher_auc(config: Config, source: Source) -> float | None:
 
 
 def _recorder(
-    config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ranks, start: Start
-) -> Recorder:
+    config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ranks, start: ResumePoint
+) -> RunDirectory:
     """Make the run directory on rank 0; a directory that cannot be is an error on all ranks."""
 
-    def make(rank: int, run_dir: Path) -> Recorder:
+    def make(rank: int, run_dir: Path) -> RunDirectory:
         goes_on_at = start.num_steps if start.is_continuation else None
         if rank == 0 and goes_on_at is None and config.mode is Mode.train:
-            goes_on_at = 0 if may_start_over(run_dir, config) else None
-        return Recorder(
+            goes_on_at = 0 if can_restart(run_dir, config) else None
+        return RunDirectory(
             run_dir,
             rank=rank,
             config_yaml=config_yaml,
@@ -358,18 +358,18 @@ def _recorder(
             goes_on_at=goes_on_at,
         )
 
-    made: list[Recorder] = []
+    made: list[RunDirectory] = []
 
     def make_on_main() -> Path:
         run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe)
         made.append(make(0, run_dir))
         return run_dir
 
-    run_dir = ranks.call_on_main(make_on_main)
+    run_dir = ranks.run_on_rank0(make_on_main)
     return made[0] if made else make(ranks.rank, run_dir)
 
 
-def _head(config: Config, source: Source, run_dir: Path, start: Start) -> dict[str, str]:
+def _head(config: Config, source: Source, run_dir: Path, start: ResumePoint) -> dict[str, str]:
     """Facts of the run for its first lines."""
     spec, data, optimizer = source.spec, config.data, config.optimizer
     facts = {

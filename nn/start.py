@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from configs.schema import Config, Half, Mode
+from configs.schema import Component, Config, Mode
 from dataloading.loader import Loader
 from dataloading.source import Source
 from nn import resume
@@ -13,21 +13,23 @@ from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import newest_first
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
-from nn.resume import Start
-from nn.training.train_step import Step
+from nn.resume import ResumePoint
+from nn.training.train_step import TrainStep
 from nn.training.trainer import total_steps
 
 
-def named_start(config: Config, source: Source) -> Start:
+def named_resume_point(config: Config, source: Source) -> ResumePoint:
     """Check what `checkpoint.restore` names, before any process group; a run that goes on by itself needs it no more.
 
     Raises:
         ValueError: mode=eval names none, what it names is no checkpoint, or not of this dataset, or has nothing left to train.
     """
-    return Start() if _has_own_checkpoint(config) else _named(config, source)
+    return ResumePoint() if _has_own_checkpoint(config) else _named(config, source)
 
 
-def own_start(config: Config, source: Source, ranks: Ranks, console: Console) -> Start | None:
+def own_resume_point(
+    config: Config, source: Source, ranks: Ranks, console: Console
+) -> ResumePoint | None:
     """Find the checkpoint of its own run directory that a run goes on from; all ranks must call it.
 
     Raises:
@@ -39,20 +41,20 @@ def own_start(config: Config, source: Source, ranks: Ranks, console: Console) ->
     def say(line: str) -> None:
         console.print(line, soft_wrap=True)
 
-    start = resume.find_start(config, model_spec(config, source), ranks, HostChannel(), say)
+    start = resume.find_resume_point(config, model_spec(config, source), ranks, HostChannel(), say)
     # Where all of its own are damaged it begins as it did at first.
     return start if start.is_continuation else _named(config, source)
 
 
-def is_over(config: Config, loader: Loader, ranks: Ranks, start: Start) -> bool:
+def is_over(config: Config, loader: Loader, ranks: Ranks, start: ResumePoint) -> bool:
     """Whether nothing is left to do in the run that is continued; all ranks must call it."""
     if not start.is_continuation:
         return False
     last_step = total_steps(config, loader.steps_per_epoch)
-    return ranks.call_on_main(lambda: resume.is_over(config, start, last_step))
+    return ranks.run_on_rank0(lambda: resume.is_over(config, start, last_step))
 
 
-def load(config: Config, start: Start, step: Step) -> None:
+def load(config: Config, start: ResumePoint, step: TrainStep) -> None:
     """Load what a run begins with; its own checkpoint is always taken whole.
 
     Raises:
@@ -67,7 +69,7 @@ def load(config: Config, start: Start, step: Step) -> None:
             start.path,
             step,
             with_optimizer=is_training and (start.is_continuation or parts.takes_optimizer),
-            halves=tuple(Half) if start.is_continuation else parts.halves,
+            components=tuple(Component) if start.is_continuation else parts.components,
             grow=parts.grow and not start.is_continuation,
             is_own=start.is_continuation,
         )
@@ -81,22 +83,22 @@ def _has_own_checkpoint(config: Config) -> bool:
     return bool(newest_first(Path(config.run_dir) / "checkpoints"))
 
 
-def _named(config: Config, source: Source) -> Start:
+def _named(config: Config, source: Source) -> ResumePoint:
     parts = config.checkpoint
     if parts.restore is None and config.mode is Mode.eval:
         raise ValueError(f"mode=eval needs a trained model: {_how_to_name_one(config.run_dir)}")
     if parts.restore is None:
-        return Start()
+        return ResumePoint()
     path = Path(parts.restore)
     facts = checkpoint.check(
         path,
         model_spec(config, source),
-        halves=parts.halves,
+        components=parts.components,
         grow=parts.grow,
         allow_changes=parts.allow_changes,
     )
     begins_anew = config.mode is Mode.train and not parts.takes_optimizer
-    return Start(path, {"num_steps": 0} if begins_anew else facts)
+    return ResumePoint(path, {"num_steps": 0} if begins_anew else facts)
 
 
 def _how_to_name_one(run_dir: str | None) -> str:

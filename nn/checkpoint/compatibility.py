@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from configs.schema import Half
+from configs.schema import Component
 from dataloading.feature_spec import FeatureSpec
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
@@ -28,31 +28,35 @@ def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
 
 def chosen(
     index: TensorIndex,
-    halves: Collection[Half],
+    components: Collection[Component],
     *,
     with_optimizer: bool,
-    frozen: Collection[Half] = (),
+    frozen: Collection[Component] = (),
 ) -> dict[str, StoredTensor]:
     """Return the tensors of these halves: their weights, and the state of their optimizers where it is wanted.
 
     Args:
         index: of the checkpoint.
-        halves: to load.
+        components: to load.
         with_optimizer: take optimizer state too.
         frozen: halves that have none.
     """
     return {
         name: tensor
         for name, tensor in index.tensors.items()
-        if half_of(name) in halves
-        and (is_weight(name) or (with_optimizer and half_of(name) not in frozen))
+        if component_of(name) in components
+        and (is_weight(name) or (with_optimizer and component_of(name) not in frozen))
     }
 
 
-def half_of(name: str) -> Half | None:
+def component_of(name: str) -> Component | None:
     """Tell which half a tensor belongs to; None if to neither."""
     kind = name.partition(".")[0]
-    return {"tables": Half.tables, "dense": Half.dense, "dense_optimizer": Half.dense}.get(kind)
+    return {
+        "tables": Component.tables,
+        "dense": Component.dense,
+        "dense_optimizer": Component.dense,
+    }.get(kind)
 
 
 def is_weight(name: str) -> bool:
@@ -108,11 +112,13 @@ def remedy(
         how = f"{begin or 'set '}checkpoint.grow=true"
         return f"if the ids that both have mean the same, {how}"
     parts = "checkpoint.parts=[dense,tables]"
-    without = [half for half in Half if _has_state(wanted, half) and not _has_state(stored, half)]
+    without = [
+        half for half in Component if _has_state(wanted, half) and not _has_state(stored, half)
+    ]
     rest = {
         name: size
         for name, size in wanted.items()
-        if is_weight(name) or half_of(name) not in without
+        if is_weight(name) or component_of(name) not in without
     }
     if without and not differences(stored, rest, grow=grow):
         return (
@@ -125,15 +131,15 @@ def remedy(
     )
 
 
-def _has_state(names: Collection[str], half: Half) -> bool:
-    return any(half_of(name) is half and not is_weight(name) for name in names)
+def _has_state(names: Collection[str], half: Component) -> bool:
+    return any(component_of(name) is half and not is_weight(name) for name in names)
 
 
 def _is_grown(stored: Sequence[int], wanted: Sequence[int]) -> bool:
     return tuple(stored[1:]) == tuple(wanted[1:]) and stored[0] <= wanted[0]
 
 
-def why_other_features(
+def feature_mismatch(
     index: TensorIndex,
     fingerprint: str,
     spec: FeatureSpec,

@@ -17,7 +17,7 @@ from torch.futures import Future
 from nn.checkpoint.tensor_index import ChunkReader, StoredTensor
 
 
-class TensorReader(dcp.StorageReader):
+class DcpReader(dcp.StorageReader):
     """Reads, of each tensor, the rows that this rank holds; what is stored in another dtype is rounded to the nearest.
 
     torch's own reader would take every chunk that it needs a row of into memory as a whole, on every rank.

@@ -29,7 +29,7 @@ ALIGNMENT = 64
 THREADS = 4
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Where a chunk lies: file, first byte, and a CRC-32 for each of its blocks."""
 
     file: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     crc32: list[int]
 
 
-class TensorWriter(dcp.StorageWriter):
+class DcpWriter(dcp.StorageWriter):
     """Writes `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced.
 
     Args:
@@ -64,7 +64,7 @@ class TensorWriter(dcp.StorageWriter):
                 jobs.append((item, start, [pool.submit(file.write, *each) for each in blocks]))
                 start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             for item, begin, writing in jobs:
-                place = Place(path.name, begin, [each.result() for each in writing])
+                place = FileRange(path.name, begin, [each.result() for each in writing])
                 results.append(WriteResult(item.index, _num_bytes(item), place))
             file.sync()
         done: Future[list[WriteResult]] = Future()

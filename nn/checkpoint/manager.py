@@ -14,18 +14,18 @@ from configs.schema import CheckpointConfig
 from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, file_states
 from nn.checkpoint.directory import commit, newest_first, prune, step_of, unfinished
-from nn.checkpoint.staging import HostCopy, State, num_bytes
+from nn.checkpoint.staging import StagingBuffer, State, num_bytes
 from nn.checkpoint.state import TRAINER, missing_parts, state_of, write
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
-from nn.training.train_step import Step
+from nn.training.train_step import TrainStep
 
 THREAD_NAME = "checkpoint-writer"
 SPARE_MEMORY = 0.8
 """Part of the memory that a node has left which copies of the state may take."""
 
 
-class Checkpointer:
+class CheckpointManager:
     """Writes one checkpoint at a time; all ranks must call its methods alike.
 
     A checkpoint that could not be written costs nothing but itself: one line says so, and the next save tries again.
@@ -47,7 +47,7 @@ class Checkpointer:
     def __init__(
         self,
         directory: Path,
-        step: Step,
+        step: TrainStep,
         facts: Mapping[str, Any],
         spec: FeatureSpec,
         config: CheckpointConfig,
@@ -64,7 +64,7 @@ class Checkpointer:
         self._say = say
         self._alive = alive
         self._channel = HostChannel()
-        self.copy = HostCopy(ranks.device)
+        self.copy = StagingBuffer(ranks.device)
         self._has_room: bool | None = None
         self._thread: Thread | None = None
         self._problem: str | None = None
@@ -95,7 +95,7 @@ class Checkpointer:
         self._is_last = is_last
         started = time.perf_counter()
         try:
-            self._ranks.call_on_main(self._check_data)
+            self._ranks.run_on_rank0(self._check_data)
         except ValueError as error:
             raise SharedError(str(error)) from None
         state = state_of(self._step)
@@ -150,7 +150,7 @@ class Checkpointer:
             # Also shows that the ranks are still together: torch.distributed.checkpoint takes a process whose group was
             # closed for one that is alone, and would write its part as the whole.
             sizes = self._channel.gather(num_bytes(state))
-            if problem is None and self._ranks.is_main:
+            if problem is None and self._ranks.is_rank0:
                 record = {
                     "step": num_steps,
                     "bytes": sum(sizes),
@@ -163,8 +163,8 @@ class Checkpointer:
             # For the loop to meet: a thread's own errors reach nobody.
             self._error = error
             return
-        if self._problem is not None and self._ranks.is_main:
-            self._give_up(num_steps)
+        if self._problem is not None and self._ranks.is_rank0:
+            self._release(num_steps)
 
     def _write_parts(self, num_steps: int, state: State) -> str | None:
         try:
@@ -188,7 +188,7 @@ class Checkpointer:
             return str(error)
         return None
 
-    def _give_up(self, num_steps: int) -> None:
+    def _release(self, num_steps: int) -> None:
         shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
         latest = self.latest
         back_to = (
@@ -204,7 +204,7 @@ class Checkpointer:
         if self._has_room is None:
             needed = num_bytes(state) * self._ranks.local_world_size
             self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
-            if not self._has_room and self._ranks.is_main:
+            if not self._has_room and self._ranks.is_rank0:
                 self._say(
                     f"checkpoints: no room in host memory for a copy of {needed / 2**30:,.1f} GiB, so that "
                     "training waits while they are written"

@@ -18,7 +18,7 @@ TOUCHING_THREADS = 8
 State = dict[str, Tensor | ShardedTensor]
 
 
-class HostCopy:
+class StagingBuffer:
     """Memory for the copies, taken at the first one and used again; on GPUs it is pinned.
 
     Args:

@@ -21,30 +21,30 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from configs.schema import Config, Half
+from configs.schema import Component, Config
 from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import file_samples, file_states
 from nn.checkpoint.compatibility import (
     chosen,
+    component_of,
     differences,
-    half_of,
+    feature_mismatch,
     open_index,
     remedy,
-    why_other_features,
 )
-from nn.checkpoint.dcp_reader import TensorReader
-from nn.checkpoint.dcp_writer import TensorWriter
+from nn.checkpoint.dcp_reader import DcpReader
+from nn.checkpoint.dcp_writer import DcpWriter
 from nn.checkpoint.directory import FORMAT_VERSION, commit, read_facts, unfinished, wait_for
 from nn.checkpoint.staging import State
 from nn.checkpoint.tensor_index import REMEDY, blocks, read_index
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.process_group import HostChannel, Ranks
-from nn.training.train_step import Step
+from nn.training.train_step import TrainStep
 
 TRAINER = "trainer."
 
 
-def state_of(step: Step) -> State:
+def state_of(step: TrainStep) -> State:
     """Return this rank's part of what a checkpoint holds; the tensors are those that are trained."""
     return _weights(step) | _optimizer_state(step)
 
@@ -82,14 +82,16 @@ def plain_config(config: Config) -> dict[str, Any]:
     return plain(asdict(config))
 
 
-def write(directory: Path, num_steps: int, state: State, step: Step, channel: HostChannel) -> None:
+def write(
+    directory: Path, num_steps: int, state: State, step: TrainStep, channel: HostChannel
+) -> None:
     """Write the tensors of a checkpoint below its unfinished name; all ranks must call it.
 
     Raises:
         ValueError: on all ranks, when one could not write its part.
         RuntimeError: another rank has ended.
     """
-    writer = TensorWriter(unfinished(directory, num_steps), step.tables.names)
+    writer = DcpWriter(unfinished(directory, num_steps), step.tables.names)
     try:
         dcp.save(state, storage_writer=writer, process_group=channel.group)
     except dcp.CheckpointException as error:
@@ -109,12 +111,12 @@ def missing_parts(directory: Path, state: State) -> list[str]:
     return [name for name, size in sizes.items() if held.get(name) != math.prod(size)]
 
 
-def save(directory: Path, step: Step, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
+def save(directory: Path, step: TrainStep, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
     """Write `directory/step_<num_steps>` while the caller waits, and return its path; of a run it knows the dataset only."""
     channel = HostChannel()
     write(directory, num_steps, state_of(step), step, channel)
     facts = {"format_version": FORMAT_VERSION, "feature_spec": spec.fingerprint()}
-    if ranks.is_main:
+    if ranks.is_rank0:
         commit(directory, num_steps, facts | {"num_steps": num_steps})
     ranks.barrier()
     return directory / f"step_{num_steps}"
@@ -124,7 +126,7 @@ def check(
     path: Path,
     spec: FeatureSpec,
     *,
-    halves: Collection[Half] = tuple(Half),
+    components: Collection[Component] = tuple(Component),
     grow: bool = False,
     allow_changes: bool = False,
 ) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def check(
     Args:
         path: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
         spec: this dataset.
-        halves: whose weights are to be taken from it.
+        components: whose weights are to be taken from it.
         grow: allow tables to have more rows than are stored.
         allow_changes: take it although the features differ in more.
 
@@ -141,7 +143,7 @@ def check(
         ValueError: when it is no checkpoint, is of a newer format, or was trained on other features.
     """
     if find_tf2_tables(path) is not None:
-        if set(halves) != {Half.tables}:
+        if set(components) != {Component.tables}:
             raise ValueError(
                 f"checkpoint.restore={path} is of the TF2 recipe, of which the tables can be loaded; set "
                 "checkpoint.parts=[tables]"
@@ -156,7 +158,7 @@ def check(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
             "below a run's checkpoints/"
         ) from None
-    problem = why_other_features(index, fingerprint, spec, grow=grow)
+    problem = feature_mismatch(index, fingerprint, spec, grow=grow)
     if problem is not None and not allow_changes:
         raise ValueError(f"checkpoint.restore={path} {problem}")
     return facts
@@ -164,10 +166,10 @@ def check(
 
 def restore(
     path: Path,
-    step: Step,
+    step: TrainStep,
     *,
     with_optimizer: bool,
-    halves: Collection[Half] = tuple(Half),
+    components: Collection[Component] = tuple(Component),
     grow: bool = False,
     is_own: bool = False,
 ) -> None:
@@ -177,7 +179,7 @@ def restore(
         path: a `step_N` directory, or a checkpoint of the TF2 recipe.
         step: both halves, of any sharding and number of ranks.
         with_optimizer: also load the optimizers' state, which evaluation does not need, nor a frozen half.
-        halves: to load; the other keeps its weights.
+        components: to load; the other keeps its weights.
         grow: let tables have more rows than are stored; those keep their weights, without optimizer state.
         is_own: it is the run's own, which no option names.
 
@@ -189,7 +191,7 @@ def restore(
         # Rank 0 of another host may have renamed it a moment ago.
         wait_for(path / "run.json")
     index = open_index(path, step.tables.names)
-    tensors = chosen(index, halves, with_optimizer=with_optimizer, frozen=step.frozen)
+    tensors = chosen(index, components, with_optimizer=with_optimizer, frozen=step.frozen)
     wanted = _weights(step)
     # A rank sees no state of tables that it has no part of, but must come to the same end as all the others.
     shapes = {name: value.shape for name, value in wanted.items()}
@@ -199,8 +201,8 @@ def restore(
         shapes |= {f"tables.{name}": size for name, size in step.tables.optimizer_shapes().items()}
         shapes |= {name: value.shape for name, value in state.items() if name not in shapes}
         wanted |= state
-    wanted = {name: value for name, value in wanted.items() if half_of(name) in halves}
-    shapes = {name: size for name, size in shapes.items() if half_of(name) in halves}
+    wanted = {name: value for name, value in wanted.items() if component_of(name) in components}
+    shapes = {name: size for name, size in shapes.items() if component_of(name) in components}
     stored = {name: tensor.size for name, tensor in tensors.items()}
     found = differences(stored, shapes, grow=grow)
     if found:
@@ -212,7 +214,7 @@ def restore(
     try:
         dcp.load(
             wanted,
-            storage_reader=TensorReader(tensors, shapes),
+            storage_reader=DcpReader(tensors, shapes),
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
         )
     except dcp.CheckpointException as error:
@@ -238,13 +240,13 @@ def _first_problem(error: dcp.CheckpointException) -> str:
     return f"rank {rank}: {problem}" if rank else str(problem)
 
 
-def _weights(step: Step) -> State:
+def _weights(step: TrainStep) -> State:
     state = {f"tables.{name}": value for name, value in step.tables.weights().items()}
     state |= {f"dense.{name}": value.detach() for name, value in step.dense.named_parameters()}
     return state
 
 
-def _optimizer_state(step: Step) -> State:
+def _optimizer_state(step: TrainStep) -> State:
     state = {f"tables.{name}": value for name, value in step.tables.optimizer_state().items()}
     for name, parameter in step.dense.named_parameters():
         for key, value in step.dense_optimizer.state[parameter].items():
@@ -253,7 +255,7 @@ def _optimizer_state(step: Step) -> State:
     return state
 
 
-def _allocate_dense_state(step: Step) -> None:
+def _allocate_dense_state(step: TrainStep) -> None:
     """Let the dense optimizer make its state, which torch does in the first step: here one that changes nothing."""
     step.dense_optimizer.zero_grad(set_to_none=False)
     for group in step.dense_optimizer.param_groups:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import torch
 
 from nn.distributed.errors import LostRankError, RankError
-from nn.distributed.process_group import Ranks, is_lost_peer, says_first
+from nn.distributed.process_group import Ranks, is_first_reporter, is_lost_peer
 
 
 @contextmanager
-def lost_ranks_told(ranks: Ranks) -> Iterator[None]:
+def report_lost_rank(ranks: Ranks) -> Iterator[None]:
     """Say of a collective that fails in here that another rank has ended.
 
     Raises:
@@ -21,11 +21,11 @@ def lost_ranks_told(ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        raise LostRankError(last_words(ranks)) from error
+        raise LostRankError(lost_rank_message(ranks)) from error
 
 
 @contextmanager
-def faults_told(ranks: Ranks) -> Iterator[None]:
+def report_faults(ranks: Ranks) -> Iterator[None]:
     """Say of an error that one rank meets by itself which rank that is.
 
     Raises:
@@ -52,9 +52,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def last_words(ranks: Ranks) -> str:
+def lost_rank_message(ranks: Ranks) -> str:
     """What the first of the ranks that are left says of the one that is gone; nothing for the others."""
-    if not says_first("lost rank"):
+    if not is_first_reporter("lost rank"):
         return ""
     return (
         f"rank {ranks.rank} stopped, since another rank has ended; its message, or the launcher's, says why. The "

@@ -16,7 +16,7 @@ def is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def speaks_for_node() -> bool:
+def is_node_leader() -> bool:
     """Whether this is the rank that says what all ranks of its node know."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 

@@ -24,7 +24,7 @@ class Decision:
     is_time_to_save: bool
 
 
-class Agreement:
+class PreemptionSync:
     """Asks every fraction of a second; every rank must call `after_step` alike.
 
     The number of steps to the next question is rank 0's, from its speed, so that all ranks ask at the same step.
@@ -39,7 +39,7 @@ class Agreement:
         self, ranks: Ranks, signum: Callable[[], int], save_every_minutes: float | None
     ) -> None:
         self._channel = HostChannel() if ranks.world_size > 1 else None
-        self._is_main = ranks.is_main
+        self._is_rank0 = ranks.is_rank0
         self._signum = signum
         self._save_every_s = (save_every_minutes or 0) * 60
         self._saved_at = self._asked_at = time.monotonic()
@@ -56,10 +56,10 @@ class Agreement:
             return Decision(0, False)
         now = time.monotonic()
         is_time = bool(self._save_every_s) and now - self._saved_at >= self._save_every_s
-        wishes = [float(self._signum()), float(is_time and self._is_main), 1.0]
+        wishes = [float(self._signum()), float(is_time and self._is_rank0), 1.0]
         if self._channel is not None:
             seconds_a_step = max(now - self._asked_at, 1e-6) / self._steps
-            if self._is_main:
+            if self._is_rank0:
                 wishes[2] = float(min(max(1, int(ASK_EVERY_S / seconds_a_step)), MOST_STEPS))
             wishes = self._channel.maximum(wishes)
         self._asked_at = now

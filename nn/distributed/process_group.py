@@ -44,7 +44,7 @@ class Ranks:
     device: torch.device
 
     @property
-    def is_main(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this rank writes files and talks to the terminal."""
         return self.rank == 0
 
@@ -52,7 +52,9 @@ class Ranks:
         """Collect same-shaped tensors on rank 0; None elsewhere."""
         if self.world_size == 1:
             return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_main else None
+        parts = (
+            [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_rank0 else None
+        )
         dist.gather(tensor.contiguous(), parts, dst=0)
         return parts
 
@@ -60,7 +62,7 @@ class Ranks:
         """Collect every rank's value on rank 0, None elsewhere; the values must pickle."""
         if self.world_size == 1:
             return [value]
-        values = [None] * self.world_size if self.is_main else None
+        values = [None] * self.world_size if self.is_rank0 else None
         dist.gather_object(value, values, dst=0)
         return values
 
@@ -78,7 +80,7 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def call_on_main(self, function: Callable[[], Any]) -> Any:
+    def run_on_rank0(self, function: Callable[[], Any]) -> Any:
         """Run `function` on rank 0 and return its result on every rank.
 
         Raises:
@@ -86,7 +88,7 @@ class Ranks:
                 would wait in the next collective until it times out.
         """
         outcome = None
-        if self.is_main:
+        if self.is_rank0:
             try:
                 outcome = (function(), None)
             except ValueError as error:
@@ -152,7 +154,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
 
 
-def says_first(what: str) -> bool:
+def is_first_reporter(what: str) -> bool:
     """Whether this is the first rank to ask, so that what several ranks know is said once.
 
     The answer is the launcher's: its store outlives the ranks. Without one, everybody is the first.

@@ -26,13 +26,13 @@ class StopRequest:
 
     Args:
         may_get_stuck: whether there are other ranks to wait for.
-        last_words: returns what to say of a loop that is stuck, or nothing.
+        lost_rank_message: returns what to say of a loop that is stuck, or nothing.
     """
 
-    def __init__(self, may_get_stuck: bool, last_words: Callable[[], str]) -> None:
+    def __init__(self, may_get_stuck: bool, lost_rank_message: Callable[[], str]) -> None:
         self.signum = 0
         self._may_get_stuck = may_get_stuck
-        self._last_words = last_words
+        self._lost_rank_message = lost_rank_message
         self._moved_at = time.monotonic()
         self._before: dict[int, Any] = {}
 
@@ -74,5 +74,5 @@ class StopRequest:
                 if self._moved_at == float("inf"):
                     return
                 time.sleep(min(left, 0.1))
-            print(self._last_words(), end="", file=sys.stderr, flush=True)
+            print(self._lost_rank_message(), end="", file=sys.stderr, flush=True)
             os._exit(RESUME_EXIT_CODE)

@@ -1,4 +1,4 @@
-"""Tables that lie one after the other in memory, seen as one: FBGEMM holds its tables so, `FlatGradients` its vector.
+"""Tables that lie one after the other in memory, seen as one: FBGEMM holds its tables so, `GradientBucket` its vector.
 
 Plain torch then makes one call for all, where the calls for one each would take longer to begin than to run.
 """
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nn.embedding.local_tables import Part
+from nn.embedding.local_tables import LocalTable
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AdjacentTables:
     """Parts of one width and hotness whose rows are those of one table.
 
     Attributes:
@@ -24,7 +24,7 @@ class Span:
 
     first: int
     end: int
-    table: Part
+    table: LocalTable
 
     @property
     def num_parts(self) -> int:
@@ -32,7 +32,7 @@ class Span:
         return self.end - self.first
 
 
-def spans_of(parts: Sequence[Part]) -> list[Span]:
+def adjacent_tables(parts: Sequence[LocalTable]) -> list[AdjacentTables]:
     """Cut a group of parts into as few spans as its memory allows, in the order of the group."""
     starts = [
         place
@@ -40,12 +40,12 @@ def spans_of(parts: Sequence[Part]) -> list[Span]:
         if place == 0 or not _follows(parts[place - 1], part)
     ]
     return [
-        Span(first, end, _joined(parts[first:end]))
+        AdjacentTables(first, end, _joined(parts[first:end]))
         for first, end in zip(starts, [*starts[1:], len(parts)], strict=False)
     ]
 
 
-def _follows(before: Part, part: Part) -> bool:
+def _follows(before: LocalTable, part: LocalTable) -> bool:
     """Whether a part can be of the same span as the one before it; 16-bit ones cannot: each has its own rounding."""
     return (
         part.weight.dtype is torch.float32
@@ -61,7 +61,7 @@ def _adjoin(before: Tensor, after: Tensor) -> bool:
     return is_one_memory and before.storage_offset() + before.numel() == after.storage_offset()
 
 
-def _joined(parts: Sequence[Part]) -> Part:
+def _joined(parts: Sequence[LocalTable]) -> LocalTable:
     rows = sum(len(part.weight) for part in parts)
 
     def tall(first: Tensor) -> Tensor:

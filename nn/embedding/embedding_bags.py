@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from configs.schema import OptimizerConfig
-from nn.embedding.adjacent_tables import Span, spans_of
-from nn.embedding.local_tables import Part, SortedIds, UpdateScalars
+from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
+from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
 from nn.embedding.optimizer import update_rows
 
 # P: parts, G: samples, H: hotness of a part, N: ids in all (sum of G * H), D: columns of a part, T: columns of all parts
@@ -26,7 +26,7 @@ RADIX_SORT_IDS = 2**15
 COMPARED_IDS = 2**12
 
 
-class TableGroup:
+class LocalEmbeddingBags:
     """Parts of tables and how they are looked up and updated together.
 
     Args:
@@ -44,7 +44,7 @@ class TableGroup:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[LocalTable],
         num_samples: int,
         config: OptimizerConfig,
         scalars: UpdateScalars,
@@ -67,9 +67,9 @@ class TableGroup:
         self._kernels = None
         if device.type == "cuda" and self.parts:
             # Triton comes with torch's CUDA builds only.
-            from nn.embedding.triton_launcher import Launches
+            from nn.embedding.triton_launcher import TritonLauncher
 
-            self._kernels = Launches(
+            self._kernels = TritonLauncher(
                 self.parts,
                 num_samples=num_samples,
                 id_starts=self._id_starts,
@@ -139,19 +139,19 @@ class TableGroup:
             update_rows(span.table, rows, total, self._config, lr=lr, step=self._scalars.step)
 
     @cached_property
-    def _spans(self) -> list[Span]:
-        return spans_of(self.parts)
+    def _spans(self) -> list[AdjacentTables]:
+        return adjacent_tables(self.parts)
 
-    def _ids_of(self, span: Span) -> slice:
+    def _ids_of(self, span: AdjacentTables) -> slice:
         return slice(self._id_starts[span.first], self._id_starts[span.end])
 
-    def _vectors(self, matrix: Tensor, span: Span) -> Tensor:
+    def _vectors(self, matrix: Tensor, span: AdjacentTables) -> Tensor:
         """The columns of a span in a matrix [G, T], in the order of its ids: [S, G, D]."""
         columns = matrix[:, self._columns[span.first] : self._columns[span.end]]
         return columns.unflatten(1, (span.num_parts, -1)).transpose(0, 1)
 
 
-def _pooled(table: Part, rows: Tensor) -> Tensor:
+def _pooled(table: LocalTable, rows: Tensor) -> Tensor:
     """Sum the rows of each sample, float32 [samples, D], without memory for all of them where that can be."""
     if table.hotness == 1:
         return table.weight.index_select(0, rows).float()

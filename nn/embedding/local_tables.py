@@ -11,7 +11,7 @@ from configs.schema import OptimizerConfig, OptimizerName
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalTable:
     """A table, or a range of its columns, on this rank.
 
     Attributes:

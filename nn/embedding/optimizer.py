@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.embedding.local_tables import Part
+from nn.embedding.local_tables import LocalTable
 from nn.ops.stochastic_rounding import random_bits, round_stochastically
 
 
@@ -136,7 +136,7 @@ UPDATES = {
 
 @torch.no_grad()
 def update_rows(
-    part: Part,
+    part: LocalTable,
     rows: Tensor,
     gradients: Tensor,
     config: OptimizerConfig,

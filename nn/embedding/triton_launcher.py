@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.embedding.local_tables import Part, SortedIds, UpdateScalars
+from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
 
 SAMPLES = 32
@@ -43,7 +43,7 @@ class _Level:
     sums_counts: Tensor
 
 
-class Launches:
+class TritonLauncher:
     """Launches the lookup and the update of one group.
 
     Args:
@@ -57,7 +57,7 @@ class Launches:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[LocalTable],
         *,
         num_samples: int,
         id_starts: Sequence[int],
@@ -109,7 +109,7 @@ class Launches:
         return torch.cat([self._weight_offset, *state])
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
-        """See `TableGroup.look_up`."""
+        """See `LocalEmbeddingBags.look_up`."""
         grid = (triton.cdiv(self._num_samples, SAMPLES), len(self._width))
         _pooled_lookup[grid](
             self._weights,
@@ -130,7 +130,7 @@ class Launches:
     def update(
         self, ids: SortedIds, gradients: Tensor, scalars: UpdateScalars, is_good: Tensor
     ) -> None:
-        """See `TableGroup.update`."""
+        """See `LocalEmbeddingBags.update`."""
         keys, values, counts = ids.keys, gradients, is_good
         for number, level in enumerate(self._levels):
             num_blocks = level.blocks.shape[1]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nn.layers.mlp import round_up
-from nn.ops.pooled_embeddings import Embeddings
+from nn.ops.pooled_embeddings import PooledEmbeddings
 
 # B: samples, F: embeddings of a sample, D: columns of an embedding, V: vectors that interact (F, or F + 1 with bottom),
 # P: pairs of distinct vectors, V (V - 1) / 2
@@ -48,13 +48,13 @@ class DotInteraction(nn.Module):
         self.padding = self.num_outputs - used
         self.is_fusible = num_vectors <= MAX_FUSED_VECTORS and embedding_dim <= MAX_FUSED_DIM
 
-    def forward(self, bottom: Tensor | None, embeddings: Tensor | Embeddings) -> Tensor:
+    def forward(self, bottom: Tensor | None, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map bottom [B, D] (or None) and embeddings, [B, F*D] or where they lie, to [B, num_outputs]."""
         matrix = embeddings if isinstance(embeddings, Tensor) else None
         device = embeddings.layout.device if matrix is None else matrix.device
         if self.is_fusible and device.type == "cuda":
             if matrix is not None:
-                embeddings = Embeddings.of(matrix, self.num_embeddings)
+                embeddings = PooledEmbeddings.of(matrix, self.num_embeddings)
             return _fused(bottom, embeddings, self.num_outputs)
         return self.forward_plain(bottom, embeddings.matrix() if matrix is None else matrix)
 
@@ -72,12 +72,12 @@ class DotInteraction(nn.Module):
 
 
 @torch.compiler.disable
-def _fused(bottom: Tensor | None, embeddings: Embeddings, num_outputs: int) -> Tensor:
+def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int) -> Tensor:
     # Triton comes with torch's CUDA builds only.
     from nn.ops.triton.dot_interaction import fused_dot_interaction
 
     if not embeddings.layout.has_whole_features:
-        embeddings = Embeddings.of(embeddings.matrix(), embeddings.layout.num_features)
+        embeddings = PooledEmbeddings.of(embeddings.matrix(), embeddings.layout.num_features)
     return fused_dot_interaction(bottom, embeddings.arrive(), embeddings.layout, num_outputs)
 
 

@@ -23,8 +23,8 @@ from nn.layers.cross_net import CrossNet
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.initialization import fill_uniform_
 from nn.layers.mlp import MLP
-from nn.ops.embedding_layout import EmbeddingLayout, Piece
-from nn.ops.pooled_embeddings import Embeddings, join
+from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
+from nn.ops.pooled_embeddings import PooledEmbeddings, join
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
@@ -58,7 +58,7 @@ class DLRM(nn.Module):
         )
         self.top = MLP(self.interaction.num_outputs, top_mlp, final_activation=False)
 
-    def forward(self, numerical: Tensor, embeddings: Tensor | Embeddings) -> Tensor:
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
         bottom = None if self.bottom is None else self.bottom(numerical)
         return self.top(self.interaction(bottom, embeddings)).squeeze(1).float()
@@ -81,7 +81,7 @@ class DCNv2(nn.Module):
         structure: stacked or parallel.
 
     Attributes:
-        head_columns: columns that it puts before the embeddings; whoever looks them up may leave room for these.
+        prefix_columns: columns that it puts before the embeddings; whoever looks them up may leave room for these.
 
     Raises:
         ValueError: parallel with a top MLP that has no hidden layer.
@@ -103,8 +103,8 @@ class DCNv2(nn.Module):
         self.bottom = (
             MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
         )
-        self.head_columns = bottom_mlp[-1] if num_numerical else 0
-        width = self.head_columns + num_categorical * embedding_dim
+        self.prefix_columns = bottom_mlp[-1] if num_numerical else 0
+        width = self.prefix_columns + num_categorical * embedding_dim
         self.cross = CrossNet(width, num_cross_layers, projection_dim)
         self.deep = None
         if structure is CrossStructure.parallel:
@@ -119,7 +119,7 @@ class DCNv2(nn.Module):
         else:
             self.top = MLP(width, top_mlp, final_activation=False)
 
-    def forward(self, numerical: Tensor, embeddings: Tensor | Embeddings) -> Tensor:
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
         x0 = join(None if self.bottom is None else self.bottom(numerical), embeddings)
         crossed = self.cross(x0)
@@ -239,7 +239,7 @@ def initialise_tables(embeddings: EmbeddingBagCollection, seed: int) -> None:
         )
 
 
-def embeddings_of(pooled: KeyedTensor, names: Sequence[str]) -> Embeddings:
+def embeddings_of(pooled: KeyedTensor, names: Sequence[str]) -> PooledEmbeddings:
     """Show where the named features lie in what TorchRec looked up, which it orders by sharding; copies nothing.
 
     Returns:
@@ -247,7 +247,7 @@ def embeddings_of(pooled: KeyedTensor, names: Sequence[str]) -> Embeddings:
     """
     widths = tuple(pooled.length_per_key())
     layout = _layout(tuple(pooled.keys()), widths, tuple(names), pooled.values().device)
-    return Embeddings(layout, pooled.values)
+    return PooledEmbeddings(layout, pooled.values)
 
 
 @cache
@@ -256,7 +256,9 @@ def _layout(
 ) -> EmbeddingLayout:
     offsets = dict(zip(keys, accumulate(widths, initial=0), strict=False))
     dim, stride = widths[0], sum(widths)
-    pieces = [Piece(index, 0, dim, offsets[name], stride) for index, name in enumerate(names)]
+    pieces = [
+        LayoutSegment(index, 0, dim, offsets[name], stride) for index, name in enumerate(names)
+    ]
     return EmbeddingLayout(pieces, len(names), dim, device)
 
 

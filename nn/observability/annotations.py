@@ -16,7 +16,7 @@ def mark(name: str) -> AbstractContextManager:
 
 
 @contextmanager
-def marks_shown_by(open_range: Callable[[str], AbstractContextManager]) -> Iterator[None]:
+def annotations_shown_by(open_range: Callable[[str], AbstractContextManager]) -> Iterator[None]:
     """Let every `mark` of this process open such a range until the context ends."""
     global _open
     _open = open_range

@@ -174,7 +174,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -
 
     Args:
         console: from `make_console`.
-        summary: as given to `Recorder.finish`; what is None was not measured and is left out, and
+        summary: as given to `RunDirectory.finish`; what is None was not measured and is left out, and
             `untrained_test_auc` and `teacher_auc` are set beside the test AUC.
         run_dir: its files are listed.
     """

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from configs.schema import ProfileConfig
 from nn.distributed.process_group import Ranks
-from nn.observability.annotations import marks_shown_by
+from nn.observability.annotations import annotations_shown_by
 from nn.observability.trace_breakdown import break_down, format_breakdown, read_trace
 
 WARM_UP_STEPS = 3
@@ -105,9 +105,9 @@ class Profiler:
     def start(self) -> None:
         """Begin to trace."""
         if self._for_nsight:
-            self._open.enter_context(marks_shown_by(nvtx.range))
+            self._open.enter_context(annotations_shown_by(nvtx.range))
         else:
-            self._open.enter_context(marks_shown_by(record_function))
+            self._open.enter_context(annotations_shown_by(record_function))
             on_gpu = self._ranks.device.type == "cuda"
             self._profile = profile(
                 activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],

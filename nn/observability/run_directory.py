@@ -133,7 +133,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-class Recorder:
+class RunDirectory:
     """Writes the run directory; on other ranks than 0 every method does nothing.
 
     Args:

@@ -4,7 +4,7 @@ import math
 import time
 
 
-class Speedometer:
+class ThroughputMeter:
     """Counts rows and time while training; evaluation and profiling pause it.
 
     The first window holds what happens once (compilation, allocation, cold caches); the run's own speed leaves it out

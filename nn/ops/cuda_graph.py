@@ -18,11 +18,11 @@ class Pass(Protocol):
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Return the logits [B]."""
 
-    def idle(self) -> AbstractContextManager:
+    def without_updates(self) -> AbstractContextManager:
         """Within it `run` computes all and changes nothing."""
 
 
-class Captured:
+class CudaGraph:
     """A pass as a CUDA graph, collectives included.
 
     Args:
@@ -40,7 +40,7 @@ class Captured:
         numerical: Tensor,
         labels: Tensor,
         *,
-        beside: "Captured | None" = None,
+        beside: "CudaGraph | None" = None,
     ) -> None:
         # The recording knows addresses only, so whatever memory the pass owns must live as long.
         self._plain = plain
@@ -49,7 +49,7 @@ class Captured:
         arguments = (LocalIds(owned, replicated), *rest)
         stream = _stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), plain.idle():
+        with torch.cuda.stream(stream), plain.without_updates():
             # Compilation, cuBLAS workspaces and NCCL's connections are made outside of the recording.
             for _ in range(WARM_UP_PASSES):
                 plain.run(*arguments)
@@ -67,8 +67,8 @@ class Captured:
         """Replay the pass on new inputs; the logits are overwritten by the next call."""
         for mine, given in zip(self._inputs, _tensors(ids, numerical, labels), strict=True):
             mine.copy_(given, non_blocking=True)
-        if ids.give_up is not None:
-            ids.give_up()
+        if ids.release is not None:
+            ids.release()
         self._graph.replay()
         return self._logits
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LayoutSegment:
     """Some columns of one feature's embeddings, for all samples.
 
     Attributes:
@@ -38,7 +38,7 @@ class EmbeddingLayout:
         num_features: F.
         embedding_dim: D.
         device: of the memory.
-        room: columns before each sample's embeddings that are left free for what the model puts there.
+        prefix_columns: columns before each sample's embeddings that are left free for what the model puts there.
 
     Attributes:
         width: F * D.
@@ -46,17 +46,17 @@ class EmbeddingLayout:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LayoutSegment],
         num_features: int,
         embedding_dim: int,
         device: torch.device,
-        room: int = 0,
+        prefix_columns: int = 0,
     ) -> None:
         self.pieces = sorted(pieces, key=lambda piece: (piece.feature, piece.first_column))
         self.num_features = num_features
         self.embedding_dim = embedding_dim
         self.device = device
-        self.room = room
+        self.prefix_columns = prefix_columns
         self.width = num_features * embedding_dim
         covered = [piece.columns for piece in self.pieces]
         assert sum(covered) == self.width, (covered, self.width)
@@ -67,7 +67,7 @@ class EmbeddingLayout:
         """Lay out a plain [B, F * D]; always the same object, so that a recording finds its `table` made."""
         stride = num_features * embedding_dim
         pieces = [
-            Piece(feature, 0, embedding_dim, feature * embedding_dim, stride)
+            LayoutSegment(feature, 0, embedding_dim, feature * embedding_dim, stride)
             for feature in range(num_features)
         ]
         return EmbeddingLayout(pieces, num_features, embedding_dim, device)
@@ -78,8 +78,8 @@ class EmbeddingLayout:
         return all(
             (piece.stride, piece.offset)
             == (
-                self.room + self.width,
-                self.room + piece.feature * self.embedding_dim + piece.first_column,
+                self.prefix_columns + self.width,
+                self.prefix_columns + piece.feature * self.embedding_dim + piece.first_column,
             )
             for piece in self.pieces
         )

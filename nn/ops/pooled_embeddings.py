@@ -17,7 +17,7 @@ from nn.ops.embedding_layout import EmbeddingLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Embeddings:
+class PooledEmbeddings:
     """Embeddings [B, F, D] in some layout.
 
     Attributes:
@@ -29,7 +29,7 @@ class Embeddings:
     arrive: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, matrix: Tensor, num_features: int) -> "Embeddings":
+    def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
         """Wrap a contiguous [B, F * D]."""
         dim = matrix.shape[1] // num_features
         return cls(EmbeddingLayout.dense(num_features, dim, matrix.device), lambda: matrix)
@@ -45,8 +45,8 @@ class Embeddings:
             [B, H + F * D], features in the model's order; the memory itself where it is that already.
         """
         values, layout = self.arrive(), self.layout
-        if layout.is_dense and layout.room == (0 if head is None else head.shape[1]):
-            matrix = values.view(-1, layout.room + layout.width)
+        if layout.is_dense and layout.prefix_columns == (0 if head is None else head.shape[1]):
+            matrix = values.view(-1, layout.prefix_columns + layout.width)
             if head is None:
                 return matrix
             # Elsewhere the memory has the head's dtype already; on a CPU embeddings stay float32 under bf16.
@@ -54,7 +54,7 @@ class Embeddings:
         return _Join.apply(head, values, layout)
 
 
-def join(head: Tensor | None, embeddings: Tensor | Embeddings) -> Tensor:
+def join(head: Tensor | None, embeddings: Tensor | PooledEmbeddings) -> Tensor:
     """Put a head [B, H] (or None) before embeddings, [B, F*D] or where they lie: [B, H + F*D], of the head's dtype."""
     if not isinstance(embeddings, Tensor):
         return embeddings.matrix(head)
@@ -66,14 +66,14 @@ class _FillRoom(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, head: Tensor, matrix: Tensor) -> Tensor:
-        ctx.room = head.shape[1]
+        ctx.prefix_columns = head.shape[1]
         filled = matrix.detach()
-        filled[:, : ctx.room] = head
+        filled[:, : ctx.prefix_columns] = head
         return filled
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad[:, : ctx.room], grad.contiguous()
+        return grad[:, : ctx.prefix_columns], grad.contiguous()
 
 
 class _Join(torch.autograd.Function):
@@ -84,7 +84,7 @@ class _Join(torch.autograd.Function):
         first = 0 if head is None else head.shape[1]
         ctx.layout, ctx.first = layout, first
         ctx.shape, ctx.dtype, ctx.has_head = values.shape, values.dtype, head is not None
-        num_samples = values.numel() // (layout.room + layout.width)
+        num_samples = values.numel() // (layout.prefix_columns + layout.width)
         like = values if head is None else head
         out = like.new_empty(num_samples, first + layout.width)
         if head is not None:

@@ -9,7 +9,7 @@ from nn.ops.cuda_graph import WARM_UP_PASSES
 from nn.sharding.id_all_to_all import LocalIds
 
 
-class CapturedExchange:
+class CapturedIdAllToAll:
     """Sends the ids of whole batches to their tables, on the stream that is current when it is made.
 
     Launched one by one, its handful of operations took the host 1 ms a step, half of a step on four GPUs.
@@ -31,9 +31,9 @@ class CapturedExchange:
             self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
             arrived = send(self._input)
-        self._arrived = LocalIds(arrived.owned, arrived.replicated, self._give_up)
+        self._arrived = LocalIds(arrived.owned, arrived.replicated, self._release)
         self._is_held = False
-        self._given_up = torch.cuda.Event()
+        self._released = torch.cuda.Event()
 
     def __call__(self, ids: Tensor) -> LocalIds:
         """Exchange the next ids."""
@@ -41,7 +41,7 @@ class CapturedExchange:
             # Two feeds at a time: an evaluation while the next training batch waits.
             return self._send(ids)
         self._is_held = True
-        torch.cuda.current_stream().wait_event(self._given_up)
+        torch.cuda.current_stream().wait_event(self._released)
         self._input.copy_(ids, non_blocking=True)
         self._graph.replay()
         return self._arrived
@@ -51,7 +51,7 @@ class CapturedExchange:
         self._graph.reset()
         del self._send, self._arrived  # the tables' memory
 
-    def _give_up(self) -> None:
+    def _release(self) -> None:
         """What arrived may be overwritten, once the current stream has come here."""
-        self._given_up.record()
+        self._released.record()
         self._is_held = False

@@ -21,22 +21,22 @@ class LocalIds:
     Attributes:
         owned: of this rank's tables, feature after feature, each [B * world_size, hotness] in the order of the ranks.
         replicated: of the replicated tables, feature after feature, each [B, hotness].
-        give_up: to be called by whoever is done with them, on its stream, if their memory is used again.
+        release: to be called by whoever is done with them, on its stream, if their memory is used again.
     """
 
     owned: Tensor
     replicated: Tensor
-    give_up: Callable[[], None] | None = None
+    release: Callable[[], None] | None = None
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from being reused before `stream` is done with it."""
-        if self.give_up is not None:
+        if self.release is not None:
             return
         self.owned.record_stream(stream)
         self.replicated.record_stream(stream)
 
 
-class StaticExchange:
+class IdAllToAll:
     """Sends the ids of whole batches to their tables.
 
     Args:
@@ -65,11 +65,11 @@ class StaticExchange:
         self._channel = channel
         sizes = {name: batch_size * each for name, each in hotness.items()}
         starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-        home = {name: torch.arange(starts[name], starts[name] + sizes[name]) for name in sizes}
+        local = {name: torch.arange(starts[name], starts[name] + sizes[name]) for name in sizes}
         self._send_sizes = [sum(sizes[name] for name in names) for names in owned_by_rank]
         self._receive_sizes = [self._send_sizes[rank]] * self._world_size
-        self._send_index = _on(device, [home[name] for names in owned_by_rank for name in names])
-        self._replicated_index = _on(device, [home[name] for name in replicated])
+        self._send_index = _on(device, [local[name] for names in owned_by_rank for name in names])
+        self._replicated_index = _on(device, [local[name] for name in replicated])
 
         # A block a rank arrives, feature after feature; wanted is a block a feature, rank after rank.
         blocks, offset = [], 0

@@ -86,7 +86,7 @@ def plan_memory(
     states = DENSE_STATES[config.rules.name]
     dense_half = parameters * (4 * (2 + states) + (0 if amp is Amp.off else 2))
     row = 4 * (len(spec.numerical) + 1) + ID_BYTES * sum(x.mean_hotness for x in spec.categorical)
-    home = _home(config, spec, batch)
+    home = _local(config, spec, batch)
     dense_pass = _dense_pass(config, layers, batch * activation_bytes, home)
     eval_batch = config.eval.batch_size // world_size
     eval_columns = max(sum(layer) for layer in layers)
@@ -96,7 +96,7 @@ def plan_memory(
     for rank in range(world_size):
         sent, ids = _work_of(config, rank, plan, global_batch, batch)
         eval_sent, eval_ids = _work_of(config, rank, plan, config.eval.batch_size, eval_batch)
-        evaluation = _home(config, spec, eval_batch) + 3 * eval_ids * ID_BYTES
+        evaluation = _local(config, spec, eval_batch) + 3 * eval_ids * ID_BYTES
         # Alone, a rank's lookups are at home already.
         evaluation += eval_sent if world_size > 1 else 0
         memories.append(
@@ -132,7 +132,7 @@ def update_bytes(num_ids: int, columns: int) -> int:
     return round(blocks * a_block) + 4 * num_ids
 
 
-def _home(config: Config, spec: FeatureSpec, batch: int) -> int:
+def _local(config: Config, spec: FeatureSpec, batch: int) -> int:
     """Bytes of the embeddings of a rank's own rows."""
     return batch * len(spec.categorical) * config.model.embedding_dim * _sent_bytes(config)
 

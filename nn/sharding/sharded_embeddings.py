@@ -2,7 +2,7 @@
 
 A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`). Where all shapes are known,
 and always where weights have 16 bits, everything after that is `static`'s (`nn.sharding.static_embeddings`), on the same memory.
-Otherwise TorchRec does it: ids are looked up by FBGEMM (`look_up`), the embeddings travel home (`bring_home`), and their
+Otherwise TorchRec does it: ids are looked up by FBGEMM (`look_up`), the embeddings travel home (`output_dist`), and their
 gradients back; `update` then changes the tables, with FBGEMM inside their backward pass, and by the same rule right after
 it for replicated tables and for all tables where FBGEMM has no fused form of the rule. World size 1 takes the same path.
 """
@@ -33,20 +33,20 @@ from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
 from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.id_expansion import expand_jagged
-from nn.embedding.local_tables import Part, UpdateScalars
+from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import TableOptimizer
 from nn.layers.initialization import fill_uniform_
 from nn.models.registry import embeddings_of
-from nn.ops.pooled_embeddings import Embeddings
+from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.ops.stochastic_rounding import rounding_key
-from nn.sharding.captured_exchange import CapturedExchange
+from nn.sharding.captured_exchange import CapturedIdAllToAll
 from nn.sharding.id_all_to_all import LocalIds
 from nn.sharding.planner import TableSharder
-from nn.sharding.static_embeddings import Channels, Place, Placement, StaticTables
+from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, StaticEmbeddings
 
 # FBGEMM's kernel of each rule, and the class by which TorchRec's planner knows how much state the rule keeps.
-FUSED_RULES = {
+FUSED_OPTIMIZERS = {
     OptimizerName.sgd: (EmbOptimType.EXACT_SGD, torch.optim.SGD),
     OptimizerName.adagrad: (EmbOptimType.EXACT_ADAGRAD, torch.optim.Adagrad),
     OptimizerName.rowwise_adagrad: (EmbOptimType.EXACT_ROWWISE_ADAGRAD, RowWiseAdagrad),
@@ -55,7 +55,7 @@ FUSED_RULES = {
 
 # Optimizer state as TorchRec calls it -> as checkpoints call it.
 STATE_NAMES = {"momentum1": "momentum1", "exp_avg_sq": "momentum2"}
-STATE_OF_RULE = {
+STATES_OF_OPTIMIZER = {
     OptimizerName.sgd: (),
     OptimizerName.adagrad: ("momentum1",),
     OptimizerName.rowwise_adagrad: ("momentum1",),
@@ -91,18 +91,18 @@ class Exchange:
         self.pending.record_stream(stream)
 
 
-def register_rule(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> None:
+def register_optimizer(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> None:
     """Tell the unsharded tables their update rule, so that the planner can price its state.
 
     TorchRec's own helper would also make an optimizer of each table, and passes arguments on by torch's names, of which
     FBGEMM does not know all (`betas`).
     """
-    _, optimizer_class = FUSED_RULES[rule]
+    _, optimizer_class = FUSED_OPTIMIZERS[rule]
     for table in embeddings.parameters():
         table._optimizer_classes = [optimizer_class]
 
 
-class ShardedTables:
+class ShardedEmbeddings:
     """All tables, sharded as planned, with the seed's weights.
 
     Args:
@@ -135,7 +135,7 @@ class ShardedTables:
         half = on_gpu and amp is Amp.bf16
         sharder = TableSharder(
             fused_params={
-                "optimizer": FUSED_RULES[config.table_name][0],
+                "optimizer": FUSED_OPTIMIZERS[config.table_name][0],
                 "learning_rate": config.table_lr,
                 "eps": config.eps,
                 "beta1": config.beta1,
@@ -192,12 +192,12 @@ class ShardedTables:
         self._dtype = torch.bfloat16 if half else torch.float32
         self._kernels_of_tables = {each.compute_kernel for each in table_plan.values()}
         self._channels = Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings"))
-        self._static: dict[int, StaticTables] = {}
+        self._static: dict[int, StaticEmbeddings] = {}
         self.scalars = UpdateScalars(config, 1 / loss_scale, ranks.device)
-        self._exchanges: dict[int, CapturedExchange] = {}
+        self._exchanges: dict[int, CapturedIdAllToAll] = {}
         # All are the step's to say, before the first batch.
-        self.copy_gradients: list[Tensor] = []
-        self.room = 0
+        self.replicated_gradients: list[Tensor] = []
+        self.prefix_columns = 0
         self.recorded_sizes: frozenset[int] = frozenset()
         self._dense_names = list(dense)
         self._dense_tables = [
@@ -226,7 +226,7 @@ class ShardedTables:
 
     def start_exchange(self, batch: Batch) -> LocalIds | Exchange:
         """Send a batch's ids on their way, or where their number may vary, first how many there are."""
-        if self.why_not_static is None:
+        if self.static_blocker is None:
             return self._send(batch)
         context = self.module.create_context()
         return Exchange(context, self.module.input_dist(context, batch.ids))
@@ -239,7 +239,7 @@ class ShardedTables:
         if size not in self.recorded_sizes:
             return self.static(size).send_ids(ids)
         if size not in self._exchanges:
-            self._exchanges[size] = CapturedExchange(self.static(size).send_ids, ids)
+            self._exchanges[size] = CapturedIdAllToAll(self.static(size).send_ids, ids)
         return self._exchanges[size](ids)
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class ShardedTables:
         return exchange
 
     @cached_property
-    def why_not_static(self) -> str | None:
+    def static_blocker(self) -> str | None:
         """What keeps shapes or addresses from being known before the run, or None."""
         if None in self._hotness.values():
             return "ragged features"
@@ -268,10 +268,10 @@ class ShardedTables:
             return "tables in host memory"
         return None
 
-    def static(self, batch_size: int) -> StaticTables:
+    def static(self, batch_size: int) -> StaticEmbeddings:
         """Return the tables for batches of `batch_size` rows a rank, always the same ones for a size."""
         if batch_size not in self._static:
-            self._static[batch_size] = StaticTables(
+            self._static[batch_size] = StaticEmbeddings(
                 self.placement,
                 self.features,
                 self._hotness,
@@ -280,11 +280,11 @@ class ShardedTables:
                 batch_size=batch_size,
                 config=self._config,
                 scalars=self.scalars,
-                copy_gradients=self.copy_gradients,
+                replicated_gradients=self.replicated_gradients,
                 dtype=self._dtype,
                 ranks=self._ranks,
                 channels=self._channels,
-                room=self.room,
+                prefix_columns=self.prefix_columns,
             )
         return self._static[batch_size]
 
@@ -301,7 +301,7 @@ class ShardedTables:
     @cached_property
     def expansions(self) -> dict[str, Tensor]:
         """Further ids of each id, of the features that this rank looks up."""
-        here = {part.feature for part in (*self.placement.owned, *self.placement.copies)}
+        here = {part.feature for part in (*self.placement.owned, *self.placement.replicated)}
         return {
             feature: self._multi_hot.lookup_table(feature, self._ranks.device)
             for feature in self._multi_hot.hotness
@@ -313,29 +313,31 @@ class ShardedTables:
         """Which rank looks up what, in the order in which TorchRec has grouped the tables."""
         weights, states = self.weights(), self.optimizer_state()
         looked_up = self._hotness | self._multi_hot.hotness
-        owned_by_rank: list[list[Place]] = [[] for _ in range(self._ranks.world_size)]
-        owned, copies, copied_tables = [], [], []
+        owned_by_rank: list[list[ColumnShard]] = [[] for _ in range(self._ranks.world_size)]
+        owned, replicated, replicated_tables = [], [], []
         for sharding in self.module._embedding_shardings:
             if isinstance(sharding, DpPooledEmbeddingSharding):
                 for table in sharding.embedding_tables():
                     (feature,) = table.feature_names
                     weight = weights[f"{table.name}.weight"].detach()
-                    copies.append(Part(feature, looked_up[feature], weight, {}))
-                    copied_tables.append(table.name)
+                    replicated.append(LocalTable(feature, looked_up[feature], weight, {}))
+                    replicated_tables.append(table.name)
                 continue
             for rank, groups in enumerate(sharding._grouped_embedding_configs_per_rank):
                 for table in (table for group in groups for table in group.embedding_tables):
                     (feature,) = table.feature_names
                     column = table.local_metadata.shard_offsets[1]
-                    owned_by_rank[rank].append(Place(feature, column, table.local_cols))
+                    owned_by_rank[rank].append(ColumnShard(feature, column, table.local_cols))
                     if rank == self._ranks.rank:
                         weight = _shard_at(weights[f"{table.name}.weight"], column)
                         state = {
                             name: _shard_at(states[f"{table.name}.{name}"], column)
-                            for name in STATE_OF_RULE[self._rule]
+                            for name in STATES_OF_OPTIMIZER[self._rule]
                         }
                         key = rounding_key(self._seed, table.name)
-                        owned.append(Part(feature, looked_up[feature], weight, state, column, key))
+                        owned.append(
+                            LocalTable(feature, looked_up[feature], weight, state, column, key)
+                        )
         if self._ranks.world_size == 1:
             # Nothing is sent, so the order is free: the model's makes one matrix of what is looked up.
             order = sorted(
@@ -347,13 +349,13 @@ class ShardedTables:
             )
             owned = [owned[index] for index in order]
             owned_by_rank = [[owned_by_rank[0][index] for index in order]]
-        return Placement(owned_by_rank, owned, copies, copied_tables)
+        return Placement(owned_by_rank, owned, replicated, replicated_tables)
 
     def look_up(self, exchange: Exchange) -> list[Tensor]:
         """Look the ids up where they are: a tensor a group of tables, differentiable back to the tables."""
         return self.module.compute(exchange.context, exchange.pending)
 
-    def bring_home(self, context: Any, lookups: list[Tensor]) -> Embeddings:
+    def output_dist(self, context: Any, lookups: list[Tensor]) -> PooledEmbeddings:
         """Send looked-up embeddings to the ranks that asked: [B, F, D], features in the spec's order."""
         return embeddings_of(self.module.output_dist(context, lookups).wait(), self.features)
 
@@ -395,9 +397,9 @@ class ShardedTables:
                 for state in self.dense_optimizer.state.values():
                     state["iter"].fill_(step)
 
-    def update_copies(self) -> None:
-        """Update the replicated tables by `copy_gradients`, which every rank has the sums of."""
-        if not self.placement.copies:
+    def update_replicated(self) -> None:
+        """Update the replicated tables by `replicated_gradients`, which every rank has the sums of."""
+        if not self.placement.replicated:
             return
         parameters = {
             name.split(".")[-2]: parameter
@@ -405,7 +407,9 @@ class ShardedTables:
                 self._dense_names, self.dense_optimizer.param_groups[0]["params"], strict=True
             )
         }
-        for table, gradient in zip(self.placement.copied_tables, self.copy_gradients, strict=True):
+        for table, gradient in zip(
+            self.placement.replicated_tables, self.replicated_gradients, strict=True
+        ):
             parameters[table].grad = gradient
         self.dense_optimizer.step()
 
@@ -435,7 +439,7 @@ class ShardedTables:
         return {
             name.removesuffix("weight") + state: weight.shape[:1] if by_row else weight.shape
             for name, weight in self.weights().items()
-            for state in STATE_OF_RULE[self._rule]
+            for state in STATES_OF_OPTIMIZER[self._rule]
         }
 
     def _dense_state(self) -> dict[str, Tensor]:
@@ -451,7 +455,7 @@ class ShardedTables:
         state = {}
         for table in self._dense_tables:
             weight = weights[f"{table}.weight"]
-            for name in STATE_OF_RULE[self._rule]:
+            for name in STATES_OF_OPTIMIZER[self._rule]:
                 local = by_table[table][name] if table in by_table else None
                 if isinstance(weight, ShardedTensor):
                     state[f"{table}.{name}"] = _like_weight(weight, local)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from dataloading.batch import Batch
 from nn.distributed.process_group import Ranks
 from nn.ops.bce_loss import share_of_loss
-from nn.sharding.sharded_embeddings import Exchange, ShardedTables
-from nn.training.gradient_bucket import FlatGradients
-from nn.training.loss_readback import Readback
+from nn.sharding.sharded_embeddings import Exchange, ShardedEmbeddings
+from nn.training.gradient_bucket import GradientBucket
+from nn.training.loss_readback import LossReadback
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class DynamicPass:
 
     def __init__(
         self,
-        tables: ShardedTables,
+        tables: ShardedEmbeddings,
         dense: nn.Module,
-        gradients: FlatGradients,
-        readback: Readback,
+        gradients: GradientBucket,
+        readback: LossReadback,
         *,
         autocast: Callable[[], AbstractContextManager],
         loss_scale: float,
@@ -64,14 +64,14 @@ class DynamicPass:
         self._update_tables = update_tables
 
     def run(self, exchange: Exchange, batch: Batch) -> tuple[Tensor, Lookups]:
-        """Return the logits [B], detached, and what `ShardedTables.update` takes."""
+        """Return the logits [B], detached, and what `ShardedEmbeddings.update` takes."""
         # A lookup that records itself wants its backward pass: replicated tables would wait for it in the next step.
         with torch.set_grad_enabled(self._update_tables):
             looked_up = self._tables.look_up(exchange)
         leaves = [each.detach().requires_grad_() for each in looked_up]
         self._gradients.clear()
         with self._autocast():
-            embeddings = self._tables.bring_home(exchange.context, leaves)
+            embeddings = self._tables.output_dist(exchange.context, leaves)
             logits = self._dense(batch.numerical, embeddings)
         share = share_of_loss(logits, batch.labels, batch.num_valid, batch.global_valid)
         loss = self._ranks.all_reduce_sum(share.detach().clone())

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataloading.loader import Loader
 from nn.distributed.process_group import Ranks
 from nn.training.metrics import RankingMetrics
-from nn.training.prefetch import Feed
-from nn.training.train_step import Step
+from nn.training.prefetch import Prefetcher
+from nn.training.train_step import TrainStep
 
 
 class Evaluator:
@@ -23,7 +23,7 @@ class Evaluator:
 
     def __init__(
         self,
-        step: Step,
+        step: TrainStep,
         loader: Loader,
         ranks: Ranks,
         max_steps: int | None,
@@ -42,10 +42,10 @@ class Evaluator:
         metrics = RankingMetrics(self._ranks.device, self._ranks)
         self._step.set_training(False)
         batches = self._loader.batches(0, self._num_batches)
-        feed = Feed(batches, self._step.tables, self._ranks.device)
-        for batch, ids in feed:
+        prefetcher = Prefetcher(batches, self._step.tables, self._ranks.device)
+        for batch, ids in prefetcher:
             logits = self._step.predict(batch, ids)
-            feed.start_next()
+            prefetcher.start_next()
             metrics.update(logits, batch.labels, batch.num_valid)
             self._alive()
         self._step.set_training(True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nn.distributed.process_group import Ranks
 
 
-class FlatGradients:
+class GradientBucket:
     """Owns the memory of all gradients; once they are summed, each `parameter.grad` is a view into it.
 
     Args:

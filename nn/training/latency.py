@@ -9,10 +9,10 @@ from torch import Tensor
 from configs.schema import InferenceConfig
 from dataloading.batch import Batch
 from nn.distributed.process_group import Ranks
-from nn.training.train_step import Step
+from nn.training.train_step import TrainStep
 
 
-def measure(step: Step, batch: Batch, config: InferenceConfig, ranks: Ranks) -> dict[str, Any]:
+def measure(step: TrainStep, batch: Batch, config: InferenceConfig, ranks: Ranks) -> dict[str, Any]:
     """Time the forward pass of one batch.
 
     Args:
@@ -37,7 +37,7 @@ def measure(step: Step, batch: Batch, config: InferenceConfig, ranks: Ranks) -> 
     }
 
 
-def _timed_ms(step: Step, batch: Batch, ranks: Ranks) -> float:
+def _timed_ms(step: TrainStep, batch: Batch, ranks: Ranks) -> float:
     _synchronize(ranks)
     start = time.perf_counter()
     _forward(step, batch)
@@ -45,7 +45,7 @@ def _timed_ms(step: Step, batch: Batch, ranks: Ranks) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _forward(step: Step, batch: Batch) -> Tensor:
+def _forward(step: TrainStep, batch: Batch) -> Tensor:
     exchange = step.tables.start_exchange(batch)
     return step.predict(batch, step.tables.finish_exchange(exchange))
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Readback:
+class LossReadback:
     """Hands two numbers to the host as soon as they are known, while the device works on."""
 
     def __init__(self, device: torch.device) -> None:

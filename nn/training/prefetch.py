@@ -10,10 +10,10 @@ import torch
 from dataloading.batch import Batch
 from nn.observability.annotations import mark
 from nn.observability.trace_breakdown import DATA_WAIT
-from nn.sharding.sharded_embeddings import Exchange, ShardedTables
+from nn.sharding.sharded_embeddings import Exchange, ShardedEmbeddings
 
 
-class Feed:
+class Prefetcher:
     """Iterator of (batch on the device, ids at their owners).
 
     Call `start_next` once a step, where the host has just queued work for the device: what it starts then runs beside
@@ -29,7 +29,7 @@ class Feed:
     """
 
     def __init__(
-        self, batches: Iterator[Batch], tables: ShardedTables, device: torch.device
+        self, batches: Iterator[Batch], tables: ShardedEmbeddings, device: torch.device
     ) -> None:
         self._batches = batches
         self._tables = tables
@@ -53,7 +53,7 @@ class Feed:
             batch = host_batch.to(self._device, non_blocking=True)
             self._next = batch, self._tables.start_exchange(batch)
 
-    def __iter__(self) -> "Feed":
+    def __iter__(self) -> "Prefetcher":
         return self
 
     def __next__(self) -> tuple[Batch, Exchange]:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from nn.distributed.process_group import Ranks
 from nn.observability.annotations import mark
 from nn.ops.bce_loss import share_of_loss
-from nn.ops.pooled_embeddings import Embeddings
+from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.sharding.id_all_to_all import LocalIds
-from nn.sharding.static_embeddings import StaticTables
-from nn.training.gradient_bucket import FlatGradients
-from nn.training.loss_readback import Readback
+from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.training.gradient_bucket import GradientBucket
+from nn.training.loss_readback import LossReadback
 
 
 class StaticPass:
@@ -42,10 +42,10 @@ class StaticPass:
 
     def __init__(
         self,
-        tables: StaticTables,
+        tables: StaticEmbeddings,
         dense: nn.Module,
-        gradients: FlatGradients,
-        readback: Readback,
+        gradients: GradientBucket,
+        readback: LossReadback,
         *,
         autocast: Callable[[], AbstractContextManager],
         loss_scale: float,
@@ -84,31 +84,31 @@ class StaticPass:
             arrived = self._event()
             if self._update_tables:
                 with mark("sort"):
-                    sorted_owned, sorted_copies = self._tables.sort(ids)
+                    sorted_owned, sorted_replicated = self._tables.sort(ids)
         self._gradients.clear()
 
         def take(gradient: Tensor) -> None:
             """Runs in the backward pass, as soon as the embeddings' gradient is there."""
-            nonlocal of_home, of_owned
-            of_home = gradient
+            nonlocal local_gradient, owned_gradient
+            local_gradient = gradient
             if not self._update_tables:
                 return
             with self._beside():
-                of_owned = self._tables.send_back(gradient)
+                owned_gradient = self._tables.send_back(gradient)
                 if self._loss_scale == 1:
-                    self._tables.update(sorted_owned, of_owned, is_good)
+                    self._tables.update(sorted_owned, owned_gradient, is_good)
             # Here, while the gradients travel; the ids were sorted before the loss was judged.
             self._wait_for(judged)
-            self._tables.sum_copies(sorted_copies, gradient, is_good)
+            self._tables.accumulate_replicated(sorted_replicated, gradient, is_good)
 
         def arrive() -> Tensor:
             """Runs where the dense half wants the embeddings; so late, autograd sends their gradient back early."""
             self._wait_for(arrived)
-            return _Home.apply(values.detach().requires_grad_(), take)
+            return _EmbeddingGradient.apply(values.detach().requires_grad_(), take)
 
-        of_home = of_owned = None
+        local_gradient = owned_gradient = None
         with self._autocast(), mark("dense half"):
-            logits = self._dense(numerical, Embeddings(self._tables.layout, arrive))
+            logits = self._dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
         share = share_of_loss(logits, labels, *self._counts(len(labels)))
         with self._beside():
             loss = self._ranks.all_reduce_sum(share.detach().clone())
@@ -119,7 +119,7 @@ class StaticPass:
         with mark("backward"):
             (share * self._loss_scale).backward()
         if self._loss_scale != 1:
-            self._gradients.signal.copy_(~torch.isfinite(of_home).all())
+            self._gradients.signal.copy_(~torch.isfinite(local_gradient).all())
         self._gradients.sum(self._ranks)
         if self._loss_scale != 1:
             # An overflow anywhere is not finite, or not zero, in the sum on every rank.
@@ -129,7 +129,7 @@ class StaticPass:
                 is_good = is_good * finite.int()
                 self._readback.record(loss, is_good)
                 if self._update_tables:
-                    self._tables.update(sorted_owned, of_owned, is_good)
+                    self._tables.update(sorted_owned, owned_gradient, is_good)
         if self._queue is not None:
             torch.cuda.current_stream().wait_stream(self._queue)
         return logits.detach()
@@ -141,7 +141,7 @@ class StaticPass:
         return self._num_valid, self._global_valid
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
+    def without_updates(self) -> Iterator[None]:
         """Within it `run` computes all and changes no weight."""
         self._enabled.zero_()
         yield
@@ -177,7 +177,7 @@ class StaticForward:
 
     def __init__(
         self,
-        tables: StaticTables,
+        tables: StaticEmbeddings,
         dense: nn.Module,
         autocast: Callable[[], AbstractContextManager],
     ) -> None:
@@ -190,9 +190,9 @@ class StaticForward:
         """Return the logits [B]; `labels` are not looked at."""
         values = self._tables.look_up(ids)
         with self._autocast():
-            return self._dense(numerical, Embeddings(self._tables.layout, lambda: values))
+            return self._dense(numerical, PooledEmbeddings(self._tables.layout, lambda: values))
 
-    def idle(self) -> AbstractContextManager:
+    def without_updates(self) -> AbstractContextManager:
         """It changes nothing anyway."""
         return nullcontext()
 
@@ -203,7 +203,7 @@ def _tables_queue(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Home(torch.autograd.Function):
+class _EmbeddingGradient(torch.autograd.Function):
     """Embeddings as they are; hands their gradient over instead of storing it."""
 
     @staticmethod

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Amp, Config, Half, Mode
+from configs.schema import Amp, Component, Config, Mode
 from dataloading.batch import Batch
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks
 from nn.observability.annotations import mark
-from nn.ops.cuda_graph import Captured, Pass
+from nn.ops.cuda_graph import CudaGraph, Pass
 from nn.sharding.id_all_to_all import LocalIds
-from nn.sharding.sharded_embeddings import Exchange, ShardedTables
+from nn.sharding.sharded_embeddings import Exchange, ShardedEmbeddings
 from nn.training.dense_optimizer import build_dense_optimizer
 from nn.training.dynamic_pass import DynamicPass, Lookups
-from nn.training.gradient_bucket import FlatGradients
-from nn.training.loss_readback import Readback
+from nn.training.gradient_bucket import GradientBucket
+from nn.training.loss_readback import LossReadback
 from nn.training.lr_scheduler import learning_rate_factor
-from nn.training.prefetch import Feed
+from nn.training.prefetch import Prefetcher
 from nn.training.static_pass import StaticForward, StaticPass
 
 AMP_DTYPES = {Amp.bf16: torch.bfloat16, Amp.fp16: torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class StepResult:
     """What a training step leaves for whoever measures it.
 
     Attributes:
@@ -46,7 +46,7 @@ def loss_scale(config: Config) -> float:
     return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
 
 
-class Step:
+class TrainStep:
     """Tables and dense half, and how both learn from a batch.
 
     Args:
@@ -60,7 +60,7 @@ class Step:
     """
 
     def __init__(
-        self, tables: ShardedTables, dense: nn.Module, config: Config, ranks: Ranks
+        self, tables: ShardedEmbeddings, dense: nn.Module, config: Config, ranks: Ranks
     ) -> None:
         self.tables = tables
         self.dense = dense
@@ -69,27 +69,29 @@ class Step:
             dense.compile()
         self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.rules)
         self.frozen = frozenset(config.train.freeze)
-        dense.requires_grad_(Half.dense not in self.frozen)
+        dense.requires_grad_(Component.dense not in self.frozen)
         self._config = config
         self._ranks = ranks
         copies = [part.weight.shape for part in tables.placement.copies]
-        self._gradients = FlatGradients(dense.parameters(), copies)
-        tables.copy_gradients = self._gradients.further
-        tables.room = getattr(dense, "head_columns", 0)
-        if self.why_not_captured is None and config.mode is not Mode.inference:
+        self._gradients = GradientBucket(dense.parameters(), copies)
+        tables.replicated_gradients = self._gradients.further
+        tables.prefix_columns = getattr(dense, "head_columns", 0)
+        if self.capture_blocker is None and config.mode is not Mode.inference:
             # Not an epoch's tail, nor the sizes of `mode=inference`, which come once and on no stream that can be recorded.
             batches = (config.train.batch_size, config.eval.batch_size)
             tables.recorded_sizes = frozenset(each // ranks.world_size for each in batches)
-        self._readback = Readback(ranks.device)
+        self._readback = LossReadback(ranks.device)
         settings = {
             "autocast": self._autocast,
             "loss_scale": loss_scale(config),
             "ranks": ranks,
-            "update_tables": Half.tables not in self.frozen,
+            "update_tables": Component.tables not in self.frozen,
         }
-        halves = (dense, self._gradients, self._readback)
-        self._dynamic = DynamicPass(tables, *halves, **settings)
-        self._make_static = lambda static, **valid: StaticPass(static, *halves, **settings, **valid)
+        components = (dense, self._gradients, self._readback)
+        self._dynamic = DynamicPass(tables, *components, **settings)
+        self._make_static = lambda static, **valid: StaticPass(
+            static, *components, **settings, **valid
+        )
         inference = config.mode is Mode.inference
         self._forward_sizes = (
             config.inference.batch_sizes if inference else [config.eval.batch_size]
@@ -98,17 +100,17 @@ class Step:
         self._passes: dict[int, Pass] = {}
         self._forwards: dict[int, Pass] = {}
 
-    def train(self, step: int, feed: Feed) -> Trained:
-        """Learn from the next batch of `feed`.
+    def train(self, step: int, prefetcher: Prefetcher) -> StepResult:
+        """Learn from the next batch of `prefetcher`.
 
         Args:
             step: updates made so far; decides the learning rate.
-            feed: must hold a batch.
+            prefetcher: must hold a batch.
 
         Raises:
             DivergedError: on all ranks alike, before anything is updated, when the loss is not a number.
         """
-        batch, ids = next(feed)
+        batch, ids = next(prefetcher)
         is_static = isinstance(ids, LocalIds)
         self._set_learning_rate(step, by_fbgemm=not is_static)
         lookups = None
@@ -117,21 +119,21 @@ class Step:
                 logits = _run(self._pass(batch, ids), ids, batch)
             else:
                 logits, lookups = self._dynamic.run(ids, batch)
-        feed.start_next()
+        prefetcher.start_next()
         # The one point where the host waits for the device, which still has the backward pass before it.
         loss, is_good = self._readback.wait()
         if not is_good:
             raise DivergedError(self._what_diverged(step, loss))
         with mark("update"):
             self._update(lookups)
-        return Trained(batch, loss, logits)
+        return StepResult(batch, loss, logits)
 
     @torch.no_grad()
     def predict(self, batch: Batch, ids: LocalIds | Exchange) -> Tensor:
         """Return the logits [B] of a batch, without learning from it; overwritten by the next call."""
         if isinstance(ids, LocalIds):
             return _run(self._forward(batch, ids), ids, batch)
-        embeddings = self.tables.bring_home(ids.context, self.tables.look_up(ids))
+        embeddings = self.tables.output_dist(ids.context, self.tables.look_up(ids))
         with self._autocast():
             return self.dense(batch.numerical, embeddings)
 
@@ -152,13 +154,13 @@ class Step:
         return self.dense_optimizer.param_groups[0]["lr"]
 
     @property
-    def why_not_captured(self) -> str | None:
+    def capture_blocker(self) -> str | None:
         """What keeps the step from being a CUDA graph, or None."""
         if self._ranks.device.type != "cuda":
             return "no GPU"
         if not self._config.train.capture:
             return "train.capture=false"
-        return self.tables.why_not_static
+        return self.tables.static_blocker
 
     def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
         """The pass for batches of this size; only that of whole training batches is worth a graph and its memory."""
@@ -192,11 +194,11 @@ class Step:
         _free(self._forwards)
 
     def _recorded(self, plain: Pass, batch: Batch, ids: LocalIds) -> Pass:
-        if self.why_not_captured is not None:
+        if self.capture_blocker is not None:
             return plain
         others = (*self._passes.values(), *self._forwards.values())
-        beside = next((each for each in others if isinstance(each, Captured)), None)
-        return Captured(plain, ids, batch.numerical, batch.labels, beside=beside)
+        beside = next((each for each in others if isinstance(each, CudaGraph)), None)
+        return CudaGraph(plain, ids, batch.numerical, batch.labels, beside=beside)
 
     def _autocast(self) -> AbstractContextManager:
         """The precision that the dense half runs in."""
@@ -210,12 +212,12 @@ class Step:
         self.tables.prepare_update(step, self._config.rules.table_lr * factor, by_fbgemm=by_fbgemm)
 
     def _update(self, lookups: Lookups | None) -> None:
-        if Half.tables not in self.frozen:
+        if Component.tables not in self.frozen:
             if lookups is None:
-                self.tables.update_copies()
+                self.tables.update_replicated()
             else:
                 self.tables.update(lookups.values, lookups.gradients)
-        if Half.dense not in self.frozen:
+        if Component.dense not in self.frozen:
             self.dense_optimizer.step()
 
     def _what_diverged(self, step: int, loss: float) -> str:
@@ -233,7 +235,7 @@ class Step:
 
 def _free(passes: dict[int, Pass]) -> None:
     for each in passes.values():
-        if isinstance(each, Captured):
+        if isinstance(each, CudaGraph):
             each.close()
     passes.clear()
 
@@ -241,6 +243,6 @@ def _free(passes: dict[int, Pass]) -> None:
 def _run(each: Pass, ids: LocalIds, batch: Batch) -> Tensor:
     logits = each.run(ids, batch.numerical, batch.labels)
     # A recording gives them up itself, as soon as it has copied them.
-    if ids.give_up is not None and not isinstance(each, Captured):
-        ids.give_up()
+    if ids.release is not None and not isinstance(each, CudaGraph):
+        ids.release()
     return logits

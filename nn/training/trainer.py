@@ -11,21 +11,21 @@ from torch import Tensor
 from configs.schema import Config
 from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
-from nn.checkpoint.manager import Checkpointer
+from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import StoppedError
-from nn.distributed.preemption import Agreement
+from nn.distributed.preemption import PreemptionSync
 from nn.distributed.process_group import Ranks
 from nn.distributed.signals import StopRequest
 from nn.observability.annotations import mark
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
-from nn.observability.run_directory import Recorder
-from nn.observability.throughput import Speedometer
+from nn.observability.run_directory import RunDirectory
+from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
 from nn.training.metrics import RankingMetrics
-from nn.training.prefetch import Feed
-from nn.training.train_step import Step, Trained
+from nn.training.prefetch import Prefetcher
+from nn.training.train_step import StepResult, TrainStep
 
 # The AUC shown while training is that of the last rows before a record; sorting more would cost time and tell no more.
 TRAIN_AUC_ROWS = 2**20
@@ -53,15 +53,15 @@ class Trainer:
 
     def __init__(
         self,
-        step: Step,
+        step: TrainStep,
         train_loader: Loader,
         evaluator: Evaluator,
-        recorder: Recorder,
+        recorder: RunDirectory,
         progress: Progress,
         config: Config,
         ranks: Ranks,
         profiler: Profiler | None = None,
-        checkpointer: Checkpointer | None = None,
+        checkpointer: CheckpointManager | None = None,
         stop: StopRequest | None = None,
     ) -> None:
         self._step = step
@@ -78,10 +78,10 @@ class Trainer:
         self._loss_steps = 0
         self._checkpointer = checkpointer
         self._stop = stop
-        self._agreement: Agreement | None = None
+        self._agreement: PreemptionSync | None = None
         if checkpointer is not None and stop is not None:
             minutes = config.checkpoint.save_every_minutes
-            self._agreement = Agreement(ranks, lambda: stop.signum, minutes)
+            self._agreement = PreemptionSync(ranks, lambda: stop.signum, minutes)
         self.num_steps = 0
         self._is_continuation = False
         self._test: dict[str, Any] = {}
@@ -93,7 +93,7 @@ class Trainer:
         """Go on from a model that has `num_steps` updates behind it, as a run of its own."""
         self.num_steps = num_steps
 
-    def go_on(
+    def resume_from(
         self, num_steps: int, state: Mapping[str, Any], rows: tuple[Tensor, Tensor] | None
     ) -> None:
         """Go on as the run that saved `state` after `num_steps` would have.
@@ -146,20 +146,20 @@ class Trainer:
         was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
         is_done = start_step >= last_step or was_good
         batches = self._train_loader.batches(start_step, last_step - start_step)
-        feed = Feed(batches, self._step.tables, self._ranks.device)
+        prefetcher = Prefetcher(batches, self._step.tables, self._ranks.device)
         self._step.set_training(True)
-        speed = Speedometer()
+        speed = ThroughputMeter()
         while not is_done:
             self._begin_profile(speed)
             with mark(STEP):
-                trained = self._step.train(self.num_steps, feed)
+                trained = self._step.train(self.num_steps, prefetcher)
             self.num_steps += 1
             speed.count(trained.batch.global_valid)
             self._end_profile(speed)
             self._progress.advance(self.num_steps)
             self._count(trained)
             if self._due(self._config.log.every) or self.num_steps == last_step:
-                self._record(speed, feed)
+                self._record(speed, prefetcher)
             if self.num_steps in eval_at:
                 speed.pause()
                 self.evaluate()
@@ -170,7 +170,7 @@ class Trainer:
                 self._save_or_stop(self._agreement)
         batches.close()
         if self._loss_steps:
-            self._record(speed, feed)
+            self._record(speed, prefetcher)
         test = self._test
         return {
             "recipe": self._config.recipe,
@@ -201,7 +201,7 @@ class Trainer:
         self._progress.show_test(record)
         return record
 
-    def _save_or_stop(self, agreement: Agreement) -> None:
+    def _save_or_stop(self, agreement: PreemptionSync) -> None:
         """Save where that is due; leave where a signal asks for it. All ranks come to the same decision."""
         assert self._checkpointer is not None
         assert self._stop is not None
@@ -223,7 +223,7 @@ class Trainer:
             self.save()
             agreement.saved()
 
-    def _count(self, trained: Trained) -> None:
+    def _count(self, trained: StepResult) -> None:
         self._loss_sum += trained.loss
         self._loss_steps += 1
         every = self._config.log.every
@@ -232,7 +232,7 @@ class Trainer:
             batch = trained.batch
             self._train_metrics.update(trained.logits, batch.labels, batch.num_valid)
 
-    def _record(self, speed: Speedometer, feed: Feed) -> None:
+    def _record(self, speed: ThroughputMeter, prefetcher: Prefetcher) -> None:
         measured = self._train_metrics.compute()
         self._train_metrics.reset()
         record = {
@@ -242,20 +242,20 @@ class Trainer:
             "train_auc": measured["auc"],
             "lr": self._step.learning_rate,
             **speed.window(),
-            "data_wait_ms": feed.data_wait_ms / self._loss_steps,
+            "data_wait_ms": prefetcher.data_wait_ms / self._loss_steps,
             "hbm_bytes": self._peak_hbm_bytes(),
         }
-        self._loss_sum, self._loss_steps, feed.data_wait_ms = 0.0, 0, 0.0
+        self._loss_sum, self._loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
         self._recorder.write_train(record)
         self._progress.show_train(record)
 
-    def _begin_profile(self, speed: Speedometer) -> None:
+    def _begin_profile(self, speed: ThroughputMeter) -> None:
         """Start the profiler where its steps begin; they are left out of the speed."""
         if self._profiler is not None and self.num_steps == self._profiler.steps.start:
             speed.pause()
             self._profiler.start()
 
-    def _end_profile(self, speed: Speedometer) -> None:
+    def _end_profile(self, speed: ThroughputMeter) -> None:
         """Tell the profiler of a step, and go on as before after its last one."""
         if self._profiler is not None and self.num_steps - 1 in self._profiler.steps:
             self._profiler.step()

@@ -41,7 +41,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_left_alone(whole):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ResumePoint:
     """One start of the run that meets all faults, one after the other.
 
     Attributes:
@@ -64,7 +64,7 @@ class Faults:
 
     def __init__(self, directory: Path) -> None:
         self.run_dir = directory / "run"
-        self.starts: dict[str, Start] = {}
+        self.starts: dict[str, ResumePoint] = {}
 
     def latest(self) -> int:
         return max((step_of(path) for path in newest_first(self.checkpoints)), default=0)
@@ -96,7 +96,9 @@ class Faults:
         try:
             assert wait_until(has_come_so_far, 120), log.read_text()
             fault([each.pid for each in ranks.processes], log)
-            self.starts[name] = Start(ranks.wait(ends_within_s), log.read_text(), self.latest())
+            self.starts[name] = ResumePoint(
+                ranks.wait(ends_within_s), log.read_text(), self.latest()
+            )
         finally:
             ranks.kill()
 

@@ -12,7 +12,7 @@ import torch
 
 from nn.build import build_test_loader
 from nn.distributed.process_group import process_group, ranks_from_environment
-from nn.training.prefetch import Feed
+from nn.training.prefetch import Prefetcher
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, learnt_in_cases, worst_difference
 from tests.helpers.distributed import run_distributed
@@ -217,8 +217,10 @@ def predicted_between_steps(
                 built.step.set_training(False)
                 for size in (64, 128):
                     loader = replace_batch_size(built, size)
-                    feed = Feed(loader.batches(step % 2, 1), built.step.tables, built.ranks.device)
-                    batch, ids = next(feed)
+                    prefetcher = Prefetcher(
+                        loader.batches(step % 2, 1), built.step.tables, built.ranks.device
+                    )
+                    batch, ids = next(prefetcher)
                     logits.append(built.step.predict(batch, ids).float().cpu())
                 built.step.set_training(True)
             results.append((losses, logits, len(built.step._forwards)))
@@ -309,10 +311,10 @@ def losses_while_another_feed_runs(cases: list[list[str]]) -> list[list[float]]:
     with process_group(ranks_from_environment("cuda")):
         for each in cases:
             built = build(compose_config(*each))
-            feed = built.feed(0, NUM_STEPS)
-            losses = [built.step.train(step, feed).loss for step in range(5)]
+            prefetcher = built.prefetcher(0, NUM_STEPS)
+            losses = [built.step.train(step, prefetcher).loss for step in range(5)]
             built.score(2)
-            losses += [built.step.train(step, feed).loss for step in range(5, NUM_STEPS)]
+            losses += [built.step.train(step, prefetcher).loss for step in range(5, NUM_STEPS)]
             results.append(losses)
             built.step.close()
     return results

@@ -23,7 +23,7 @@ from configs.schema import Config
 from nn.build import open_source
 from nn.checkpoint.directory import newest_first
 from nn.run import run
-from nn.start import named_start
+from nn.start import named_resume_point
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config
 from tests.helpers.datasets import write_clicks
@@ -155,7 +155,7 @@ def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(whole, tmp_pa
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("nn.run.Recorder.finish", end)
+        patched.setattr("nn.run.RunDirectory.finish", end)
         with pytest.raises(Killed):
             train(tmp_path / "run")
     assert train(tmp_path / "run").err == ""
@@ -458,7 +458,7 @@ def test_evaluation_asks_for_a_trained_model_and_names_the_latest_of_the_run(
         told = f"set checkpoint.restore={tmp_path}/checkpoints/step_16, and another run_dir, or none, for the results"
     config = compose_config(*TINY, "mode=eval", f"run_dir={tmp_path}")
     with pytest.raises(ValueError, match=rf"^mode=eval needs a trained model: {re.escape(told)}$"):
-        named_start(config, open_source(config))
+        named_resume_point(config, open_source(config))
 
 
 def test_a_run_from_when_workers_were_called_threads_goes_on(tmp_path):

@@ -213,7 +213,7 @@ def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nn.training.train_step.Step.train", interrupt)
+    monkeypatch.setattr("nn.training.train_step.TrainStep.train", interrupt)
     ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 130
     assert ended.err.splitlines()[-1].startswith(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from configs.schema import Half
+from configs.schema import Component
 from dataloading.feature_spec import FeatureSpec
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
@@ -119,7 +119,9 @@ def test_a_pickle_in_a_table_of_the_tf2_recipe_is_refused(saved, tmp_path):
     with ranks_of_cpu():
         step = build(compose_config(*TINY)).step
         with pytest.raises(ValueError, match=r"feature_0\.npy holds object"):
-            checkpoint.restore(tmp_path / "tf2", step, with_optimizer=False, halves=[Half.tables])
+            checkpoint.restore(
+                tmp_path / "tf2", step, with_optimizer=False, components=[Component.tables]
+            )
     assert not (tmp_path / TRAP).exists()
 
 

@@ -27,8 +27,8 @@ from nn.build import (
 )
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
 from nn.layers.initialization import fill_uniform_
-from nn.training.prefetch import Feed
-from nn.training.train_step import Step
+from nn.training.prefetch import Prefetcher
+from nn.training.train_step import TrainStep
 
 TINY = [
     "data.synthetic.train_rows=2048",
@@ -83,28 +83,28 @@ class Built:
     config: Config
     ranks: Ranks
     source: Source
-    step: Step
+    step: TrainStep
     train_loader: Loader
     test_loader: Loader
 
-    def feed(self, start_step: int, num_steps: int) -> Feed:
+    def prefetcher(self, start_step: int, num_steps: int) -> Prefetcher:
         """Training batches of the steps from `start_step` on."""
         batches = self.train_loader.batches(start_step, num_steps)
-        return Feed(batches, self.step.tables, self.ranks.device)
+        return Prefetcher(batches, self.step.tables, self.ranks.device)
 
     def train(self, start_step: int, num_steps: int) -> list[float]:
         """Train the steps from `start_step` on and return their losses."""
-        feed = self.feed(start_step, num_steps)
-        return [self.step.train(start_step + index, feed).loss for index in range(num_steps)]
+        prefetcher = self.prefetcher(start_step, num_steps)
+        return [self.step.train(start_step + index, prefetcher).loss for index in range(num_steps)]
 
     def score(self, num_batches: int) -> None:
         """Predict the first batches of the test split, and go on training."""
         self.step.set_training(False)
         batches = self.test_loader.batches(0, num_batches)
-        feed = Feed(batches, self.step.tables, self.ranks.device)
-        for batch, ids in feed:
+        prefetcher = Prefetcher(batches, self.step.tables, self.ranks.device)
+        for batch, ids in prefetcher:
             self.step.predict(batch, ids)
-            feed.start_next()
+            prefetcher.start_next()
         self.step.set_training(True)
 
 
@@ -113,7 +113,7 @@ def build(config: Config, source: Source | None = None) -> Built:
     ranks = ranks_from_environment(device_type(config))
     source = source or open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
-    plan, _ = ranks.call_on_main(lambda: build_plan(config, source, hardware))
+    plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
     step = build_step(config, source, plan, ranks)
     return Built(
         config,
@@ -160,7 +160,7 @@ def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list
     """Of each whole table, whatever its layout: the length of its change, and that change along two random directions."""
     tables = built.step.tables
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.names)}
-    copies = set(tables.placement.copied_tables) if tables.why_not_static is None else set()
+    copies = set(tables.placement.replicated_tables) if tables.static_blocker is None else set()
     for shard, old in zip(tables.shards(), before, strict=True):
         change = shard.weight.double() - old.double()
         found = [change.square().sum()]

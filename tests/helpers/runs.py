@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from nn.checkpoint.manager import THREAD_NAME
-from nn.training.train_step import Step
+from nn.training.train_step import TrainStep
 
 OF_A_START = {"samples_per_s", "step_ms", "data_wait_ms", "eval_s"}
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], None]) -> None:
     """Call `do` when a run in this process comes to a step."""
-    undisturbed = Step.train
+    undisturbed = TrainStep.train
 
-    def train(self, number, feed):
+    def train(self, number, prefetcher):
         if number == step:
             do()
-        return undisturbed(self, number, feed)
+        return undisturbed(self, number, prefetcher)
 
-    monkeypatch.setattr(Step, "train", train)
+    monkeypatch.setattr(TrainStep, "train", train)
 
 
 def wait_for_writer() -> None:

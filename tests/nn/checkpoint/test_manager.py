@@ -14,10 +14,10 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.remote_device import _remote_device
 
-from nn.checkpoint.dcp_writer import TensorWriter
+from nn.checkpoint.dcp_writer import DcpWriter
 from nn.checkpoint.directory import clear, find_damage, newest_first, read_facts, step_of
-from nn.checkpoint.manager import Checkpointer
-from nn.checkpoint.staging import HostCopy
+from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.staging import StagingBuffer
 from nn.checkpoint.state import facts_of, restore, state_of
 from tests.crash import wait_until
 from tests.helpers.command import run_command
@@ -35,7 +35,7 @@ def without_curves(monkeypatch) -> None:
 
 def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path, monkeypatch):
     may_write, seen = Event(), []
-    write_data = TensorWriter.write_data
+    write_data = DcpWriter.write_data
 
     def wait_and_write(self, plan, planner):
         assert may_write.wait(60)
@@ -48,7 +48,7 @@ def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path,
         seen.extend(each.name for each in checkpoints.iterdir())
         may_write.set()
 
-    monkeypatch.setattr(TensorWriter, "write_data", wait_and_write)
+    monkeypatch.setattr(DcpWriter, "write_data", wait_and_write)
     at_step(monkeypatch, 7, look_and_let_go)
     ended = run_command(*SHORT, SAVING, "checkpoint.keep=9", f"run_dir={tmp_path / 'run'}")
     assert (ended.exit_code, ended.err) == (0, "")
@@ -69,7 +69,7 @@ def test_a_copy_says_that_it_lies_in_host_memory():
         for sharded in state.values():
             for shard in sharded.local_shards() if isinstance(sharded, ShardedTensor) else []:
                 shard.metadata.placement = _remote_device("rank:0/cuda:0")
-        copied = HostCopy(torch.device("cpu")).take(state)
+        copied = StagingBuffer(torch.device("cpu")).take(state)
     shards = [
         shard
         for each in copied.values()
@@ -81,7 +81,7 @@ def test_a_copy_says_that_it_lies_in_host_memory():
 
 def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
     may_write, waited = Event(), []
-    write_data, wait = TensorWriter.write_data, Checkpointer.wait
+    write_data, wait = DcpWriter.write_data, CheckpointManager.wait
 
     def wait_and_write(self, plan, planner):
         assert may_write.wait(60)
@@ -93,8 +93,8 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
             may_write.set()
         return wait(self)
 
-    monkeypatch.setattr(TensorWriter, "write_data", wait_and_write)
-    monkeypatch.setattr(Checkpointer, "wait", note)
+    monkeypatch.setattr(DcpWriter, "write_data", wait_and_write)
+    monkeypatch.setattr(CheckpointManager, "wait", note)
     assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'run'}").exit_code == 0
     assert waited[:2] == [False, True]
     lines = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
@@ -104,7 +104,7 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
 def test_without_room_for_a_copy_training_waits_and_the_files_are_the_same(tmp_path, monkeypatch):
     assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'copied'}").exit_code == 0
     monkeypatch.setattr("nn.checkpoint.manager.SPARE_MEMORY", 0)
-    monkeypatch.setattr("nn.checkpoint.manager.HostCopy.take", None)
+    monkeypatch.setattr("nn.checkpoint.manager.StagingBuffer.take", None)
     at_step(monkeypatch, 4, lambda: wait_for_nothing(tmp_path / "waited"))
     ended = run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'waited'}")
     assert (ended.exit_code, ended.err) == (0, "")
@@ -169,10 +169,10 @@ def mortal(monkeypatch) -> Mortal:
     return mortal
 
 
-def checkpointer_of(built: Built, directory: Path) -> Checkpointer:
+def checkpointer_of(built: Built, directory: Path) -> CheckpointManager:
     facts = facts_of(built.config, built.source.spec, built.ranks)
     keep_one = compose_config(*TINY, "checkpoint.keep=1").checkpoint
-    return Checkpointer(
+    return CheckpointManager(
         directory, built.step, facts, built.source.spec, keep_one, built.ranks, say=print
     )
 
@@ -181,7 +181,7 @@ def checkpointer_of(built: Built, directory: Path) -> Checkpointer:
 def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, mortal):
     """At every single thing that writing, renaming and pruning does to files; then the next start cleans up."""
 
-    def save(checkpointer: Checkpointer, step: int, best_step: int) -> None:
+    def save(checkpointer: CheckpointManager, step: int, best_step: int) -> None:
         checkpointer.save(step, {"best_step": best_step}, {})
         wait_for_writer()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema import Half
+from configs.schema import Component
 from nn.checkpoint import state as checkpoint
 from nn.layers.initialization import fill_uniform_
 from tests.helpers.command import run_command
@@ -20,13 +20,13 @@ RULES = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 GROWN = [500, 47, 7, 301, 1000]
 
 
-def weights_of(built: Built) -> dict[Half, dict[str, Tensor]]:
+def weights_of(built: Built) -> dict[Component, dict[str, Tensor]]:
     """Copies of all weights of a run on one rank."""
     state = state_of(built)
     names = dict(built.step.dense.named_parameters())
     return {
-        Half.dense: {name: state[name] for name in names},
-        Half.tables: {
+        Component.dense: {name: state[name] for name in names},
+        Component.tables: {
             name: state[name]
             for name in state
             if name.startswith("cat_") and name.endswith(".weight")
@@ -47,28 +47,32 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", Component)
 def test_one_half_is_loaded_and_the_other_keeps_the_seeds_weights(saved, half):
     with ranks_of_cpu():
         fresh, whole = (build(compose_config(*case("adagrad"))) for _ in range(2))
         checkpoint.restore(saved["adagrad"], whole.step, with_optimizer=False)
         built = build(compose_config(*case("adagrad")))
-        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, halves=[half])
-        for each in Half:
+        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, components=[half])
+        for each in Component:
             expected = weights_of(whole if each is half else fresh)[each]
             assert same(weights_of(built)[each], expected), each
         assert not same(weights_of(fresh)[half], weights_of(whole)[half])
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", Component)
 def test_the_other_half_may_be_of_another_model(saved, half):
     other = {
-        Half.tables: ["model.name=dcnv2", "model.top_mlp=[8,1]", "optimizer.embedding_name=adam"],
-        Half.dense: ["sharding.tables={cat_0:table_wise}", "optimizer.embedding_name=adam"],
+        Component.tables: [
+            "model.name=dcnv2",
+            "model.top_mlp=[8,1]",
+            "optimizer.embedding_name=adam",
+        ],
+        Component.dense: ["sharding.tables={cat_0:table_wise}", "optimizer.embedding_name=adam"],
     }
     with ranks_of_cpu():
         built = build(compose_config(*case("adagrad"), *other[half]))
-        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, halves=[half])
+        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, components=[half])
         built.train(0, 1)
 
 
@@ -119,8 +123,8 @@ def frozen_runs(cases: list[list[str]]) -> list[tuple[dict, dict]]:
             same_parts = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
             num_dense = len(list(built.step.dense.parameters()))
             changed = {
-                Half.dense: not all(same_parts[:num_dense]),
-                Half.tables: not all(same_parts[num_dense:]),
+                Component.dense: not all(same_parts[:num_dense]),
+                Component.tables: not all(same_parts[num_dense:]),
             }
             results.append((changed, list(built.step.tables.optimizer_state())))
     return results
@@ -133,7 +137,7 @@ def local_weights(built: Built) -> list[Tensor]:
 
 FREEZES = [
     [*case(rule, layout), f"train.freeze=[{half.name}]"]
-    for rule, layout, half in product(["adagrad", "adam"], LAYOUTS, Half)
+    for rule, layout, half in product(["adagrad", "adam"], LAYOUTS, Component)
 ]
 
 
@@ -143,17 +147,19 @@ def test_a_frozen_half_does_not_change_by_a_bit_and_the_other_learns(world_size)
     cases = [[*each, "data.synthetic.train_rows=200"] for each in FREEZES]
     results = run_distributed(frozen_runs, world_size, cases)
     for overrides, *of_ranks in zip(cases, *results, strict=True):
-        frozen = Half.dense if "[dense]" in overrides[-2] else Half.tables
+        frozen = Component.dense if "[dense]" in overrides[-2] else Component.tables
         changed = [changes for changes, _ in of_ranks]
         assert not any(each[frozen] for each in changed), overrides
-        assert any(each[half] for each in changed for half in Half if half is not frozen), overrides
-        if frozen is Half.tables:
+        assert any(each[half] for each in changed for half in Component if half is not frozen), (
+            overrides
+        )
+        if frozen is Component.tables:
             assert not any(state for _, state in of_ranks), (
                 "a frozen table needs no optimizer state"
             )
 
 
-@pytest.mark.parametrize(("half", "rule"), list(product(Half, RULES)))
+@pytest.mark.parametrize(("half", "rule"), list(product(Component, RULES)))
 def test_a_frozen_half_needs_no_optimizer_state(saved, half, rule, tmp_path):
     """Its state is left in the checkpoint; a checkpoint of the frozen run, which has none, is enough to go on."""
     frozen = [*case(rule), f"train.freeze=[{half.name}]"]
@@ -253,5 +259,9 @@ def test_growing_allows_no_other_shape(saved, changes, text):
         built = build(compose_config(*case("adagrad"), *changes))
         with pytest.raises(ValueError, match=text):
             checkpoint.restore(
-                saved["adagrad"], built.step, with_optimizer=True, halves=[Half.tables], grow=True
+                saved["adagrad"],
+                built.step,
+                with_optimizer=True,
+                components=[Component.tables],
+                grow=True,
             )

@@ -47,16 +47,16 @@ def use_collectives() -> dict:
         numbers = torch.tensor([ranks.rank, 10])
         parts = ranks.gather(numbers)
         try:
-            ranks.call_on_main(lambda: refuse(ranks.rank))
+            ranks.run_on_rank0(lambda: refuse(ranks.rank))
         except ValueError as error:
             message = str(error)
         ranks.barrier()
         return {
-            "who": (ranks.rank, ranks.local_rank, ranks.world_size, ranks.is_main),
+            "who": (ranks.rank, ranks.local_rank, ranks.world_size, ranks.is_rank0),
             "gathered": None if parts is None else torch.stack(parts).tolist(),
             "sum": ranks.all_reduce_sum(numbers.clone()).tolist(),
             "broadcast": ranks.broadcast_object({"rank": ranks.rank}),
-            "called": ranks.call_on_main(lambda: f"made by {ranks.rank}"),
+            "called": ranks.run_on_rank0(lambda: f"made by {ranks.rank}"),
             "message": message,
         }
 

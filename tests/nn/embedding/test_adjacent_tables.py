@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.embedding.adjacent_tables import spans_of
-from nn.embedding.embedding_bags import RADIX_SORT_IDS, TableGroup
-from nn.embedding.local_tables import Part, UpdateScalars
+from nn.embedding.adjacent_tables import adjacent_tables
+from nn.embedding.embedding_bags import RADIX_SORT_IDS, LocalEmbeddingBags
+from nn.embedding.local_tables import LocalTable, UpdateScalars
 
 CPU = torch.device("cpu")
 # Rows and hotness: the second and the third are alike and adjoin, and so are the last two.
@@ -16,20 +16,20 @@ TABLES = [(5, 2), (300, 1), (40, 1), (7, 2), (30, 2)]
 DIM = 4
 
 
-def adjoining(dtype: torch.dtype = torch.float32) -> list[Part]:
+def adjoining(dtype: torch.dtype = torch.float32) -> list[LocalTable]:
     torch.manual_seed(1)
     rows = [each for each, _ in TABLES]
     weights = torch.randn(sum(rows), DIM).to(dtype).split(rows)
     sums = torch.rand(sum(rows)).split(rows)
     return [
-        Part(f"c{index}", hotness, weight, {"momentum1": total})
+        LocalTable(f"c{index}", hotness, weight, {"momentum1": total})
         for index, ((_, hotness), weight, total) in enumerate(
             zip(TABLES, weights, sums, strict=True)
         )
     ]
 
 
-def apart(parts: list[Part]) -> list[Part]:
+def apart(parts: list[LocalTable]) -> list[LocalTable]:
     return [
         replace(
             part, weight=part.weight.clone(), state={k: v.clone() for k, v in part.state.items()}
@@ -38,12 +38,12 @@ def apart(parts: list[Part]) -> list[Part]:
     ]
 
 
-def trained(parts: list[Part], num_samples: int) -> list[torch.Tensor]:
+def trained(parts: list[LocalTable], num_samples: int) -> list[torch.Tensor]:
     """What was looked up, weights and state after two updates."""
     config = OptimizerConfig(name=OptimizerName.rowwise_adagrad, lr=0.1)
     scalars = UpdateScalars(config, 0.5, CPU)
     scalars.set(0, 0.1)
-    group = TableGroup(parts, num_samples, config, scalars, torch.float32, CPU)
+    group = LocalEmbeddingBags(parts, num_samples, config, scalars, torch.float32, CPU)
     generator = torch.Generator().manual_seed(2)
     found = []
     for _ in range(2):
@@ -61,13 +61,13 @@ def trained(parts: list[Part], num_samples: int) -> list[torch.Tensor]:
 
 def test_parts_of_one_memory_and_hotness_are_one_table():
     parts = adjoining()
-    assert [(span.first, span.end) for span in spans_of(parts)] == [(0, 1), (1, 3), (3, 5)]
-    assert torch.equal(spans_of(parts)[1].table.weight[300:], parts[2].weight)
-    assert len(spans_of(apart(parts))) == len(parts)
-    assert len(spans_of([parts[1], parts[0], parts[2]])) == 3
-    assert len(spans_of([parts[1], replace(parts[2], state=apart(parts)[2].state)])) == 2
-    assert len(spans_of(adjoining(torch.bfloat16))) == len(parts)
-    assert spans_of([]) == []
+    assert [(span.first, span.end) for span in adjacent_tables(parts)] == [(0, 1), (1, 3), (3, 5)]
+    assert torch.equal(adjacent_tables(parts)[1].table.weight[300:], parts[2].weight)
+    assert len(adjacent_tables(apart(parts))) == len(parts)
+    assert len(adjacent_tables([parts[1], parts[0], parts[2]])) == 3
+    assert len(adjacent_tables([parts[1], replace(parts[2], state=apart(parts)[2].state)])) == 2
+    assert len(adjacent_tables(adjoining(torch.bfloat16))) == len(parts)
+    assert adjacent_tables([]) == []
 
 
 @pytest.mark.parametrize("num_samples", [50, 2000], ids=["few ids", "many ids"])
@@ -79,7 +79,7 @@ def test_together_they_learn_what_they_learn_apart(num_samples):
 
 def test_ids_that_are_filled_up_are_sorted_as_others():
     parts = apart(adjoining())
-    group = TableGroup(parts, 3000, OptimizerConfig(), None, torch.float32, CPU)
+    group = LocalEmbeddingBags(parts, 3000, OptimizerConfig(), None, torch.float32, CPU)
     assert group.num_ids < RADIX_SORT_IDS
     ids = torch.cat([torch.randint(rows, (3000 * hotness,)) for rows, hotness in TABLES]).int()
     ids[-1] = TABLES[-1][0] - 1

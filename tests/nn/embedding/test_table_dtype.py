@@ -9,13 +9,13 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from configs.export_schema import ExportFormat
-from configs.schema import Half, OptimizerConfig, OptimizerName
+from configs.schema import Component, OptimizerConfig, OptimizerName
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature
 from nn.build import build_plan, hardware_of, open_source
 from nn.checkpoint import state as checkpoint
-from nn.embedding.embedding_bags import TableGroup
-from nn.embedding.local_tables import Part, UpdateScalars
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.export.tables import export_tables
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
@@ -37,13 +37,13 @@ def case(dtype: str, rule: str, tail: str = "uneven_tail") -> list[str]:
     return [*two_epochs(rule, EPOCHS[tail], "static"), f"model.embedding_dtype={dtype}"]
 
 
-def one_table(dtype: torch.dtype, rows: int, lr: float) -> tuple[TableGroup, UpdateScalars]:
+def one_table(dtype: torch.dtype, rows: int, lr: float) -> tuple[LocalEmbeddingBags, UpdateScalars]:
     """A table of ones, of which each sample looks up the row of its number, under SGD."""
     config = OptimizerConfig(name=OptimizerName.sgd)
     scalars = UpdateScalars(config, 1.0, torch.device("cpu"))
     scalars.set(0, lr)
-    part = Part("a", 1, torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
-    group = TableGroup([part], rows, config, scalars, torch.float32, torch.device("cpu"))
+    part = LocalTable("a", 1, torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
+    group = LocalEmbeddingBags([part], rows, config, scalars, torch.float32, torch.device("cpu"))
     return group, scalars
 
 
@@ -200,7 +200,7 @@ def test_tables_of_the_tf2_recipe_are_read_into_16_bits(tmp_path):
         export_tables(save(tmp_path, full, 0), tmp_path / "tf2", format=ExportFormat.tf2)
         narrow = build(compose_config(*TINY, "model.embedding_dtype=bf16", "seed=9"))
         checkpoint.restore(
-            tmp_path / "tf2", narrow.step, with_optimizer=False, halves=[Half.tables]
+            tmp_path / "tf2", narrow.step, with_optimizer=False, components=[Component.tables]
         )
         for table, weight in weights_of(full).items():
             assert torch.equal(weights_of(narrow)[table], weight.bfloat16())

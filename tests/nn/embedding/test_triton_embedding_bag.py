@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.embedding.embedding_bags import TableGroup
-from nn.embedding.local_tables import Part, UpdateScalars
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.local_tables import LocalTable, UpdateScalars
 
 # Rows, columns and hotness of each part: runs of equal ids longer than many blocks, within one, and none; a cut table.
 PARTS = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
@@ -40,10 +40,10 @@ def make_group(
         weight = torch.randn(rows, columns, generator=generator)
         state = {name: each.to(device) for name, each in shape(weight).items()}
         weight = weight.to(device, stored)
-        parts.append(Part(f"c{index}", hotness, weight, state, 4 * index, 77 + index))
+        parts.append(LocalTable(f"c{index}", hotness, weight, state, 4 * index, 77 + index))
     scalars = UpdateScalars(config, 0.5, torch.device(device))
     scalars.set(3, 0.1)
-    group = TableGroup(parts, num_samples, config, scalars, dtype, torch.device(device))
+    group = LocalEmbeddingBags(parts, num_samples, config, scalars, dtype, torch.device(device))
     return group, scalars
 
 
@@ -72,9 +72,9 @@ def results(
     """
     group, scalars = make_group(rule, num_samples, device, dtype, stored)
     if fused and group._kernels is None:
-        from nn.embedding.triton_launcher import Launches
+        from nn.embedding.triton_launcher import TritonLauncher
 
-        group._kernels = Launches(
+        group._kernels = TritonLauncher(
             group.parts,
             num_samples=num_samples,
             id_starts=group._id_starts,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import Half
+from configs.schema import Component
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import BLOCK_BYTES
 from nn.export.tables import ExportFormat, export_tables
@@ -90,8 +90,8 @@ def test_optimizer_state_can_be_left_out(saved, tmp_path):
 def restore_tf2(path: Path, overrides: list[str]) -> Path:
     with ranks_of_cpu():
         built = build(compose_config(*overrides))
-        checkpoint.check(path, built.source.spec, halves=[Half.tables])
-        checkpoint.restore(path, built.step, with_optimizer=False, halves=[Half.tables])
+        checkpoint.check(path, built.source.spec, components=[Component.tables])
+        checkpoint.restore(path, built.step, with_optimizer=False, components=[Component.tables])
         return save(path.parent / "again", built, 3)
 
 
@@ -166,7 +166,7 @@ def test_tables_of_the_tf2_recipe_that_cannot_be_are_named(saved, tmp_path, kind
         built = build(compose_config(*case("sgd")))
         with pytest.raises(ValueError, match=text):
             checkpoint.restore(
-                tmp_path / "tf2", built.step, with_optimizer=False, halves=[Half.tables]
+                tmp_path / "tf2", built.step, with_optimizer=False, components=[Component.tables]
             )
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nn.observability.annotations import mark, marks_shown_by
+from nn.observability.annotations import annotations_shown_by, mark
 from nn.observability.trace_breakdown import STEP, read_trace
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
@@ -115,7 +115,7 @@ def test_marks_are_shown_only_while_somebody_looks():
 
     with mark("before"):
         pass
-    with marks_shown_by(Range), mark("lookup"):
+    with annotations_shown_by(Range), mark("lookup"):
         shown.append("inside")
     with mark("after"):
         pass

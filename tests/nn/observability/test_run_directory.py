@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nn.observability.run_directory import (
     SUMMARY_KEYS,
-    Recorder,
+    RunDirectory,
     default_run_dir,
     environment,
     git_commit,
@@ -29,9 +29,9 @@ TRAIN = {"step": 200, "epoch": 0, "loss": 0.123456789, "train_auc": 0.75, "hbm_b
 TEST = {"step": 200, "epoch": 0, "test_auc": math.nan, "test_log_loss": 0.5, "test_rows": 64}
 
 
-def open_recorder(run_dir: Path, **changes) -> Recorder:
+def open_recorder(run_dir: Path, **changes) -> RunDirectory:
     given = {"rank": 0, "config_yaml": "seed: 1\n", "environment": {"recipe": "dlrm"}}
-    return Recorder(run_dir, **(given | {"tensorboard": False} | changes))
+    return RunDirectory(run_dir, **(given | {"tensorboard": False} | changes))
 
 
 def strict_json(text: str):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from nn.observability.throughput import Speedometer
+from nn.observability.throughput import ThroughputMeter
 
 
 class Clock:
@@ -24,7 +24,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def window(speed: Speedometer, clock: Clock, steps: int, rows: int, seconds: float) -> dict:
+def window(speed: ThroughputMeter, clock: Clock, steps: int, rows: int, seconds: float) -> dict:
     for _ in range(steps):
         speed.count(rows)
         clock.now += seconds
@@ -32,13 +32,13 @@ def window(speed: Speedometer, clock: Clock, steps: int, rows: int, seconds: flo
 
 
 def test_a_window_counts_its_own_steps(clock):
-    speed = Speedometer()
+    speed = ThroughputMeter()
     assert window(speed, clock, 4, 100, 0.5) == {"samples_per_s": 200, "step_ms": 500}
     assert window(speed, clock, 2, 100, 0.25) == {"samples_per_s": 400, "step_ms": 250}
 
 
 def test_the_run_leaves_its_first_window_out(clock):
-    speed = Speedometer()
+    speed = ThroughputMeter()
     window(speed, clock, 4, 100, 9.0)
     window(speed, clock, 3, 100, 0.5)
     window(speed, clock, 1, 50, 0.5)
@@ -46,13 +46,13 @@ def test_the_run_leaves_its_first_window_out(clock):
 
 
 def test_a_run_of_one_window_reports_that(clock):
-    speed = Speedometer()
+    speed = ThroughputMeter()
     window(speed, clock, 4, 100, 0.5)
     assert speed.run() == {"samples_per_s": 200, "step_ms": 500}
 
 
 def test_the_clock_stands_during_an_evaluation(clock):
-    speed = Speedometer()
+    speed = ThroughputMeter()
     speed.count(100)
     clock.now += 0.5
     speed.pause()
@@ -62,7 +62,7 @@ def test_the_clock_stands_during_an_evaluation(clock):
 
 
 def test_steps_of_a_pause_are_not_counted_and_a_window_of_them_has_no_speed(clock):
-    speed = Speedometer()
+    speed = ThroughputMeter()
     speed.count(100)
     clock.now += 0.5
     speed.pause()

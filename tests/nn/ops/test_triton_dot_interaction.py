@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nn.layers.dot_interaction import DotInteraction
-from nn.ops.embedding_layout import EmbeddingLayout, Piece
+from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 
 SHAPES = list(product([2, 5, 26, 63], [16, 20, 128], [True, False]))
 # Rounded once in each: relative to the largest value of a result.
@@ -28,10 +28,11 @@ def worst_difference(
 
     # As two ranks would send them: the first half of the features, sample after sample, then the others.
     half = num_embeddings // 2
-    pieces = [Piece(f, 0, dim, f * dim, half * dim) for f in range(half)]
+    pieces = [LayoutSegment(f, 0, dim, f * dim, half * dim) for f in range(half)]
     rest = num_embeddings - half
     pieces += [
-        Piece(half + f, 0, dim, batch_size * half * dim + f * dim, rest * dim) for f in range(rest)
+        LayoutSegment(half + f, 0, dim, batch_size * half * dim + f * dim, rest * dim)
+        for f in range(rest)
     ]
     layout = EmbeddingLayout(pieces, num_embeddings, dim, torch.device(device))
     inputs = [draw(batch_size * num_embeddings * dim)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from nn.sharding.captured_exchange import CapturedExchange
+from nn.sharding.captured_exchange import CapturedIdAllToAll
 from nn.sharding.id_all_to_all import LocalIds
 
 
@@ -22,7 +22,7 @@ class FakeGraph:
 
 
 @pytest.fixture
-def exchange(monkeypatch) -> CapturedExchange:
+def exchange(monkeypatch) -> CapturedIdAllToAll:
     """One that multiplies ids by 10."""
     launches: list[Callable[[], Tensor]] = []
 
@@ -43,15 +43,15 @@ def exchange(monkeypatch) -> CapturedExchange:
     stream = SimpleNamespace(wait_event=lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
-    return CapturedExchange(send, tensor([1]))
+    return CapturedIdAllToAll(send, tensor([1]))
 
 
 def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
     first = exchange(tensor([2]))
     second = exchange(tensor([3]))
     assert (first.owned.item(), second.owned.item()) == (20, 30)
-    assert second.give_up is None, "it has memory of its own"
-    first.give_up()
+    assert second.release is None, "it has memory of its own"
+    first.release()
     third = exchange(tensor([4]))
     assert third.owned is first.owned
     assert third.owned.item() == 40
@@ -60,5 +60,5 @@ def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
 def test_a_closed_exchange_is_free_although_somebody_still_holds_its_ids(exchange):
     held = exchange(tensor([2]))
     exchange.close()
-    assert held.give_up is not None
+    assert held.release is not None
     assert exchange._graph.is_reset

@@ -71,8 +71,8 @@ def test_each_term_is_what_its_shapes_say():
     assert first.dense_half == 4 * 3 * parameters
     # 64 rows in all, 32 here: 8 columns of one table, 4 of another, 8 of partial sums, sent and returned; five come home
     elements = 64 * 8 + 64 * 4 + 64 * 8
-    home = 32 * 5 * 8 * 4
-    assert first.lookups == 2 * 4 * elements + home
+    local = 32 * 5 * 8 * 4
+    assert first.lookups == 2 * 4 * elements + local
     ids = 64 * 1 + 64 * 2 + 64 * 3 / 2 + 32 * 1
     assert first.update == 3 * 12 * ids + update_bytes(ids, 8)
     assert second.update == 3 * 12 * (ids - 64) + update_bytes(ids - 64, 8)
@@ -81,7 +81,7 @@ def test_each_term_is_what_its_shapes_say():
     # the inputs of all layers, and two gradients of the widest
     assert first.dense_pass == (8 + 16 + 24 + 16 + 2 * 24) * 32 * 4
     # twice as many rows: at home and sent; what its widest layer takes in and gives is less than the dense pass
-    assert first.evaluation == 2 * (home + 4 * elements + 3 * 8 * ids)
+    assert first.evaluation == 2 * (local + 4 * elements + 3 * 8 * ids)
     assert first.total == sum(asdict(first).values())
 
 

@@ -16,7 +16,7 @@ from nn.build import build_plan, planned_hardware
 from nn.models.registry import build_embeddings
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 from nn.sharding.planner import plan_tables, table_bytes
-from nn.sharding.sharded_embeddings import register_rule
+from nn.sharding.sharded_embeddings import register_optimizer
 from tests.helpers.composed import TINY, compose_config, losses_of_cases
 
 GIB = 2**30
@@ -67,7 +67,7 @@ def plan_of(
     ).spec
     model = ModelConfig(embedding_dim=dim, bottom_mlp=[dim], cross=None, embedding_dtype=dtype)
     tables = build_embeddings(model, spec, torch.device("meta"))
-    register_rule(tables, rule)
+    register_optimizer(tables, rule)
     local = local_world_size or world_size
     on_gpu = device == "cuda"
     hardware = Hardware(

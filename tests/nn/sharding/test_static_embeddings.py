@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nn.distributed.process_group import process_group, ranks_from_environment
-from nn.ops.embedding_layout import EmbeddingLayout, Piece
-from nn.ops.pooled_embeddings import Embeddings
+from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
+from nn.ops.pooled_embeddings import PooledEmbeddings
 from tests.helpers.composed import build, compose_config
 from tests.helpers.distributed import run_distributed
 from tests.nn.sharding.test_sharded_embeddings import case
@@ -35,7 +35,9 @@ def trained_both_ways(cases: list[list[str]]) -> list[list[tuple[list[float], to
         for each in cases:
             pair = []
             for reason in (None, "asked for"):
-                with patch("nn.sharding.sharded_embeddings.ShardedTables.why_not_static", reason):
+                with patch(
+                    "nn.sharding.sharded_embeddings.ShardedEmbeddings.static_blocker", reason
+                ):
                     built = build(compose_config(*each))
                     losses = built.train(0, NUM_STEPS)
                 weights = [shard.weight.flatten() for shard in built.step.tables.shards()]
@@ -71,42 +73,44 @@ def test_padding_arrives_with_the_ids_of_the_first_row():
         assert torch.equal(after[3], before[0])
 
 
-def scattered(num_samples: int, room: int = 0) -> tuple[torch.Tensor, EmbeddingLayout]:
+def scattered(num_samples: int, prefix_columns: int = 0) -> tuple[torch.Tensor, EmbeddingLayout]:
     """Three features of 4 columns, the second cut in two, in two blocks; or in one with room before it."""
     wanted = torch.arange(num_samples * 12.0).view(num_samples, 12)
-    if room:
-        pieces = [Piece(f, 0, 4, room + 4 * f, room + 12) for f in range(3)]
-        values = torch.cat([torch.zeros(num_samples, room), wanted], dim=1).flatten()
-        return values, EmbeddingLayout(pieces, 3, 4, torch.device("cpu"), room)
+    if prefix_columns:
+        pieces = [
+            LayoutSegment(f, 0, 4, prefix_columns + 4 * f, prefix_columns + 12) for f in range(3)
+        ]
+        values = torch.cat([torch.zeros(num_samples, prefix_columns), wanted], dim=1).flatten()
+        return values, EmbeddingLayout(pieces, 3, 4, torch.device("cpu"), prefix_columns)
     first, second = wanted[:, [4, 5, 8, 9, 10, 11]], wanted[:, [6, 7, 0, 1, 2, 3]]
     start = first.numel()
     pieces = [
-        Piece(1, 0, 2, 0, 6),
-        Piece(2, 0, 4, 2, 6),
-        Piece(1, 2, 2, start, 6),
-        Piece(0, 0, 4, start + 2, 6),
+        LayoutSegment(1, 0, 2, 0, 6),
+        LayoutSegment(2, 0, 4, 2, 6),
+        LayoutSegment(1, 2, 2, start, 6),
+        LayoutSegment(0, 0, 4, start + 2, 6),
     ]
     values = torch.cat([first.flatten(), second.flatten()])
     return values, EmbeddingLayout(pieces, 3, 4, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("room", [0, 2])
+@pytest.mark.parametrize("prefix_columns", [0, 2])
 @pytest.mark.parametrize("has_head", [True, False])
-def test_scattered_embeddings_make_one_matrix_and_their_gradients_go_back(room, has_head):
-    values, layout = scattered(5, room)
+def test_scattered_embeddings_make_one_matrix_and_their_gradients_go_back(prefix_columns, has_head):
+    values, layout = scattered(5, prefix_columns)
     leaf = values.clone().requires_grad_()
     head = torch.full((5, 2), -1.0, requires_grad=True) if has_head else None
-    matrix = Embeddings(layout, lambda: leaf.view_as(leaf)).matrix(head)
+    matrix = PooledEmbeddings(layout, lambda: leaf.view_as(leaf)).matrix(head)
     wanted = torch.arange(60.0).view(5, 12)
     first = 2 if has_head else 0
     assert torch.equal(matrix[:, first:], wanted)
     weight = torch.randn(5, 12 + first)
     (matrix * weight).sum().backward()
     columns = weight[:, first:]
-    back, _ = scattered(5, room)
+    back, _ = scattered(5, prefix_columns)
     # The value at each place in memory names the element that lies there.
     for place, element in enumerate(back.tolist()):
-        if not (room and place % (room + 12) < room):
+        if not (prefix_columns and place % (prefix_columns + 12) < prefix_columns):
             assert leaf.grad[place] == columns.flatten()[int(element)]
     if has_head:
         assert torch.equal(head.grad, weight[:, :2])

@@ -29,7 +29,7 @@ def test_single_forward_passes_are_timed_after_the_warm_up(monkeypatch):
 
 @pytest.mark.parametrize(("mode", "recorded"), [("inference", set()), ("train", {64, 128})])
 def test_the_id_exchange_is_recorded_for_training_only(monkeypatch, mode, recorded):
-    monkeypatch.setattr("nn.training.train_step.Step.why_not_captured", None)
+    monkeypatch.setattr("nn.training.train_step.TrainStep.capture_blocker", None)
     with ranks_of_cpu():
         step = build(compose_config(*TINY, f"mode={mode}")).step
     assert step.tables.recorded_sizes == recorded

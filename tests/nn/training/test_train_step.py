@@ -163,10 +163,10 @@ def test_ragged_features_are_learnt(trained):
 def test_the_loss_is_the_mean_over_the_rows_of_the_batch_and_not_over_its_padding():
     with ranks_of_cpu():
         built = build(compose_config(*TINY, "data.synthetic.train_rows=197"))
-        feed = built.feed(3, 1)
-        batch, ids = next(built.feed(3, 1))
+        prefetcher = built.prefetcher(3, 1)
+        batch, ids = next(built.prefetcher(3, 1))
         logits = built.step.predict(batch, ids)
-        loss = built.step.train(3, feed).loss
+        loss = built.step.train(3, prefetcher).loss
     assert len(logits) == 5
     wanted = binary_cross_entropy_with_logits(logits, batch.labels)
     assert loss == pytest.approx(wanted.item(), rel=1e-6)
@@ -289,11 +289,11 @@ def meet_a_bad_row(name: str) -> tuple[int, str, bool]:
     config = compose_config(*two_epochs(name, 256), "data.shuffle_block=0")
     # Rows 128 .. 191 are step 2; with two ranks, the second reads this one.
     built = build(config, OneBadRow(open_source(config), 170))
-    feed = built.feed(0, 4)
+    prefetcher = built.prefetcher(0, 4)
     for step in range(4):
         before = parts(built)
         try:
-            built.step.train(step, feed)
+            built.step.train(step, prefetcher)
         except DivergedError as error:
             after = parts(built)
             same = all(
@@ -369,10 +369,10 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
     assert tables._rule is OptimizerName.adam
 
 
-@pytest.mark.parametrize("why_not_static", [None, "asked for"])
-def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, why_not_static):
+@pytest.mark.parametrize("static_blocker", [None, "asked for"])
+def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, static_blocker):
     monkeypatch.setattr(
-        "nn.sharding.sharded_embeddings.ShardedTables.why_not_static", why_not_static
+        "nn.sharding.sharded_embeddings.ShardedEmbeddings.static_blocker", static_blocker
     )
     with ranks_of_cpu():
         plain = build(compose_config(*TINY)).train(0, 4)
@@ -397,8 +397,8 @@ def test_a_pass_that_is_not_recorded_gives_up_its_ids_too():
     given_up = []
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
-        batch, ids = next(built.feed(0, 1))
-        built.step.predict(batch, replace(ids, give_up=lambda: given_up.append(True)))
+        batch, ids = next(built.prefetcher(0, 1))
+        built.step.predict(batch, replace(ids, release=lambda: given_up.append(True)))
     assert given_up == [True]
 
 
@@ -437,9 +437,9 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypa
     exchanges, exchanged, closed = [], [], []
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
-        monkeypatch.setattr("nn.training.train_step.Captured", Graph)
-        monkeypatch.setattr("nn.sharding.sharded_embeddings.CapturedExchange", GraphOfExchange)
-        monkeypatch.setattr("nn.training.train_step.Step.why_not_captured", None)
+        monkeypatch.setattr("nn.training.train_step.CudaGraph", Graph)
+        monkeypatch.setattr("nn.sharding.sharded_embeddings.CapturedIdAllToAll", GraphOfExchange)
+        monkeypatch.setattr("nn.training.train_step.TrainStep.capture_blocker", None)
         built = build(config)
         assert built.train(0, 8) == plain
         built.step.close()
