@@ -230,7 +230,7 @@ def test_no_option_is_there_for_nothing():
     read = {
         node.attr
         for folder in ("nn", "preproc", "configs/preproc_schema.py", "main.py")
-        for path in ([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).glob("*.py"))
+        for path in ([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
