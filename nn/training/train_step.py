@@ -72,10 +72,10 @@ class TrainStep:
         dense.requires_grad_(Component.dense not in self.frozen)
         self._config = config
         self._ranks = ranks
-        copies = [part.weight.shape for part in tables.placement.copies]
+        copies = [part.weight.shape for part in tables.placement.replicated]
         self._gradients = GradientBucket(dense.parameters(), copies)
         tables.replicated_gradients = self._gradients.further
-        tables.prefix_columns = getattr(dense, "head_columns", 0)
+        tables.prefix_columns = getattr(dense, "prefix_columns", 0)
         if self.capture_blocker is None and config.mode is not Mode.inference:
             # Not an epoch's tail, nor the sizes of `mode=inference`, which come once and on no stream that can be recorded.
             batches = (config.train.batch_size, config.eval.batch_size)
