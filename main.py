@@ -10,7 +10,8 @@ from typing import NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import call_composed
-from configs.schema import Config, to_config
+from configs.overrides import to_config
+from configs.schema import Config
 from nn.distributed.errors import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,

@@ -7,7 +7,8 @@ from pathlib import Path
 from hydra import compose, initialize_config_module
 
 from configs.command_line import register
-from configs.schema import Config, to_config
+from configs.overrides import to_config
+from configs.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.help import register_option_help
-from configs.schema import check_overrides
+from configs.overrides import check_overrides
 
 
 def register(schema: type, name: str) -> None:

@@ -7,8 +7,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from configs.command_line import call_composed
+from configs.overrides import to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
-from configs.schema import require, to_config
+from configs.schema import require
 from configs.table_schema import TableConfig
 from dataloading.dataset_directory import check_output
 from dataloading.feature_spec import SPEC_NAME

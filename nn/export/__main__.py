@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from configs.command_line import call_composed
 from configs.export_schema import ExportConfig
-from configs.schema import to_config
+from configs.overrides import to_config
 from nn.distributed.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from nn.export.tables import export_tables
 

@@ -13,7 +13,8 @@ from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, Row
 from benchmarks.scaling import PEERS, draw_scaling, read_results
 from benchmarks.train import _dataset, breakdown_table, command_of, read_result, speed_line
-from configs.schema import Config, check_overrides
+from configs.overrides import check_overrides
+from configs.schema import Config
 from nn.build import build_train_loader, open_source
 from tests.crash import has_ended, wait_until
 from tests.helpers.command import run_command
