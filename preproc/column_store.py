@@ -13,7 +13,7 @@ def bytes_of(values: np.ndarray) -> memoryview:
     return memoryview(np.ascontiguousarray(values)).cast("B") if values.size else memoryview(b"")
 
 
-class StagedColumn:
+class StoredColumn:
     """One file of fixed-width rows.
 
     Attributes:
@@ -49,7 +49,7 @@ class StagedColumn:
 class ColumnAppender:
     """Appends to the files of several staged columns, all at the same row."""
 
-    def __init__(self, columns: list[StagedColumn], num_rows: int) -> None:
+    def __init__(self, columns: list[StoredColumn], num_rows: int) -> None:
         """Open the columns and cut what stands behind row `num_rows`."""
         self._columns = columns
         self._streams = []

@@ -72,7 +72,7 @@ def _read_away(stream: BinaryIO, offset: int) -> None:
         offset -= len(data)
 
 
-def what_is_wrong(line: bytes) -> str | None:
+def mistake_in(line: bytes) -> str | None:
     """Return what is wrong with a line and what to do, or None."""
     try:
         text = line.decode()

@@ -109,7 +109,7 @@ def _open(path: Path, option: str, parquet: bool) -> RawFile:
                 "first"
             )
     compression = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "none")
-    if compression == "zstd" and not zstd_is_whole(path):
+    if compression == "zstd" and not zstd_is_complete(path):
         raise ValueError(cut_short(path))
     return RawFile(path, compression)
 
@@ -122,7 +122,7 @@ def cut_short(path: Path) -> str:
     )
 
 
-def zstd_is_whole(path: Path) -> bool:
+def zstd_is_complete(path: Path) -> bool:
     """Return whether `path` ends where its last Zstandard frame does (RFC 8878, section 3.1).
 
     Decompressors take the end of the file for the end of the data. Walking over the block headers costs

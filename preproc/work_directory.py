@@ -53,7 +53,7 @@ class Work:
         temporary.replace(self.directory / STATE)
         sync_directory(self.directory)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Drop what is on record, and what stands of the dataset, but not who the run is."""
         for key in set(self.state) - {"identity", "dataset"}:
             del self.state[key]
@@ -150,7 +150,7 @@ def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
         state = {}
     if state.get("identity") == identity:
         work = Work(directory, output.with_name(state["dataset"]), state)
-        if all(_stands(work.dataset / name, record) for name, record in state["files"].items()):
+        if all(_is_intact(work.dataset / name, record) for name, record in state["files"].items()):
             work.dataset.mkdir(exist_ok=True)
             return work
     (directory / STATE).unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
     return Work(directory, dataset, {"identity": identity, "dataset": dataset.name})
 
 
-def _stands(path: Path, record: dict[str, Any]) -> bool:
+def _is_intact(path: Path, record: dict[str, Any]) -> bool:
     return path.is_file() and path.stat().st_size == record["bytes"]
 
 

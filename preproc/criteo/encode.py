@@ -14,9 +14,9 @@ import numpy as np
 
 from dataloading.dataset_directory import sync_directory, sync_file
 from dataloading.feature_spec import CategoricalFeature
-from preproc.column_store import StagedColumn
+from preproc.column_store import StoredColumn
 from preproc.criteo.hash_table import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
-from preproc.criteo.tokenizer import ODD
+from preproc.criteo.tokenizer import NON_HEX
 from preproc.dataset_writer import GrowingFile, checksum
 from preproc.report.console import COVERAGE_LIMITS
 from preproc.vocabulary_sql import coverage, merge_counts, vocabulary
@@ -64,7 +64,7 @@ class ColumnEncoder:
         """Say where to and by which rules.
 
         Args:
-            connection: database with a view `odd` (column, row, value).
+            connection: database with a view `non_hex` (column, row, value).
             dataset: directory of the growing dataset.
             splits: rows of each split.
             counted: rows whose values make the vocabulary.
@@ -80,7 +80,7 @@ class ColumnEncoder:
         self._piece = max(1, table_bytes // ENTRY_BYTES)
 
     def __call__(
-        self, number: int, name: str, column: StagedColumn
+        self, number: int, name: str, column: StoredColumn
     ) -> tuple[EncodedColumn, dict[str, dict]]:
         """Count and encode categorical column `number`, called `name`.
 
@@ -88,18 +88,18 @@ class ColumnEncoder:
             What is recorded of it, and bytes and CRC-32 of each file written.
         """
         with self._connection.cursor() as cursor:
-            seen, distinct, kept, covered, has_odd = self._build_vocabulary(
+            seen, distinct, kept, covered, has_non_hex = self._build_vocabulary(
                 cursor, number, name, column
             )
             feature = CategoricalFeature.of(name, kept + 1)
-            files, zeros = self._encode(cursor, number, name, column, feature.dtype, has_odd)
+            files, zeros = self._encode(cursor, number, name, column, feature.dtype, has_non_hex)
             cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
         written = f"vocabulary/{name}.parquet"
         files[written] = checksum(self._dataset / written)
         return EncodedColumn(seen, distinct, kept, covered, zeros), files
 
     def _build_vocabulary(
-        self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StagedColumn
+        self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StoredColumn
     ) -> tuple[int, int, int, list[list[int]], bool]:
         counter = Counter(self._counted_values)
         cursor.execute(
@@ -125,13 +125,13 @@ class ColumnEncoder:
         for _, codes in column.chunks(self._counted, CHUNK_ROWS):
             keep(counter.add(codes))
         keep(counter.take())
-        has_odd = counter.has_odd
+        has_non_hex = counter.has_non_hex
         counts_of = merge_counts(f"partial_{name}")
-        if has_odd:
+        if has_non_hex:
             first, last = self._counted.start, self._counted.stop
             counts_of = merge_counts(
                 f"(SELECT printf('%08x', value) AS value, count FROM partial_{name} UNION ALL "
-                f'SELECT value, 1 AS count FROM odd WHERE "column" = {number} '
+                f'SELECT value, 1 AS count FROM non_hex WHERE "column" = {number} '
                 f'AND "row" >= {first} AND "row" < {last})'
             )
         cursor.execute(f"CREATE OR REPLACE TEMP TABLE counts_{name} AS {counts_of}")
@@ -146,7 +146,7 @@ class ColumnEncoder:
         (kept,) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchone()
         path = self._dataset / "vocabulary" / f"{name}.parquet"
         quoted = str(path).replace("'", "''")
-        text = "value" if has_odd else "printf('%08x', value)"
+        text = "value" if has_non_hex else "printf('%08x', value)"
         cursor.execute(
             f"COPY (SELECT {text} AS value, id, count FROM vocabulary_{name} ORDER BY id) "
             f"TO '{quoted}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
@@ -154,24 +154,24 @@ class ColumnEncoder:
         sync_file(path)
         sync_directory(path.parent)
         pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
-        return seen, distinct, kept, pairs, has_odd
+        return seen, distinct, kept, pairs, has_non_hex
 
     def _encode(
         self,
         cursor: duckdb.DuckDBPyConnection,
         number: int,
         name: str,
-        column: StagedColumn,
+        column: StoredColumn,
         dtype: np.dtype,
-        has_odd: bool,
+        has_non_hex: bool,
     ) -> tuple[dict[str, dict], dict[str, int]]:
         """Write the ids of every split; return the files and how many ids are 0."""
         # Only what has a code; the rest is patched in by `_patch`.
         values = f"(SELECT value, id FROM vocabulary_{name})"
-        if has_odd:
+        if has_non_hex:
             values = (
                 f"(SELECT CAST('0x' || value AS UINTEGER) AS value, id FROM vocabulary_{name} "
-                f"WHERE regexp_full_match(value, '[0-9a-f]{{8}}') AND value < '{ODD:08x}')"
+                f"WHERE regexp_full_match(value, '[0-9a-f]{{8}}') AND value < '{NON_HEX:08x}')"
             )
         ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
         pieces = max(1, -(-last // self._piece))
@@ -189,13 +189,13 @@ class ColumnEncoder:
             with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
                 for start, codes in column.chunks(rows, CHUNK_ROWS):
                     if split in partial_ids:
-                        ids = StagedColumn(partial_ids[split], "<i4").read(
+                        ids = StoredColumn(partial_ids[split], "<i4").read(
                             start - rows.start, start - rows.start + len(codes)
                         )
                     else:
                         ids = np.zeros(len(codes), dtype.newbyteorder("<"))
                     lookup(codes, ids)
-                    if has_odd and (codes == ODD).any():
+                    if has_non_hex and (codes == NON_HEX).any():
                         self._patch(cursor, number, name, start, ids)
                     zeros[split] += len(ids) - int(np.count_nonzero(ids))
                     file.append(ids.astype(dtype.newbyteorder("<"), copy=False))
@@ -219,7 +219,7 @@ class ColumnEncoder:
 
     def _add_piece(
         self,
-        column: StagedColumn,
+        column: StoredColumn,
         rows: range,
         lookup: Lookup,
         partial_ids: dict[str, Path],
@@ -228,7 +228,7 @@ class ColumnEncoder:
     ) -> None:
         """Add the ids of one piece of the vocabulary to what the pieces before it gave."""
         path = column.path.with_name(f"{name}.{split}.ids")
-        before = StagedColumn(path, "<i4") if split in partial_ids else None
+        before = StoredColumn(path, "<i4") if split in partial_ids else None
         with path.open("r+b" if before else "wb") as stream:
             for start, codes in column.chunks(rows, CHUNK_ROWS):
                 if before:
@@ -249,7 +249,7 @@ class ColumnEncoder:
     ) -> None:
         """Put in the ids of texts that have no code, for the rows from `start` on."""
         found = cursor.execute(
-            f'SELECT o."row" - {start} AS at, v.id AS id FROM odd AS o '
+            f'SELECT o."row" - {start} AS at, v.id AS id FROM non_hex AS o '
             f"JOIN vocabulary_{name} AS v ON o.value = v.value "
             f'WHERE o."column" = {number} AND o."row" >= {start} AND o."row" < {start + len(ids)}'
         ).fetchnumpy()

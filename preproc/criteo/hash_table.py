@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numba import njit
 
-from preproc.criteo.tokenizer import ODD
+from preproc.criteo.tokenizer import NON_HEX
 
 # Numba's cache follows the file of a kernel alone, not the constants that it takes from others: what
 # is imported from elsewhere is therefore an argument.
@@ -43,18 +43,18 @@ def _place(code, num_slots, drawn):
 
 
 @njit(nogil=True, cache=True)
-def _count(codes, begin, slots, used, drawn, first_odd):
-    """Count codes[begin:]; return where it stopped, the slots in use, and whether one was odd.
+def _count(codes, begin, slots, used, drawn, first_non_hex):
+    """Count codes[begin:]; return where it stopped, the slots in use, and whether one was NON_HEX.
 
-    It stops where a code is new and half of the slots are in use. Codes from `first_odd` on are not
-    counted, and that one itself is odd.
+    It stops where a code is new and half of the slots are in use. Codes from `first_non_hex`, which is
+    NON_HEX, on are not counted.
     """
     most = len(slots) // 2
-    has_odd = False
+    has_non_hex = False
     for at in range(begin, len(codes)):
         code = codes[at]
-        if code >= first_odd:
-            has_odd |= code == first_odd
+        if code >= first_non_hex:
+            has_non_hex |= code == first_non_hex
             continue
         key = np.uint64(code) << HALF
         place = _place(code, len(slots), drawn)
@@ -62,7 +62,7 @@ def _count(codes, begin, slots, used, drawn, first_odd):
             slot = slots[place]
             if slot == 0:
                 if used == most:
-                    return at, used, has_odd
+                    return at, used, has_non_hex
                 slots[place] = key | np.uint64(1)
                 used += 1
                 break
@@ -70,7 +70,7 @@ def _count(codes, begin, slots, used, drawn, first_odd):
                 slots[place] = slot + np.uint64(1)
                 break
             place = place + 1 if place + 1 < len(slots) else 0
-    return len(codes), used, has_odd
+    return len(codes), used, has_non_hex
 
 
 @njit(nogil=True, cache=True)
@@ -105,11 +105,11 @@ class Counter:
     """Counts codes in a table that grows to `most_entries` values.
 
     Attributes:
-        has_odd: whether ODD was among the codes; neither it nor MISSING is counted.
+        has_non_hex: whether NON_HEX was among the codes; neither it nor MISSING is counted.
     """
 
     def __init__(self, most_entries: int) -> None:
-        self.has_odd = False
+        self.has_non_hex = False
         self._most_slots = 2 * most_entries
         self._slots = np.zeros(min(FIRST_SLOTS, self._most_slots), np.uint64)
         self._used = self._counted = 0
@@ -121,8 +121,8 @@ class Counter:
         self._counted += len(codes)
         at = 0
         while True:
-            at, self._used, odd = _count(codes, at, self._slots, self._used, DRAWN, ODD)
-            self.has_odd |= odd
+            at, self._used, non_hex = _count(codes, at, self._slots, self._used, DRAWN, NON_HEX)
+            self.has_non_hex |= non_hex
             if at == len(codes):
                 return
             if 2 * len(self._slots) <= self._most_slots:

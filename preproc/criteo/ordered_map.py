@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(
+def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int
 ) -> Iterator[Result]:
     """Yield `function(item)` for each of `items`, in their order.

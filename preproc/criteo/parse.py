@@ -1,12 +1,12 @@
-"""Raw Criteo lines to staged columns: read, parsed by several threads, written in their order.
+"""Raw Criteo lines to a column store: read, parsed by several threads, written in their order.
 
 A line has 40 tab-separated columns: the label (0 or 1), 13 integers and 26 categories; a missing
 value is an empty field. Nothing is quoted. Blank lines are skipped.
 
-Staged are `label.u8`, the numericals as they will be stored, one bit a numerical that says whether
-it was missing, and a column of 32-bit codes a category. A category of eight lower-case hexadecimal
-digits is its own code; every other text is kept in Parquet files (column, row, value) beside the
-codes, so that nothing is lost and no dictionary has to fit in memory.
+The store holds `label.u8`, the numericals in their stored dtype, one bit per numerical that says whether
+it was missing, and one column of 32-bit codes per category. A category of eight lower-case hexadecimal
+digits is its own code. Every other text is non-hex: it is kept in Parquet files (column, row, value)
+beside the codes, so that nothing is lost and no dictionary has to fit in memory.
 """
 
 import os
@@ -20,50 +20,52 @@ import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
 from dataloading.dataset_directory import sync_directory, sync_file
-from preproc.column_store import ColumnAppender, StagedColumn
-from preproc.criteo.ordered_map import in_order
-from preproc.criteo.parse_block import OddTexts, Parsed, PieceParser
+from preproc.column_store import ColumnAppender, StoredColumn
+from preproc.criteo.ordered_map import ordered_map
+from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile
 from preproc.report.console import Progress, Stage
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
 from preproc.work_directory import Work
 
+# Key of the record and directory of the files. Earlier versions wrote them, and their runs resume here.
+NON_HEX_FILES = "odd"
 # Text that a thread parses at a time: enough to be worth handing over, little enough to have many.
-PIECE_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 22
 # With its columns, which take at most four times the text; if most of its fields are texts without a
 # code, of a character each, the lines are longer, and columns and texts take less than seven times it.
-MEMORY_BYTES = 8 * PIECE_BYTES
+MEMORY_BYTES = 8 * BLOCK_BYTES
 CHECKPOINT_SECONDS = 10.0
-# Odd texts held in memory before a checkpoint writes them, and the memory of the DuckDB that does.
-ODD_BYTES = 1 << 24
-ODD_MEMORY = "128MB"
+# Non-hex texts held in memory before a checkpoint writes them, and the memory of the DuckDB that does.
+NON_HEX_BYTES = 1 << 24
+NON_HEX_MEMORY = "128MB"
 
 
 @dataclass(slots=True)
-class Staged:
-    """The staged columns of all rows."""
+class ColumnStore:
+    """The columns of all rows, on disk."""
 
-    label: StagedColumn
-    numerical: StagedColumn
-    missing: StagedColumn
-    codes: dict[str, StagedColumn]
-    odd: Path
+    label: StoredColumn
+    numerical: StoredColumn
+    missing: StoredColumn
+    codes: dict[str, StoredColumn]
+    non_hex: Path
 
     @classmethod
-    def below(cls, directory: Path, numerical_dtype: str) -> "Staged":
+    def below(cls, directory: Path, numerical_dtype: str) -> "ColumnStore":
         """Name the files of a work directory."""
         width = len(NUMERICAL)
         return cls(
-            StagedColumn(directory / "label.u8", "u1"),
-            StagedColumn(directory / "numerical.bin", numerical_dtype, width),
-            StagedColumn(directory / "missing.bits", "u1", (width + 7) // 8),
-            {name: StagedColumn(directory / f"{name}.u32", "<u4") for name in CATEGORICAL},
-            directory / "odd",
+            StoredColumn(directory / "label.u8", "u1"),
+            StoredColumn(directory / "numerical.bin", numerical_dtype, width),
+            StoredColumn(directory / "missing.bits", "u1", (width + 7) // 8),
+            {name: StoredColumn(directory / f"{name}.u32", "<u4") for name in CATEGORICAL},
+            directory / NON_HEX_FILES,
         )
 
     @property
-    def columns(self) -> list[StagedColumn]:
+    def columns(self) -> list[StoredColumn]:
         """All of them."""
         return [self.label, self.numerical, self.missing, *self.codes.values()]
 
@@ -78,10 +80,10 @@ def parse_files(
     config: PreprocConfig,
     memory: int,
     work: Work,
-    staged: Staged,
+    store: ColumnStore,
     progress: Progress,
 ) -> list[int]:
-    """Stage all files in order, from where the record of `work` ends; return the rows of each.
+    """Store the lines of all files in order, from the end of the record of `work`; return the rows per file.
 
     `memory` is for the pieces of text that are parsed at a time.
 
@@ -95,12 +97,12 @@ def parse_files(
     threads = config.threads or os.cpu_count() or 1
     # One is being read and one written beside these.
     ahead = max(1, min(2 * threads, memory // MEMORY_BYTES - 2))
-    parser = PieceParser(staged.numerical.dtype.name)
+    parser = BlockParser(store.numerical.dtype.name)
 
     def parse(texts: Iterator[bytes]) -> Iterator[Parsed]:
-        return in_order(parser, texts, threads, ahead)
+        return ordered_map(parser, texts, threads, ahead)
 
-    with progress.stage("parse") as stage, _Writer(work, staged, state) as writer:
+    with progress.stage("parse") as stage, _Writer(work, store, state) as writer:
         stage.total = sum(file.path.stat().st_size for file in files)
         done_bytes = 0
         for number, file in enumerate(files):
@@ -111,7 +113,7 @@ def parse_files(
                 state["files"].append(identities[number])
                 state["rows"].append(0)
                 state["offset"] = state["lines"] = 0
-                state["before"] = {key: state[key] for key in ("odd", "bad", "bad_bytes")}
+                state["before"] = {key: state[key] for key in (NON_HEX_FILES, "bad", "bad_bytes")}
             stage.detail = str(file.path)
             _parse_file(file, config, writer, parse, stage, done_bytes)
             done_bytes += file.path.stat().st_size
@@ -137,10 +139,10 @@ def _parse_file(
     stage: Stage,
     done_bytes: int,
 ) -> None:
-    """Stage the rest of one file."""
+    """Store the rest of one file."""
     size = file.path.stat().st_size
     plain = _plain_bytes(file)
-    for parsed in parse(blocks(file, writer.state["offset"], PIECE_BYTES)):
+    for parsed in parse(blocks(file, writer.state["offset"], BLOCK_BYTES)):
         for index, reason, line in parsed.bad:
             number = writer.state["lines"] + index + 1
             if config.on_bad is OnBad.fail:
@@ -161,7 +163,7 @@ def _plain_bytes(file: RawFile) -> int:
 
 def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
     """Return the record to go on from: files that have changed since, and all after them, are out."""
-    counts = {"whole_files": 0, "offset": 0, "lines": 0, "odd": 0, "bad": 0, "bad_bytes": 0}
+    counts = {"whole_files": 0, "offset": 0, "lines": 0, NON_HEX_FILES: 0, "bad": 0, "bad_bytes": 0}
     fresh = counts | {"files": [], "rows": []}
     state = work.state.get("parse", fresh)
     known = state["files"]
@@ -172,7 +174,7 @@ def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
         state |= state["before"] | {"files": known[:-1], "rows": state["rows"][:-1]}
     else:
         state = fresh
-        work.begin_anew()
+        work.restart()
     work.state["parse"] = state
     return state
 
@@ -183,24 +185,24 @@ def _identity(file: RawFile) -> list[Any]:
 
 
 class _Writer:
-    """Appends parsed pieces to the staged columns and records how far they go."""
+    """Appends parsed blocks to the column store and records how far it is complete."""
 
-    def __init__(self, work: Work, staged: Staged, state: dict[str, Any]) -> None:
+    def __init__(self, work: Work, store: ColumnStore, state: dict[str, Any]) -> None:
         self.state = state
         self._work = work
-        self._odd_directory = staged.odd
+        self._non_hex_directory = store.non_hex
         self._num_rows = sum(state["rows"])
-        self._columns = ColumnAppender(staged.columns, self._num_rows)
-        staged.odd.mkdir(exist_ok=True)
-        for path in staged.odd.iterdir():
-            if int(path.stem) >= state["odd"]:
+        self._columns = ColumnAppender(store.columns, self._num_rows)
+        store.non_hex.mkdir(exist_ok=True)
+        for path in store.non_hex.iterdir():
+            if int(path.stem) >= state[NON_HEX_FILES]:
                 path.unlink()
         bad = work.directory / "bad_rows.tsv"
         self._bad = bad.open("r+b" if bad.exists() else "wb")
         self._bad.truncate(state["bad_bytes"])
         self._bad.seek(0, os.SEEK_END)
-        self._odd: list[OddTexts] = []
-        self._odd_bytes = 0
+        self._non_hex: list[NonHexTexts] = []
+        self._non_hex_bytes = 0
         self._saved = time.monotonic()
 
     def __enter__(self) -> "_Writer":
@@ -213,9 +215,9 @@ class _Writer:
     def append(self, parsed: Parsed) -> None:
         """Append one piece; it is on record only after the next checkpoint."""
         self._columns.append(parsed.columns)
-        for odd in parsed.odd:
-            self._odd.append(odd.moved(self._num_rows))
-            self._odd_bytes += self._odd[-1].num_bytes
+        for non_hex in parsed.non_hex:
+            self._non_hex.append(non_hex.moved(self._num_rows))
+            self._non_hex_bytes += self._non_hex[-1].num_bytes
         self._num_rows += parsed.num_rows
         self.state["rows"][-1] += parsed.num_rows
         self.state["offset"] += parsed.num_bytes
@@ -229,16 +231,18 @@ class _Writer:
     def checkpoint_if_due(self) -> None:
         """Make a checkpoint now and then."""
         due = time.monotonic() - self._saved > CHECKPOINT_SECONDS
-        if due or self._odd_bytes > ODD_BYTES:
+        if due or self._non_hex_bytes > NON_HEX_BYTES:
             self.checkpoint()
 
     def checkpoint(self) -> None:
         """Bring everything to the disk, then record it."""
         self._columns.sync()
-        if self._odd:
-            _write_odd(self._odd, self._odd_directory / f"{self.state['odd']}.parquet")
-            self.state["odd"] += 1
-            self._odd, self._odd_bytes = [], 0
+        if self._non_hex:
+            _write_non_hex(
+                self._non_hex, self._non_hex_directory / f"{self.state[NON_HEX_FILES]}.parquet"
+            )
+            self.state[NON_HEX_FILES] += 1
+            self._non_hex, self._non_hex_bytes = [], 0
         self._bad.flush()
         os.fsync(self._bad.fileno())
         self.state["bad_bytes"] = self._bad.tell()
@@ -246,20 +250,20 @@ class _Writer:
         self._saved = time.monotonic()
 
 
-def _write_odd(odd: list[OddTexts], path: Path) -> None:
+def _write_non_hex(non_hex: list[NonHexTexts], path: Path) -> None:
     """Write texts that have no code, ordered by column and row; `path` lies in the work directory."""
     import pyarrow as pa
 
     texts = pa.table(  # noqa: F841, the query reads it
         {
-            "column": pa.chunked_array([part.columns for part in odd]),
-            "row": pa.chunked_array([part.rows for part in odd]),
-            "value": pa.chunked_array([part.texts for part in odd]),
+            "column": pa.chunked_array([part.columns for part in non_hex]),
+            "row": pa.chunked_array([part.rows for part in non_hex]),
+            "value": pa.chunked_array([part.texts for part in non_hex]),
         }
     )
     name = str(path).replace("'", "''")
     spill = str(path.parent.with_name("spill"))
-    settings = {"threads": 1, "memory_limit": ODD_MEMORY, "temp_directory": spill}
+    settings = {"threads": 1, "memory_limit": NON_HEX_MEMORY, "temp_directory": spill}
     with duckdb.connect(config=settings) as connection:
         connection.execute(
             'COPY (SELECT CAST("column" AS INTEGER) AS "column", "row", value FROM texts '

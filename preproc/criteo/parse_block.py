@@ -12,7 +12,7 @@ import duckdb
 import numpy as np
 
 from preproc.criteo.tokenizer import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
-from preproc.line_blocks import what_is_wrong
+from preproc.line_blocks import mistake_in
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
 
 if TYPE_CHECKING:  # 25 MB that only texts without a code are worth
@@ -28,7 +28,7 @@ FOUND = 1 << 13
 
 
 @dataclass(slots=True)
-class OddTexts:
+class NonHexTexts:
     """Texts that have no code, as Arrow arrays: a Python string for each would be ten times as large.
 
     Attributes:
@@ -41,11 +41,13 @@ class OddTexts:
     rows: "pa.Array"
     texts: "pa.Array"
 
-    def moved(self, rows: int) -> "OddTexts":
+    def moved(self, rows: int) -> "NonHexTexts":
         """Return them with row numbers that are larger by `rows`."""
         import pyarrow as pa
 
-        return OddTexts(self.columns, pa.array(self.rows.to_numpy() + np.int64(rows)), self.texts)
+        return NonHexTexts(
+            self.columns, pa.array(self.rows.to_numpy() + np.int64(rows)), self.texts
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -58,15 +60,15 @@ class Parsed:
     """A piece of text as columns.
 
     Attributes:
-        columns: arrays of the good lines, in the order of `Staged.columns`.
-        odd: texts without a code, in parts, by row within the piece.
+        columns: arrays of the good lines, in the order of `ColumnStore.columns`.
+        non_hex: texts without a code, in parts, by row within the block.
         bad: index of the line within the piece, reason, line.
         num_lines: lines of the text, good, bad or blank.
         num_bytes: of the text.
     """
 
     columns: list[np.ndarray]
-    odd: list[OddTexts]
+    non_hex: list[NonHexTexts]
     bad: list[tuple[int, str, bytes]]
     num_lines: int
     num_bytes: int
@@ -98,7 +100,7 @@ def _transformed(
     return found.fetchnumpy()["y"].astype(dtype)
 
 
-class PieceParser:
+class BlockParser:
     """Parses pieces of whole lines; it keeps nothing from one piece to the next."""
 
     def __init__(self, numerical_dtype: str) -> None:
@@ -118,30 +120,30 @@ class PieceParser:
         missing = np.empty((rows, MISSING_BYTES), np.uint8)
         codes = np.empty((NUM_CATEGORICAL, rows), np.uint32)
         far, far_values = np.empty((2, FOUND), np.int64)
-        odd = np.empty((FOUND, 4), np.int64)
+        non_hex = np.empty((FOUND, 4), np.int64)
         data = np.frombuffer(text, np.uint8)
-        odd_texts: list[OddTexts] = []
+        non_hex_texts: list[NonHexTexts] = []
         bad: list[tuple[int, str, bytes]] = []
         is_utf8 = _is_utf8(text)
         at = num_rows = num_lines = 0
         stop, trusted = len(text), is_utf8
         while at < len(text):
-            why, at, lines, num_rows, num_far, num_odd = parse_lines(
+            why, at, lines, num_rows, num_far, num_non_hex = parse_lines(
                 *(data, at, stop, trusted, num_rows, self._known),
-                *(labels, numericals, missing, codes, far, far_values, odd),
+                *(labels, numericals, missing, codes, far, far_values, non_hex),
             )
             num_lines += lines
             if num_far:
                 with self._connection.cursor() as cursor:
                     values = _transformed(cursor, self._dtype, far_values[:num_far])
                 numericals.reshape(-1)[far[:num_far]] = values.view(self._bits)
-            if num_odd:
-                odd_texts.append(_odd_texts(text, odd[:num_odd]))
+            if num_non_hex:
+                non_hex_texts.append(_non_hex_texts(text, non_hex[:num_non_hex]))
             stop, trusted = len(text), is_utf8
             if why == OTHER_LINE:
                 end = text.index(b"\n", at)
                 line = text[at:end].removesuffix(b"\r")
-                reason = what_is_wrong(line)
+                reason = mistake_in(line)
                 if reason is None:  # text beyond ASCII, which this line alone may hold
                     assert not trusted, line
                     stop, trusted = end + 1, True
@@ -151,7 +153,7 @@ class PieceParser:
                     at = end + 1
         columns = [each[:num_rows] for each in (labels, numericals.view(self._dtype), missing)]
         columns += [each[:num_rows] for each in codes]
-        return Parsed(columns, odd_texts, bad, num_lines, len(text))
+        return Parsed(columns, non_hex_texts, bad, num_lines, len(text))
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -164,15 +166,15 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
-def _odd_texts(text: bytes, odd: np.ndarray) -> OddTexts:
+def _non_hex_texts(text: bytes, non_hex: np.ndarray) -> NonHexTexts:
     """Return what the kernel found: [n, 4] of column, row, start and end."""
     import pyarrow as pa
 
-    data = b"".join([text[start:end] for start, end in odd[:, 2:].tolist()])
-    ends = np.zeros(len(odd) + 1, np.int32)
-    np.cumsum(odd[:, 3] - odd[:, 2], out=ends[1:])
-    return OddTexts(
-        pa.array(odd[:, 0].astype(np.uint8)),
-        pa.array(odd[:, 1].astype(np.int32)),
-        pa.StringArray.from_buffers(len(odd), pa.py_buffer(ends), pa.py_buffer(data)),
+    data = b"".join([text[start:end] for start, end in non_hex[:, 2:].tolist()])
+    ends = np.zeros(len(non_hex) + 1, np.int32)
+    np.cumsum(non_hex[:, 3] - non_hex[:, 2], out=ends[1:])
+    return NonHexTexts(
+        pa.array(non_hex[:, 0].astype(np.uint8)),
+        pa.array(non_hex[:, 1].astype(np.int32)),
+        pa.StringArray.from_buffers(len(non_hex), pa.py_buffer(ends), pa.py_buffer(data)),
     )

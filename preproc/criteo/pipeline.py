@@ -21,10 +21,10 @@ import numpy as np
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
 from dataloading.dataset_directory import sync_file
 from dataloading.feature_spec import CategoricalFeature
-from preproc.column_store import StagedColumn
+from preproc.column_store import StoredColumn
 from preproc.criteo.as_table import criteo_table
 from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
-from preproc.criteo.parse import Staged, parse_files
+from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
 from preproc.criteo.shuffle import shuffle_rows, worker_bytes
 from preproc.dataset_writer import GrowingFile, finish_dataset
 from preproc.fitted_state import save_fitted
@@ -81,16 +81,16 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     if gap:
         progress.console.print(f"warning: {gap}", highlight=False, markup=False, soft_wrap=True)
     with work_directory(config, output, _identity(config, len(files), len(test_files))) as work:
-        staged = Staged.below(work.directory, config.numerical_dtype.name)
+        store = ColumnStore.below(work.directory, config.numerical_dtype.name)
         if not work.has_progress:
-            _check_disks(config, output, staged, estimated_rows(files + test_files))
-        rows = parse_files(files + test_files, config, memory - BASE_BYTES, work, staged, progress)
+            _check_disks(config, output, store, estimated_rows(files + test_files))
+        rows = parse_files(files + test_files, config, memory - BASE_BYTES, work, store, progress)
         try:
             splits = split_rows(config, rows[: len(files)], rows[len(files) :])
         except ValueError:
             work.forget()  # other options or other files are another dataset
             raise
-        _write(config, output, work, staged, splits, progress)
+        _write(config, output, work, store, splits, progress)
     print_result(progress.console, progress, output, sum(rows))
 
 
@@ -117,20 +117,20 @@ def estimated_rows(files: list[RawFile]) -> float:
     return rows
 
 
-def _check_disks(config: PreprocConfig, output: Path, staged: Staged, rows: float) -> None:
+def _check_disks(config: PreprocConfig, output: Path, store: ColumnStore, rows: float) -> None:
     """Raise ValueError if the work directory or the dataset will not fit where they are to stand.
 
     The staged columns stand once, twice while rows are shuffled. Beside them grows the dataset: labels
     and numericals are written a second time, and ids take no more than the codes that they replace.
     """
     work_parent = work_directory_of(config, output).parent
-    work_bytes = rows * staged.row_bytes * (2.0 if config.shuffle else 1.0)
+    work_bytes = rows * store.row_bytes * (2.0 if config.shuffle else 1.0)
     if same_disk(work_parent, output.parent):
-        grown_bytes = rows * staged.row_bytes * 1.3
+        grown_bytes = rows * store.row_bytes * 1.3
         check_disk(work_parent, max(work_bytes, grown_bytes), "the run")
         return
     check_disk(work_parent, work_bytes, "the work directory")
-    plain_bytes = staged.label.row_bytes + staged.numerical.row_bytes
+    plain_bytes = store.label.row_bytes + store.numerical.row_bytes
     check_disk(output.parent, rows * (plain_bytes + IDS_BYTES), "the dataset")
 
 
@@ -176,7 +176,7 @@ def _write(
     config: PreprocConfig,
     output: Path,
     work: Work,
-    staged: Staged,
+    store: ColumnStore,
     splits: dict[str, range],
     progress: Progress,
 ) -> None:
@@ -190,9 +190,9 @@ def _write(
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
     with connect(config, work.directory, spare // 2) as connection:
-        _shuffle(config, work, staged, len(splits["train"]), threads, progress)
+        _shuffle(config, work, store, len(splits["train"]), threads, progress)
         counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
-        _view_odd(connection, work, staged, len(splits["train"]) if config.shuffle else 0)
+        _view_non_hex(connection, work, store, len(splits["train"]) if config.shuffle else 0)
         workers = max(1, min(threads, spare // COLUMN_BYTES))
         encoder = ColumnEncoder(
             connection,
@@ -202,9 +202,9 @@ def _write(
             config.frequency_limit,
             max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
         )
-        encoded = _encode_all(encoder, work, staged, workers, progress)
-    clicks = _write_plain(dataset, work, staged, splits, progress)
-    columns = _missing_numericals(staged, counted) | {
+        encoded = _encode_all(encoder, work, store, workers, progress)
+    clicks = _write_plain(dataset, work, store, splits, progress)
+    columns = _missing_numericals(store, counted) | {
         name: ColumnSummary(
             1 - column.seen / len(counted),
             column.distinct,
@@ -256,7 +256,7 @@ def _write(
 def _shuffle(
     config: PreprocConfig,
     work: Work,
-    staged: Staged,
+    store: ColumnStore,
     num_rows: int,
     threads: int,
     progress: Progress,
@@ -264,9 +264,9 @@ def _shuffle(
     """Shuffle the training rows, if asked for and not done; texts without a code get a map."""
     if not config.shuffle or work.state.get("shuffled"):
         return
-    columns = list(staged.columns)
-    if work.state["parse"]["odd"]:
-        origin = _origin(staged)
+    columns = list(store.columns)
+    if work.state["parse"][NON_HEX_FILES]:
+        origin = _origin(store)
         if "shuffle" not in work.state:
             with origin.path.open("wb") as stream:
                 for start in range(0, num_rows, CHUNK_ROWS):
@@ -281,35 +281,35 @@ def _shuffle(
     work.save()
 
 
-def _origin(staged: Staged) -> StagedColumn:
+def _origin(store: ColumnStore) -> StoredColumn:
     """Return the column that says where a shuffled row stood before."""
-    return StagedColumn(staged.odd.with_name("origin.i64"), "<i8")
+    return StoredColumn(store.non_hex.with_name("origin.i64"), "<i8")
 
 
-def _view_odd(
-    connection: duckdb.DuckDBPyConnection, work: Work, staged: Staged, shuffled_rows: int
+def _view_non_hex(
+    connection: duckdb.DuckDBPyConnection, work: Work, store: ColumnStore, shuffled_rows: int
 ) -> None:
-    """Make the relation `odd` (column, row, value): the texts that have no code, where they stand now."""
-    if not work.state["parse"]["odd"]:
-        connection.execute('CREATE TABLE odd ("column" INTEGER, "row" BIGINT, value VARCHAR)')
+    """Make the relation `non_hex` (column, row, value): the texts that have no code, where they stand now."""
+    if not work.state["parse"][NON_HEX_FILES]:
+        connection.execute('CREATE TABLE non_hex ("column" INTEGER, "row" BIGINT, value VARCHAR)')
         return
-    files = (glob.escape(str(staged.odd)) + "/*.parquet").replace("'", "''")
+    files = (glob.escape(str(store.non_hex)) + "/*.parquet").replace("'", "''")
     if not shuffled_rows:
-        connection.execute(f"CREATE VIEW odd AS FROM read_parquet('{files}')")
+        connection.execute(f"CREATE VIEW non_hex AS FROM read_parquet('{files}')")
         return
     connection.execute(
-        f"CREATE TABLE odd AS FROM read_parquet('{files}') WHERE \"row\" >= {shuffled_rows}"
+        f"CREATE TABLE non_hex AS FROM read_parquet('{files}') WHERE \"row\" >= {shuffled_rows}"
     )
-    for start, rows in _origin(staged).chunks(range(shuffled_rows), CHUNK_ROWS):
+    for start, rows in _origin(store).chunks(range(shuffled_rows), CHUNK_ROWS):
         moved = {"origin": rows, "now": np.arange(start, start + len(rows))}  # noqa: F841
         connection.execute(
-            'INSERT INTO odd SELECT o."column", m.now, o.value '
+            'INSERT INTO non_hex SELECT o."column", m.now, o.value '
             f"FROM read_parquet('{files}') AS o JOIN moved AS m ON o.\"row\" = m.origin"
         )
 
 
 def _encode_all(
-    encoder: ColumnEncoder, work: Work, staged: Staged, workers: int, progress: Progress
+    encoder: ColumnEncoder, work: Work, store: ColumnStore, workers: int, progress: Progress
 ) -> dict[str, EncodedColumn]:
     """Encode the columns that are not on record, a few at a time; a staged column goes when it is."""
     state = work.state.setdefault("encoded", {})
@@ -317,7 +317,7 @@ def _encode_all(
         stage.total = len(CATEGORICAL)
         with ThreadPoolExecutor(workers) as pool:
             running = {
-                pool.submit(encoder, number, name, staged.codes[name]): name
+                pool.submit(encoder, number, name, store.codes[name]): name
                 for number, name in enumerate(CATEGORICAL)
                 if name not in state
             }
@@ -329,7 +329,7 @@ def _encode_all(
                         state[name] = asdict(column)
                         work.state["files"] |= files
                         work.save()
-                        staged.codes[name].path.unlink()
+                        store.codes[name].path.unlink()
                         stage.detail = name
                         stage.update(len(state))
             except BaseException:
@@ -339,7 +339,7 @@ def _encode_all(
 
 
 def _write_plain(
-    dataset: Path, work: Work, staged: Staged, splits: dict[str, range], progress: Progress
+    dataset: Path, work: Work, store: ColumnStore, splits: dict[str, range], progress: Progress
 ) -> dict[str, int]:
     """Write labels and numericals of every split; return the clicks."""
     done = work.state.setdefault("clicks", {})
@@ -349,12 +349,12 @@ def _write_plain(
                 continue
             clicks = 0
             with GrowingFile(dataset, f"{split}/label.bin") as file:
-                for _, values in staged.label.chunks(rows, CHUNK_ROWS):
+                for _, values in store.label.chunks(rows, CHUNK_ROWS):
                     clicks += int(values.sum())
                     file.append(values)
             files = file.record
             with GrowingFile(dataset, f"{split}/numerical.bin") as file:
-                for _, values in staged.numerical.chunks(rows, CHUNK_ROWS):
+                for _, values in store.numerical.chunks(rows, CHUNK_ROWS):
                     file.append(values)
             work.state["files"] |= files | file.record
             done[split] = clicks
@@ -362,10 +362,10 @@ def _write_plain(
     return done
 
 
-def _missing_numericals(staged: Staged, counted: range) -> dict[str, ColumnSummary]:
+def _missing_numericals(store: ColumnStore, counted: range) -> dict[str, ColumnSummary]:
     """Return how much of each numerical is missing in the rows `counted`."""
     missing = np.zeros(len(NUMERICAL), np.int64)
-    for _, bits in staged.missing.chunks(counted, CHUNK_ROWS):
+    for _, bits in store.missing.chunks(counted, CHUNK_ROWS):
         bits = bits.reshape(len(bits), -1)
         missing += np.unpackbits(bits, axis=1, count=len(NUMERICAL)).sum(axis=0, dtype=np.int64)
     return {

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from dataloading.randomness import stream_key, uniform
-from preproc.column_store import StagedColumn, bytes_of
+from preproc.column_store import StoredColumn, bytes_of
 from preproc.report.console import Stage
 from preproc.work_directory import Work
 
@@ -38,7 +38,7 @@ def order_within(seed: int, bucket: int, num_rows: int) -> np.ndarray:
     return np.random.default_rng([seed, bucket]).permutation(num_rows)
 
 
-def worker_bytes(columns: list[StagedColumn], num_rows: int) -> int:
+def worker_bytes(columns: list[StoredColumn], num_rows: int) -> int:
     """Return what a thread takes at most: a bucket of the widest column twice, and its order."""
     widest = max(column.row_bytes for column in columns)
     rows = min(num_rows, BUCKET_ROWS)
@@ -46,7 +46,7 @@ def worker_bytes(columns: list[StagedColumn], num_rows: int) -> int:
 
 
 def shuffle_rows(
-    columns: list[StagedColumn], num_rows: int, seed: int, threads: int, work: Work, stage: Stage
+    columns: list[StoredColumn], num_rows: int, seed: int, threads: int, work: Work, stage: Stage
 ) -> None:
     """Put the first `num_rows` rows of all columns into the random order of `seed`.
 
@@ -62,7 +62,7 @@ def shuffle_rows(
     starts = np.concatenate([[0], np.cumsum(sizes)])
     stage.total = 2 * len(columns)
 
-    def deal(column: StagedColumn) -> None:
+    def deal(column: StoredColumn) -> None:
         ends = starts[:-1].copy()
         with _dealt(column).open("wb", buffering=0) as stream:
             for start, values in column.chunks(range(num_rows), CHUNK_ROWS):
@@ -77,8 +77,8 @@ def shuffle_rows(
                     at += count
             os.fsync(stream.fileno())
 
-    def permute(column: StagedColumn) -> None:
-        source = StagedColumn(_dealt(column), column.dtype.str, column.width)
+    def permute(column: StoredColumn) -> None:
+        source = StoredColumn(_dealt(column), column.dtype.str, column.width)
         with column.path.open("r+b", buffering=0) as stream:
             for bucket in range(buckets):
                 first, last = int(starts[bucket]), int(starts[bucket + 1])
@@ -102,7 +102,7 @@ def shuffle_rows(
                 stage.update(len(state["dealt"]) + len(state["permuted"]))
 
 
-def _dealt(column: StagedColumn) -> Path:
+def _dealt(column: StoredColumn) -> Path:
     return column.path.with_name(f"{column.path.name}.dealt")
 
 

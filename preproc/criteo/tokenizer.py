@@ -16,7 +16,7 @@ from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 # Codes of a hexadecimal column that stand for no number: a missing field, and a field that is not
 # exactly eight lower-case digits (or is one of these two), whose text is kept beside the codes.
 MISSING = 0xFFFFFFFF
-ODD = 0xFFFFFFFE
+NON_HEX = 0xFFFFFFFE
 # Integers whose transformed value is looked up, nearly all of Criteo's; the table holds one more
 # value, that of a missing integer. Numbers of at most 18 digits always fit 64 bits.
 LEAST, MOST = -16, (1 << 21) - 17
@@ -59,12 +59,12 @@ def _word(text, at):
 
 @njit(nogil=True, cache=True)
 def _hexadecimal(word):
-    """Return the number that eight characters stand for, or ODD if one is no lower-case digit."""
+    """Return the number that eight characters stand for, or NON_HEX if one is no lower-case digit."""
     letters = (word >> SIX) & ONES
     enough = ((word | HIGH_BITS) - (LEAST_DIGIT + letters * TO_LETTER)) & HIGH_BITS
     wrong = (word | (word + (OVER_DIGIT - letters * OVER_LETTER))) & HIGH_BITS
     if enough != HIGH_BITS or wrong != 0:
-        return np.uint32(ODD)
+        return np.uint32(NON_HEX)
     # Nibbles join their neighbours to bytes, these to pairs, these to the number; the first
     # character, in the lowest byte, is the most significant.
     digits = (word & LOW_NIBBLES) + letters * NINE
@@ -115,42 +115,54 @@ def _integers(text, at, row, known, numericals, missing, far, far_values, num_fa
 
 
 @njit(nogil=True, cache=True)
-def _categories(text, at, stop, trusted, row, codes, odd, num_odd):
-    """Store the codes of a row; return where the next line begins or -1, and entries of `odd`."""
+def _categories(text, at, stop, trusted, row, codes, non_hex, num_non_hex):
+    """Store the codes of a row; return where the next line begins or -1, and entries of `non_hex`."""
     for column in range(NUM_CATEGORICAL):
         code, end = np.uint32(MISSING), at
         if not _ends_field(text[at]):
-            code = np.uint32(ODD)
+            code = np.uint32(NON_HEX)
             if at + 8 < stop and _ends_field(text[at + 8]):
                 code, end = _hexadecimal(_word(text, at)), at + 8
-            if code >= ODD:
-                code, end, beyond_ascii = np.uint32(ODD), at, np.uint8(0)
+            if code >= NON_HEX:
+                code, end, beyond_ascii = np.uint32(NON_HEX), at, np.uint8(0)
                 while not _ends_field(text[end]):
                     beyond_ascii |= text[end]
                     end += 1
                 if beyond_ascii >= 0x80 and not trusted:
-                    return -1, num_odd
-                odd[num_odd, 0] = column
-                odd[num_odd, 1] = row
-                odd[num_odd, 2] = at
-                odd[num_odd, 3] = end
-                num_odd += 1
+                    return -1, num_non_hex
+                non_hex[num_non_hex, 0] = column
+                non_hex[num_non_hex, 1] = row
+                non_hex[num_non_hex, 2] = at
+                non_hex[num_non_hex, 3] = end
+                num_non_hex += 1
         codes[column, row] = code
         if column < NUM_CATEGORICAL - 1:
             if text[end] != TAB:
-                return -1, num_odd
+                return -1, num_non_hex
         else:
             if text[end] == RETURN:
                 end += 1
             if text[end] != LINE_END:
-                return -1, num_odd
+                return -1, num_non_hex
         at = end + 1
-    return at, num_odd
+    return at, num_non_hex
 
 
 @njit(nogil=True, cache=True)
 def parse_lines(
-    text, at, stop, trusted, row, known, labels, numericals, missing, codes, far, far_values, odd
+    text,
+    at,
+    stop,
+    trusted,
+    row,
+    known,
+    labels,
+    numericals,
+    missing,
+    codes,
+    far,
+    far_values,
+    non_hex,
 ):
     """Parse lines into row `row` and those behind it.
 
@@ -169,13 +181,13 @@ def parse_lines(
         codes: uint32 [NUM_CATEGORICAL, rows].
         far: int64 [n], index in the flat `numericals` of an integer that `known` does not hold.
         far_values: int64 [n], that integer.
-        odd: int64 [n, 4]: column, row, start and end of a text that has no code.
+        non_hex: int64 [n, 4]: column, row, start and end of a text that has no code.
 
     Returns:
         END, OTHER_LINE or FULL; the beginning of the first line that was not parsed; the number of
-        lines, blank ones included, that were; rows in the columns; entries of `far`, of `odd`.
+        lines, blank ones included, that were; rows in the columns; entries of `far`, of `non_hex`.
     """
-    num_lines = num_far = num_odd = 0
+    num_lines = num_far = num_non_hex = 0
     while at < stop:
         if text[at] == LINE_END:
             at += 1
@@ -185,10 +197,10 @@ def parse_lines(
             at += 2
             num_lines += 1
             continue
-        start, row_far, row_odd = at, num_far, num_odd
+        start, row_far, row_non_hex = at, num_far, num_non_hex
         full = row == len(labels) or num_far + NUM_NUMERICAL > len(far)
-        if full or num_odd + NUM_CATEGORICAL > len(odd):
-            return FULL, start, num_lines, row, num_far, num_odd
+        if full or num_non_hex + NUM_CATEGORICAL > len(non_hex):
+            return FULL, start, num_lines, row, num_far, num_non_hex
         label = np.int64(text[at]) - ZERO
         good = 0 <= label <= 1 and text[at + 1] == TAB
         if good:
@@ -198,11 +210,11 @@ def parse_lines(
             )
             good = at >= 0
         if good:
-            at, row_odd = _categories(text, at, stop, trusted, row, codes, odd, num_odd)
+            at, row_non_hex = _categories(text, at, stop, trusted, row, codes, non_hex, num_non_hex)
             good = at >= 0
         if not good:
-            return OTHER_LINE, start, num_lines, row, num_far, num_odd
-        num_far, num_odd = row_far, row_odd
+            return OTHER_LINE, start, num_lines, row, num_far, num_non_hex
+        num_far, num_non_hex = row_far, row_non_hex
         num_lines += 1
         row += 1
-    return END, at, num_lines, row, num_far, num_odd
+    return END, at, num_lines, row, num_far, num_non_hex

@@ -79,7 +79,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     identity = _identity(config, table, every)
     with work_directory(config, output, identity) as work:
         if not work.has_progress:
-            # Staged, sorted and numbered, encoded: each about as large as the plain text.
+            # Numbered rows, sorted rows, encoded columns: each about as large as the plain text.
             packed = sum(
                 file.path.stat().st_size * (1 if file.compression == "none" else 3)
                 for file in every

@@ -22,7 +22,7 @@ from preproc import work_directory as work
 from preproc.criteo import parse
 from preproc.criteo import pipeline as criteo
 from preproc.line_blocks import blocks
-from preproc.raw_files import RawFile, find_gap, zstd_is_whole
+from preproc.raw_files import RawFile, find_gap, zstd_is_complete
 from tests.helpers.preproc_command import data_files, preproc, raw_line, write_lines
 
 GOOD = [raw_line(i % 2, i1=i, c1=f"{i % 7:08x}") for i in range(100)]
@@ -176,7 +176,7 @@ def test_no_cut_of_a_zstandard_file_passes_for_whole(tmp_path):
     ]
     for length in sorted({*lengths, *ends}):
         cut.write_bytes(whole[:length])
-        assert zstd_is_whole(cut) == (length in ends), length
+        assert zstd_is_complete(cut) == (length in ends), length
 
 
 def test_a_damaged_zstandard_is_named(tmp_path, output):
@@ -196,7 +196,7 @@ def test_a_zstandard_file_of_several_frames_is_read_from_any_byte(tmp_path):
     skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
     source = tmp_path / "raw.zst"
     source.write_bytes(skippable.join(pa.compress(part, "zstd", asbytes=True) for part in parts))
-    assert zstd_is_whole(source)
+    assert zstd_is_complete(source)
     for offset in (0, 1, 999, 1000, 1001, len(text) - 1, len(text)):
         assert b"".join(blocks(RawFile(source, "zstd"), offset, 100)) == text[offset:]
 

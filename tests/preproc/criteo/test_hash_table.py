@@ -7,17 +7,17 @@ import pytest
 
 from preproc.criteo import hash_table as hashing
 from preproc.criteo.hash_table import Counter, Lookup
-from preproc.criteo.tokenizer import MISSING, ODD
+from preproc.criteo.tokenizer import MISSING, NON_HEX
 
 
 def some_codes(kind: str) -> np.ndarray:
     """Return distinct codes in random order."""
     draw = np.random.default_rng(0)
     codes = {
-        "random": np.unique(draw.integers(0, ODD, 5000).astype(np.uint32)),
+        "random": np.unique(draw.integers(0, NON_HEX, 5000).astype(np.uint32)),
         "dense": np.arange(3000, dtype=np.uint32),
         "strided": np.arange(3000, dtype=np.uint32) * np.uint32(1 << 20),
-        "ends": np.array([0, 1, ODD - 1], np.uint32),
+        "ends": np.array([0, 1, NON_HEX - 1], np.uint32),
         "none": np.empty(0, np.uint32),
     }[kind]
     return draw.permutation(np.unique(codes))
@@ -31,7 +31,9 @@ def test_a_lookup_is_a_dictionary(kind):
     lookup, ids = Lookup(len(known)), np.arange(1, len(known) + 1, dtype=np.int32)
     for start in range(0, len(known), 999):
         lookup.add(known[start : start + 999], ids[start : start + 999])
-    asked = np.concatenate([codes, codes, np.array([0, 1, ODD - 1, ODD, MISSING], np.uint32)])
+    asked = np.concatenate(
+        [codes, codes, np.array([0, 1, NON_HEX - 1, NON_HEX, MISSING], np.uint32)]
+    )
     ids = np.zeros(len(asked), np.int16)
     lookup(asked, ids)
     assert ids.tolist() == [wanted.get(code, 0) for code in asked.tolist()]
@@ -56,12 +58,12 @@ def test_a_counter_counts_however_often_it_is_full(kind, most_entries, monkeypat
     for start in range(0, len(codes), 999):
         parts += counter.add(codes[start : start + 999])
     parts += counter.take()
-    assert not counter.has_odd
+    assert not counter.has_non_hex
     counted = Counts()
     for values, counts in parts:
         assert len(values) <= most_entries
         counted.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    assert counted == Counts(codes[codes < ODD].tolist())
+    assert counted == Counts(codes[codes < NON_HEX].tolist())
 
 
 def test_a_count_that_would_not_fit_its_bits_begins_anew(monkeypatch):
@@ -86,5 +88,5 @@ def test_codes_behind_a_full_table_are_counted_for_the_next_one(monkeypatch):
 
 def test_texts_without_a_code_are_noticed():
     counter = Counter(10)
-    list(counter.add(np.array([1, ODD], np.uint32)))
-    assert counter.has_odd
+    list(counter.add(np.array([1, NON_HEX], np.uint32)))
+    assert counter.has_non_hex

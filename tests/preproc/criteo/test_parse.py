@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from preproc.criteo import parse
-from preproc.criteo.ordered_map import in_order
+from preproc.criteo.ordered_map import ordered_map
 from tests.helpers.preproc_command import preproc, write_lines
 from tests.preproc.criteo.test_restart import all_files, noise
 
@@ -19,10 +19,10 @@ def test_two_threads_write_what_one_writes(tmp_path, monkeypatch):
         write_lines(tmp_path / f"day_{day}.gz", part, compress=True)
     options = [f"source={tmp_path}/day_*", "on_bad=quarantine"]
     preproc(*options, f"output={tmp_path / 'whole'}", "threads=1")
-    monkeypatch.setattr(parse, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(parse, "BLOCK_BYTES", 20_000)
     threads = []
     monkeypatch.setattr(
-        parse, "in_order", lambda *given: threads.append(given[2]) or in_order(*given)
+        parse, "ordered_map", lambda *given: threads.append(given[2]) or ordered_map(*given)
     )
     preproc(*options, f"output={tmp_path / 'one'}", "threads=1")
     preproc(*options, f"output={tmp_path / 'two'}", "threads=2")
@@ -37,12 +37,12 @@ def test_results_come_in_order_however_long_each_takes():
         time.sleep(0.002 * (number % 3 == 0))
         return number
 
-    assert list(in_order(slow, range(50), threads=4, ahead=8)) == list(range(50))
+    assert list(ordered_map(slow, range(50), threads=4, ahead=8)) == list(range(50))
 
 
 def test_no_more_than_asked_for_are_ahead():
     taken = count()
-    results = in_order(lambda item: item, taken, threads=2, ahead=3)
+    results = ordered_map(lambda item: item, taken, threads=2, ahead=3)
     next(results)
     time.sleep(0.05)
     # One was given out, three are on their way, and one more waits for room.
@@ -55,11 +55,11 @@ def test_errors_of_either_end_come_in_their_place():
         yield from (1, 2, 3)
         raise ValueError("no more")
 
-    results = in_order(str, items(), threads=2, ahead=9)
+    results = ordered_map(str, items(), threads=2, ahead=9)
     assert [next(results) for _ in range(3)] == ["1", "2", "3"]
     with pytest.raises(ValueError, match="no more"):
         next(results)
-    results = in_order(lambda item: 1 // item, (1, 0, 1), threads=2, ahead=9)
+    results = ordered_map(lambda item: 1 // item, (1, 0, 1), threads=2, ahead=9)
     assert next(results) == 1
     with pytest.raises(ZeroDivisionError):
         next(results)
@@ -67,7 +67,7 @@ def test_errors_of_either_end_come_in_their_place():
 
 def test_no_thread_outlives_a_stream_that_is_closed():
     before = threading.active_count()
-    results = in_order(str, count(), threads=2, ahead=3)
+    results = ordered_map(str, count(), threads=2, ahead=3)
     next(results)
     assert threading.active_count() > before
     results.close()

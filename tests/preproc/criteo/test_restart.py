@@ -19,7 +19,7 @@ import pytest
 
 from dataloading.dataset_directory import clear_leftovers
 from preproc import dataset_writer as output_module
-from preproc.column_store import StagedColumn
+from preproc.column_store import StoredColumn
 from preproc.criteo import parse, shuffle
 from preproc.criteo import pipeline as criteo
 from preproc.criteo.hash_table import Lookup
@@ -117,7 +117,7 @@ def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_pat
     lines = noise(8000)
     source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
     preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
-    monkeypatch.setattr(parse, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(parse, "BLOCK_BYTES", 20_000)
     calls = count(1)
 
     def every_third(writer):
@@ -181,8 +181,11 @@ def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatc
             need(run.dataset / name, (run.dataset / name).parent)
         for name in run.state.get("relations", []):
             need(run.directory / name, *(run.directory / name).iterdir())
-        if run.state.get("parse", {}).get("odd"):
-            need(run.directory / "odd", *(run.directory / "odd").iterdir())
+        if run.state.get("parse", {}).get(parse.NON_HEX_FILES):
+            need(
+                run.directory / parse.NON_HEX_FILES,
+                *(run.directory / parse.NON_HEX_FILES).iterdir(),
+            )
         if "shuffle" in run.state:
             need(run.directory / "origin.i64")
         save(run)
@@ -340,7 +343,7 @@ def test_brackets_in_a_path_are_letters_like_others(tmp_path, job):
 def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "BUCKET_ROWS", 1000)
     monkeypatch.setattr(shuffle, "CHUNK_ROWS", 777)
-    column = StagedColumn(tmp_path / "rows", "<i4")
+    column = StoredColumn(tmp_path / "rows", "<i4")
     np.arange(10_500, dtype="<i4").tofile(column.path)
     work = Work(tmp_path, tmp_path / "dataset", {})
     shuffle.shuffle_rows([column], 10_000, 5, 2, work, Stage("", print))
@@ -355,8 +358,8 @@ def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_p
 def test_a_thread_that_shuffles_takes_no_more_memory_than_it_is_counted_for(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "BUCKET_ROWS", 20_000)
     monkeypatch.setattr(shuffle, "CHUNK_ROWS", 10_000)
-    labels = StagedColumn(tmp_path / "labels", "u1")
-    numericals = StagedColumn(tmp_path / "numericals", "<f4", 13)
+    labels = StoredColumn(tmp_path / "labels", "u1")
+    numericals = StoredColumn(tmp_path / "numericals", "<f4", 13)
     np.zeros(50_000, "u1").tofile(labels.path)
     np.zeros((50_000, 13), "<f4").tofile(numericals.path)
     columns = [labels, numericals]

@@ -17,10 +17,10 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed (group `de
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from preproc.criteo.parse import MEMORY_BYTES, PIECE_BYTES
-from preproc.criteo.parse_block import PieceParser
-from preproc.criteo.tokenizer import MISSING, ODD
-from preproc.line_blocks import what_is_wrong
+from preproc.criteo.parse import BLOCK_BYTES, MEMORY_BYTES
+from preproc.criteo.parse_block import BlockParser
+from preproc.criteo.tokenizer import MISSING, NON_HEX
+from preproc.line_blocks import mistake_in
 
 SETTINGS = settings(
     max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -172,7 +172,7 @@ def test_a_piece_of_any_bytes_gives_the_rows_of_its_good_lines(rows, line_end):
     text = b"".join(row + line_end for row in rows)
     found = PARSER(text)
     lines = [raw.removesuffix(b"\r") for raw in text.split(b"\n")[:-1]]
-    reasons = [what_is_wrong(raw) if raw else None for raw in lines]
+    reasons = [mistake_in(raw) if raw else None for raw in lines]
     wrong = [
         (number, reason, raw)
         for number, (reason, raw) in enumerate(zip(reasons, lines, strict=True))
@@ -192,20 +192,20 @@ def test_a_piece_of_any_bytes_gives_the_rows_of_its_good_lines(rows, line_end):
     assert np.unpackbits(missing, axis=1, count=13).tolist() == bits
     wanted_codes = [[reference_code(each) for each in row[14:]] for row in good]
     assert np.array(codes).T.tolist() == wanted_codes
-    odd = {
+    non_hex = {
         (column, number): value
         for number, row in enumerate(good)
         for column, value in enumerate(row[14:])
-        if reference_code(value) == ODD
+        if reference_code(value) == NON_HEX
     }
     texts = {
         (column, number): value
-        for part in found.odd
+        for part in found.non_hex
         for column, number, value in zip(
             part.columns.to_pylist(), part.rows.to_pylist(), part.texts.to_pylist(), strict=True
         )
     }
-    assert texts == odd
+    assert texts == non_hex
 
 
 @pytest.mark.parametrize("category", ["", "0123abcd", "x", "a longer text than eight"])
@@ -213,17 +213,17 @@ def test_a_parsed_piece_stays_within_what_is_counted_for_it(category):
     line = "1" + "\t" * 13 + f"\t{category}" * 26 + "\n"
     text = line.encode() * ((1 << 18) // len(line))
     found = PARSER(text)
-    odd_bytes = sum(part.num_bytes for part in found.odd)
-    assert bool(odd_bytes) == (len(category) not in (0, 8))
-    kept_bytes = len(text) + sum(each.nbytes for each in found.columns) + odd_bytes
-    assert kept_bytes < MEMORY_BYTES / PIECE_BYTES * len(text)
+    non_hex_bytes = sum(part.num_bytes for part in found.non_hex)
+    assert bool(non_hex_bytes) == (len(category) not in (0, 8))
+    kept_bytes = len(text) + sum(each.nbytes for each in found.columns) + non_hex_bytes
+    assert kept_bytes < MEMORY_BYTES / BLOCK_BYTES * len(text)
 
 
-PARSER = PieceParser("float32")
+PARSER = BlockParser("float32")
 
 
 def reference_code(value: str) -> int:
     if not value:
         return MISSING
     is_code = len(value) == 8 and set(value) <= set("0123456789abcdef")
-    return min(int(value, 16), ODD) if is_code else ODD
+    return min(int(value, 16), NON_HEX) if is_code else NON_HEX
