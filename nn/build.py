@@ -15,9 +15,10 @@ from dataloading.open_dataset import open_dataset
 from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
+from nn.embedding.collection import build_embeddings, keep_float32
 from nn.embedding.multi_hot import MultiHot
 from nn.layers.initialization import initialise_dense
-from nn.models.registry import build_dense, build_embeddings, keep_float32
+from nn.models.registry import build_dense
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
 from nn.sharding.sharded_embeddings import ShardedEmbeddings, register_optimizer

@@ -8,7 +8,7 @@ from configs.schema import Component
 from dataloading.feature_spec import FeatureSpec
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
-from nn.models.registry import table_name
+from nn.embedding.collection import table_name
 
 
 def tables_of(spec: FeatureSpec) -> list[str]:

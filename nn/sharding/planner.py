@@ -31,7 +31,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_
 
 from configs.schema import OptimizerName, ShardingConfig, ShardingType
 from dataloading.feature_spec import FeatureSpec
-from nn.models.registry import keep_float32, table_name
+from nn.embedding.collection import keep_float32, table_name
 from nn.sharding.plan import Hardware, TablePlan
 
 GIB = 2**30

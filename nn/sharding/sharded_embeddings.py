@@ -32,12 +32,12 @@ from configs.schema import Amp, OptimizerConfig, OptimizerName
 from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
 from nn.distributed.process_group import Ranks, open_channel
+from nn.embedding.collection import embeddings_of
 from nn.embedding.id_expansion import expand_jagged
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import TableOptimizer
 from nn.layers.initialization import fill_uniform_
-from nn.models.registry import embeddings_of
 from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.ops.stochastic_rounding import rounding_key
 from nn.sharding.captured_exchange import CapturedIdAllToAll

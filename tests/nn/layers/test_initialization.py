@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nn.layers.initialization import CHUNK, fill_uniform_, initialise_dense
-from nn.models.registry import DLRM
+from nn.models.dlrm import DLRM
 
 
 def filled(rows, columns, *, bound=1.0, device="cpu", seed=7, table="cat_0", row=0, column=0):

@@ -8,16 +8,11 @@ from configs.schema import CrossConfig, CrossStructure, ModelConfig, ModelName
 from dataloading.batch import Batch, jagged
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.synthetic import SyntheticSource
+from nn.embedding.collection import build_embeddings, embeddings_of, initialise_tables, table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
-from nn.models.registry import (
-    RankingModel,
-    build_dense,
-    build_embeddings,
-    embeddings_of,
-    initialise_tables,
-    table_name,
-)
+from nn.models.ranking_model import RankingModel
+from nn.models.registry import build_dense
 from tests.reference import Reference, ReferenceMLP
 
 CARDINALITIES = (11, 5, 23)

@@ -13,7 +13,7 @@ import torch
 from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingType, TableDtype
 from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
-from nn.models.registry import build_embeddings
+from nn.embedding.collection import build_embeddings
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 from nn.sharding.planner import plan_tables, table_bytes
 from nn.sharding.sharded_embeddings import register_optimizer
