@@ -171,8 +171,8 @@ def count_hbm(
         if config.model.cross.structure.value == "parallel":
             saved -= columns + config.model.bottom_mlp[-1] * bool(spec.numerical)  # x0 again
     parameters = sum(before * after + after for before, after in layers)
-    states = DENSE_STATES[config.rules.name]
-    state_a_value, state_a_row = STATE_BYTES[config.rules.table_name]
+    states = DENSE_STATES[config.effective_optimizer.name]
+    state_a_value, state_a_row = STATE_BYTES[config.effective_optimizer.table_name]
     return {
         "batch": batch
         * (

@@ -1,4 +1,4 @@
-"""From a command line to composed options: the same for every command, and one line where something is wrong with it."""
+"""Compose options from a command line, with one line per error; the same for every command."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from configs.overrides import check_overrides
 
 
 def register(schema: type, name: str) -> None:
-    """Make a schema known to Hydra under the name that the yaml files give it, and its help; before anything is composed."""
+    """Register a schema with Hydra under its name in the yaml files, and its help; call it before composing."""
     ConfigStore.instance().store(name=name, node=schema)
     register_option_help(schema)
 
@@ -30,16 +30,16 @@ def call_composed(
     """Compose `configs/<config_name>.yaml` with the overrides of the command line, and call `task` with the result.
 
     Args:
-        task: what the command does.
+        task: function to call with the composed options.
         schema: typed options.
-        schema_name: what the yaml files call it.
-        config_name: yaml to begin with.
-        groups: directories of yaml files to choose one of.
+        schema_name: name of the schema in the yaml files.
+        config_name: name of the yaml file to compose.
+        groups: config groups, that is, folders of yaml files to choose from.
 
     Raises:
-        ValueError: an option that does not exist, or a value that it cannot have.
+        ValueError: an option does not exist, or has an invalid value.
     """
-    # Otherwise Hydra prints half a dozen lines itself, and ends with 1.
+    # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     check_overrides(sys.argv[1:], schema, groups=groups)
     register(schema, schema_name)
@@ -51,7 +51,7 @@ def call_composed(
         is_composed = True
         try:
             OmegaConf.to_container(composed, resolve=True)
-        except OmegaConfBaseException as error:  # a value refers to what is not there
+        except OmegaConfBaseException as error:  # an interpolation refers to a missing key
             problem = error
             return
         task(composed)
@@ -59,7 +59,7 @@ def call_composed(
     try:
         compose_and_call()
     except (HydraException, OmegaConfBaseException) as error:
-        if is_composed:  # a mistake of ours
+        if is_composed:  # a bug, not an error of the user
             raise
         problem = error
     if problem is not None:
@@ -67,11 +67,11 @@ def call_composed(
 
 
 def _one_line(error: Exception) -> str:
-    """What Hydra says of the command line, and why, without its search path."""
-    told = [
-        str(each).partition("Config search path")[0] for each in (error, error.__cause__) if each
+    """Join Hydra's error and its cause to one line, without the search path."""
+    texts = [
+        str(cause).partition("Config search path")[0] for cause in (error, error.__cause__) if cause
     ]
-    lines = [line.strip() for each in told for line in each.splitlines()]
-    known = ("full_key:", "reference_type=", "object_type=", "See https:")
-    text = " ".join(line for line in lines if line and not line.startswith(known))
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    details = ("full_key:", "reference_type=", "object_type=", "See https:")
+    text = " ".join(line for line in lines if line and not line.startswith(details))
     return text + ("; a list is written as [a,b]" if "ListConfig" in text else "")

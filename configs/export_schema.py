@@ -7,7 +7,7 @@ from configs.schema import option, require
 
 
 class ExportFormat(Enum):
-    """What files tables become."""
+    """File formats of exported tables."""
 
     npy = "npy"
     safetensors = "safetensors"
@@ -16,15 +16,15 @@ class ExportFormat(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """Tables out of a checkpoint."""
+    """Export of a checkpoint's tables."""
 
     checkpoint: str | None = option(None, "checkpoint directory (step_N) to read (required)")
     output: str | None = option(None, "directory to write, which must not exist yet (required)")
     tables: list[str] = option([], "names of the tables, as in plan.json; empty means all")
     format: ExportFormat = option(
         ExportFormat.npy,
-        "npy: a file for the ids, one for the rows and one for each optimizer state; safetensors: all "
-        "of a table in one file; tf2: sparse/feature_<i>.npy, as NVIDIA's TF2 recipe loads them",
+        "npy: one file of ids, one of weights and one per optimizer state; safetensors: one file per "
+        "table; tf2: sparse/feature_<i>.npy, as NVIDIA's TF2 recipe loads them",
     )
     optimizer: bool = option(True, "write optimizer state too; tf2 has none")
 
@@ -36,5 +36,5 @@ class ExportConfig:
             require(bool(getattr(self, name)), f"no {name}: set {name}=DIR, {meaning}")
         require(
             self.format is not ExportFormat.tf2 or not self.tables,
-            "format=tf2 is read by the position of the features, so it holds all tables: leave tables out",
+            "format=tf2 names tables by the position of their feature, so it needs all of them: leave tables out",
         )

@@ -1,7 +1,7 @@
-"""`--help` of every command: each option with its value after composition and its meaning.
+"""Text of `--help`: every option with its value after composition and its meaning.
 
-Hydra fills a help template from the composed yaml, which holds values but no meanings. The meanings
-stand in the schema, so a resolver joins the two: a yaml with
+Hydra fills a help template from the composed yaml, which holds values but no meanings. The schema holds the
+meanings, so a resolver joins the two: a yaml with
 
     hydra:
       help:
@@ -24,7 +24,7 @@ MEANING_COLUMN = 40
 
 
 def register_option_help(schema: type) -> None:
-    """Let `${option_help:}` print the options of `schema`; call it before Hydra composes."""
+    """Make `${option_help:}` print the options of `schema`; call it before Hydra composes."""
     OmegaConf.register_new_resolver(
         "option_help", lambda *, _root_: option_help(schema, _root_), replace=True
     )
@@ -35,16 +35,16 @@ def option_help(schema: type, config: Container) -> str:
     lines = []
     for key, meaning in describe(schema):
         head = f"  {key}={_as_override(OmegaConf.select(config, key, throw_on_missing=False))}"
-        told = textwrap.wrap(meaning, WIDTH - MEANING_COLUMN, break_on_hyphens=False)
+        wrapped = textwrap.wrap(meaning, WIDTH - MEANING_COLUMN, break_on_hyphens=False)
         if len(head) <= MEANING_COLUMN - 2:
-            head = head.ljust(MEANING_COLUMN) + told.pop(0)
-        lines += [head, *(" " * MEANING_COLUMN + each for each in told)]
+            head = head.ljust(MEANING_COLUMN) + wrapped.pop(0)
+        lines += [head, *(" " * MEANING_COLUMN + line for line in wrapped)]
     # Hydra substitutes $NAME in the finished text, so a dollar sign of ours has to be doubled.
     return "\n".join(lines).replace("$", "$$")
 
 
 def _as_override(value: Any) -> str:
-    """Write a value as it would be typed behind `key=`."""
+    """Format a value as it is typed behind `key=`."""
     if value is None:
         return "null"
     if isinstance(value, Container):
@@ -52,7 +52,7 @@ def _as_override(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return "[" + ",".join(_as_override(each) for each in value) + "]"
+        return "[" + ",".join(_as_override(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_as_override(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_as_override(item)}" for key, item in value.items()) + "}"
     return getattr(value, "name", str(value))

@@ -27,10 +27,10 @@ HYDRA_FLAGS = (
 
 
 def to_config(composed: DictConfig) -> Any:
-    """Make the objects of the schema that `composed` was composed with; every check runs here.
+    """Convert composed yaml to the schema's classes; every check of an option runs here.
 
     Raises:
-        ValueError: a value that cannot be, or an option that does not exist: Hydra itself lets `+key=value` through.
+        ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
     """
     schema = OmegaConf.get_type(composed)
     for key in _unknown_keys(composed, schema):
@@ -39,15 +39,15 @@ def to_config(composed: DictConfig) -> Any:
 
 
 def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str]) -> None:
-    """Name a mistyped option before Hydra does, whose advice would be to add it with a plus sign.
+    """Refuse unknown options and flags before Hydra does, which would advise to add them with a plus sign.
 
     Args:
-        arguments: of the command line.
-        schema: the options.
-        groups: folders of configs that may be chosen from, such as `experiment`.
+        arguments: arguments of the command line.
+        schema: class of the options.
+        groups: config groups, such as `experiment`.
 
     Raises:
-        ValueError: an option that does not exist, or is written as a flag.
+        ValueError: an option does not exist, or is written as a flag.
     """
     options = [key for key, _ in describe(schema)]
     for argument in arguments:
@@ -57,30 +57,30 @@ def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str
                 f"there is no flag {name}; options are written key=value, as {options[0]}=..., and --help lists them "
                 "(docs/tf2_flags.md has the flags of NVIDIA's TF2 recipe)"
             )
-        is_option = any(f"{each}.".startswith(f"{name}.") for each in options)
-        is_below_one = any(name.startswith(f"{each}.") for each in options)
+        is_option = any(f"{option}.".startswith(f"{name}.") for option in options)
+        is_below_one = any(name.startswith(f"{option}.") for option in options)
         is_hydras = name.startswith(("-", "+", "~", "hydra")) or name.split("@")[0] in groups
         if equals and not (is_option or is_below_one or is_hydras):
             raise ValueError(_no_option(name, schema))
 
 
 def _no_option(key: str, schema: type) -> str:
-    meant = _likely_option(key, [each for each, _ in describe(schema)])
-    hint = "" if meant is None else f"did you mean {meant}? "
+    likely = _likely_option(key, [option for option, _ in describe(schema)])
+    hint = "" if likely is None else f"did you mean {likely}? "
     return f"there is no option {key}; {hint}--help lists them all"
 
 
 def _likely_option(key: str, options: Sequence[str]) -> str | None:
-    """The option that `key` was most likely meant for; without a section it is one of training, where there is one."""
-    names = {} if "." in key else {each: each.rpartition(".")[2] for each in options}
+    """Return the closest option to `key`, of section `train` first if `key` names no section."""
+    names = {} if "." in key else {option: option.rpartition(".")[2] for option in options}
     close = get_close_matches(key, names.values(), n=1, cutoff=0.75)
-    found = [option for option, name in names.items() if name in close]
-    found = found or get_close_matches(key, options, n=1, cutoff=0.75)
-    return max(found, key=lambda each: each.startswith("train."), default=None)
+    candidates = [option for option, name in names.items() if name in close]
+    candidates = candidates or get_close_matches(key, options, n=1, cutoff=0.75)
+    return max(candidates, key=lambda option: option.startswith("train."), default=None)
 
 
 def _unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:
-    known = {each.name: each.type for each in fields(schema)}
+    known = {declared.name: declared.type for declared in fields(schema)}
     for key in composed:
         if key not in known:
             yield f"{prefix}{key}"

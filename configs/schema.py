@@ -1,8 +1,8 @@
 """Every option of the recipe: type, default, meaning and check. Imports neither torch nor hydra.
 
 Values live in `configs/**/*.yaml`; this file says what may be set and what it means. `python dlrm.py --help` prints the
-text given to `option` beside each key. `main.launch` turns the composed yaml into these classes, so every check here
-runs before a file is opened or a process group exists.
+text given to `option` beside each key. `main.launch` turns the composed yaml into these classes (`configs/overrides.py`),
+so every check here runs before a file is opened or a process group exists.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def option(default: Any, meaning: str) -> Any:
 
 
 class Mode(Enum):
-    """What `main` does after the checks."""
+    """Modes of a run."""
 
     train = "train"
     eval = "eval"
@@ -38,14 +38,14 @@ class ModelName(Enum):
 
 
 class CrossStructure(Enum):
-    """How DCNv2 joins its cross and its deep network (DCNv2 paper, figure 1)."""
+    """Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
 
     stacked = "stacked"
     parallel = "parallel"
 
 
 class Amp(Enum):
-    """Precision of the dense half."""
+    """Precision of the dense component."""
 
     off = "off"
     bf16 = "bf16"
@@ -53,7 +53,7 @@ class Amp(Enum):
 
 
 class TableDtype(Enum):
-    """What table weights are stored in."""
+    """Storage dtype of table weights."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -61,7 +61,7 @@ class TableDtype(Enum):
 
 
 class OptimizerName(Enum):
-    """Update rules that exist both for tables and for the dense half."""
+    """Optimizers that exist both for tables and for the dense component."""
 
     sgd = "sgd"
     adagrad = "adagrad"
@@ -70,7 +70,7 @@ class OptimizerName(Enum):
 
 
 class ShardingType(Enum):
-    """How one table is laid over the ranks (TorchRec's names); `table_row_wise` is row-wise within one node."""
+    """Sharding of one table over the ranks, by TorchRec's names; `table_row_wise` is row-wise within one node."""
 
     table_wise = "table_wise"
     column_wise = "column_wise"
@@ -80,14 +80,14 @@ class ShardingType(Enum):
 
 
 class Component(Enum):
-    """The two halves of a model."""
+    """The two components of a model: the data-parallel dense layers and the model-parallel tables."""
 
     dense = "dense"
     tables = "tables"
 
 
 class CheckpointPart(Enum):
-    """What of a checkpoint can be taken: the weights of either half, and the optimizers' state with the step count."""
+    """Parts of a checkpoint that can be loaded: weights of either component, and the optimizers' state with the step."""
 
     dense = "dense"
     tables = "tables"
@@ -95,7 +95,7 @@ class CheckpointPart(Enum):
 
 
 class Device(Enum):
-    """Where training runs."""
+    """Device that a run uses."""
 
     auto = "auto"
     cpu = "cpu"
@@ -103,25 +103,25 @@ class Device(Enum):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds: the user wrote something that cannot be."""
+    """Raise `ValueError(message)` unless `condition` holds: an option has an invalid value."""
     if not condition:
         raise ValueError(message)
 
 
 def is_file_name(text: str) -> bool:
-    """Whether `text` names a file or folder right where it is put, and nowhere else."""
+    """Return whether `text` is a plain name of a file or folder, without a path in it."""
     return bool(text) and not text.startswith(".") and not {"/", "\0"} & set(text)
 
 
 @dataclass(kw_only=True, slots=True)
 class SyntheticConfig:
-    """The built-in click stream, used when `data.path` is null."""
+    """The built-in synthetic clicks, used when `data.path` is null."""
 
     train_rows: int = option(262_144, "rows in the training split")
     test_rows: int = option(32_768, "rows in the test split")
     num_numerical: int = option(13, "numerical features")
-    cardinalities: list[int] = option([], "rows of each table, one entry a categorical feature")
-    hotness: list[int] = option([], "ids a row looks up in each table; empty means one each")
+    cardinalities: list[int] = option([], "rows per table, one entry per categorical feature")
+    hotness: list[int] = option([], "ids per row and table; empty means 1 for every table")
     exponent: float = option(1.05, "power-law exponent of the ids; 0 draws them uniformly")
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class SyntheticConfig:
         require(
             not self.hotness or len(self.hotness) == len(self.cardinalities),
             f"data.synthetic.hotness has {len(self.hotness)} entries for "
-            f"{len(self.cardinalities)} data.synthetic.cardinalities; give one a table, or none",
+            f"{len(self.cardinalities)} data.synthetic.cardinalities; give one per table, or none",
         )
         require(
             all(h > 0 for h in self.hotness),
@@ -153,20 +153,20 @@ class SyntheticConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MultiHotConfig:
-    """Several ids out of each stored one, as in MLPerf's synthetic multi-hot Criteo."""
+    """Expansion of stored ids to several, as in MLPerf's synthetic multi-hot Criteo."""
 
     hotness: list[int] | None = option(
         None,
-        "ids to look up for each stored id, one entry a categorical feature; 1 leaves a feature as it "
-        "is stored, null all of them",
+        "ids to look up per stored id, one entry per categorical feature; 1 leaves a feature as it is "
+        "stored, null leaves all features so",
     )
-    seed: int = option(0, "seed of the further ids; MLPerf's is 0")
+    seed: int = option(0, "seed of the added ids; MLPerf's is 0")
 
     def __post_init__(self) -> None:
         require(
             self.hotness is None or (bool(self.hotness) and all(h > 0 for h in self.hotness)),
-            "data.multi_hot.hotness must name a positive number for each categorical feature, or be "
-            f"null, got {self.hotness}",
+            "data.multi_hot.hotness must name a positive number per categorical feature, or be null, "
+            f"got {self.hotness}",
         )
         require(
             0 <= self.seed < 2**32,
@@ -176,20 +176,22 @@ class MultiHotConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Where the rows come from and how they are read."""
+    """Source of the rows, and how they are read."""
 
-    path: str | None = option(None, "dataset directory; null trains on the synthetic click stream")
+    path: str | None = option(
+        None, "dataset directory; null trains on the built-in synthetic clicks"
+    )
     feature_spec: str = option("feature_spec.yaml", "name of the spec file inside data.path")
     shuffle_block: int = option(
         1024,
         "consecutive rows that stay together when an epoch is shuffled; 1 shuffles single rows, "
-        "0 keeps the order on disk; a Parquet dataset rounds it up to whole row groups",
+        "0 keeps the order on disk; a Parquet dataset rounds it up to complete row groups",
     )
     prefetch: int = option(4, "batches read ahead of the step")
     workers: int = option(
         4,
-        "what reads batches, a rank and split: processes where a GPU trains, threads on CPUs, for ragged features and for "
-        "Parquet's large row groups; and threads that draw data.multi_hot at the start",
+        "reader workers per rank and split: processes where a GPU trains; threads on CPUs, for ragged features and for "
+        "large row groups of Parquet. Also the threads that draw data.multi_hot at the start",
     )
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
@@ -268,17 +270,19 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """Update rules; the tables' rule is fused into their backward pass."""
+    """Optimizers of the dense component and of the tables; the tables' is fused into their backward pass."""
 
     name: OptimizerName = option(OptimizerName.sgd, "sgd, adagrad, rowwise_adagrad or adam")
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps")
-    embedding_name: OptimizerName | None = option(None, "rule of the tables; null: optimizer.name")
+    embedding_name: OptimizerName | None = option(
+        None, "optimizer of the tables; null: optimizer.name"
+    )
     embedding_lr: float | None = option(
         None, "peak learning rate of the tables; null: optimizer.lr"
     )
     eps: float = option(1e-8, "added to the denominator by adagrad, rowwise_adagrad and adam")
-    beta1: float = option(0.9, "adam's decay of the mean")
-    beta2: float = option(0.999, "adam's decay of the variance")
+    beta1: float = option(0.9, "decay of adam's first moment")
+    beta2: float = option(0.999, "decay of adam's second moment")
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
@@ -293,7 +297,7 @@ class OptimizerConfig:
 
     @property
     def table_name(self) -> OptimizerName:
-        """Rule of the tables."""
+        """Optimizer of the tables."""
         return self.name if self.embedding_name is None else self.embedding_name
 
     @property
@@ -342,17 +346,17 @@ class SchedulerConfig:
 class TrainConfig:
     """The training loop."""
 
-    batch_size: int = option(65_536, "global batch size, over all ranks")
+    batch_size: int = option(65_536, "global batch size, the sum over all ranks")
     epochs: int = option(1, "passes over the training split")
-    max_steps: int | None = option(None, "stop after so many steps; null trains all epochs")
-    amp: Amp = option(Amp.off, "precision of the dense half: off (fp32), bf16 or fp16")
+    max_steps: int | None = option(None, "stop after this many steps; null trains all epochs")
+    amp: Amp = option(Amp.off, "precision of the dense component: off (fp32), bf16 or fp16")
     loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only")
     tf32: bool = option(True, "let fp32 matrix products use TF32 on GPUs that have it")
-    compile: bool = option(False, "torch.compile the dense half")
+    compile: bool = option(False, "torch.compile the dense component")
     capture: bool = option(
-        True, "record the dense pass as a CUDA graph: GPUs, fixed hotness, no row-wise tables"
+        True, "capture the static step as a CUDA graph: GPUs, fixed hotness, no row-wise tables"
     )
-    freeze: list[Component] = option([], "halves that keep their weights: dense or tables")
+    freeze: list[Component] = option([], "components that keep their weights: dense or tables")
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
@@ -364,7 +368,7 @@ class TrainConfig:
         require(self.loss_scale > 0, f"train.loss_scale must be positive, got {self.loss_scale}")
         require(
             not set(Component) <= set(self.freeze),
-            "train.freeze names both halves, so that nothing would learn; freeze one, or set mode=eval",
+            "train.freeze names both components, so nothing would be trained; freeze one, or set mode=eval",
         )
 
 
@@ -373,10 +377,12 @@ class EvalConfig:
     """Evaluation on the test split."""
 
     batch_size: int = option(65_536, "global batch size of evaluation")
-    per_epoch: int = option(1, "evaluations an epoch, evenly spaced, the last at its end")
+    per_epoch: int = option(1, "evaluations per epoch, evenly spaced, the last at its end")
     at_start: bool = option(False, "evaluate the untrained model too")
     auc_threshold: float | None = option(None, "stop on all ranks once test AUC reaches this")
-    max_steps: int | None = option(None, "evaluate only so many batches; null evaluates every row")
+    max_steps: int | None = option(
+        None, "evaluate only this many batches; null evaluates every row"
+    )
     split: str = option("test", "split of the dataset to evaluate on")
 
     def __post_init__(self) -> None:
@@ -399,8 +405,8 @@ class InferenceConfig:
     batch_sizes: list[int] = option(
         [1, 64, 512, 2048, 8192, 32768, 65536], "global batch sizes to time"
     )
-    steps: int = option(200, "timed forward passes a batch size")
-    warmup_steps: int = option(20, "untimed forward passes before them")
+    steps: int = option(200, "timed forward passes per batch size")
+    warmup_steps: int = option(20, "untimed forward passes before the timed ones")
 
     def __post_init__(self) -> None:
         require(
@@ -416,7 +422,7 @@ class InferenceConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ShardingConfig:
-    """How tables are laid over ranks; the planner decides within these limits."""
+    """Limits within which the planner distributes tables over ranks."""
 
     types: list[ShardingType] = option(
         [ShardingType.table_wise, ShardingType.column_wise, ShardingType.data_parallel],
@@ -424,13 +430,20 @@ class ShardingConfig:
     )
     # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
     tables: Any = option(None, "sharding type of single tables: {cat_0: row_wise}")
-    world_size: int | None = option(None, "ranks to plan for with mode=plan; null: those started")
-    local_world_size: int | None = option(
-        None, "ranks a node to plan for with mode=plan; null: those started, or world_size up to 8"
+    world_size: int | None = option(
+        None, "ranks to plan for with mode=plan; null: the ranks of this run"
     )
-    hbm_gib: float | None = option(None, "GPU memory a rank to plan with; null asks the device")
-    host_gib: float | None = option(None, "host memory a node to plan with; null asks the machine")
-    reserve: float = option(0.1, "part of a rank's memory kept free of tables, for activations")
+    local_world_size: int | None = option(
+        None,
+        "ranks per node to plan for with mode=plan; null: those of this run, or world_size up to 8",
+    )
+    hbm_gib: float | None = option(None, "GPU memory per rank to plan with; null asks the device")
+    host_gib: float | None = option(
+        None, "host memory per node to plan with; null asks the machine"
+    )
+    reserve: float = option(
+        0.1, "fraction of each rank's memory kept free of tables, for activations"
+    )
 
     def __post_init__(self) -> None:
         self.tables = _table_overrides(self.tables)
@@ -443,46 +456,48 @@ class ShardingConfig:
         require(0 <= self.reserve < 1, f"sharding.reserve must lie in [0, 1), got {self.reserve}")
 
 
-def _table_overrides(given: Any) -> dict[str, ShardingType]:
-    names = ", ".join(each.name for each in ShardingType)
+def _table_overrides(overrides: Any) -> dict[str, ShardingType]:
+    names = ", ".join(kind.name for kind in ShardingType)
     require(
-        given is None or isinstance(given, dict),
-        f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {given}",
+        overrides is None or isinstance(overrides, dict),
+        f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {overrides}",
     )
-    overrides = {}
-    for table, kind in (given or {}).items():
+    types = {}
+    for table, kind in (overrides or {}).items():
         require(
             isinstance(kind, str) and kind in ShardingType.__members__,
             f"sharding.tables sets {table} to {kind}, which is none of {names}",
         )
-        overrides[table] = ShardingType[kind]
-    return overrides
+        types[table] = ShardingType[kind]
+    return types
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     """State on disk, through torch.distributed.checkpoint."""
 
-    save: bool = option(True, "save the state of a run, at its end too")
-    save_every: int | None = option(None, "save every so many steps too; null: by the clock alone")
-    save_every_minutes: float | None = option(30, "save every so many minutes too; null: never")
-    keep: int = option(2, "latest checkpoints to keep; the one with the best test AUC stays too")
+    save: bool = option(True, "save checkpoints, one of them at the end of the run")
+    save_every: int | None = option(None, "save every this many steps; null: by the clock alone")
+    save_every_minutes: float | None = option(
+        30, "save every this many minutes too; null: never by the clock"
+    )
+    keep: int = option(2, "latest checkpoints to keep; the one with the best test AUC is kept too")
     restore: str | None = option(
         None,
-        "checkpoint to start from: a step_N directory, or one of NVIDIA's TF2 recipe; a run_dir with "
-        "checkpoints of its own goes on by itself",
+        "checkpoint to start from: a step_N directory, or one of NVIDIA's TF2 recipe; a run whose run_dir "
+        "has checkpoints resumes from the latest without it",
     )
     parts: list[CheckpointPart] = option(
         list(CheckpointPart),
-        "what to take of checkpoint.restore: dense, tables, or both; with optimizer the run goes on "
-        "where it stopped, without it a new run begins at step 0 from those weights",
+        "what to load from checkpoint.restore: dense, tables, or both; with optimizer the run resumes "
+        "at its step, without it a new run starts at step 0 from those weights",
     )
     grow: bool = option(
         False,
-        "let tables have more rows than in checkpoint.restore; further rows begin as the seed's",
+        "let tables have more rows than in checkpoint.restore; added rows get the seed's initial weights",
     )
     allow_changes: bool = option(
-        False, "go on although data files or settings are not those of the checkpoint"
+        False, "resume although data files or settings differ from those of the checkpoint"
     )
 
     def __post_init__(self) -> None:
@@ -494,30 +509,30 @@ class CheckpointConfig:
             )
         require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
         components = {CheckpointPart.dense, CheckpointPart.tables}
-        names = "[" + ", ".join(each.name for each in self.parts) + "]"
+        names = "[" + ", ".join(part.name for part in self.parts) + "]"
         require(bool(self.parts), "checkpoint.parts must name at least one of dense and tables")
         require(
             CheckpointPart.optimizer not in self.parts or components <= set(self.parts),
-            f"checkpoint.parts={names} takes the optimizers' state without the weights it belongs to; "
+            f"checkpoint.parts={names} loads the optimizers' state without the weights it belongs to; "
             "name dense and tables too, or leave optimizer out",
         )
 
     @property
     def components(self) -> set[Component]:
-        """Whose weights are taken."""
-        return {half for half in Component if CheckpointPart[half.name] in self.parts}
+        """Components whose weights are loaded."""
+        return {part for part in Component if CheckpointPart[part.name] in self.parts}
 
     @property
     def takes_optimizer(self) -> bool:
-        """Whether the run goes on where it stopped."""
+        """Whether the run resumes at the checkpoint's step."""
         return CheckpointPart.optimizer in self.parts
 
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    """What a run tells while it goes on."""
+    """What a run reports while it trains."""
 
-    every: int = option(100, "steps between two records of loss, AUC and speed")
+    every: int = option(100, "steps between records of loss, AUC and speed")
     tensorboard: bool = option(True, "write TensorBoard events into run_dir/tensorboard")
 
     def __post_init__(self) -> None:
@@ -526,11 +541,11 @@ class LogConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ProfileConfig:
-    """A profile of some training steps: docs/profiling.md."""
+    """Profile of a few training steps: docs/profiling.md."""
 
-    steps: int = option(0, "steps to profile, into run_dir/profile; 0 for none")
-    start_step: int = option(50, "steps of this run before them, at least 1")
-    nvtx: bool = option(False, "mark the steps for Nsight Systems (nsys) and write no trace")
+    steps: int = option(0, "steps to profile, into run_dir/profile; 0 profiles none")
+    start_step: int = option(50, "steps of this run before the profiled ones, at least 1")
+    nvtx: bool = option(False, "annotate the steps for Nsight Systems (nsys) and write no trace")
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, f"profile.steps must not be negative, got {self.steps}")
@@ -543,13 +558,13 @@ class ProfileConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """The whole run."""
+    """All options of one run."""
 
     recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
     mode: Mode = option(Mode.train, "train, eval, inference or plan")
-    device: Device = option(Device.auto, "auto takes GPUs where there are any, else the CPU")
-    seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic stream")
-    run_dir: str | None = option(None, "where results go; null: runs/<recipe>/<time>")
+    device: Device = option(Device.auto, "auto uses GPUs if there are any, else the CPU")
+    seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks")
+    run_dir: str | None = option(None, "run directory, for all results; null: runs/<recipe>/<time>")
     data: DataConfig = MISSING
     model: ModelConfig = MISSING
     optimizer: OptimizerConfig = MISSING
@@ -566,7 +581,7 @@ class Config:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
         require(
             self.run_dir != "",
-            "run_dir is empty, perhaps a variable that is not set: name a directory, or null for a new "
+            "run_dir is empty, perhaps from an unset shell variable: name a directory, or null for a new "
             "runs/<recipe>/<time>",
         )
         require(
@@ -579,26 +594,26 @@ class Config:
             or not {ShardingType.row_wise, ShardingType.table_row_wise}
             & {*sharding.types, *sharding.tables.values()},
             f"model.embedding_dtype={self.model.embedding_dtype.name} with row-wise tables: FBGEMM updates "
-            "those, and does not round as this recipe does; take row_wise and table_row_wise out of "
+            "those without this recipe's stochastic rounding; take row_wise and table_row_wise out of "
             "sharding.types and sharding.tables, or set model.embedding_dtype=fp32",
         )
 
     @property
-    def rules(self) -> OptimizerConfig:
-        """Update rules of both halves: `optimizer`, but a frozen half has the one that keeps no state."""
-        given, frozen = self.optimizer, self.train.freeze
+    def effective_optimizer(self) -> OptimizerConfig:
+        """`optimizer` as it applies: a frozen component has SGD, which keeps no state."""
+        chosen, frozen = self.optimizer, self.train.freeze
         return replace(
-            given,
-            name=OptimizerName.sgd if Component.dense in frozen else given.name,
-            embedding_name=OptimizerName.sgd if Component.tables in frozen else given.table_name,
-            embedding_lr=given.table_lr,
+            chosen,
+            name=OptimizerName.sgd if Component.dense in frozen else chosen.name,
+            embedding_name=OptimizerName.sgd if Component.tables in frozen else chosen.table_name,
+            embedding_lr=chosen.table_lr,
         )
 
 
 def describe(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, meaning) of every option below `config`, in the order of declaration."""
-    for each in fields(config):
-        if is_dataclass(each.type):
-            yield from describe(each.type, f"{prefix}{each.name}.")
+    for declared in fields(config):
+        if is_dataclass(declared.type):
+            yield from describe(declared.type, f"{prefix}{declared.name}.")
         else:
-            yield f"{prefix}{each.name}", each.metadata["help"]
+            yield f"{prefix}{declared.name}", declared.metadata["help"]

@@ -152,7 +152,7 @@ def build_plan(
         _meta_tables(config, source),
         multi_hot.expanded_spec(source.spec),
         config.sharding,
-        config.rules.table_name,
+        config.effective_optimizer.table_name,
         hardware,
         config.train.batch_size // hardware.world_size,
         multi_hot.expansion_bytes(),
@@ -182,7 +182,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
         source.spec,
         plan,
         ranks,
-        config.rules,
+        config.effective_optimizer,
         config.train.amp,
         loss_scale(config),
         config.seed,
@@ -276,5 +276,5 @@ def _loader(
 
 def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
     embeddings = build_embeddings(config.model, source.spec, torch.device("meta"))
-    register_optimizer(embeddings, config.rules.table_name)
+    register_optimizer(embeddings, config.effective_optimizer.table_name)
     return embeddings

@@ -400,7 +400,7 @@ def _head(config: Config, source: Source, run_dir: Path, start: ResumePoint) -> 
     }
     if config.train.freeze:
         facts["frozen"] = ", ".join(each.name for each in config.train.freeze)
-    if needs_dense_kernel(config.rules.table_name, device_type(config)):
+    if needs_dense_kernel(config.effective_optimizer.table_name, device_type(config)):
         facts["note"] = (
             "FBGEMM has no fused adam for tables on a CPU; the tables take the dense kernel and the "
             "same rule after the backward pass, which needs memory for a gradient as large as they are"

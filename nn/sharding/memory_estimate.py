@@ -83,7 +83,7 @@ def plan_memory(
     activation_bytes = 4 if amp is Amp.off else 2
     layers = dense_layers(config, spec)
     parameters = sum(before * after + after for before, after in layers)
-    states = DENSE_STATES[config.rules.name]
+    states = DENSE_STATES[config.effective_optimizer.name]
     dense_half = parameters * (4 * (2 + states) + (0 if amp is Amp.off else 2))
     row = 4 * (len(spec.numerical) + 1) + ID_BYTES * sum(x.mean_hotness for x in spec.categorical)
     home = _local(config, spec, batch)

@@ -67,7 +67,7 @@ class TrainStep:
         if config.train.compile:
             # In place, so that parameters keep their names; the wrapped module would rename them.
             dense.compile()
-        self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.rules)
+        self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.effective_optimizer)
         self.frozen = frozenset(config.train.freeze)
         dense.requires_grad_(Component.dense not in self.frozen)
         self._config = config
@@ -208,8 +208,10 @@ class TrainStep:
     def _set_learning_rate(self, step: int, *, by_fbgemm: bool) -> None:
         factor = learning_rate_factor(step, self._config.scheduler)
         for group in self.dense_optimizer.param_groups:
-            group["lr"] = self._config.rules.lr * factor
-        self.tables.prepare_update(step, self._config.rules.table_lr * factor, by_fbgemm=by_fbgemm)
+            group["lr"] = self._config.effective_optimizer.lr * factor
+        self.tables.prepare_update(
+            step, self._config.effective_optimizer.table_lr * factor, by_fbgemm=by_fbgemm
+        )
 
     def _update(self, lookups: Lookups | None) -> None:
         if Component.tables not in self.frozen:

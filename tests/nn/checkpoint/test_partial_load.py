@@ -105,10 +105,10 @@ def test_parts_that_cannot_be_are_refused(parts):
     assert "checkpoint.parts" in ended.err
 
 
-def test_freezing_both_halves_is_refused():
+def test_freezing_both_components_is_refused():
     ended = run_command("train.freeze=[dense,tables]")
     assert ended.exit_code == 2
-    assert "nothing would learn" in ended.err
+    assert "nothing would be trained" in ended.err
 
 
 def frozen_runs(cases: list[list[str]]) -> list[tuple[dict, dict]]:
