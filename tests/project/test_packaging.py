@@ -11,6 +11,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -64,6 +65,25 @@ def test_an_installed_command_finds_its_yaml_from_anywhere(wheel, module, tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert "Options, with the values of this command" in done.stdout
+
+
+def requirements() -> list[Requirement]:
+    """Everything that the project, its extras and groups, and its build ask for."""
+    lists = [
+        PROJECT["project"]["dependencies"],
+        *PROJECT["project"]["optional-dependencies"].values(),
+        *PROJECT["dependency-groups"].values(),
+        PROJECT["build-system"]["requires"],
+        PROJECT["tool"]["uv"]["override-dependencies"],
+    ]
+    return [Requirement(each) for requirements in lists for each in requirements]
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_every_dependency_has_an_upper_bound(requirement):
+    """No lock file is committed, so the next major version would be installed on the day it appears."""
+    operators = {each.operator for each in requirement.specifier}
+    assert operators & {"<", "=="}
 
 
 def dockerfile() -> list[list[str]]:
