@@ -3,6 +3,7 @@
 import ast
 import importlib
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -23,6 +24,96 @@ LAYERS = {
     "dcnv2": {"main"},
     "benchmarks": {"configs", "dataloading", "nn", "main"},
 }
+# What each room of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
+ROOMS = {
+    "nn.distributed": set(),
+    "nn.ops": set(),
+    "nn.ops.triton": {"nn.ops"},
+    "nn.layers": {"nn.ops", "nn.ops.triton"},
+    "nn.embedding": {"nn.layers", "nn.ops", "nn.ops.triton"},
+    "nn.models": {"nn.embedding", "nn.layers", "nn.ops"},
+    "nn.sharding": {"nn.distributed", "nn.embedding", "nn.layers", "nn.models", "nn.ops"},
+    "nn.checkpoint": {"nn.distributed", "nn.embedding"},
+    "nn.observability": {"nn.checkpoint", "nn.distributed", "nn.sharding"},
+    "nn.training": {
+        "nn.checkpoint",
+        "nn.distributed",
+        "nn.observability",
+        "nn.ops",
+        "nn.sharding",
+    },
+    "nn.export": {"nn.checkpoint", "nn.distributed"},
+    "nn.library_warnings": set(),
+    "nn.versions": set(),
+    "nn.build": {
+        "nn.distributed",
+        "nn.embedding",
+        "nn.layers",
+        "nn.models",
+        "nn.sharding",
+        "nn.training",
+    },
+    "nn.resume": {"nn.checkpoint", "nn.distributed", "nn.training"},
+    "nn.start": {"nn.build", "nn.checkpoint", "nn.distributed", "nn.resume", "nn.training"},
+    "nn.run": {
+        "nn.build",
+        "nn.checkpoint",
+        "nn.distributed",
+        "nn.observability",
+        "nn.resume",
+        "nn.sharding",
+        "nn.start",
+        "nn.training",
+    },
+    "preproc.column_store": set(),
+    "preproc.fitted_state": set(),
+    "preproc.raw_files": set(),
+    "preproc.report": set(),
+    "preproc.vocabulary_sql": set(),
+    "preproc.work_directory": set(),
+    "preproc.dataset_writer": {"preproc.column_store"},
+    "preproc.line_blocks": {"preproc.raw_files", "preproc.vocabulary_sql"},
+    "preproc.convert": {"preproc.report"},
+    "preproc.synthetic": {"preproc.report"},
+    "preproc.verify": {"preproc.report"},
+    "preproc.table": {
+        "preproc.dataset_writer",
+        "preproc.fitted_state",
+        "preproc.line_blocks",
+        "preproc.raw_files",
+        "preproc.report",
+        "preproc.vocabulary_sql",
+        "preproc.work_directory",
+    },
+    "preproc.criteo": {
+        "preproc.column_store",
+        "preproc.dataset_writer",
+        "preproc.fitted_state",
+        "preproc.line_blocks",
+        "preproc.raw_files",
+        "preproc.report",
+        "preproc.vocabulary_sql",
+        "preproc.work_directory",
+    },
+    "preproc.__main__": {
+        "preproc.convert",
+        "preproc.criteo",
+        "preproc.report",
+        "preproc.synthetic",
+        "preproc.table",
+        "preproc.verify",
+    },
+}
+# Allowed inside functions only: an operation chooses its kernel at run time, as Triton need not be there.
+LAZY_ROOMS = {("nn.ops", "nn.ops.triton")}
+# To be removed, an import at a time.
+TEMPORARY_ROOMS = {
+    ("nn.checkpoint", "nn.training"),  # until the checkpoint takes the step's state_dict
+    ("nn.ops", "nn.sharding"),  # until the id exchange and the step share one CudaGraph
+}
+MOST_MODULES = 15
+# A folder for Parquet would import the rest of the package, and the rest would import it.
+MORE_MODULES = {"dataloading": 20}
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.sharding.sharded_embeddings",
@@ -152,6 +243,57 @@ def test_no_module_imports_itself_by_a_detour():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"cycle: {' -> '.join(error.args[1])}")
+
+
+def room_of(module: str) -> str:
+    """The folder of a module, or the module itself where it lies in no folder of its package."""
+    package = module.split(".")[0]
+    parent = module if has_modules(module) else module.rpartition(".")[0]
+    return module if parent == package else parent
+
+
+def has_modules(name: str) -> bool:
+    return any(each.startswith(f"{name}.") for each in sources())
+
+
+def rooms_imported(lazy: bool) -> dict[str, set[str]]:
+    """Room -> other rooms of its package that its modules import."""
+    arrows = {room: set() for room in ROOMS}
+    for name in sources():
+        package = name.split(".")[0]
+        if package not in ("nn", "preproc") or name == package:
+            continue
+        targets = {each for each in ours(name, lazy) if is_below(each, package)} - {package}
+        arrows.setdefault(room_of(name), set()).update(map(room_of, targets))
+    return {room: found - {room} for room, found in arrows.items()}
+
+
+def test_every_room_is_in_the_table():
+    assert set(rooms_imported(lazy=True)) == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_that_the_table_allows(room):
+    beside = {target for source, target in LAZY_ROOMS | TEMPORARY_ROOMS if source == room}
+    assert rooms_imported(lazy=True)[room] <= ROOMS[room] | beside
+    lazy_only = {target for source, target in LAZY_ROOMS if source == room}
+    assert not rooms_imported(lazy=False)[room] & lazy_only
+
+
+def test_rooms_import_one_way():
+    try:
+        TopologicalSorter(ROOMS).prepare()
+    except CycleError as error:
+        pytest.fail(f"cycle: {' -> '.join(error.args[1])}")
+
+
+def test_no_folder_has_too_many_modules():
+    paths = [path for top in (*LAYERS, "tests") for path in (ROOT / top).rglob("*.py")]
+    counts = Counter(
+        str(path.parent.relative_to(ROOT)) for path in paths if path.name != "__init__.py"
+    )
+    limits = {folder: MORE_MODULES.get(folder, MOST_MODULES) for folder in counts}
+    assert {f: n for f, n in counts.items() if n > limits[f]} == {}
 
 
 @pytest.mark.parametrize("library", ["torch.distributed", "torchrec.distributed"])
