@@ -43,7 +43,7 @@ from nn.observability.console import (
     Progress,
     make_console,
     print_hardware,
-    print_head,
+    print_header,
     print_inference,
     print_memory,
     print_plan,
@@ -116,7 +116,7 @@ def run(config: Config, config_yaml: str) -> None:
         facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_rank0 else None
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start))
         recorder.write_plan(rows)
-        print_head(console, facts, _head(config, source, recorder.run_dir, start))
+        print_header(console, facts, _head(config, source, recorder.run_dir, start))
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size)
             if ranks.device.type == "cuda":
@@ -346,16 +346,16 @@ def _recorder(
     """Make the run directory on rank 0; a directory that cannot be is an error on all ranks."""
 
     def make(rank: int, run_dir: Path) -> RunDirectory:
-        goes_on_at = start.num_steps if start.is_continuation else None
-        if rank == 0 and goes_on_at is None and config.mode is Mode.train:
-            goes_on_at = 0 if can_restart(run_dir, config) else None
+        resume_step = start.num_steps if start.is_continuation else None
+        if rank == 0 and resume_step is None and config.mode is Mode.train:
+            resume_step = 0 if can_restart(run_dir, config) else None
         return RunDirectory(
             run_dir,
             rank=rank,
             config_yaml=config_yaml,
             environment=facts,
             tensorboard=config.log.tensorboard,
-            goes_on_at=goes_on_at,
+            resume_step=resume_step,
         )
 
     made: list[RunDirectory] = []

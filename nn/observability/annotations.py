@@ -1,23 +1,23 @@
-"""Names for parts of a step, which a profiler shows above the kernels they start; nothing at all when none looks.
+"""Annotations of parts of a step, shown by a profiler above their kernels; no-ops without a profiler.
 
-The profiler in use is kept here, for the process, so that the step need not carry one about.
+The active profiler is a global of the process, so that the training step does not need a reference to it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 _open: Callable[[str], AbstractContextManager] | None = None
 
 
-def mark(name: str) -> AbstractContextManager:
-    """Return a context that shows as `name` in the profile being taken, if one is."""
-    return _NOTHING if _open is None else _open(name)
+def annotate(name: str) -> AbstractContextManager:
+    """Return a context that appears as `name` in the active profile; a null context without a profile."""
+    return _NULL_CONTEXT if _open is None else _open(name)
 
 
 @contextmanager
-def annotations_shown_by(open_range: Callable[[str], AbstractContextManager]) -> Iterator[None]:
-    """Let every `mark` of this process open such a range until the context ends."""
+def use_annotations(open_range: Callable[[str], AbstractContextManager]) -> Iterator[None]:
+    """Open a range of this kind for every `annotate` of this process until the context ends."""
     global _open
     _open = open_range
     try:

@@ -1,7 +1,7 @@
-"""What a person sees of a run: its head, the sharding plan, progress, evaluations, the result.
+"""Terminal output of a run: header, sharding plan, progress, evaluations, result.
 
-All of it goes through one rich `Console` from `make_console`, which is silent on other ranks than
-0. On a terminal progress is one bar; in a file or a pipe it is one plain line a record.
+All output is printed by one rich `Console` from `make_console`; only rank 0 prints. Progress is a bar on a terminal and
+one plain line per record in a file or a pipe.
 """
 
 import sys
@@ -29,19 +29,21 @@ GIB = 1 << 30
 
 
 def make_console(rank: int) -> Console:
-    """Return the console of this rank; only rank 0's prints anything."""
-    # A file or a pipe has no width, and rich would break lines after 80 columns.
+    """Return the console of this rank; it is silent unless `rank` is 0."""
+    # A file or a pipe has no width; rich would wrap lines at 80 columns.
     width = None if sys.stdout.isatty() else 120
     return Console(quiet=rank != 0, highlight=False, markup=False, emoji=False, width=width)
 
 
-def print_head(console: Console, environment: Mapping[str, Any], facts: Mapping[str, str]) -> None:
-    """Print what runs where.
+def print_header(
+    console: Console, environment: Mapping[str, Any], facts: Mapping[str, str]
+) -> None:
+    """Print the header of a run: recipe, versions, devices and further facts.
 
     Args:
         console: from `make_console`.
         environment: from `nn.observability.run_directory.environment`.
-        facts: further lines, title to text, such as model, data, seed and run directory.
+        facts: further lines by title, such as model, data, seed and run directory.
     """
     commit = environment["git_commit"]
     versions = [
@@ -61,20 +63,20 @@ def print_head(console: Console, environment: Mapping[str, Any], facts: Mapping[
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
-    """Print what a plan is made for.
+    """Print the hardware that a plan is made for.
 
     Args:
         console: from `make_console`.
-        config: the whole run.
-        hardware: what its tables are to live in.
+        config: options of the run.
+        hardware: ranks and the memory of each.
     """
-    a_rank = hardware.bytes_per_rank
-    usable = a_rank * (1 - config.sharding.reserve)
+    per_rank = hardware.bytes_per_rank
+    usable = per_rank * (1 - config.sharding.reserve)
     nodes = hardware.world_size // hardware.local_world_size
     lines = {
         "plan for": f"{hardware.world_size} x {hardware.device_type} on {nodes} "
         + ("node" if nodes == 1 else "nodes"),
-        "memory": f"{a_rank / GIB:,.1f} GiB a rank, {usable / GIB:,.1f} GiB of it for tables",
+        "memory": f"{per_rank / GIB:,.1f} GiB per rank, {usable / GIB:,.1f} GiB of it for tables",
         "optimizer": f"{config.model.embedding_dtype.value} tables {config.effective_optimizer.table_name.value}",
     }
     console.print(Text(config.recipe, style="bold"))
@@ -82,12 +84,12 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
 
 
 def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> None:
-    """Print where each table lives and how evenly the ranks are filled.
+    """Print the placement of every table and the balance over ranks.
 
     Args:
         console: from `make_console`.
-        rows: one a table.
-        world_size: ranks, those without a table included.
+        rows: one per table.
+        world_size: number of ranks, including ranks without a table.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("table", overflow="fold")
@@ -118,13 +120,13 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
     total = bytes_of.total()
     fullest, most = max(bytes_of.items(), key=lambda item: item[1])
     lines = {
-        "in all": f"{_mib(total - expanded)} MiB, weights and optimizer state of {len(rows)} tables"
+        "total": f"{_mib(total - expanded)} MiB, weights and optimizer state of {len(rows)} tables"
     }
     if expanded:
-        lines["expansion"] = f"{_mib(expanded)} MiB, what expands one-hot ids where the tables lie"
+        lines["expansion"] = f"{_mib(expanded)} MiB, id expansion of one-hot features"
     if world_size > 1 and total:
         mean = total / world_size
-        lines["a rank"] = (
+        lines["per rank"] = (
             f"at most {_mib(most)} MiB (rank {fullest}), mean {_mib(mean)} MiB, "
             f"imbalance {most / mean:.2f}"
         )
@@ -132,7 +134,7 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
         busiest, most = max(enumerate(lookups), key=lambda item: item[1])
         mean = sum(lookups) / world_size
         lines["lookups"] = (
-            f"of a sample at most {most:,.1f} (rank {busiest}), mean {mean:,.1f}, "
+            f"per sample at most {most:,.1f} (rank {busiest}), mean {mean:,.1f}, "
             f"imbalance {most / mean:.2f}"
         )
     console.print()
@@ -143,66 +145,66 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
 
 
 def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
-    """Print what the fullest GPU will hold while training, and whether it can.
+    """Print the estimated peak memory of the fullest GPU, with a warning if it exceeds the GPU's memory.
 
     Args:
         console: from `make_console`.
-        ranks: one a rank.
-        hbm_bytes: memory of one GPU.
+        ranks: one estimate per rank.
+        hbm_bytes: memory of one GPU in bytes.
     """
-    fullest = max(ranks, key=lambda each: each.total)
-    parts = [
+    fullest = max(ranks, key=lambda rank: rank.total)
+    components = [
         f"{name.replace('_', ' ')} {size / GIB:,.1f}"
         for name, size in asdict(fullest).items()
         if size / GIB >= 0.05
     ]
     lines = {
         "GPU memory": f"{fullest.total / GIB:,.1f} of {hbm_bytes / GIB:,.1f} GiB at its peak on rank "
-        f"{ranks.index(fullest)}: {', '.join(parts)}"
+        f"{ranks.index(fullest)}: {', '.join(components)}"
     }
     if fullest.total > hbm_bytes:
         lines["too much"] = (
-            "the tables fit, the step beside them does not: lower train.batch_size or raise "
-            "sharding.reserve"
+            "the tables fit, but the tables with the training step do not: lower train.batch_size "
+            "or raise sharding.reserve"
         )
     _print_columns(console, _grid(lines))
     console.print()
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -> None:
-    """Print the result and where it was written.
+    """Print the result and the files of the run directory.
 
     Args:
         console: from `make_console`.
-        summary: as given to `RunDirectory.finish`; what is None was not measured and is left out, and
-            `untrained_test_auc` and `teacher_auc` are set beside the test AUC.
-        run_dir: its files are listed.
+        summary: the argument of `RunDirectory.finish`. Entries that are None were not measured and are left out.
+            `untrained_test_auc` and `teacher_auc` are printed beside the test AUC.
+        run_dir: directory whose files are listed.
     """
     if console.quiet:
         return
-    beside = [
+    bounds = [
         f"{title} {summary[name]:.4f}"
         for name, title in (("untrained_test_auc", "untrained"), ("teacher_auc", "ceiling"))
         if summary.get(name) is not None
     ]
     lines = {}
     if summary["test_auc"] is not None:
-        beside_text = f"  ({', '.join(beside)})" if beside else ""
-        lines["test AUC"] = _number(summary["test_auc"]) + beside_text
+        bounds_text = f"  ({', '.join(bounds)})" if bounds else ""
+        lines["test AUC"] = _number(summary["test_auc"]) + bounds_text
         lines["log loss"] = _number(summary["test_log_loss"])
     if summary["samples_per_s"] is not None:
         step_ms = _number(summary["step_ms"], ".1f")
         lines["speed"] = f"{_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
     if summary["peak_hbm_bytes"] is not None:
         lines["GPU memory"] = f"{summary['peak_hbm_bytes'] / GIB:,.1f} GiB at its peak"
-    names = sorted(each.name + "/" * each.is_dir() for each in run_dir.iterdir())
+    names = sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir())
     lines["written to"] = f"{run_dir}/\n{'  '.join(names)}"
     console.print(Text("\nresult", style="bold"))
     _print_columns(console, _grid(lines))
 
 
 def _print_columns(console: Console, columns: Table) -> None:
-    """Print a table; into a file without the blanks that rich fills its lines up with."""
+    """Print a table; strip rich's trailing blanks unless the output is a terminal."""
     if console.is_terminal:
         console.print(columns)
         return
@@ -213,12 +215,12 @@ def _print_columns(console: Console, columns: Table) -> None:
 
 
 class Progress:
-    """Shows the training loop at work; a context manager, so that the bar ends with the loop.
+    """Progress of the training loop; a context manager that removes the bar at its end.
 
     Args:
         console: from `make_console`.
-        total_steps: steps of the whole run.
-        start_step: steps done before this start, after a restore.
+        total_steps: last step of the run.
+        start_step: step that the run resumes from; 0 for a new run.
     """
 
     def __init__(self, console: Console, total_steps: int, *, start_step: int = 0) -> None:
@@ -226,7 +228,7 @@ class Progress:
         self.total_steps = total_steps
         self._bar: Bar | None = None
         if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
-            # Rendering takes the interpreter from the loop: four times a second will do.
+            # Rendering holds the GIL and delays the training loop, so refresh only 4 times per second.
             columns = (
                 _Position(Column(no_wrap=True)),
                 BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
@@ -245,19 +247,19 @@ class Progress:
             self._bar.stop()
 
     def advance(self, step: int) -> None:
-        """Move the bar; `step` is the number of steps done."""
+        """Move the bar to `step`, the number of finished steps."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def show_train(self, record: Mapping[str, Any]) -> None:
-        """Show a record of training."""
+        """Show a training record."""
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
         else:
             self._print(format_train(record, self.total_steps))
 
     def show_test(self, record: Mapping[str, Any]) -> None:
-        """Print a record of an evaluation, above the bar where there is one."""
+        """Print an evaluation record, above the bar if there is one."""
         self._print(format_test(record))
 
     def _print(self, line: str) -> None:
@@ -265,7 +267,7 @@ class Progress:
 
 
 def format_train(record: Mapping[str, Any], total_steps: int) -> str:
-    """One line for a record of training."""
+    """Format a training record as one line."""
     return (
         f"step {record['step']:,}/{total_steps:,}  {_quality(record)}  {_speed(record)}  "
         f"{_number(record['step_ms'], '.1f')} ms/step  left {_left(record, total_steps)}"
@@ -273,7 +275,7 @@ def format_train(record: Mapping[str, Any], total_steps: int) -> str:
 
 
 def format_test(record: Mapping[str, Any]) -> str:
-    """One line for a record of an evaluation; says why where there is no AUC."""
+    """Format an evaluation record as one line, with the reason if AUC is undefined."""
     auc, log_loss = record["test_auc"], _number(record["test_log_loss"])
     if _is_number(record["test_log_loss"]) and not _is_number(auc):
         auc_text = "undefined (all labels are the same)"
@@ -286,14 +288,14 @@ def format_test(record: Mapping[str, Any]) -> str:
 
 
 class _Position(ProgressColumn):
-    """Steps done and to do."""
+    """Progress column: finished steps and total steps."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{int(task.completed):,}/{int(task.total or 0):,}")
 
 
 class _Status(ProgressColumn):
-    """The last record, with the time left counted down from it."""
+    """Progress column: the last training record and the estimated time left."""
 
     def render(self, task: Task) -> Text:
         record = task.fields["record"]
@@ -320,7 +322,7 @@ def _speed(record: Mapping[str, Any]) -> str:
 
 
 def _left(record: Mapping[str, Any], total_steps: int) -> str:
-    """Time to the last step at the speed of the record; evaluations come on top."""
+    """Estimate the time to the last step from the record's speed, without evaluations."""
     if not _is_number(record["step_ms"]):
         return "n/a"
     seconds = (total_steps - record["step"]) * record["step_ms"] / 1000
@@ -348,7 +350,7 @@ def _mib(num_bytes: float) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Shorten ranks to runs: (0, 1, 2, 3, 6) to `0-3, 6`."""
+    """Format ranks as ranges: (0, 1, 2, 3, 6) as `0-3, 6`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -368,7 +370,7 @@ def _grid(lines: Mapping[str, str]) -> Table:
 
 
 def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line a batch size.
+    """Print one line per batch size.
 
     Args:
         console: from `make_console`.

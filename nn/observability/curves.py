@@ -1,4 +1,4 @@
-"""One picture of a run: loss, AUC, speed and learning rate over steps, drawn from metrics.jsonl."""
+"""Plot of a run's metrics.jsonl: loss, AUC, throughput and learning rate over steps."""
 
 import json
 from itertools import pairwise
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-# No line gets many more points than the picture has pixels for it.
+# More points than the picture has pixels would only slow down drawing.
 MAX_POINTS = 1500
-# From so many points on the raw line is faint, and its moving mean is what one reads.
+# A line with at least this many points is drawn faintly, with its moving mean on top.
 SMOOTH_FROM = 20
 
 INK = "#30343b"
@@ -41,17 +41,17 @@ Series = tuple[np.ndarray, np.ndarray]  # steps [n], values [n]
 
 
 def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
-    """Draw the records of a run; a panel without records says so.
+    """Plot the records of a run; a panel without data is labelled "no records".
 
     Args:
-        metrics_jsonl: as `nn.observability.run_directory` writes it. `teacher_auc` in its first line, the best AUC
-            that synthetic labels allow, is drawn as a ceiling.
-        out_png: the picture, 1,560 x 1,020 pixels.
+        metrics_jsonl: file written by `nn.observability.run_directory`. `teacher_auc` in its first line is drawn as a
+            ceiling: the best AUC that synthetic labels allow.
+        out_png: file to write, 1,560 x 1,020 pixels.
 
     Raises:
-        ValueError: a line is not JSON; the message names it.
+        ValueError: a line is not JSON.
     """
-    # Takes most of a second to import: only the end of a run waits for it.
+    # Importing matplotlib takes most of a second, so only the end of a run pays for it.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -102,12 +102,12 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
 
 
 def read_records(metrics_jsonl: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the environment (the first line) and the records of training and evaluation.
+    """Return the environment (first line) and the training and evaluation records.
 
-    A last line without its end was cut short when the run was killed: it is left out.
+    A last line without a line end is left out: the run was killed while it wrote that line.
 
     Raises:
-        ValueError: a line is not JSON; the message names it.
+        ValueError: a line is not JSON.
     """
     text = metrics_jsonl.read_text(encoding="utf-8")
     objects = []
@@ -117,27 +117,27 @@ def read_records(metrics_jsonl: Path) -> tuple[dict[str, Any], list[dict[str, An
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{metrics_jsonl}, line {number}: wanted one JSON object, got {line[:60]!r} "
-                f"({error}); remove the line to draw the rest"
+                f"({error}); remove the line to plot the others"
             ) from None
     return (objects[0], objects[1:]) if objects else ({}, [])
 
 
 def series(records: list[dict[str, Any]], name: str) -> Series:
-    """Return steps and values of the records that hold a number under `name`."""
-    points = [(each["step"], each[name]) for each in records if each.get(name) is not None]
+    """Return steps and values of the records that contain a number under key `name`."""
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     return steps, values
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over a fiftieth of the points, at least 5, fewer at the ends."""
+    """Return the centred moving mean over 2 % of the points, at least 5; the window shrinks at both ends."""
     window = np.ones(max(5, len(values) // 50) | 1)
     counts = np.convolve(np.ones(len(values)), window, "same")
     return np.convolve(values, window, "same") / counts
 
 
 def thinned(line: Series) -> Series:
-    """Return at most `MAX_POINTS` points that look the same: the extremes of each interval."""
+    """Reduce a line to at most `MAX_POINTS` points: the minimum and maximum of every interval."""
     steps, values = line
     if len(values) <= MAX_POINTS:
         return line
@@ -149,10 +149,9 @@ def thinned(line: Series) -> Series:
 
 
 def limits(*lines: Series) -> tuple[float, float] | None:
-    """Return the range of values worth the height of a panel; None without values.
+    """Return the y range of a panel, or None without values.
 
-    Of ten points and more the first twentieth is left out: the way down from the untrained model
-    would press everything after it flat.
+    The first 5 % of a line with at least ten points are left out: the steep start of training would flatten the rest.
     """
     values = []
     for _, line in lines:
@@ -170,7 +169,7 @@ def limits(*lines: Series) -> tuple[float, float] | None:
 def _title(header: dict[str, Any], records: list[dict[str, Any]]) -> str:
     parts = [header.get("recipe", "run")]
     if records:
-        parts.append(f"{max(each['step'] for each in records):,} steps")
+        parts.append(f"{max(record['step'] for record in records):,} steps")
     for name, text in (("test_auc", "test AUC {:.4f}"), ("test_log_loss", "log loss {:.4f}")):
         _, values = series(records, name)
         parts += [text.format(value) for value in values[-1:]]
@@ -181,7 +180,7 @@ def _title(header: dict[str, Any], records: list[dict[str, Any]]) -> str:
 
 
 def _points(line: Series) -> dict[str, Any]:
-    """Show the single points of a short line."""
+    """Return plot options that show the single points of a short line."""
     return {"marker": "o", "markersize": 4} if len(line[0]) < SMOOTH_FROM else {}
 
 
@@ -218,12 +217,12 @@ def _mark_best(axes: Any, line: Series) -> None:
 
 
 def _finish(axes: Any, *lines: Series, from_zero: bool = False) -> None:
-    """Set the range and the legend, or say that there is nothing to see."""
-    span = limits(*lines)
-    if span is None:
+    """Set y range and legend, or label an empty panel."""
+    value_range = limits(*lines)
+    if value_range is None:
         axes.text(0.5, 0.5, "no records", transform=axes.transAxes, ha="center", color=FAINT)
         axes.set_yticks([])
         return
-    axes.set_ylim(*((0, 1.12 * span[1]) if from_zero else span))
+    axes.set_ylim(*((0, 1.12 * value_range[1]) if from_zero else value_range))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best")

@@ -1,8 +1,8 @@
-"""A profile of some steps: torch.profiler's trace a rank and where the time went, or marks for Nsight Systems.
+"""Profile of some steps: one torch.profiler trace per rank with a time breakdown, or NVTX ranges for Nsight Systems.
 
-run_dir/profile/rank0.json.gz   chrome trace of a rank, for https://ui.perfetto.dev
+run_dir/profile/rank0.json.gz   Chrome trace of one rank, for https://ui.perfetto.dev
 run_dir/profile/summary.json    `Breakdown` of every rank
-run_dir/profile/summary.txt     the same as a table, which the run prints too
+run_dir/profile/summary.txt     the breakdown as a table, which the run also prints
 """
 
 import json
@@ -17,19 +17,19 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from configs.schema import ProfileConfig
 from nn.distributed.process_group import Ranks
-from nn.observability.annotations import annotations_shown_by
+from nn.observability.annotations import use_annotations
 from nn.observability.trace_breakdown import break_down, format_breakdown, read_trace
 
 WARM_UP_STEPS = 3
-"""Steps traced and thrown away: the first ones pay for the tracing's own start."""
+"""Steps traced and discarded: the first traced steps include the start of the tracer."""
 
 
-def steps_of(config: ProfileConfig, start_step: int) -> range:
-    """Steps that run under the profiler, its warm-up included.
+def profiled_steps(config: ProfileConfig, start_step: int) -> range:
+    """Return the steps that run under the profiler, including its warm-up.
 
     Args:
-        config: which steps of the run.
-        start_step: steps done before the run, after a restore.
+        config: profiler options.
+        start_step: step that the run resumes from; 0 for a new run.
     """
     first = start_step + config.start_step
     return range(first - min(WARM_UP_STEPS, config.start_step), first + config.steps)
@@ -38,50 +38,53 @@ def steps_of(config: ProfileConfig, start_step: int) -> range:
 def check_profile(
     config: ProfileConfig, start_step: int, last_step: int, evaluations: Iterable[int], ranks: Ranks
 ) -> None:
-    """Refuse a profile that cannot be taken, before anything is started.
+    """Check the profiler options against the run.
 
     Args:
-        config: which steps of the run.
-        start_step: steps done before the run, after a restore.
-        last_step: where the run ends.
+        config: profiler options.
+        start_step: step that the run resumes from; 0 for a new run.
+        last_step: last step of the run.
         evaluations: steps after which the run evaluates.
         ranks: this process.
 
     Raises:
-        ValueError: the steps are not in the run, an evaluation lies among them, or there is no GPU for NVTX marks.
+        ValueError: the profiled steps exceed the run, an evaluation falls between them, or NVTX is requested without a
+            GPU.
     """
     if not config.steps:
         return
-    steps = steps_of(config, start_step)
+    steps = profiled_steps(config, start_step)
     if steps.stop > last_step:
         raise ValueError(
             f"profile.start_step={config.start_step} and profile.steps={config.steps} end after step "
             f"{steps.stop}, but this run ends after {last_step}; lower profile.start_step"
         )
-    inside = [each for each in evaluations if steps.start < each < steps.stop]
+    inside = [step for step in evaluations if steps.start < step < steps.stop]
     if inside:
         raise ValueError(
-            f"the run evaluates after step {inside[0]}, among the profiled steps {steps.start} to "
-            f"{steps.stop - 1} (warm-up included); move profile.start_step or lower eval.per_epoch"
+            f"the run evaluates after step {inside[0]}, within the profiled steps {steps.start} to "
+            f"{steps.stop - 1} (including warm-up); move profile.start_step or lower eval.per_epoch"
         )
     if config.nvtx and ranks.device.type != "cuda":
         raise ValueError(
-            "profile.nvtx=true needs a GPU; leave it out, and the profile is a trace of torch's profiler"
+            "profile.nvtx=true requires a GPU; without it the profile is a torch.profiler trace"
         )
 
 
 class Profiler:
-    """Call `start` before the first step of `steps` and `step` after each of them; every rank alike.
+    """Profiler of the training loop.
+
+    Every rank calls `start` before the first step of `steps` and `step` after every one of them.
 
     Args:
-        config: which steps, and for whom.
-        start_step: steps done before this run, after a restore.
-        run_dir: gets a folder `profile`.
-        console: prints the table.
+        config: profiler options.
+        start_step: step that the run resumes from; 0 for a new run.
+        run_dir: parent of the folder `profile`.
+        console: prints the breakdown.
         ranks: this process.
 
     Attributes:
-        steps: the steps that run under the profiler, its warm-up included; no measure of the run's speed.
+        steps: steps that run under the profiler, including its warm-up. They must not count for throughput.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Profiler:
         console: Console,
         ranks: Ranks,
     ) -> None:
-        self.steps = steps_of(config, start_step)
+        self.steps = profiled_steps(config, start_step)
         self._num_steps = config.steps
         self._for_nsight = config.nvtx
         self._directory = run_dir / "profile"
@@ -103,11 +106,11 @@ class Profiler:
         self._open = ExitStack()
 
     def start(self) -> None:
-        """Begin to trace."""
+        """Start tracing."""
         if self._for_nsight:
-            self._open.enter_context(annotations_shown_by(nvtx.range))
+            self._open.enter_context(use_annotations(nvtx.range))
         else:
-            self._open.enter_context(annotations_shown_by(record_function))
+            self._open.enter_context(use_annotations(record_function))
             on_gpu = self._ranks.device.type == "cuda"
             self._profile = profile(
                 activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
@@ -118,10 +121,10 @@ class Profiler:
             self._profile.start()
 
     def step(self) -> None:
-        """Count a step; after the last one all files are written."""
+        """Count a step; write all files after the last one."""
         self._left -= 1
         if self._left in (0, self._num_steps):
-            # The device is idle where the kept steps begin and end: they are all there, and nothing else is.
+            # An idle device at both ends makes the trace hold exactly the kernels of the kept steps.
             self._synchronize()
         if self._left == 0:
             self._open.close()
@@ -134,16 +137,16 @@ class Profiler:
         elif self._left == 0:
             torch.cuda.profiler.stop()
 
-    def _write(self, taken: profile) -> None:
+    def _write(self, trace: profile) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        trace = self._directory / f"rank{self._ranks.rank}.json.gz"
-        taken.export_chrome_trace(str(trace))
-        measured = self._ranks.gather_objects(break_down(read_trace(trace)))
-        if measured is None:
+        path = self._directory / f"rank{self._ranks.rank}.json.gz"
+        trace.export_chrome_trace(str(path))
+        breakdowns = self._ranks.gather_objects(break_down(read_trace(path)))
+        if breakdowns is None:
             return
-        text = format_breakdown(measured)
+        text = format_breakdown(breakdowns)
         (self._directory / "summary.txt").write_text(text)
-        content = json.dumps([each.as_dict() for each in measured], indent=2)
+        content = json.dumps([breakdown.as_dict() for breakdown in breakdowns], indent=2)
         (self._directory / "summary.json").write_text(content + "\n")
         self._console.print(f"\nprofile: {self._directory}\n{text}", soft_wrap=True)
 

@@ -1,13 +1,13 @@
-"""The run directory: what a run was, what it measured on the way and what came out.
+"""Run directory: configuration, plan, metrics and result of a run.
 
-config.yaml     the resolved configuration
-plan.json       one object a table, as `TablePlan`
-memory.json     of training on GPUs: what each rank's should hold at its fullest, one object a rank, as `RankMemory`
-metrics.jsonl   first line the environment, then one object a record, written through at once
-restarts.jsonl  one object each time the run went on from a checkpoint: its step and the environment
+config.yaml     resolved configuration
+plan.json       one `TablePlan` per table
+memory.json     estimated peak memory per GPU, one `RankMemory` per rank; only for training on GPUs
+metrics.jsonl   environment in the first line, then one record per line, flushed at once
+restarts.jsonl  one object per resume: checkpoint step and environment
 tensorboard/    the numbers of the records, under train/ and test/
-summary.json    the result, only there when the run came to its end
-curves.png      the records as a picture
+summary.json    result; exists only after the run has finished
+curves.png      plot of the records
 """
 
 import fcntl
@@ -43,12 +43,12 @@ SUMMARY_KEYS = (
     "peak_hbm_bytes",
 )
 
-# Float32 carries about as many digits, and an AUC needs six after the point.
+# Float32 carries about 7 digits, and an AUC needs six decimals.
 SIGNIFICANT_DIGITS = 7
 
 
 def default_run_dir(recipe: str) -> Path:
-    """Return `runs/<recipe>/<time>`, with a number behind it where that is taken already."""
+    """Return `runs/<recipe>/<time>`, with a number appended if that exists already."""
     started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     run_dir = Path("runs") / recipe / started
     attempt = 1
@@ -61,13 +61,13 @@ def default_run_dir(recipe: str) -> Path:
 def environment(
     recipe: str, device: torch.device, *, world_size: int = 1, num_hosts: int = 1
 ) -> dict[str, str | int | None]:
-    """Describe where and from what a run starts; what is not there is None.
+    """Describe the machine, the software and the command of a run; entries without a value are None.
 
     Args:
         recipe: name of the recipe.
-        device: this rank's device; the others' are taken to be alike.
-        world_size: ranks over all hosts.
-        num_hosts: hosts.
+        device: this rank's device; other ranks are assumed to have the same.
+        world_size: number of ranks over all hosts.
+        num_hosts: number of hosts.
     """
     is_cuda = device.type == "cuda"
     return {
@@ -96,18 +96,18 @@ def _version(package: str) -> str | None:
 
 
 def git_commit(root: Path) -> str | None:
-    """Return the commit of the checkout at `root`, `-dirty` behind it where files were changed.
+    """Return the commit of the checkout at `root`, with suffix `-dirty` if files were changed.
 
-    None for an installed copy: a repository further up would be somebody else's.
+    Return None for an installed copy: a repository in a parent folder would be a different project.
     """
     if not (root / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10)
+        completed = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() or None
+    return completed.stdout.strip() or None
 
 
 def _gpu_driver() -> str | None:
@@ -116,38 +116,38 @@ def _gpu_driver() -> str | None:
 
 
 def _num_cpus() -> int | None:
-    """CPUs this process may use, which a container or a scheduler may have narrowed."""
+    """Return the number of CPUs in this process's affinity mask; containers and schedulers may reduce it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
-def plain(value: Any) -> Any:
-    """Return `value` fit for JSON: floats rounded to 7 significant digits, nan and infinity None."""
+def to_json_value(value: Any) -> Any:
+    """Convert `value` for JSON: floats rounded to 7 significant digits, nan and infinity as None."""
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [to_json_value(item) for item in value]
     return value
 
 
 class RunDirectory:
-    """Writes the run directory; on other ranks than 0 every method does nothing.
+    """Writer of the run directory; every method is a no-op on ranks other than 0.
 
     Args:
-        run_dir: made here, with its parents.
+        run_dir: directory to create, with its parents.
         rank: this process's rank.
         config_yaml: text of the resolved configuration.
-        environment: first line of `metrics.jsonl`, from `environment()` and whatever else does not
-            change during the run; with `teacher_auc` in it, `curves.png` draws that ceiling.
+        environment: first line of `metrics.jsonl`: `environment()` and other constants of the run. If it contains
+            `teacher_auc`, `curves.png` shows that ceiling.
         tensorboard: write TensorBoard events too.
-        goes_on_at: step of the checkpoint that the run in `run_dir` goes on from: records up to it are kept, those
-            after it come anew; 0 begins anew; None for a directory that no run has used.
+        resume_step: step of the checkpoint that the run resumes from. Records up to this step are kept, later ones are
+            removed. 0 restarts the run; None is for a directory that no run has used.
 
     Raises:
-        ValueError: `run_dir` holds the records of an earlier run, is in use, or cannot be made.
+        ValueError: `run_dir` contains the records of an earlier run, is in use, or cannot be created.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class RunDirectory:
         config_yaml: str,
         environment: Mapping[str, Any],
         tensorboard: bool = True,
-        goes_on_at: int | None = None,
+        resume_step: int | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._metrics = None
@@ -171,28 +171,28 @@ class RunDirectory:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"run_dir={run_dir} cannot be made ({error.strerror}); set another run_dir"
+                f"run_dir={run_dir} cannot be created ({error.strerror}); set another run_dir"
             ) from None
-        self._lock = claim(run_dir)
+        self._lock = lock_directory(run_dir)
         path = run_dir / "metrics.jsonl"
-        if goes_on_at is None and path.exists():
+        if resume_step is None and path.exists():
             self.close()
-            raise ValueError(_why_taken(run_dir))
-        records = _records_until(path, goes_on_at) if goes_on_at else []
-        _write_whole(path, "".join(records))
+            raise ValueError(_already_used_message(run_dir))
+        records = _records_until(path, resume_step) if resume_step else []
+        _write_atomically(path, "".join(records))
         self._metrics = path.open("a", encoding="utf-8")
         if records:
-            self._has_training = any('"loss"' in each for each in records)
+            self._has_training = any('"loss"' in record for record in records)
             with (run_dir / "restarts.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(plain({"step": goes_on_at, **environment})) + "\n")
+                stream.write(json.dumps(to_json_value({"step": resume_step, **environment})) + "\n")
         else:
             self._write_line(environment)
         for name in ("summary.json", "curves.png"):
             (run_dir / name).unlink(missing_ok=True)
-        _write_whole(run_dir / "config.yaml", config_yaml)
+        _write_atomically(run_dir / "config.yaml", config_yaml)
         if tensorboard:
-            # What an earlier start wrote after the checkpoint is not shown.
-            purge = None if goes_on_at is None else goes_on_at + 1
+            # TensorBoard would otherwise show events of an earlier attempt after the checkpoint.
+            purge = None if resume_step is None else resume_step + 1
             self._events = SummaryWriter(run_dir / "tensorboard", flush_secs=30, purge_step=purge)
 
     def __enter__(self) -> Self:
@@ -202,7 +202,7 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Close the files; what was recorded so far stays."""
+        """Close the files; records written so far are kept."""
         if self._metrics is not None:
             self._metrics.close()
         if self._events is not None:
@@ -212,7 +212,7 @@ class RunDirectory:
             self._lock = None
 
     def sync(self) -> None:
-        """Make the records survive a power cut, as the checkpoint that counts on them does."""
+        """Sync the records to disk, so that they are as durable as a checkpoint that refers to them."""
         if self._metrics is not None:
             os.fsync(self._metrics.fileno())
 
@@ -228,24 +228,24 @@ class RunDirectory:
             _write_json(self.run_dir / "memory.json", content)
 
     def write_train(self, record: Mapping[str, Any]) -> None:
-        """Add one record of training; `record["step"]` is the number of steps done."""
+        """Append a training record; `record["step"]` is the number of finished steps."""
         self._write_record("train", record)
 
     def write_test(self, record: Mapping[str, Any]) -> None:
-        """Add one record of an evaluation; `record["step"]` is the number of steps done."""
+        """Append an evaluation record; `record["step"]` is the number of finished steps."""
         self._write_record("test", record)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json` and, of training, `curves.png`: the run came to its end.
+        """Write `summary.json` and, after training, `curves.png` at the end of the run.
 
         Args:
-            summary: at least `SUMMARY_KEYS`; what was not measured is None or nan.
+            summary: result with at least `SUMMARY_KEYS`; values that were not measured are None or nan.
         """
         missing = [key for key in SUMMARY_KEYS if key not in summary]
         assert not missing, f"summary without {missing}"
         if self._metrics is None:
             return
-        _write_json(self.run_dir / "summary.json", plain(summary))
+        _write_json(self.run_dir / "summary.json", to_json_value(summary))
         if self._has_training:
             draw_curves(self.run_dir / "metrics.jsonl", self.run_dir / "curves.png")
 
@@ -264,15 +264,17 @@ class RunDirectory:
 
     def _write_line(self, record: Mapping[str, Any]) -> None:
         assert self._metrics is not None
-        self._metrics.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        self._metrics.write(json.dumps(to_json_value(record), allow_nan=False) + "\n")
         self._metrics.flush()
 
 
-def claim(run_dir: Path) -> int | None:
-    """Keep other processes from writing into a run directory until this one ends; return what holds it.
+def lock_directory(run_dir: Path) -> int | None:
+    """Lock a run directory until this process ends, and return the descriptor of the lock.
+
+    Return None on a file system that cannot lock directories.
 
     Raises:
-        ValueError: one does already.
+        ValueError: another process has locked the directory.
     """
     descriptor = os.open(run_dir, os.O_RDONLY)
     try:
@@ -281,57 +283,57 @@ def claim(run_dir: Path) -> int | None:
         holder = _holder_of(descriptor)
         os.close(descriptor)
         raise ValueError(
-            f"run_dir={run_dir} is in use: {holder} is writing into it; wait for its end, end it (SIGTERM leaves a "
+            f"run_dir={run_dir} is in use: {holder} is writing to it; wait until it ends, stop it (SIGTERM saves a "
             "checkpoint), or set another run_dir"
         ) from None
     except OSError:
-        # Not every network file system can lock a directory.
+        # Some network file systems cannot lock a directory.
         os.close(descriptor)
         return None
     return descriptor
 
 
 def _holder_of(descriptor: int) -> str:
-    """Name the process that has locked a directory; on another host, or without Linux, nobody knows."""
+    """Name the process that has locked a directory; its id is unknown on another host or without Linux."""
     inode = os.fstat(descriptor).st_ino
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, _, pid, place, *_ = line.split()
-            if kind == "FLOCK" and place.endswith(f":{inode}"):
+            _, kind, _, _, pid, device_inode, *_ = line.split()
+            if kind == "FLOCK" and device_inode.endswith(f":{inode}"):
                 return f"process {pid}"
     return "another process"
 
 
-def _why_taken(run_dir: Path) -> str:
-    """Say why a directory with records is not written into, and what to do."""
+def _already_used_message(run_dir: Path) -> str:
+    """Return the error text for a directory that contains records of an earlier run."""
     checkpoints = run_dir / "checkpoints"
     text = f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run"
     set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
     if newest_first(checkpoints):
         return f"{text}; {set_another}"
-    damaged = sorted(each.name for each in checkpoints.glob("step_*.damaged"))
-    kept = f" ({', '.join(damaged)} cannot be used)" if damaged else ""
+    damaged = sorted(path.name for path in checkpoints.glob("step_*.damaged"))
+    unusable = f" ({', '.join(damaged)} cannot be used)" if damaged else ""
     return (
-        f"{text}, but no whole checkpoint to go on from{kept}; {set_another}, or delete "
-        f"{run_dir / 'metrics.jsonl'} to begin anew there"
+        f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete "
+        f"{run_dir / 'metrics.jsonl'} to restart there"
     )
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:
-    """Lines of metrics.jsonl, as far as they are whole and not of later steps; the first has no step."""
+    """Return the complete lines of metrics.jsonl up to a step; the first line has no step."""
     if not path.exists():
         return []
     first, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    return [first, *(line for line in whole if json.loads(line)["step"] <= last_step)]
+    complete = [line for line in lines if line.endswith("\n")]
+    return [first, *(line for line in complete if json.loads(line)["step"] <= last_step)]
 
 
 def _write_json(path: Path, content: Any) -> None:
-    _write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    _write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that is either there in full or not at all."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: it exists with its full text or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,14 +1,14 @@
-"""Samples a second: of the steps since the last record, and of the run without its start."""
+"""Samples per second: since the last record, and over the run without its first window."""
 
 import math
 import time
 
 
 class ThroughputMeter:
-    """Counts rows and time while training; evaluation and profiling pause it.
+    """Counter of rows and time during training; paused during evaluation and profiling.
 
-    The first window holds what happens once (compilation, allocation, cold caches); the run's own speed leaves it out
-    unless there is no other.
+    The first window includes one-time costs (compilation, allocation, cold caches). The throughput of the run leaves it
+    out unless it is the only window.
     """
 
     def __init__(self) -> None:
@@ -26,17 +26,17 @@ class ThroughputMeter:
         self._steps += 1
 
     def pause(self) -> None:
-        """Stop the clock, if it runs."""
+        """Stop the clock if it runs."""
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
         self._since = None
 
     def resume(self) -> None:
-        """Let the clock go on."""
+        """Start the clock again."""
         self._since = time.perf_counter()
 
     def window(self) -> dict[str, float]:
-        """Return the speed of the steps since the last call, and begin anew; nan where none was counted."""
+        """Return the throughput since the last call and start a new window; nan if no step was counted."""
         is_running = self._since is not None
         self.pause()
         window = (self._rows, self._steps, self._seconds)
@@ -47,7 +47,7 @@ class ThroughputMeter:
         return _speed([window])
 
     def run(self) -> dict[str, float]:
-        """Return the speed over all windows but the first."""
+        """Return the throughput over all windows except the first."""
         counted = [window for window in self._windows if window[1]]
         return _speed(counted[1:] or counted)
 

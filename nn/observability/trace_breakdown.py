@@ -1,7 +1,8 @@
-"""Where the time of a step goes, from the trace that torch.profiler wrote: kernels by phase, overlap, idle time.
+"""Time breakdown of a step from a torch.profiler trace: kernels by phase, overlap, idle time.
 
-Inside a CUDA graph nothing but the names of kernels is visible, so a phase is a pattern of names (`PHASES`). A CPU has
-no kernels; there the marks of the step (`nn.observability.annotations`) take their place. Imports no torch: a trace can be read anywhere.
+Inside a CUDA graph only kernel names are visible, so a phase is a pattern of kernel names (`PHASES`). On a CPU there are
+no kernels; phases are the annotations of the step (`nn.observability.annotations`). The module does not import torch, so
+a trace can be read on any machine.
 """
 
 import gzip
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 STEP = "train step"
-"""Mark around one step; a trace has as many steps as such marks."""
+"""Annotation around one step; their number is the number of steps in a trace."""
 DATA_WAIT = "data wait"
-"""Mark around the wait for the loader, and the phase of a GPU that idles meanwhile."""
+"""Annotation around the wait for the loader; also the phase of a GPU that is idle during it."""
 OTHER = "other"
 
-# The first pattern found in a kernel's name decides, so the special ones come first. Ours are Triton kernels
-# (`_pooled_lookup`, `_dot_forward`, ...), `split_embedding*` are FBGEMM's, `triton_*` are inductor's.
+# The first matching pattern decides, so specific patterns come first. `_pooled_lookup`, `_dot_forward`, ... are this
+# project's Triton kernels, `split_embedding*` FBGEMM's, `triton_*` TorchInductor's.
 PHASES = {
     "all-reduce": r"nccl\w*(AllReduce|ReduceScatter|AllGather|Broadcast)",
     "all-to-all": r"nccl",
@@ -41,13 +42,13 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def phase_of(kernel: str) -> str:
-    """Return the phase that a kernel of this name belongs to."""
-    return next((phase for phase, each in _PATTERNS.items() if each.search(kernel)), OTHER)
+    """Return the phase of a kernel by its name."""
+    return next((phase for phase, pattern in _PATTERNS.items() if pattern.search(kernel)), OTHER)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran from `start_us` to `end_us`, both in microseconds of the trace's clock."""
+    """Named range from `start_us` to `end_us`, in microseconds of the trace's clock."""
 
     name: str
     start_us: float
@@ -56,26 +57,26 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a breakdown needs of a trace.
+    """Kernels and annotations of a trace, on one clock.
 
     Attributes:
         kernels: kernels, copies and fills of the GPU, in any order; empty on a CPU.
-        marks: ranges that `nn.observability.annotations` put around parts of the step, on the host's clock, which is the same.
+        annotations: ranges on the host, from `nn.observability.annotations`.
     """
 
     kernels: tuple[Span, ...]
-    marks: tuple[Span, ...]
+    annotations: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Time of one phase, a mean over the steps of the trace.
+    """Time of one phase per step, a mean over the steps of the trace.
 
     Attributes:
-        phase: one of `KERNEL_PHASES`, `DATA_WAIT`, or on a CPU the name of a mark.
-        ms: summed over its kernels, those that ran beside each other counted each.
-        exposed_ms: while nothing of another phase ran: what the step would gain, at most, without the phase.
-        num_kernels: kernels a step.
+        phase: one of `KERNEL_PHASES`, `DATA_WAIT`, or on a CPU the name of an annotation.
+        ms: sum of the durations of its kernels, also of kernels that overlap.
+        exposed_ms: time during which no other phase ran: an upper bound of the gain from removing the phase.
+        num_kernels: kernels per step.
     """
 
     phase: str
@@ -86,16 +87,16 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """One rank's step: `step_ms` is the sum of all exposed times, `overlap_ms` and `idle_ms`.
+    """Time breakdown of one rank; `step_ms` is the sum of all exposed times, `overlap_ms` and `idle_ms`.
 
     Attributes:
-        on_gpu: whether phases are kernels, or marks of the host.
+        on_gpu: True if phases are GPU kernels, False if they are annotations of the host.
         num_steps: steps of the trace.
-        step_ms: from the first kernel's start to the last one's end, a step.
-        overlap_ms: while kernels of two phases or more ran.
-        idle_ms: while none ran, the wait for data left out: the host was late, or had nothing to do.
-        phases: longest first.
-        kernels: kernels with most time: (name, phase, ms a step).
+        step_ms: time from the first kernel's start to the last kernel's end, per step.
+        overlap_ms: time per step with kernels of two or more phases running.
+        idle_ms: time per step without a running kernel, excluding `DATA_WAIT`.
+        phases: times by phase, longest first.
+        kernels: kernels with the most time: (name, phase, ms per step).
     """
 
     on_gpu: bool
@@ -107,24 +108,25 @@ class Breakdown:
     kernels: tuple[tuple[str, str, float], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """Return the breakdown as a dictionary for JSON."""
         return asdict(self)
 
     def phase(self, name: str) -> PhaseTime:
-        """Return a phase's time, zero for one that does not occur."""
-        found = (each for each in self.phases if each.phase == name)
-        return next(found, PhaseTime(name, 0.0, 0.0, 0.0))
+        """Return the time of a phase; zero if the phase does not occur."""
+        matches = (time for time in self.phases if time.phase == name)
+        return next(matches, PhaseTime(name, 0.0, 0.0, 0.0))
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a chrome trace of torch.profiler, plain or gzipped."""
+    """Read a Chrome trace of torch.profiler, plain or gzipped."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as stream:
-        events = [each for each in json.load(stream)["traceEvents"] if each.get("ph") == "X"]
+        events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
     return Trace(
         kernels=tuple(_spans(events, DEVICE_CATEGORIES)),
-        marks=tuple(
-            each for each in _spans(events, ("user_annotation",)) if "#" not in each.name
-        ),  # torch's own are called ProfilerStep#1 and Optimizer.step#SGD.step
+        # Names with "#" are torch's own annotations: ProfilerStep#1, Optimizer.step#SGD.step.
+        annotations=tuple(
+            span for span in _spans(events, ("user_annotation",)) if "#" not in span.name
+        ),
     )
 
 
@@ -132,27 +134,27 @@ def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
     """Attribute the time of a trace to phases.
 
     Args:
-        trace: of whole steps, the device idle at both ends.
-        num_kernels: how many of the longest kernels to name.
+        trace: trace of complete steps, with the device idle at both ends.
+        num_kernels: number of longest kernels to list.
 
     Raises:
-        ValueError: a trace without a step.
+        ValueError: the trace has no step.
     """
-    steps = [each for each in trace.marks if each.name == STEP]
+    steps = [span for span in trace.annotations if span.name == STEP]
     if not steps:
         raise ValueError(
-            f"the trace holds no range called '{STEP}'; take it with profile.steps=10 in mode=train"
+            f"the trace contains no range called '{STEP}'; record it with profile.steps=10 in mode=train"
         )
     on_gpu = bool(trace.kernels)
-    parts = [each for each in trace.marks if each.name != STEP]
-    spans = list(trace.kernels) if on_gpu else parts
+    annotations = [span for span in trace.annotations if span.name != STEP]
+    spans = list(trace.kernels) if on_gpu else annotations
     label = phase_of if on_gpu else str
     window = trace.kernels if on_gpu else steps
-    start, end = min(each.start_us for each in window), max(each.end_us for each in window)
-    waits = [(each.start_us, each.end_us) for each in parts if each.name == DATA_WAIT]
-    a_step = 1e3 * len(steps)  # us of the trace to ms a step
+    start, end = min(span.start_us for span in window), max(span.end_us for span in window)
+    waits = [(span.start_us, span.end_us) for span in annotations if span.name == DATA_WAIT]
+    us_per_ms_step = 1e3 * len(steps)  # from us of the trace to ms per step
 
-    labelled = [(label(each.name), each.start_us, each.end_us) for each in spans]
+    labelled = [(label(span.name), span.start_us, span.end_us) for span in spans]
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for phase, since, until in labelled:
@@ -174,33 +176,38 @@ def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
     if on_gpu and waits:
         total[DATA_WAIT] = sum(until - since for since, until in waits)
     by_kernel: dict[str, float] = defaultdict(float)
-    for each in trace.kernels:
-        by_kernel[each.name] += each.end_us - each.start_us
+    for kernel in trace.kernels:
+        by_kernel[kernel.name] += kernel.end_us - kernel.start_us
     longest = sorted(by_kernel.items(), key=lambda item: -item[1])[:num_kernels]
     return Breakdown(
         on_gpu=on_gpu,
         num_steps=len(steps),
-        step_ms=(end - start) / a_step,
-        overlap_ms=overlap / a_step,
-        idle_ms=idle / a_step,
+        step_ms=(end - start) / us_per_ms_step,
+        overlap_ms=overlap / us_per_ms_step,
+        idle_ms=idle / us_per_ms_step,
         phases=tuple(
-            PhaseTime(phase, ms / a_step, exposed[phase] / a_step, count[phase] / len(steps))
+            PhaseTime(
+                phase,
+                ms / us_per_ms_step,
+                exposed[phase] / us_per_ms_step,
+                count[phase] / len(steps),
+            )
             for phase, ms in sorted(total.items(), key=lambda item: -item[1])
         ),
-        kernels=tuple((name, label(name), us / a_step) for name, us in longest),
+        kernels=tuple((name, label(name), us / us_per_ms_step) for name, us in longest),
     )
 
 
 def _spans(events: Iterable[dict[str, Any]], categories: Sequence[str]) -> Iterator[Span]:
-    for each in events:
-        if each.get("cat") in categories:
-            yield Span(each["name"], each["ts"], each["ts"] + each["dur"])
+    for event in events:
+        if event.get("cat") in categories:
+            yield Span(event["name"], event["ts"], event["ts"] + event["dur"])
 
 
 def _slices(
     labelled: Sequence[tuple[str, float, float]], start: float, end: float
 ) -> Iterator[tuple[float, float, list[str]]]:
-    """Cut [start, end] wherever something starts or ends; yield each piece with the phases that run in it."""
+    """Cut [start, end] at every start and end of a range; yield every interval with its running phases."""
     changes = sorted(
         change
         for phase, since, until in labelled
@@ -218,30 +225,30 @@ def _slices(
 
 
 def format_breakdown(ranks: Sequence[Breakdown]) -> str:
-    """Lay out rank 0's step as a text table, with the least and the most of all ranks where there are several.
+    """Format rank 0's breakdown as a table, with minimum and maximum over ranks if there are several.
 
     Args:
-        ranks: one a rank, rank 0 first.
+        ranks: one breakdown per rank, rank 0 first.
     """
     first = ranks[0]
-    what = "GPU time" if first.on_gpu else "host time"
+    title = "GPU time" if first.on_gpu else "host time"
     several = len(ranks) > 1
-    names = [each.phase for each in first.phases]
+    names = [time.phase for time in first.phases]
     width = max(map(len, [*names, "two phases at once"]))
     head = f"{'phase':{width}}  {'ms':>8}  {'exposed ms':>10}  {'kernels' if first.on_gpu else 'calls':>7}"
     lines = [
-        f"{what} of {first.num_steps} steps, a mean a step; rank 0"
+        f"{title} of {first.num_steps} steps, mean per step; rank 0"
         + (f" of {len(ranks)}" * several),
         "",
-        head + "  ms, least to most of all ranks" * several,
+        head + "  ms, minimum to maximum over ranks" * several,
     ]
-    for each in first.phases:
-        line = f"{each.phase:{width}}  {each.ms:8.3f}  {each.exposed_ms:10.3f}  {each.num_kernels:7.1f}"
+    for time in first.phases:
+        line = f"{time.phase:{width}}  {time.ms:8.3f}  {time.exposed_ms:10.3f}  {time.num_kernels:7.1f}"
         if several:
-            all_ms = [rank.phase(each.phase).ms for rank in ranks]
+            all_ms = [rank.phase(time.phase).ms for rank in ranks]
             line += f"  {min(all_ms):.3f} to {max(all_ms):.3f}"
         lines.append(line)
-    idle = "GPU idle" if first.on_gpu else "between marks"
+    idle = "GPU idle" if first.on_gpu else "not annotated"
     for name, value in (
         ("two phases at once", first.overlap_ms),
         (idle, first.idle_ms),

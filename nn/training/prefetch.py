@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from dataloading.batch import Batch
-from nn.observability.annotations import mark
+from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
 from nn.sharding.sharded_embeddings import Exchange, ShardedEmbeddings
 
@@ -44,7 +44,7 @@ class Prefetcher:
         with self._on_stream():
             # On the stream that copies: the loader uses a batch's memory again when this one has come so far.
             start = time.perf_counter()
-            with mark(DATA_WAIT):
+            with annotate(DATA_WAIT):
                 host_batch = next(self._batches, None)
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
             if host_batch is None:

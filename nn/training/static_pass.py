@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nn.distributed.process_group import Ranks
-from nn.observability.annotations import mark
+from nn.observability.annotations import annotate
 from nn.ops.bce_loss import share_of_loss
 from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.sharding.id_all_to_all import LocalIds
@@ -79,11 +79,11 @@ class StaticPass:
             Logits [B], detached.
         """
         with self._beside():
-            with mark("lookup"):
+            with annotate("lookup"):
                 values = self._tables.look_up(ids)
             arrived = self._event()
             if self._update_tables:
-                with mark("sort"):
+                with annotate("sort"):
                     sorted_owned, sorted_replicated = self._tables.sort(ids)
         self._gradients.clear()
 
@@ -107,7 +107,7 @@ class StaticPass:
             return _EmbeddingGradient.apply(values.detach().requires_grad_(), take)
 
         local_gradient = owned_gradient = None
-        with self._autocast(), mark("dense half"):
+        with self._autocast(), annotate("dense half"):
             logits = self._dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
         share = share_of_loss(logits, labels, *self._counts(len(labels)))
         with self._beside():
@@ -116,7 +116,7 @@ class StaticPass:
             judged = self._event()
             if self._loss_scale == 1:
                 self._readback.record(loss, is_good)
-        with mark("backward"):
+        with annotate("backward"):
             (share * self._loss_scale).backward()
         if self._loss_scale != 1:
             self._gradients.signal.copy_(~torch.isfinite(local_gradient).all())

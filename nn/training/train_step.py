@@ -11,7 +11,7 @@ from configs.schema import Amp, Component, Config, Mode
 from dataloading.batch import Batch
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks
-from nn.observability.annotations import mark
+from nn.observability.annotations import annotate
 from nn.ops.cuda_graph import CudaGraph, Pass
 from nn.sharding.id_all_to_all import LocalIds
 from nn.sharding.sharded_embeddings import Exchange, ShardedEmbeddings
@@ -114,7 +114,7 @@ class TrainStep:
         is_static = isinstance(ids, LocalIds)
         self._set_learning_rate(step, by_fbgemm=not is_static)
         lookups = None
-        with mark("pass"):
+        with annotate("pass"):
             if is_static:
                 logits = _run(self._pass(batch, ids), ids, batch)
             else:
@@ -124,7 +124,7 @@ class TrainStep:
         loss, is_good = self._readback.wait()
         if not is_good:
             raise DivergedError(self._what_diverged(step, loss))
-        with mark("update"):
+        with annotate("update"):
             self._update(lookups)
         return StepResult(batch, loss, logits)
 

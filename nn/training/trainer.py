@@ -16,7 +16,7 @@ from nn.distributed.errors import StoppedError
 from nn.distributed.preemption import PreemptionSync
 from nn.distributed.process_group import Ranks
 from nn.distributed.signals import StopRequest
-from nn.observability.annotations import mark
+from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
 from nn.observability.run_directory import RunDirectory
@@ -151,7 +151,7 @@ class Trainer:
         speed = ThroughputMeter()
         while not is_done:
             self._begin_profile(speed)
-            with mark(STEP):
+            with annotate(STEP):
                 trained = self._step.train(self.num_steps, prefetcher)
             self.num_steps += 1
             speed.count(trained.batch.global_valid)

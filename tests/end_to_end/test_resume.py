@@ -281,9 +281,9 @@ def test_a_finished_run_whose_checkpoints_are_all_damaged_says_so(tmp_path):
         ended = train(run_dir)
         assert ended.exit_code == 2
         assert ended.err == (
-            f"error: run_dir={run_dir} already holds the metrics.jsonl of an earlier run, but no whole "
-            "checkpoint to go on from (step_4.damaged cannot be used); set another run_dir, or none for a new "
-            f"runs/<recipe>/<time>, or delete {run_dir / 'metrics.jsonl'} to begin anew there\n"
+            f"error: run_dir={run_dir} already holds the metrics.jsonl of an earlier run, but no complete "
+            "checkpoint to resume from (step_4.damaged cannot be used); set another run_dir, or none for a new "
+            f"runs/<recipe>/<time>, or delete {run_dir / 'metrics.jsonl'} to restart there\n"
         )
     (run_dir / "metrics.jsonl").unlink()
     assert train(run_dir).err == ""
@@ -420,7 +420,7 @@ def test_one_run_directory_serves_one_process_at_a_time(tmp_path):
     ended = train(tmp_path / "run")
     os.close(descriptor)
     assert ended.exit_code == 2
-    assert f"is in use: process {os.getpid()} is writing into it; wait for its end" in ended.err
+    assert f"is in use: process {os.getpid()} is writing to it; wait until it ends" in ended.err
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 

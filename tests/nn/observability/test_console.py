@@ -13,7 +13,7 @@ from nn.observability.console import (
     format_test,
     format_train,
     make_console,
-    print_head,
+    print_header,
     print_inference,
     print_plan,
     print_summary,
@@ -143,7 +143,7 @@ def test_a_bar_starts_where_a_restored_run_does():
 
 def test_other_ranks_print_nothing(capsys, tmp_path):
     console = make_console(rank=1)
-    print_head(console, ENVIRONMENT, {})
+    print_header(console, ENVIRONMENT, {})
     print_plan(console, [row("a", (0,), 1)], world_size=2)
     with Progress(console, 512) as progress:
         progress.show_train(TRAIN)
@@ -153,13 +153,13 @@ def test_other_ranks_print_nothing(capsys, tmp_path):
 
 
 def test_rank_0_prints_names_with_brackets_as_they_are(capsys):
-    print_head(make_console(rank=0), ENVIRONMENT, {"model": "top [512, 1] [bold]:smile:"})
+    print_header(make_console(rank=0), ENVIRONMENT, {"model": "top [512, 1] [bold]:smile:"})
     assert "model     top [512, 1] [bold]:smile:" in capsys.readouterr().out
 
 
 def test_the_head_tells_versions_that_exist_and_the_devices():
     console = console_of(120)
-    print_head(console, ENVIRONMENT, {"seed": "1"})
+    print_header(console, ENVIRONMENT, {"seed": "1"})
     lines = [line.rstrip() for line in printed(console).splitlines()]
     assert lines == [
         "dlrm",
@@ -173,7 +173,7 @@ def test_the_head_tells_versions_that_exist_and_the_devices():
 def test_the_head_tells_the_gpus():
     console = console_of(120)
     gpus = {"gpu": "NVIDIA H200", "gpu_driver": "580.65", "world_size": 16, "num_hosts": 2}
-    print_head(console, ENVIRONMENT | gpus, {})
+    print_header(console, ENVIRONMENT | gpus, {})
     assert "16 x NVIDIA H200 on 2 hosts, driver 580.65, 2 CPU cores" in printed(console)
 
 
@@ -194,7 +194,7 @@ def test_the_plan_sums_up_what_the_ranks_hold():
     print_plan(console, rows, world_size=4)
     text = printed(console)
     assert "<0.1" in text
-    assert "in all   10.0 MiB, weights and optimizer state of 3 tables" in text
+    assert "total     10.0 MiB, weights and optimizer state of 3 tables" in text
     # Ranks 2 and 3 hold next to nothing, and still count in the mean.
     assert "at most 8.0 MiB (rank 1), mean 2.5 MiB, imbalance 3.20" in text
 
@@ -209,10 +209,10 @@ def test_the_plan_sums_up_lookups_and_what_expands_ids():
         ["4.0", "6.0"],
         ["2.0", "0.0"],
     ]
-    assert "in all     6.0 MiB, weights and optimizer state of 2 tables" in lines
-    assert "expansion  6.0 MiB, what expands one-hot ids where the tables lie" in lines
-    assert "a rank     at most 7.0 MiB (rank 1), mean 6.0 MiB, imbalance 1.17" in lines
-    assert "lookups    of a sample at most 6.0 (rank 1), mean 5.5, imbalance 1.09" in lines
+    assert "total      6.0 MiB, weights and optimizer state of 2 tables" in lines
+    assert "expansion  6.0 MiB, id expansion of one-hot features" in lines
+    assert "per rank   at most 7.0 MiB (rank 1), mean 6.0 MiB, imbalance 1.17" in lines
+    assert "lookups    per sample at most 6.0 (rank 1), mean 5.5, imbalance 1.09" in lines
 
 
 def test_a_single_rank_has_no_imbalance():

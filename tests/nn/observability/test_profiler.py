@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nn.observability.annotations import annotations_shown_by, mark
+from nn.observability.annotations import annotate, use_annotations
 from nn.observability.trace_breakdown import STEP, read_trace
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
@@ -27,9 +27,9 @@ def profiled(tmp_path_factory):
 
 
 def test_a_profile_holds_the_steps_asked_for_and_the_parts_of_each(profiled):
-    marks = [each.name for each in read_trace(profiled[0] / "profile/rank0.json.gz").marks]
+    names = [each.name for each in read_trace(profiled[0] / "profile/rank0.json.gz").annotations]
     parts = {STEP, "data wait", "lookup", "sort", "dense half", "backward", "update"}
-    assert {name: marks.count(name) for name in parts} == dict.fromkeys(parts, 3)
+    assert {name: names.count(name) for name in parts} == dict.fromkeys(parts, 3)
 
 
 def test_the_summary_is_written_and_printed(profiled):
@@ -76,7 +76,7 @@ def test_a_record_of_profiled_steps_only_has_no_speed(tmp_path):
             ["train.epochs=2", "train.max_steps=40", "profile.start_step=31"],
             "evaluates after step 32",
         ),
-        (["profile.nvtx=true"], "profile.nvtx=true needs a GPU"),
+        (["profile.nvtx=true"], "profile.nvtx=true requires a GPU"),
         (["profile.start_step=0"], "profile.start_step must be positive"),
         (["profile.steps=-1"], "profile.steps must not be negative"),
     ],
@@ -100,7 +100,7 @@ def test_every_rank_leaves_a_trace_and_the_summary_has_all(tmp_path):
     assert "rank 0 of 2" in (tmp_path / "run/profile/summary.txt").read_text()
 
 
-def test_marks_are_shown_only_while_somebody_looks():
+def test_annotations_are_shown_only_with_a_profiler():
     shown = []
 
     class Range:
@@ -113,10 +113,10 @@ def test_marks_are_shown_only_while_somebody_looks():
         def __exit__(self, *exception: object) -> None:
             shown.append("end")
 
-    with mark("before"):
+    with annotate("before"):
         pass
-    with annotations_shown_by(Range), mark("lookup"):
+    with use_annotations(Range), annotate("lookup"):
         shown.append("inside")
-    with mark("after"):
+    with annotate("after"):
         pass
     assert shown == ["lookup", "inside", "end"]

@@ -19,7 +19,7 @@ from nn.observability.run_directory import (
     default_run_dir,
     environment,
     git_commit,
-    plain,
+    to_json_value,
 )
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
@@ -54,7 +54,7 @@ def test_metrics_open_with_the_environment_and_every_line_is_there_at_once(tmp_p
 def test_numbers_keep_seven_digits_and_no_json_reader_meets_a_nan():
     given = {"lr": 1e-5 / 3, "speed": 1234567.89, "steps": 10**12, "parts": (math.inf, 0.5)}
     wanted = {"lr": 3.333333e-06, "speed": 1234568.0, "steps": 10**12, "parts": [None, 0.5]}
-    assert plain(given) == wanted
+    assert to_json_value(given) == wanted
 
 
 def test_planned_memory_is_written_with_its_sum(tmp_path):
@@ -173,7 +173,7 @@ def test_the_records_of_an_earlier_run_are_not_written_over(tmp_path):
 def test_a_run_directory_that_is_a_file_is_named(tmp_path):
     taken = tmp_path / "notes.txt"
     taken.touch()
-    wanted = re.escape(f"run_dir={taken} cannot be made (File exists); set another run_dir")
+    wanted = re.escape(f"run_dir={taken} cannot be created (File exists); set another run_dir")
     with pytest.raises(ValueError, match=wanted):
         open_recorder(taken)
 

@@ -22,8 +22,8 @@ ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 MLP, EXCHANGE = "MLPs and cross", "all-to-all"
 
 
-def traced(*kernels: tuple[str, float, float], marks=((STEP, 0, 1000),)) -> Trace:
-    return Trace(tuple(Span(*each) for each in kernels), tuple(Span(*each) for each in marks))
+def traced(*kernels: tuple[str, float, float], annotations=((STEP, 0, 1000),)) -> Trace:
+    return Trace(tuple(Span(*each) for each in kernels), tuple(Span(*each) for each in annotations))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_exposed_times_overlap_and_idle_time_add_up_to_the_step():
             (GEMM, 35, 80),
             ("_dot_forward", 85, 95),
             ("_segment_update", 130, 170),
-            marks=((STEP, 0, 50), (STEP, 50, 200), (DATA_WAIT, 80, 100)),
+            annotations=((STEP, 0, 50), (STEP, 50, 200), (DATA_WAIT, 80, 100)),
         )
     )
     parts = sum(each.exposed_ms for each in measured.phases)
@@ -131,7 +131,7 @@ def test_only_the_wait_for_data_that_leaves_the_gpu_idle_is_exposed():
         traced(
             (GEMM, 0, 40),
             (GEMM, 90, 100),
-            marks=((STEP, 0, 100), (DATA_WAIT, 20, 70)),
+            annotations=((STEP, 0, 100), (DATA_WAIT, 20, 70)),
         )
     )
     assert measured.phase(DATA_WAIT).ms == pytest.approx(0.05)
@@ -140,18 +140,18 @@ def test_only_the_wait_for_data_that_leaves_the_gpu_idle_is_exposed():
 
 
 def test_without_kernels_the_marks_are_the_phases():
-    marks = ((STEP, 0, 100), ("lookup", 0, 30), ("dense pass", 30, 90))
-    measured = break_down(traced(marks=marks))
+    annotations = ((STEP, 0, 100), ("lookup", 0, 30), ("dense pass", 30, 90))
+    measured = break_down(traced(annotations=annotations))
     assert not measured.on_gpu
     assert measured.step_ms == pytest.approx(0.1)
     assert measured.phase("dense pass").exposed_ms == pytest.approx(0.06)
     assert measured.idle_ms == pytest.approx(0.01)
-    assert "between marks" in format_breakdown([measured])
+    assert "not annotated" in format_breakdown([measured])
 
 
 def test_a_trace_without_steps_is_refused():
     with pytest.raises(ValueError, match=r"no range called 'train step'.*profile.steps=10"):
-        break_down(traced((GEMM, 0, 1), marks=()))
+        break_down(traced((GEMM, 0, 1), annotations=()))
 
 
 def test_a_chrome_trace_is_read_zipped_or_not(tmp_path):
@@ -171,7 +171,7 @@ def test_a_chrome_trace_is_read_zipped_or_not(tmp_path):
     for name in ("plain.json", "rank0.json.gz"):
         trace = read_trace(tmp_path / name)
         assert trace.kernels == (Span(GEMM, 5.0, 7.5), Span("Memcpy HtoD", 9.0, 10.0))
-        assert trace.marks == (Span(STEP, 0.0, 4.0),)
+        assert trace.annotations == (Span(STEP, 0.0, 4.0),)
 
 
 def test_the_table_shows_what_other_ranks_needed_for_a_phase():
