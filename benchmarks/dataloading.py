@@ -1,11 +1,12 @@
-"""How fast the loader turns a dataset directory in the page cache into batches.
+"""Speed of the loader: from a dataset directory in the page cache to batches.
 
     python -m benchmarks.dataloading rows=4194304 batch_size=65536 workers=4
 
-writes random rows in the layout of Criteo 1TB at frequency limit 15 (13 float16 numericals, 26 ids of 1, 2 or 4 bytes,
-89 bytes a row) to a temporary directory, reads it for some epochs with and without the check of ids, then the same rows
-from Parquet, and prints rows/s and GB/s (bytes on disk) as min / median / max over the epochs. With processes=1, which is
-what trains on a GPU and the default beside one, processes read; their CPU time is not printed.
+The rows are random and written to a temporary directory. Their layout is that of Criteo 1TB at frequency limit 15: 13
+float16 numericals, 26 ids of 1, 2 or 4 bytes, 89 bytes per row. The binary files are read for some epochs with and without
+the check of ids, and the same rows from Parquet. Rows/s and GB/s (bytes on disk) are printed as min / median / max over the
+epochs. With processes=1 reader processes read, as in training on a GPU; their CPU time is not printed. It is the default on
+a machine with a GPU.
 """
 
 import argparse
@@ -23,47 +24,24 @@ from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
 from dataloading.open_dataset import open_dataset
+from dataloading.source import Source
 
 T15_CARDINALITIES = (
-    7912889,
-    33823,
-    17139,
-    7339,
-    20046,
-    4,
-    7105,
-    1382,
-    63,
-    5554114,
-    582469,
-    245828,
-    11,
-)
-T15_CARDINALITIES += (
-    2209,
-    10667,
-    104,
-    4,
-    968,
-    15,
-    8165896,
-    2675940,
-    7156453,
-    302516,
-    12022,
-    97,
-    35,
+    *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),
+    *(2209, 10667, 104, 4, 968, 15, 8165896, 2675940, 7156453, 302516, 12022, 97, 35),
 )
 WRITE_ROWS = 262_144
-PEER = "16.5 M rows/s: what NVIDIA's PyTorch DLRM eats on 8 A100 (AMP, CUDA graphs), the fastest they published"
+PEER = (
+    "16.5 M rows/s: NVIDIA's PyTorch DLRM on 8 A100 (AMP, CUDA graphs), the fastest they published"
+)
 
 
 class UncheckedSource(BinarySource):
-    """Takes every id on trust: the check's cost is the difference."""
+    """Binary source without the check of ids, to measure the cost of the check."""
 
     @staticmethod
     def out_of_range(ids: np.ndarray, cardinality: int) -> bool:
-        """Find nothing."""
+        """Return False for all ids."""
         return False
 
 
@@ -91,7 +69,10 @@ def write_rows(root: Path, num_rows: int, file_format: str) -> None:
 
 
 def read_epoch(loader: Loader, epoch: int) -> tuple[float, float]:
-    """Read one epoch; return rows/s, and the CPU time of this process in ns a row, which other jobs disturb less."""
+    """Read one epoch; return rows/s, and the CPU time of this process in ns per row.
+
+    Other jobs disturb CPU time less than rows/s.
+    """
     started, worked = perf_counter(), process_time()
     for _ in loader.batches(epoch * loader.steps_per_epoch, loader.steps_per_epoch):
         pass
@@ -100,16 +81,16 @@ def read_epoch(loader: Loader, epoch: int) -> tuple[float, float]:
 
 
 def report(name: str, rates: Sequence[float], cpu_ns: Sequence[float], row_bytes: float) -> None:
-    """Print one line of a measurement; `rates` in rows/s, `cpu_ns` a row."""
+    """Print one line of a measurement; `rates` in rows/s, `cpu_ns` per row."""
     numbers = (min(rates), statistics.median(rates), max(rates))
     rows = " / ".join(f"{rate / 1e6:6.2f}" for rate in numbers)
     volume = " / ".join(f"{rate * row_bytes / 1e9:5.2f}" for rate in numbers)
-    cpu = f"   {statistics.median(cpu_ns):5.1f} ns CPU a row" if cpu_ns else ""
+    cpu = f"   {statistics.median(cpu_ns):5.1f} ns CPU per row" if cpu_ns else ""
     print(f"{name:36s} {rows} M rows/s   {volume} GB/s   (min / median / max){cpu}", flush=True)
 
 
-def main() -> None:
-    """Run the benchmark as the command line asks."""
+def parse() -> dict[str, int]:
+    """Return the options of the command line."""
     options = {
         "rows": 4_194_304,
         "batch_size": 65_536,
@@ -130,54 +111,81 @@ def main() -> None:
         if key not in options or not value.isdigit():
             parser.error(f"got {option!r}, want KEY=NUMBER with one of {', '.join(options)}")
         options[key] = int(value)
-    workers = options["workers"]
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    print(f"{options}; destination memory for {device}")
+    return options
+
+
+def write_sources(folder: Path, num_rows: int) -> tuple[dict[str, Source], dict[str, float]]:
+    """Write the rows in both formats; return the sources to read, and the bytes per row of each."""
+    sources: dict[str, Source] = {}
+    row_bytes: dict[str, float] = {}
+    for file_format in ("binary", "parquet"):
+        root = folder / file_format
+        write_rows(root, num_rows, file_format)
+        spec = FeatureSpec.load(root)
+        size = sum(path.stat().st_size for path in (root / "train").iterdir())
+        row_bytes[file_format] = size / num_rows
+        print(f"{file_format}: {row_bytes[file_format]:.0f} bytes per row on disk")
+        sources[file_format] = open_dataset(spec)
+        if file_format == "binary":
+            sources["binary, unchecked"] = UncheckedSource(spec)
+            row_bytes["binary, unchecked"] = row_bytes["binary"]
+    return sources, row_bytes
+
+
+def make_loaders(
+    sources: dict[str, Source], options: dict[str, int], shuffle_block: int
+) -> dict[str, Loader]:
+    """Return a loader per source; with processes=1 its readers are forked already."""
+    loaders = {
+        name: Loader(
+            source,
+            "train",
+            batch_size=options["batch_size"],
+            device=device_name(),
+            shuffle_block=shuffle_block,
+            prefetch=options["prefetch"] or 2 * options["workers"],
+            workers=options["workers"],
+        )
+        for name, source in sources.items()
+    }
+    if options["processes"]:
+        for loader in loaders.values():
+            loader.fork_readers()
+    return loaders
+
+
+def device_name() -> str:
+    """Return the device of the batches."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def compare(
+    order: str, loaders: dict[str, Loader], row_bytes: dict[str, float], num_epochs: int
+) -> None:
+    """Read the epochs with each loader in turn, and print its speed.
+
+    Turns let a busy machine slow all loaders. The first epoch is not counted: it warms caches and maps.
+    """
+    turns = [
+        {name: read_epoch(loader, epoch) for name, loader in loaders.items()}
+        for epoch in range(num_epochs + 1)
+    ][1:]
+    for name, loader in loaders.items():
+        rates, cpu_ns = zip(*(turn[name] for turn in turns), strict=True)
+        report(f"{order}, {name}", rates, () if loader.reader_pids else cpu_ns, row_bytes[name])
+    speed = statistics.median(turn["parquet"][0] / turn["binary"][0] for turn in turns)
+    print(f"{order}: parquet at {speed:.2f} of the speed of binary")
+
+
+def main() -> None:
+    """Run the benchmark of the command line."""
+    options = parse()
+    print(f"{options}; destination memory for {device_name()}")
     with tempfile.TemporaryDirectory() as folder:
-        sources, row_bytes = {}, {}
-        for file_format in ("binary", "parquet"):
-            root = Path(folder) / file_format
-            write_rows(root, options["rows"], file_format)
-            spec = FeatureSpec.load(root)
-            size = sum(path.stat().st_size for path in (root / "train").iterdir())
-            row_bytes[file_format] = size / options["rows"]
-            print(f"{file_format}: {row_bytes[file_format]:.0f} bytes a row on disk")
-            sources[file_format] = open_dataset(spec)
-            if file_format == "binary":
-                sources["binary, unchecked"] = UncheckedSource(spec)
+        sources, row_bytes = write_sources(Path(folder), options["rows"])
         for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
-            loaders = {
-                name: Loader(
-                    source,
-                    "train",
-                    batch_size=options["batch_size"],
-                    device=device,
-                    shuffle_block=block,
-                    prefetch=options["prefetch"] or 2 * workers,
-                    workers=workers,
-                )
-                for name, source in sources.items()
-            }
-            if options["processes"]:
-                for loader in loaders.values():
-                    loader.fork_readers()
-            # One epoch each in turn, so that a busy machine slows all of them; the first warms caches and maps.
-            epochs = range(options["epochs"] + 1)
-            turns = [
-                {n: read_epoch(loader, epoch) for n, loader in loaders.items()} for epoch in epochs
-            ]
-            for name in loaders:
-                rates, cpu_ns = zip(*(turn[name] for turn in turns[1:]), strict=True)
-                by_processes = bool(loaders[name].reader_pids)
-                report(
-                    f"{order}, {name}",
-                    rates,
-                    () if by_processes else cpu_ns,
-                    row_bytes[name.partition(",")[0]],
-                )
-            pairs = [(turn["parquet"], turn["binary"]) for turn in turns[1:]]
-            speed = statistics.median(parquet[0] / binary[0] for parquet, binary in pairs)
-            print(f"{order}: parquet at {speed:.2f} of the speed of binary")
+            loaders = make_loaders(sources, options, block)
+            compare(order, loaders, row_bytes, options["epochs"])
             for loader in loaders.values():
                 loader.close()
     print(f"peer: {PEER}")
