@@ -1,10 +1,10 @@
-"""What precision and recording do to a model on real data: losses step by step, and the test AUC over seeds.
+"""Effect of precision and CUDA graphs on a model on real data: losses step by step, and the test AUC over seeds.
 
     python -m benchmarks.accuracy --data DIR --out DIR dlrm_criteo_kaggle dcnv2_criteo_kaggle
 
-Each experiment is trained in float32 and launched kernel by kernel, in bf16 launched, in bf16 recorded as a CUDA graph,
-and in the last way a second time with the same seed. Needs a GPU; the data is a preprocessed dataset directory. Runs share the GPU,
-`--jobs` at a time, since nothing is timed.
+Each experiment is trained in four variants: float32 launched kernel by kernel, bf16 launched kernel by kernel, bf16 recorded
+as a CUDA graph, and the last one a second time with the same seed. It needs a GPU and a preprocessed dataset directory.
+`--jobs` runs share the GPU, since nothing is timed.
 """
 
 import argparse
@@ -28,13 +28,13 @@ COMPARED_STEPS = 200
 
 
 def main() -> None:
-    """Train all variants of the experiments named on the command line and print a table each."""
+    """Train all variants of the experiments of the command line, and print one table per experiment."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("experiments", nargs="+", help="in configs/experiment/")
     parser.add_argument("--data", type=Path, required=True, help="dataset directory")
-    parser.add_argument("--out", type=Path, required=True, help="where run directories go")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the run directories")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=6, help="runs at a time")
     args = parser.parse_args()
@@ -44,17 +44,19 @@ def main() -> None:
                 name: [pool.submit(_run, experiment, name, seed, args) for seed in args.seeds]
                 for name in VARIANTS
             }
-            runs = {name: [each.result() for each in futures] for name, futures in started.items()}
-        print(f"| {experiment} | test AUC of each seed | mean | largest difference of a loss |")
+            runs = {
+                name: [future.result() for future in futures] for name, futures in started.items()
+            }
+        print(f"| {experiment} | test AUC per seed | mean | largest difference of a loss |")
         print("|---|---|---|---|")
         names = [None, *VARIANTS]
         for before, name in pairwise(names):
             aucs = [auc for auc, _ in runs[name]]
-            apart = (
-                "" if before is None else f"{_apart(runs[before], runs[name]):.2g} to the row above"
-            )
+            difference = ""
+            if before is not None:
+                difference = f"{_largest_difference(runs[before], runs[name]):.2g} to the row above"
             print(
-                f"| {name} | {' '.join(f'{auc:.4f}' for auc in aucs)} | {mean(aucs):.4f} | {apart} |",
+                f"| {name} | {' '.join(f'{auc:.4f}' for auc in aucs)} | {mean(aucs):.4f} | {difference} |",
                 flush=True,
             )
 
@@ -62,7 +64,7 @@ def main() -> None:
 def _run(
     experiment: str, name: str, seed: int, args: argparse.Namespace
 ) -> tuple[float, list[float]]:
-    """Train and return the test AUC and the loss of each step."""
+    """Train one run; return its test AUC and the loss of each step."""
     run_dir = args.out / f"{experiment}-{name.replace(', ', '-').replace(' ', '')}-{seed}"
     command = [
         *(sys.executable, str(ROOT / f"{experiment.split('_')[0]}.py")),
@@ -78,8 +80,10 @@ def _run(
     return json.loads((run_dir / "summary.json").read_text())["test_auc"], losses
 
 
-def _apart(one: list[tuple[float, list[float]]], other: list[tuple[float, list[float]]]) -> float:
-    """Return the largest difference of the losses of a step, relative to the loss, over the first steps of all seeds."""
+def _largest_difference(
+    one: list[tuple[float, list[float]]], other: list[tuple[float, list[float]]]
+) -> float:
+    """Return the largest relative difference of a step's losses, over the first steps of all seeds."""
     return max(
         abs(a - b) / a
         for (_, losses), (_, others) in zip(one, other, strict=True)

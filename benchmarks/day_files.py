@@ -1,15 +1,17 @@
-"""Day files in Criteo's format, of any number of rows, for measurements and tests.
+"""Synthetic day files in Criteo's format, for measurements and tests.
 
     python -m benchmarks.day_files output=DIR days=3 rows=1000000 seed=1
 
-writes `DIR/day_0`, `DIR/day_1`, ..., of `rows` lines each: label, 13 integers, 26 categories of 8 hexadecimal digits,
-separated by tabs, an empty field where a value is missing. Tables have the sizes of Criteo 1TB (its distinct values over
-24 days); the exponent of each power law is the one that gives as many distinct values in 10,000 lines as the head of
-Criteo's day 0 has. Missing rates, the quantiles of the integers and the click rate are those of that head too. Labels
-and columns are independent of each other: these files serve to measure speed, not learning.
+The command writes `DIR/day_0`, `DIR/day_1`, ... with `rows` lines per file. A line holds a label, 13 integers and 26
+categories of 8 hexadecimal digits, separated by tabs. A missing value is an empty field.
 
-Every field is a function of (seed, day, column, row), so the same command writes the same bytes, whatever the number of
-processes, and the first rows of a longer file are those of a shorter one.
+Tables have the sizes of Criteo 1TB, which are its distinct values over 24 days. Each column follows a power law; its exponent
+gives as many distinct values in 10,000 lines as the first 10,000 lines of Criteo's day 0 have. Missing rates, quantiles of the
+integers and the click rate come from the same lines. Labels and columns are independent of each other, so these files measure
+speed, not learning.
+
+Every field is a function of (seed, day, column, row). The same command therefore writes the same bytes with any number of
+processes, and a longer file begins with the rows of a shorter one.
 """
 
 import argparse
@@ -26,9 +28,9 @@ from dataloading.randomness import power_law, stream_key, uniform
 NUM_NUMERICAL = 13
 CLICK_RATE = 0.0265
 CHUNK_ROWS = 1 << 15
-"""Rows made at a time: 12 MB of text."""
+"""Rows generated at once: 12 MB of text."""
 
-# Of the values that are there: the least, 10 %, median, 90 %, 99 %, greatest.
+# Of the values that are not missing: minimum, 10 %, median, 90 %, 99 %, maximum.
 QUANTILES = (
     (1, 1, 6, 51, 258, 9382),
     (1, 18, 207, 1073, 3597, 7969),
@@ -52,7 +54,7 @@ CARDINALITIES = (
     *(227605431, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 130229466, 3067955, 405282, 10),
     *(2208, 11938, 154, 3, 976, 14, 292775613, 40790947, 187188509, 590151, 12973, 108, 36),
 )
-# Where the head holds fewer values than any exponent below 2 gives, 1.5: it covers some seconds of 24 days.
+# 1.5 where the first lines hold fewer values than any exponent below 2 gives: they cover some seconds of 24 days.
 EXPONENTS = (
     *(1.21, 1.24, 1.08, 1.46, 1.29, 1.0, 1.13, 1.51, 1.5, 1.23, 1.34, 1.15, 1.5),
     *(1.56, 1.34, 1.5, 1.0, 1.95, 1.5, 1.21, 1.26, 1.21, 1.26, 1.15, 1.5, 1.5),
@@ -62,7 +64,7 @@ CATEGORICAL_MISSING = (
     *(0.4667, 0.0, 0.4667, 0.4667, 0.0, 0.0, 0.0258, 0.0258, 0.0258, 0.4667, 0.0, 0.0, 0.0),
 )
 
-# A line with every field at its greatest width; what a field does not fill are zero bytes, which are dropped at the end.
+# A line with every field at its maximum width. Unused bytes are zero and are dropped at the end.
 LINE = np.dtype(
     [("label", "S1")]
     + [
@@ -76,21 +78,19 @@ LABELS = np.array([b"0", b"1"])
 
 
 def _integer_texts(quantiles: tuple[int, ...]) -> np.ndarray:
-    """Return 65,536 equally likely integers as text in a uint64 each, interpolated between `quantiles` as logarithms."""
+    """Return 65,536 equally likely integers as text, one per uint64, interpolated between `quantiles` as logarithms."""
     shares = (np.arange(65_536) + 0.5) / 65_536
     logs = np.interp(shares, (0, 0.1, 0.5, 0.9, 0.99, 1), np.log(np.array(quantiles) + 2.0))
     integers = np.rint(np.exp(logs) - 2).astype(np.int64)
-    return np.array([str(each).encode() for each in integers], "S8").view("<u8")
+    return np.array([str(integer).encode() for integer in integers], "S8").view("<u8")
 
 
-INTEGERS = [_integer_texts(each) for each in QUANTILES]
-HEX = (
-    np.array([f"{each:04x}".encode() for each in range(65_536)], "S4").view("<u4").astype(np.uint64)
-)
+INTEGERS = [_integer_texts(quantiles) for quantiles in QUANTILES]
+HEX = np.array([b"%04x" % number for number in range(65_536)], "S4").view("<u4").astype(np.uint64)
 
 
 def _scrambled(ranks: np.ndarray, key: int) -> np.ndarray:
-    """Return a permutation of the 32-bit numbers (MurmurHash3's finaliser), another one for each key."""
+    """Return a permutation of the 32-bit numbers (MurmurHash3's finaliser), one per key."""
     numbers = ranks.astype(np.uint32)
     numbers ^= np.uint32(key & 0xFFFFFFFF)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -101,7 +101,7 @@ def _scrambled(ranks: np.ndarray, key: int) -> np.ndarray:
 
 
 def _present(key: int, rows: np.ndarray, missing: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return a uniform number for each row, and 1 where it has a value, else 0, as uint64."""
+    """Return a uniform number per row, and per row 1 (present) or 0 (missing) as uint64."""
     numbers = uniform(key, rows)
     if not missing:
         return numbers, np.uint64(1)
@@ -149,7 +149,7 @@ def write_day(path: Path, seed: int, day: int, num_rows: int) -> int:
 def write_days(
     directory: Path, days: int, num_rows: int, seed: int = 1, processes: int = 1
 ) -> Iterator[tuple[Path, int]]:
-    """Write `day_0`, `day_1`, ... of `num_rows` lines each, and yield (path, bytes) as they are done."""
+    """Write `day_0`, `day_1`, ... with `num_rows` lines per file; yield (path, bytes) after each file."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"day_{day}" for day in range(days)]
     if processes == 1 or days == 1:
@@ -161,7 +161,7 @@ def write_days(
 
 
 def main() -> None:
-    """Write what the command line asks for."""
+    """Write the files of the command line."""
     options = {"output": "", "days": "3", "rows": "1000000", "seed": "1", "processes": ""}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

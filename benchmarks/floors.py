@@ -1,11 +1,11 @@
-"""The least time that a step can take on an H200, whatever the code: a lower bound for each row, counted in the open.
+"""Lower bound of the time of a training step on an H200, whatever the code, for each row of the benchmark.
 
-    python -m benchmarks.floors                          every row, as a table
-    python -m benchmarks.floors dlrm_t15_4 --explain     what was counted, term by term
+    python -m benchmarks.floors                          all rows as a table
+    python -m benchmarks.floors dlrm_t15_4 --explain     all terms of the count
 
-A step has to do its matrix products, move its bytes through the GPU's memory, and send embeddings and gradients between
-GPUs. Each is divided by the best rate measured for it on an H200, and the largest of the three is the floor: they may at best
-run beside each other. What could be avoided by a better program is not counted: see each function.
+A step computes its matrix products, moves its bytes through the GPU's memory, and sends embeddings and gradients between
+GPUs. Each amount is divided by the best rate measured for it on an H200. The largest of the three times is the floor, since
+the three may overlap completely. Work that a better program could avoid is not counted; each function lists it.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from nn.sharding.memory_estimate import DENSE_STATES, dense_layers
 from nn.sharding.planner import STATE_BYTES
 
 # Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
-# 256 MiB a rank on four GPUs (bytes that leave a rank). Not measured: TF32, taken as half of bf16 as in the data sheet (495
-# and 989 TFLOP/s), and plain fp32, the data sheet's own.
+# 256 MiB per rank on four GPUs (bytes that leave a rank). Not measured: TF32, which is taken as half of bf16 as in the data
+# sheet (495 and 989 TFLOP/s), and plain fp32, which is the data sheet's number.
 BF16_FLOPS_PER_S = 788e12
 TF32_FLOPS_PER_S = BF16_FLOPS_PER_S / 2
 FP32_FLOPS_PER_S = 67e12
@@ -38,14 +38,14 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least time of a step, and what it was counted from. All of one rank: the mean over ranks.
+    """Lower bound of the time of a step, and its terms. All counts are means over ranks.
 
     Attributes:
-        flops: by what, floating-point operations.
-        hbm: by what, bytes through the GPU's memory.
-        all_to_all: by what, bytes that leave the rank for others.
+        flops: floating-point operations by term.
+        hbm: bytes through the GPU's memory by term.
+        all_to_all: bytes sent to other ranks by term.
         flops_per_s: rate of the matrix products in the row's precision.
-        global_batch_size: rows a step trains, over all ranks.
+        global_batch_size: rows per step, over all ranks.
     """
 
     flops: dict[str, float]
@@ -56,7 +56,7 @@ class Floor:
 
     @property
     def times_ms(self) -> dict[str, float]:
-        """Least time of each resource."""
+        """Lower bound per resource."""
         return {
             "FLOPs": sum(self.flops.values()) / self.flops_per_s * 1e3,
             "HBM": sum(self.hbm.values()) / HBM_BYTES_PER_S * 1e3,
@@ -70,7 +70,7 @@ class Floor:
 
     @property
     def ms(self) -> float:
-        """The floor."""
+        """The floor in ms."""
         return self.times_ms[self.bound]
 
     @property
@@ -85,16 +85,20 @@ def floor_of(config: Config, spec: FeatureSpec, world_size: int, *, exponent: fl
     Args:
         config: model, batch size, precision and optimizers.
         spec: the dataset as the model sees it: tables and hotness.
-        world_size: ranks; tables and lookups are taken to be spread evenly, no table replicated.
+        world_size: ranks; tables and lookups count as spread evenly, and no table as replicated.
         exponent: of the stored ids' power law.
     """
     expands = config.data.multi_hot.hotness is not None
     batch = config.train.batch_size / world_size
     unique = sum(
         unique_rows(
-            each.cardinality, config.train.batch_size, each.mean_hotness, exponent, expands=expands
+            feature.cardinality,
+            config.train.batch_size,
+            feature.mean_hotness,
+            exponent,
+            expands=expands,
         )
-        for each in spec.categorical
+        for feature in spec.categorical
     )
     return Floor(
         flops=count_flops(config, spec, batch),
@@ -106,12 +110,12 @@ def floor_of(config: Config, spec: FeatureSpec, world_size: int, *, exponent: fl
 
 
 def count_flops(config: Config, spec: FeatureSpec, batch: float) -> dict[str, float]:
-    """Floating-point operations of matrix products and of the dot interaction; a multiplication and an addition are two.
+    """Count floating-point operations of matrix products and of the dot interaction.
 
-    A linear layer of n inputs and m outputs takes 2nm forward, 2nm for the gradient of its weight and 2nm for that of
-    its input; the first layer of the bottom MLP needs no gradient of its input. The product of two vectors of D
-    columns takes 2D forward and 4D backward, D to each vector and back; each pair of vectors counts once, although
-    tensor cores compute both halves of the symmetric matrix.
+    A multiplication and an addition are two operations. A linear layer of n inputs and m outputs takes 2nm forward, 2nm for
+    the gradient of its weight and 2nm for the gradient of its input. The first layer of the bottom MLP needs no gradient of
+    its input. The product of two vectors of D columns takes 2D forward and 4D backward (2D per vector). Each pair of vectors
+    counts once, although tensor cores compute both halves of the symmetric matrix.
 
     Not counted: activations, biases, elementwise work of cross layers, loss, optimizer.
     """
@@ -136,26 +140,27 @@ def count_hbm(
     *,
     expands: bool = False,
 ) -> dict[str, float]:
-    """Bytes that have to go through the memory of one rank.
+    """Count the bytes that must pass through the memory of one rank.
 
     Args:
-        config: precisions, rules and widths.
+        config: precisions, optimizers and widths.
         spec: features.
         batch: rows of the rank.
         unique: distinct table rows that the global batch looks up, of this rank's share of the tables.
         world_size: ranks.
-        expands: only the first id of a bag is stored, the others are made of it (`data.multi_hot`).
+        expands: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
 
-    Counted, a step:
+    Counted per step:
 
-    - batch: numbers, labels and ids written once, as they come from the host, and read once; ids twice, by lookup and update.
-    - rows read: each distinct row once, as it is stored; repetitions may come from the cache.
-    - pooled embeddings: written by the lookup, read forward, read again backward; their gradients written and read. What
-      comes from another rank is written once more on each way, and read once more where it is sent.
-    - rows updated: each distinct row read and written, and its optimizer state. Between lookup and update it has left the
-      cache. The sum of a row's gradients stays on chip.
-    - activations: the input of each matrix product written forward and read backward, other than embeddings. Gradients of
-      activations are not counted, they could stay on chip; nor is reading forward.
+    - batch: numericals, labels and ids are written once by the copy from the host. Numericals and labels are read once, ids
+      twice (lookup and update).
+    - rows read: each distinct row once, in the table's dtype. Repetitions may come from the cache.
+    - pooled embeddings: written by the lookup, read forward and backward; their gradients are written and read. Those of other
+      ranks are written and read once more in each direction.
+    - rows updated: each distinct row and its optimizer state, read and written. The row has left the cache since the lookup.
+      The sum of a row's gradients stays on chip.
+    - activations: the input of each matrix product but embeddings, written forward and read backward. Gradients of activations
+      and reads of the forward pass are not counted, since both could stay on chip.
     - dense half: weights and state read and written, gradients written and read.
 
     Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
@@ -163,25 +168,25 @@ def count_hbm(
     dim = config.model.embedding_dim
     weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
     columns = len(spec.categorical) * dim
-    away = (world_size - 1) / world_size
+    remote_share = (world_size - 1) / world_size
     layers = dense_layers(config, spec)
     saved = sum(before for before, _ in layers)
     if config.model.name is ModelName.dcnv2:
-        saved -= columns  # x0 is the bottom vector and the embeddings, which have their own line
+        saved -= columns  # x0 is the bottom vector and the embeddings, which have their own term
         if config.model.cross.structure.value == "parallel":
             saved -= columns + config.model.bottom_mlp[-1] * bool(spec.numerical)  # x0 again
     parameters = sum(before * after + after for before, after in layers)
     states = DENSE_STATES[config.effective_optimizer.name]
-    state_a_value, state_a_row = STATE_BYTES[config.effective_optimizer.table_name]
+    state_per_value, state_per_row = STATE_BYTES[config.effective_optimizer.table_name]
     return {
         "batch": batch
         * (
             2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES)
-            + 3 * ID_BYTES * _ids_a_row(spec, expands)
+            + 3 * ID_BYTES * _ids_per_row(spec, expands)
         ),
         "rows read": unique * dim * weight_bytes,
-        "pooled embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * away),
-        "rows updated": unique * 2 * (dim * (weight_bytes + state_a_value) + state_a_row),
+        "pooled embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * remote_share),
+        "rows updated": unique * 2 * (dim * (weight_bytes + state_per_value) + state_per_row),
         "activations": batch * saved * _activation_bytes(config) * 2,
         "dense half": parameters * FP32_BYTES * (2 + 2 + 2 * states),
     }
@@ -190,16 +195,16 @@ def count_hbm(
 def count_all_to_all(
     config: Config, spec: FeatureSpec, batch: float, world_size: int, *, expands: bool = False
 ) -> dict[str, float]:
-    """Bytes that one rank sends to others: of W ranks, (W - 1) / W of all lies elsewhere.
+    """Count the bytes that one rank sends to others: of W ranks, a share of (W - 1) / W is on others.
 
-    Embeddings go to the ranks of their rows and gradients come back, in the dtype they travel in. Not counted: the
-    all-reduce of the dense half's gradients, which a switch can sum on its way.
+    Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Not counted: the
+    all-reduce of the dense half's gradients, which a switch can sum.
     """
-    away = (world_size - 1) / world_size
+    remote_share = (world_size - 1) / world_size
     columns = len(spec.categorical) * config.model.embedding_dim
-    one_way = away * batch * columns * _embedding_bytes(config)
+    one_way = remote_share * batch * columns * _embedding_bytes(config)
     return {
-        "ids": away * batch * ID_BYTES * _ids_a_row(spec, expands),
+        "ids": remote_share * batch * ID_BYTES * _ids_per_row(spec, expands),
         "embeddings": one_way,
         "gradients": one_way,
     }
@@ -208,15 +213,15 @@ def count_all_to_all(
 def unique_rows(
     cardinality: int, batch: int, hotness: float, exponent: float, *, expands: bool = False
 ) -> float:
-    """Expected number of distinct rows of a table that a batch looks up.
+    """Return the expected number of distinct rows of a table that a batch looks up.
 
-    Row i is drawn with probability p_i, so it is missed by n draws with (1 - p_i)^n. With `expands` the bags' first ids are
-    such draws, and each distinct one brings hotness - 1 rows, always the same, drawn uniformly.
+    Row i is drawn with probability p_i, so n draws miss it with probability (1 - p_i)^n. With `expands` only the bags' first
+    ids are such draws. Each distinct first id adds the same hotness - 1 rows every time, and those are drawn uniformly.
 
     Args:
         cardinality: rows of the table.
         batch: bags.
-        hotness: ids a bag.
+        hotness: ids per bag.
         exponent: as in `dataloading.randomness.power_law`.
         expands: as in `count_hbm`.
     """
@@ -228,13 +233,13 @@ def unique_rows(
 
 
 def _unique_draws(cardinality: int, draws: float, exponent: float) -> float:
-    # Exact for the first rows, of which most draws are; then bins whose rows differ in probability by 2 % at most.
+    # Exact for the first rows, which get most draws; then bins whose rows differ in probability by 2 % at most.
     exact = min(cardinality, 4096)
     bins = 1 + math.ceil(math.log(max(cardinality / exact, 1)) / math.log(1.01))
     edges = np.concatenate(
         [np.arange(exact), np.unique(np.geomspace(exact, cardinality, bins).round())]
     )
-    # Of the continuous law over [1, cardinality + 1), whose draws are rounded down.
+    # The continuous law over [1, cardinality + 1); its draws are rounded down.
     points = edges + 1
     if exponent == 1:
         below = np.log(points) / np.log(cardinality + 1)
@@ -247,12 +252,12 @@ def _unique_draws(cardinality: int, draws: float, exponent: float) -> float:
     return float((rows * (1 - missed)).sum())
 
 
-def _ids_a_row(spec: FeatureSpec, expands: bool) -> float:
-    return sum(1 if expands else each.mean_hotness for each in spec.categorical)
+def _ids_per_row(spec: FeatureSpec, expands: bool) -> float:
+    return sum(1 if expands else feature.mean_hotness for feature in spec.categorical)
 
 
 def _embedding_bytes(config: Config) -> int:
-    return 2 if config.train.amp is Amp.bf16 else 4  # fp16 travels as fp32
+    return 2 if config.train.amp is Amp.bf16 else 4  # the all-to-all of fp16 is in fp32
 
 
 def _activation_bytes(config: Config) -> int:
@@ -273,17 +278,17 @@ def floor_of_row(row: Row) -> Floor:
 
 
 def main() -> None:
-    """Print the floors of the rows named, of all if none is."""
+    """Print the floors of the rows of the command line; of all rows by default."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"any of {', '.join(ROWS)}")
     parser.add_argument("--explain", action="store_true", help="print every term")
     args = parser.parse_args()
-    unknown = [each for each in args.rows if each not in ROWS]
+    unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    print("| row | GPUs | batch in all | FLOPs ms | HBM ms | all-to-all ms | M samples/s at most |")
+    print("| row | GPUs | global batch | FLOPs ms | HBM ms | all-to-all ms | M samples/s at most |")
     print("|---|---|---|---|---|---|---|")
     floors = {name: floor_of_row(ROWS[name]) for name in args.rows or ROWS}
     for name, floor in floors.items():
@@ -297,7 +302,7 @@ def main() -> None:
         )
     if args.explain:
         for name, floor in floors.items():
-            print(f"\n{name}, a step of one GPU")
+            print(f"\n{name}, one step of one GPU")
             for title, unit, terms in (
                 ("FLOPs", "GFLOP", floor.flops),
                 ("HBM", "GB", floor.hbm),

@@ -1,4 +1,4 @@
-"""Starts a launcher of ranks, and leaves nothing of it running: ranks on a GPU would spoil the next measurement."""
+"""Start of a launcher, with a clean end: ranks left on a GPU would spoil the next measurement."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def launched(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
-    """Start a command whose output goes to `log`; if it is still there at the end, it and all it has started are killed.
+    """Start a command whose output goes to `log`; at the end, kill it and all its descendants if it is still running.
 
-    SIGKILL, because ranks that are told to end would first save, and a launcher that is killed does not end its ranks.
+    The signal is SIGKILL: ranks would save a checkpoint at SIGTERM, and a killed launcher does not end its ranks.
     """
     with log.open("a") as stream:
         launcher = subprocess.Popen(command, stdout=stream, stderr=stream)
@@ -20,26 +20,26 @@ def launched(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
         yield launcher
     finally:
         if launcher.poll() is None:
-            # So that it starts nothing while it is looked at.
+            # Stopped, so that it starts no process while its descendants are listed.
             launcher.send_signal(signal.SIGSTOP)
-            started = started_by(launcher.pid)
+            pids = started_by(launcher.pid)
             launcher.kill()
             launcher.wait()
-            for each in started:
+            for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
 
 
 def started_by(pid: int) -> list[int]:
-    """Return the processes that one has started, and those that they have."""
+    """Return the ids of all descendants of a process."""
     own = children(pid)
-    return own + [each for child in own for each in started_by(child)]
+    return own + [pid for child in own for pid in started_by(child)]
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that one has started, the last one last; none if it has ended."""
-    found = []
+    """Return the ids of the children of a process in order of start; none if the process has ended."""
+    pids: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended meanwhile
-            found += [int(each) for each in path.read_text().split()]
-    return sorted(found)
+        with suppress(OSError):  # the process has ended meanwhile
+            pids += map(int, path.read_text().split())
+    return sorted(pids)

@@ -1,10 +1,10 @@
-"""Do DuckDB, Spark and ten lines of Python write the same bytes? Too long for every change.
+"""Comparison of the bytes that DuckDB, Spark and a short reference in Python write. It takes too long for the tests.
 
     python -m benchmarks.preproc_equality LOGS                 # Criteo logs, .gz or plain
-    python -m benchmarks.preproc_equality 1000000              # as many generated rows
+    python -m benchmarks.preproc_equality 1000000              # this many generated rows
     python -m benchmarks.preproc_equality LOGS --without-spark
 
-Prints a line a comparison with its seconds, and ends with exit code 1 at the first difference.
+It prints one line per run with its seconds, and ends with exit code 1 at the first difference.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DTYPES = ((127, "<i1"), (32767, "<i2"), (2**31 - 1, "<i4"))
 
 
 def generate(path: Path, num_rows: int) -> None:
-    """Write raw lines with power-law values: 26 columns of 3 to 3 million of them, some missing."""
+    """Write raw lines with power-law values: 26 columns of 3 to 3 million values, some missing."""
     draw = np.random.default_rng(0)
     cardinalities = np.geomspace(3, 3_000_000, 26).astype(int)
     with path.open("w") as stream:
@@ -43,7 +43,7 @@ def generate(path: Path, num_rows: int) -> None:
 
 
 def reference(source: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of the dataset, from the description of the semantics."""
+    """Yield the files of the dataset, written from the description of the semantics."""
     with gzip.open(source, "rt") if source.suffix == ".gz" else source.open() as stream:
         columns = list(zip(*(line.rstrip("\n").split("\t") for line in stream), strict=True))
     num_train = len(columns[0]) * 9 // 10
@@ -67,7 +67,7 @@ def reference(source: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def main() -> None:
-    """Build with every engine and compare."""
+    """Preprocess with every engine and compare the files."""
     parser = argparse.ArgumentParser()
     parser.add_argument("source", help="raw Criteo logs, or a number of rows to generate")
     parser.add_argument("--without-spark", action="store_true")
@@ -90,9 +90,9 @@ def main() -> None:
         for file, content in reference(source):
             for name in runs:
                 if (Path(directory) / name / file).read_bytes() != content:
-                    raise SystemExit(f"{file} of {name} is not that of the reference")
+                    raise SystemExit(f"{file} of {name} differs from the reference")
             num_files += 1
-        print(f"{num_files} files: {', '.join(runs)} and the reference are the same bytes")
+        print(f"{num_files} files: {', '.join(runs)} and the reference wrote the same bytes")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Our preprocessing and its peers on the same raw logs, in one run: speed, memory, disk, and whether the bytes agree.
+"""Speed, memory and disk of our preprocessing and its peers on the same raw logs, and a comparison of their bytes.
 
     python -m benchmarks.preprocessing days=3 rows=1000000 frequency_limit=3
     python -m benchmarks.preprocessing 'source=LOGS/day_*' dataset=criteo_1tb peers=polars preproc.memory_limit=8GB
 
-The first line generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. Peers are the
-straightforward scripts in `benchmarks/peers/`; they need the extra `bench`. Options that begin with `preproc.` go
-to `python -m preproc`. Memory is the resident set of all processes of a command, disk what lies below its directory,
-both sampled every 0.1 s; CPU time is that of all processes too, and moves less than seconds do where other jobs
-share the machine. A command that passes `memory_gib` is stopped. Exits with 1 if a peer's bytes differ.
+The first command generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. Peers are the
+straightforward scripts in `benchmarks/peers/`; they need the extra `bench`. Options that begin with `preproc.` are passed to
+`python -m preproc`.
+
+Memory is the resident set of all processes of a command. Disk is the space below its directory. Both are sampled every 0.1 s.
+CPU time is the total of all processes; it varies less than wall time where other jobs share the machine. A command that
+exceeds `memory_gib` is stopped. The exit code is 1 if a peer's bytes differ.
 """
 
 import argparse
@@ -46,15 +48,15 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class Measured:
-    """How a command went.
+    """Measurement of one command.
 
     Attributes:
-        outcome: `ok`, or what went wrong.
-        seconds: from start to end, the start of Python included.
+        outcome: `ok`, or the failure.
+        seconds: wall time, the start of Python included.
         cpu_s: CPU time of all its processes.
-        memory_bytes: largest resident set of all its processes together.
-        disk_bytes: most that lay below its directory at a time.
-        output_bytes: what it left there.
+        memory_bytes: peak of the resident set of all its processes together.
+        disk_bytes: peak of the disk space below its directory.
+        output_bytes: disk space below its directory at the end.
     """
 
     outcome: str = "ok"
@@ -66,12 +68,12 @@ class Measured:
 
 
 def measure(command: list[str], directory: Path, memory_gib: float) -> Measured:
-    """Run a command that writes below `directory`, and watch it."""
+    """Run a command that writes below `directory`, and sample its memory, CPU time and disk."""
     directory.mkdir()
     result = Measured()
     began = perf_counter()
-    with tempfile.TemporaryFile() as told:
-        process = subprocess.Popen(command, stdout=told, stderr=told, start_new_session=True)
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
             while process.poll() is None:
                 sleep(SAMPLE_S)
@@ -90,18 +92,18 @@ def measure(command: list[str], directory: Path, memory_gib: float) -> Measured:
         result.output_bytes = disk_bytes(directory)
         if process.returncode and result.outcome == "ok":
             result.outcome = f"failed with {process.returncode}"
-            told.seek(0)
-            print(told.read().decode(errors="replace")[-4000:], file=sys.stderr)
+            output.seek(0)
+            print(output.read().decode(errors="replace")[-4000:], file=sys.stderr)
     return result
 
 
 def used_by(session: int) -> tuple[int, float]:
-    """Return the resident bytes and CPU seconds, those of ended children included, of a session's processes."""
+    """Return the resident bytes and CPU seconds of a session's processes; CPU time includes ended children."""
     resident, ticks = 0, 0
     for stat in glob.glob("/proc/[0-9]*/stat"):
         try:
             fields = Path(stat).read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if int(fields[3]) == session:
             resident += int(fields[21]) * PAGE
@@ -110,19 +112,19 @@ def used_by(session: int) -> tuple[int, float]:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Return the disk space that the files below `directory` take now."""
+    """Return the disk space of the files below `directory`."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:  # it is gone meanwhile
+            except OSError:  # the file was removed meanwhile
                 continue
     return total
 
 
 def differing(ours: Path, theirs: Path) -> list[str]:
-    """Return the .bin files below `ours` that `theirs` lacks or holds with other bytes."""
+    """Return the .bin files below `ours` that are missing below `theirs` or differ there."""
     return [
         str(path.relative_to(ours))
         for path in sorted(ours.rglob("*.bin"))
@@ -132,14 +134,14 @@ def differing(ours: Path, theirs: Path) -> list[str]:
 
 
 def count_lines(path: str) -> int:
-    """Return the lines of a text file, plain or gzip."""
+    """Return the number of lines of a text file, plain or gzip."""
     opener = gzip.open if path.endswith(".gz") else open
     with opener(path, "rb") as stream:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 24), b""))
 
 
 def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return our options and those for `python -m preproc`."""
+    """Return the options of this benchmark, and those for `python -m preproc`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -161,7 +163,7 @@ def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def main() -> None:
-    """Run the benchmark as the command line asks."""
+    """Run the benchmark of the command line."""
     options, passed_on = parse(sys.argv[1:])
     differ = False
     with tempfile.TemporaryDirectory(dir=options["work"]) as folder:

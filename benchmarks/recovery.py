@@ -1,10 +1,11 @@
-"""How soon a run goes on after one of its ranks was killed.
+"""Time in which a run resumes after one of its ranks was killed.
 
     python -m benchmarks.recovery --ranks 4 --out DIR dlrm experiment=dlrm_criteo_t3 data.path=DATA
 
-Starts `torchrun --max-restarts=1 dlrm.py ... run_dir=DIR/run`, which goes on from the checkpoint there if there is one (that
-of benchmarks.checkpoint, with the same options), or else waits for its first. Then SIGKILL goes to one rank. Prints, and writes
-to DIR/recovery.json, the seconds from there until the ranks have found their checkpoint, and until the first record after it.
+The command starts `torchrun --max-restarts=1 dlrm.py ... run_dir=DIR/run`. The run resumes from the checkpoint in DIR/run, such
+as that of benchmarks.checkpoint with the same options; without one it trains until its first checkpoint. Then one rank gets
+SIGKILL. The result is the seconds from the kill until the ranks have found their checkpoint, and until the first record after
+it. They are printed and written to DIR/recovery.json.
 """
 
 import json
@@ -20,11 +21,11 @@ from benchmarks.launch import children, launched
 from benchmarks.rows import ROOT, run_parser
 
 RECORD_EVERY = 10
-FOREVER = ["train.epochs=1000000", f"log.every={RECORD_EVERY}", "log.tensorboard=false"]
+ENDLESS = ["train.epochs=1000000", f"log.every={RECORD_EVERY}", "log.tensorboard=false"]
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Measure the run of the command line."""
     parser = run_parser(__doc__, out="holds the run directory")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=300)
@@ -34,25 +35,25 @@ def main() -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}"),
         *("--max-restarts=1", str(ROOT / f"{args.recipe}.py"), f"run_dir={run_dir}"),
-        *(*args.overrides, *FOREVER),
+        *(*args.overrides, *ENDLESS),
     ]
     log.unlink(missing_ok=True)
     with launched(command, log) as launcher:
-        result = killed_and_back(launcher, run_dir, log, time.monotonic() + args.timeout_s)
+        result = time_recovery(launcher, run_dir, log, time.monotonic() + args.timeout_s)
     (args.out / "recovery.json").write_text(json.dumps(result, indent=2) + "\n")
     for name, value in result.items():
         print(f"{name:28} {value:,.1f}")
 
 
-def killed_and_back(
+def time_recovery(
     launcher: subprocess.Popen, run_dir: Path, log: Path, end: float
 ) -> dict[str, float]:
-    """Kill the last rank when it trains and there is something to go on from; time what follows."""
+    """Kill the last rank once it trains and a checkpoint exists; return the times of the recovery."""
 
     def wait_for(condition: Callable[[], bool]) -> float:
         while not condition():
             if time.monotonic() > end or launcher.poll() is not None:
-                sys.exit(f"did not come so far:\n{log.read_text()[-4000:]}")
+                sys.exit(f"the run ended or timed out:\n{log.read_text()[-4000:]}")
             time.sleep(0.02)
         return time.monotonic()
 
@@ -60,28 +61,28 @@ def killed_and_back(
     checkpoints = run_dir / "checkpoints"
     started_at = time.monotonic()
     first_at = wait_for(lambda: last_step(run_dir) > 0 and any(checkpoints.glob("step_*")))
-    number = num_lines(restarts)
+    num_restarts = num_lines(restarts)
     os.kill(children(launcher.pid)[-1], signal.SIGKILL)
     killed_at = time.monotonic()
-    found_at = wait_for(lambda: num_lines(restarts) > number)
+    resumed_at = wait_for(lambda: num_lines(restarts) > num_restarts)
     step = json.loads(restarts.read_text().splitlines()[-1])["step"]
-    on_at = wait_for(lambda: last_step(run_dir) > step)
+    trained_at = wait_for(lambda: last_step(run_dir) > step)
     return {
         "start to first record s": first_at - started_at,
-        "kill to checkpoint found s": found_at - killed_at,
-        "kill to next record s": on_at - killed_at,
+        "kill to checkpoint found s": resumed_at - killed_at,
+        "kill to next record s": trained_at - killed_at,
     }
 
 
 def last_step(run_dir: Path) -> int:
-    """Step of the last whole record, or 0."""
+    """Return the step of the last complete record, or 0."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return json.loads(lines[-1]).get("step", 0) if lines else 0
 
 
 def num_lines(path: Path) -> int:
-    """Whole lines of a file, which need not exist."""
+    """Return the number of complete lines of a file; 0 if it does not exist."""
     return path.read_text().count("\n") if path.exists() else 0
 
 

@@ -1,4 +1,4 @@
-"""The rows of the training benchmark: which recipe, on how many GPUs, on which tables and ids."""
+"""The rows of the training benchmark: recipe, number of GPUs, tables and ids."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ class Row:
         recipe: `dlrm` or `dcnv2`.
         world_size: GPUs.
         experiment: configs/experiment/<experiment>.yaml.
-        tables: configs/data/<tables>.yaml, whose tables the dataset gets.
+        tables: configs/data/<tables>.yaml, the tables of the dataset.
         overrides: further options.
-        exponent: of the ids' power law; 0 is uniform.
-        train_rows: rows of the dataset, small enough for the page cache; an epoch is a multiple of 50 steps, so that the
-            evaluation after it falls together with a record.
+        exponent: exponent of the ids' power law; 0 is uniform.
+        train_rows: rows of the dataset, small enough for the page cache. An epoch is a multiple of 50 steps, so that its
+            evaluation coincides with a record.
     """
 
     recipe: str
@@ -37,7 +37,7 @@ class Row:
     train_rows: int = field(default=200 * 65_536, kw_only=True)
 
     def config(self) -> Config:
-        """The row's options, as the recipe's command line would make them."""
+        """Return the configuration of the row's command line."""
         return compose_row(
             self.recipe,
             f"experiment={self.experiment}",
@@ -54,7 +54,7 @@ def compose_row(recipe: str, *overrides: str) -> Config:
 
 
 def run_parser(description: str | None, *, out: str) -> ArgumentParser:
-    """Return what reads `RECIPE [overrides] --out DIR`, for benchmarks of one run; `out` says what DIR is for."""
+    """Return the parser of `RECIPE [overrides] --out DIR` for benchmarks of one run; `out` is the help of --out."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("recipe", choices=["dlrm", "dcnv2"])
     parser.add_argument("overrides", nargs="*", help="such as experiment=dlrm_criteo_t3")
@@ -68,11 +68,11 @@ MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
 BF16_TABLES = ("model.embedding_dtype=bf16",)
 
 ROWS = {
-    # Strong scaling: 65,536 rows in all, whatever the number of GPUs.
+    # Strong scaling: a global batch of 65,536 for any number of GPUs.
     "dlrm_t15_1": Row("dlrm", 1, *T15),
     "dlrm_t15_2": Row("dlrm", 2, *T15),
     "dlrm_t15_4": Row("dlrm", 4, *T15),
-    # Weak scaling: 65,536 rows a GPU; its first point is dlrm_t15_1.
+    # Weak scaling: 65,536 rows per GPU; its first point is dlrm_t15_1.
     "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=("train.batch_size=131072",)),
     "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=("train.batch_size=262144",)),
     # One thing changed at a time.
@@ -101,7 +101,8 @@ ROWS = {
     "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=("train.amp=off",)),
     "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
     "dcnv2_t3_4": Row("dcnv2", 4, "dcnv2_criteo_t3", "criteo_t3"),
-    # MLPerf's DCNv2: 214 lookups a sample, 32,768 rows in all; on one GPU the tables leave room for one state a row.
+    # MLPerf's DCNv2: 214 lookups per sample, a global batch of 32,768. On one GPU the tables leave memory for one optimizer
+    # state per row.
     "dcnv2_mlperf_1": Row(
         "dcnv2",
         1,

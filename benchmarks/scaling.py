@@ -1,9 +1,9 @@
-"""A picture of speed over GPUs: strong scaling (65,536 rows in all) and weak scaling (65,536 rows a GPU) of DLRM T15.
+"""Plot of speed over GPUs: strong scaling (65,536 rows per step) and weak scaling (65,536 rows per GPU) of DLRM T15.
 
     python -m benchmarks.scaling --results DIR --out scaling.png
 
 DIR holds the JSON files of `benchmarks.train`, rows `dlrm_t15_1`, `dlrm_t15_2`, `dlrm_t15_4`, `dlrm_t15_2_weak` and
-`dlrm_t15_4_weak`; rows that are not there are left out.
+`dlrm_t15_4_weak`. Missing rows are left out.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 from nn.observability.curves import FAINT, INK, STYLE, TRAIN
 
 PANELS = {
-    "strong": ("Strong scaling: 65,536 rows in all", ("dlrm_t15_1", "dlrm_t15_2", "dlrm_t15_4")),
+    "strong": ("Strong scaling: global batch 65,536", ("dlrm_t15_1", "dlrm_t15_2", "dlrm_t15_4")),
     "weak": (
-        "Weak scaling: 65,536 rows a GPU",
+        "Weak scaling: 65,536 rows per GPU",
         ("dlrm_t15_1", "dlrm_t15_2_weak", "dlrm_t15_4_weak"),
     ),
 }
-# Million samples/s on H200, measured by us with their own code and ids on the device: benchmarks/README.md.
+# Million samples/s on H200, measured by us with the peers' own code and ids on the device: benchmarks/README.md.
 PEERS: dict[str, dict[str, dict[int, float]]] = {
     "torchrec_dlrm as shipped": {"strong": {1: 3.41, 4: 8.96}, "weak": {1: 3.41, 4: 9.96}},
     "NVIDIA's PyTorch DLRM, AMP": {"strong": {1: 8.74}, "weak": {1: 8.74}},
@@ -33,17 +33,17 @@ PEERS: dict[str, dict[str, dict[int, float]]] = {
         "weak": {1: 13.9, 4: 30.7},
     },
 }
-PEER_LOOKS = (("#d1603d", "s"), ("#3d8b6e", "^"), ("#7a5ba6", "D"))
+PEER_STYLES = (("#d1603d", "s"), ("#3d8b6e", "^"), ("#7a5ba6", "D"))
 GPUS = (1, 2, 4)
 
 
 def main() -> None:
-    """Draw the rows that --results holds."""
+    """Draw the rows in --results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, required=True, help="--out of benchmarks.train")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write")
+    parser.add_argument("--out", type=Path, required=True, help="plot to write")
     args = parser.parse_args()
     results = read_results(args.results)
     if not results:
@@ -62,8 +62,8 @@ def draw_scaling(results: dict[str, dict[str, Any]], out_png: Path) -> None:
     """Draw both panels on one scale.
 
     Args:
-        results: as `benchmarks.train` writes them, by row.
-        out_png: the picture, 1,560 x 832 pixels.
+        results: results of `benchmarks.train` by row.
+        out_png: plot to write, 1,560 x 832 pixels.
     """
     with rc_context(STYLE):
         figure = Figure(figsize=(12, 6.4), dpi=130, layout="constrained")
@@ -77,7 +77,7 @@ def draw_scaling(results: dict[str, dict[str, Any]], out_png: Path) -> None:
             _draw_ours(axes, [results[name] for name in names if name in results])
             _draw_peers(axes, kind)
             axes.set_xlabel("GPUs")
-            axes.set_xticks(GPUS, [str(each) for each in GPUS])
+            axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS])
             axes.set_xlim(0.6, 5.2)
         panels[0].set_ylabel("million samples/s")
         panels[0].set_ylim(bottom=0)
@@ -86,7 +86,7 @@ def draw_scaling(results: dict[str, dict[str, Any]], out_png: Path) -> None:
 
 
 def _draw_ours(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Medians with their range, what each is of the ideal, and the ideal: the first point times the GPUs."""
+    """Draw medians with their range and share of the ideal, and the ideal: the first point times the GPUs."""
     if not rows:
         return
     gpus = [row["world_size"] for row in rows]
@@ -95,15 +95,15 @@ def _draw_ours(axes: Axes, rows: list[dict[str, Any]]) -> None:
     )
     if gpus[0] == 1:
         axes.plot(
-            *(GPUS, [speed[0] * each for each in GPUS]),
+            *(GPUS, [speed[0] * count for count in GPUS]),
             color=FAINT,
             linestyle=(0, (5, 3)),
             linewidth=1.3,
-            label="ideal: this recipe's one GPU, times their number",
+            label="ideal: one GPU of this recipe, times the number of GPUs",
             zorder=2,
         )
-    below = [middle - least for middle, least in zip(speed, low, strict=True)]
-    above = [most - middle for middle, most in zip(speed, high, strict=True)]
+    below = [middle - minimum for middle, minimum in zip(speed, low, strict=True)]
+    above = [maximum - middle for middle, maximum in zip(speed, high, strict=True)]
     axes.errorbar(
         *(gpus, speed),
         yerr=[below, above],
@@ -130,7 +130,7 @@ def _draw_ours(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_peers(axes: Axes, kind: str) -> None:
-    for (name, speeds), (color, marker) in zip(PEERS.items(), PEER_LOOKS, strict=True):
+    for (name, speeds), (color, marker) in zip(PEERS.items(), PEER_STYLES, strict=True):
         points = speeds[kind]
         axes.plot(
             *(list(points), list(points.values())),

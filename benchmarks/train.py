@@ -1,11 +1,12 @@
-"""Training speed of the recipe as a user runs it: dataset directory in page cache, loader, schedule, loss, metrics.
+"""Training speed of the recipe as a user runs it: dataset in the page cache, loader, learning rate schedule, loss, metrics.
 
     python -m benchmarks.train --data DIR --out DIR dlrm_t15_1 dlrm_t15_1_uniform
 
-Each row makes its dataset, unless it is in --data already, and runs `torchrun ... dlrm.py experiment=...`. The speed is that of
-the records after the first; the last steps run under the profiler and count in no speed. Prints two tables that can go
-into benchmarks/README.md, and writes --out/ROW.json, from which `python -m benchmarks.scaling` draws. Rows:
-benchmarks/rows.py; results with date, machine and commit: benchmarks/README.md.
+Each row runs `torchrun ... dlrm.py experiment=...`. Its dataset is generated first, unless --data holds it already. The speed is
+that of the records after the first. The last steps run under the profiler and count in no speed.
+
+The command prints two tables for benchmarks/README.md and writes --out/ROW.json. `python -m benchmarks.scaling` draws from those
+files. The rows are in benchmarks/rows.py; results with date, machine and commit are in benchmarks/README.md.
 """
 
 import argparse
@@ -35,20 +36,22 @@ RECORD_EVERY = 50
 
 
 def main() -> None:
-    """Run the rows named on the command line."""
+    """Run the rows of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("rows", nargs="+", choices=[*ROWS], metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--data", type=Path, required=True, help="where datasets are made and kept")
-    parser.add_argument("--out", type=Path, required=True, help="where results and run_dirs go")
-    parser.add_argument("--steps", type=int, default=300, help="steps of each row, in fifties")
-    parser.add_argument("--timeout-s", type=float, default=300, help="limit of each row")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the datasets")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for results and run directories"
+    )
+    parser.add_argument("--steps", type=int, default=300, help="steps per row, a multiple of 50")
+    parser.add_argument("--timeout-s", type=float, default=300, help="time limit per row")
     args = parser.parse_args()
     if args.steps % RECORD_EVERY or args.steps < 3 * RECORD_EVERY:
         parser.error(
-            f"--steps={args.steps}: give a multiple of {RECORD_EVERY}, {3 * RECORD_EVERY} or more; the first record "
-            "is not measured, and no evaluation may fall among the profiled steps"
+            f"--steps={args.steps} must be a multiple of {RECORD_EVERY}, {3 * RECORD_EVERY} or more; the first record "
+            "is not measured, and no evaluation may coincide with the profiled steps"
         )
     args.out.mkdir(parents=True, exist_ok=True)
     results, failed = [], []
@@ -67,7 +70,7 @@ def main() -> None:
 
 
 def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str]:
-    """The command of a row."""
+    """Return the command of a row."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(row.world_size)),
         str(ROOT / f"{row.recipe}.py"),
@@ -95,27 +98,27 @@ def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
     if exit_code:
         print(f"`{name}`: exit code {exit_code}, see {log}", file=sys.stderr)
         lines = log.read_text().splitlines()
-        # The launcher's own traceback ends the log.
-        told = [line for line in lines if re.match(r"error: |[\w.]+Error\b", line)]
-        print("\n".join(told or lines[-15:]), file=sys.stderr)
+        # The last lines of the log are the launcher's own traceback.
+        errors = [line for line in lines if re.match(r"error: |[\w.]+Error\b", line)]
+        print("\n".join(errors or lines[-15:]), file=sys.stderr)
         return False
     return True
 
 
 def read_result(name: str, row: Row, run_dir: Path, floor: Floor) -> dict[str, Any]:
-    """Gather what a run left into one object.
+    """Read the result of a finished run.
 
     Args:
-        name: of the row.
-        row: what was run.
-        run_dir: of the finished run.
-        floor: the least that its step could take.
+        name: name of the row.
+        row: the row.
+        run_dir: run directory.
+        floor: lower bound of the row's step.
 
     Returns:
-        Speeds in samples a second, times in ms a step, memory in bytes of rank 0; without a GPU no memory.
+        Speeds in samples per second, times in ms per step, memory of rank 0 in bytes (None without a GPU).
     """
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    # The first record holds compilation and capture; one of profiled steps only has no speed.
+    # The first record includes compilation and capture. A record of profiled steps only has no speed.
     records = [line for line in lines if line.get("samples_per_s") is not None][1:]
     breakdown = json.loads((run_dir / "profile/summary.json").read_text())
     memory = run_dir / "memory.json"
@@ -152,18 +155,18 @@ def _median(records: list[dict[str, Any]], key: str) -> float:
 
 
 HEAD = (
-    "| row | GPUs | batch in all | M samples/s, min / median / max | step ms | data wait ms | floor ms | times the "
+    "| row | GPUs | global batch | M samples/s, min / median / max | step ms | data wait ms | floor ms | times the "
     "floor | peak HBM GiB | planned GiB |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def speed_line(result: dict[str, Any]) -> str:
-    """One row of the table of speeds."""
+    """Return one row of the table of speeds."""
     low, median, high = (result["samples_per_s"][key] / 1e6 for key in ("min", "median", "max"))
     peak, planned = result["peak_hbm_bytes"], result["planned_hbm_bytes"]
     if planned is not None and peak is not None:
-        off = planned["total"] / peak - 1
-        memory = f"{peak / GIB:.1f} | {planned['total'] / GIB:.1f} ({off:+.1%})"
+        error = planned["total"] / peak - 1
+        memory = f"{peak / GIB:.1f} | {planned['total'] / GIB:.1f} ({error:+.1%})"
     else:
         memory = "none | none"
     floor = result["floor"]
@@ -176,21 +179,22 @@ def speed_line(result: dict[str, Any]) -> str:
 
 
 def breakdown_table(results: list[dict[str, Any]]) -> str:
-    """A table of where the time of rank 0's step goes: ms of the kernels, and in brackets what of it is exposed.
+    """Return the breakdown of rank 0's step as a table: ms of kernels, exposed ms in brackets.
 
-    The all-to-all stands with the least of all ranks, the time of the one that came last, who waited for nobody.
+    The all-to-all has also its minimum over ranks: the time of the rank that arrived last and therefore waited for no other.
     """
-    gpu = [each for each in results if each["breakdown"][0]["on_gpu"]]
-    if not gpu:
+    on_gpu = [result for result in results if result["breakdown"][0]["on_gpu"]]
+    if not on_gpu:
         return "no breakdown by kernels: no GPU"
-    found = {phase["phase"] for each in gpu for phase in each["breakdown"][0]["phases"]}
-    phases = [phase for phase in (DATA_WAIT, *KERNEL_PHASES) if phase in found]
+    present = {phase["phase"] for result in on_gpu for phase in result["breakdown"][0]["phases"]}
+    phases = [phase for phase in (DATA_WAIT, *KERNEL_PHASES) if phase in present]
     columns = ["row", "step ms (profiled)", *phases, "several at once", "GPU idle"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for each in gpu:
-        ranks = [{phase["phase"]: phase for phase in rank["phases"]} for rank in each["breakdown"]]
-        first = each["breakdown"][0]
-        cells = [f"`{each['row']}`", f"{first['step_ms']:.2f}"]
+    for result in on_gpu:
+        breakdown = result["breakdown"]
+        ranks = [{phase["phase"]: phase for phase in rank["phases"]} for rank in breakdown]
+        first = breakdown[0]
+        cells = [f"`{result['row']}`", f"{first['step_ms']:.2f}"]
         for phase in phases:
             time = ranks[0].get(phase)
             if time is None:
@@ -206,7 +210,7 @@ def breakdown_table(results: list[dict[str, Any]]) -> str:
 
 
 def _dataset(row: Row, root: Path) -> Path:
-    """Make the row's dataset directory, unless it is there already."""
+    """Return the row's dataset directory; generate it if it does not exist."""
     path = root / f"{row.tables}_{row.exponent:g}"
     if (path / "feature_spec.yaml").exists():
         return path

@@ -1,4 +1,4 @@
-"""What the peers share: the columns of Criteo's logs, the split and the bytes that they write."""
+"""Shared code of the peers: the columns of Criteo's logs, the splits and the output files."""
 
 import glob
 import re
@@ -19,14 +19,15 @@ COLUMNS = [LABEL, *NUMERICAL, *CATEGORICAL]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job, as `python -m preproc` would be asked for it.
+    """One job, with the options of `python -m preproc`.
 
     Attributes:
         files: raw files in order.
         output: directory of the split binary.
-        frequency_limit: values seen less often in the training rows get id 0.
-        last_file: the last file tests and validates, as in `dataset=criteo_1tb`; else its last tenth tests.
-        threads: to work with.
+        frequency_limit: values that are rarer in the training rows get id 0.
+        last_file: the last file is the test and validation split, as in `dataset=criteo_1tb`; else the last tenth of all rows
+            is the test split.
+        threads: number of threads.
     """
 
     files: list[str]
@@ -36,7 +37,7 @@ class Job:
     threads: int
 
     def splits(self, rows: list[int]) -> dict[str, slice]:
-        """Return the rows of each split; `rows` are those of each file."""
+        """Return the rows of each split; `rows` holds the number of rows per file."""
         total = sum(rows)
         if not self.last_file:
             return {"train": slice(0, total * 9 // 10), "test": slice(total * 9 // 10, total)}
@@ -56,14 +57,14 @@ class Job:
             values.tofile(stream)
 
     def write_ids(self, split: str, name: str, ids: np.ndarray, num_kept: int) -> None:
-        """Append ids in the type that NVIDIA's recipe gives a table of `num_kept` values and id 0."""
+        """Append ids, in the dtype of NVIDIA's recipe for a table of `num_kept` values and id 0."""
         self.write(split, name, ids.astype(id_dtype(num_kept + 1)))
 
 
-def run(do: Callable[[Job], None]) -> None:
-    """Do the job of the command line: SOURCE OUTPUT FREQUENCY_LIMIT criteo_1tb|criteo_kaggle THREADS."""
+def run(preprocess: Callable[[Job], None]) -> None:
+    """Run the job of the command line: SOURCE OUTPUT FREQUENCY_LIMIT criteo_1tb|criteo_kaggle THREADS."""
     source, output, limit, dataset, threads = sys.argv[1:]
     files = sorted(
         glob.glob(source), key=lambda path: [int(n) for n in re.findall(r"\d+", Path(path).name)]
     )
-    do(Job(files, Path(output), int(limit), dataset == "criteo_1tb", int(threads)))
+    preprocess(Job(files, Path(output), int(limit), dataset == "criteo_1tb", int(threads)))

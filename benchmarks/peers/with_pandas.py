@@ -1,4 +1,4 @@
-"""Criteo's logs with pandas: everything in memory."""
+"""Preprocessing of Criteo's logs with pandas, all in memory."""
 
 import csv
 

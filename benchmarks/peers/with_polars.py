@@ -1,4 +1,7 @@
-"""Criteo's logs with Polars: text to Parquet once, then a column at a time, so that it need not all fit in memory."""
+"""Preprocessing of Criteo's logs with Polars.
+
+The text is converted to Parquet once. Columns are then encoded one at a time, so that the logs need not fit in memory.
+"""
 
 import tempfile
 
@@ -12,18 +15,21 @@ def preprocess(job: Job) -> None:
     """Write the split binary."""
     types = {LABEL: pl.UInt8} | dict.fromkeys(NUMERICAL, pl.Int64)
     types |= dict.fromkeys(CATEGORICAL, pl.String)
-    with tempfile.TemporaryDirectory(dir=job.output.parent) as staged:
+    with tempfile.TemporaryDirectory(dir=job.output.parent) as parquet_dir:
         rows = []
         for number, path in enumerate(job.files):
             lines = pl.scan_csv(
                 path, separator="\t", has_header=False, quote_char=None, schema=types
             )
-            lines.sink_parquet(f"{staged}/{number:04d}.parquet", compression="lz4")
+            lines.sink_parquet(f"{parquet_dir}/{number:04d}.parquet", compression="lz4")
             rows.append(
-                pl.scan_parquet(f"{staged}/{number:04d}.parquet").select(pl.len()).collect().item()
+                pl.scan_parquet(f"{parquet_dir}/{number:04d}.parquet")
+                .select(pl.len())
+                .collect()
+                .item()
             )
         splits = job.splits(rows)
-        data = pl.scan_parquet(f"{staged}/*.parquet").select(COLUMNS)
+        data = pl.scan_parquet(f"{parquet_dir}/*.parquet").select(COLUMNS)
         numerical = [
             pl.when(pl.col(name) > -3)
             .then((pl.col(name) + 3).cast(pl.Float64).log())

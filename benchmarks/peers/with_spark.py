@@ -1,4 +1,4 @@
-"""Criteo's logs with PySpark on this machine: one dictionary a column, one plan that joins them all, in order."""
+"""Preprocessing of Criteo's logs with PySpark in local mode: one vocabulary per column, and one plan that joins all."""
 
 import tempfile
 from functools import reduce
