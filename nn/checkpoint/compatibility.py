@@ -158,11 +158,12 @@ def feature_mismatch(
     """
     if fingerprint == spec.fingerprint():
         return None
-    stored = {name: index.tensors.get(f"tables.{name}.weight") for name in tables_of(spec)}
-    if None not in stored.values():
+    weights = {name: index.tensors.get(f"tables.{name}.weight") for name in tables_of(spec)}
+    stored_rows = {name: each.size[0] for name, each in weights.items() if each is not None}
+    if len(stored_rows) == len(weights):
         # With the rows that the checkpoint has: is there another difference?
         categorical = tuple(
-            replace(feature, cardinality=stored[table_name(feature.name)].size[0])
+            replace(feature, cardinality=stored_rows[table_name(feature.name)])
             for feature in spec.categorical
         )
         if replace(spec, categorical=categorical).fingerprint() == fingerprint:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
@@ -39,7 +40,7 @@ class DcpReader(dcp.StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Say which chunks there are."""
-        described = {}
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, tensor in self._tensors.items():
             chunks = [
                 ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
@@ -96,4 +97,6 @@ class DcpReader(dcp.StorageReader):
 
 
 def _key(item: ReadItem) -> tuple[str, tuple[int, ...]]:
-    return item.storage_index.fqn, tuple(item.storage_index.offset)
+    index = item.storage_index
+    assert index.offset is not None, f"{index.fqn}: every chunk has an offset"
+    return index.fqn, tuple(index.offset)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -59,7 +59,11 @@ class DcpWriter(dcp.StorageWriter):
         results, jobs, start = [], [], 0
         with closing(_File(path)) as file, ThreadPoolExecutor(THREADS) as pool:
             for item in plan.items:
-                array = planner.resolve_data(item).detach().contiguous()
+                value = planner.resolve_data(item)
+                assert isinstance(value, Tensor), (
+                    f"{item.index.fqn}: a checkpoint holds tensors only"
+                )
+                array = value.detach().contiguous()
                 blocks = list(_blocks(array, start))
                 jobs.append((item, start, [pool.submit(file.write, *each) for each in blocks]))
                 start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
@@ -76,6 +80,7 @@ class DcpWriter(dcp.StorageWriter):
         places = {each.index: each.storage_data for rank in results for each in rank}
         tensors: dict[str, Any] = {}
         for name, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
             chunks = []
             for chunk in stored.chunks:
                 place = places[dcp.metadata.MetadataIndex(name, chunk.offsets)]
@@ -118,7 +123,7 @@ class _File:
 
     def write(self, block: Tensor, start: int) -> int:
         """Write a flat piece of a tensor from byte `start` on and return its CRC-32."""
-        data = memoryview(block.cpu().view(torch.uint8).numpy())
+        data = block.cpu().view(torch.uint8).numpy().data
         crc32, written = zlib.crc32(data), 0
         while written < len(data):
             written += os.pwrite(self._descriptor, data[written:], start + written)

@@ -137,7 +137,7 @@ class CheckpointManager:
         return next(iter(newest_first(self.directory)), None)
 
     def _join(self) -> None:
-        while self.is_writing:
+        while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.2)
             self._alive()
         self._thread = None

@@ -5,6 +5,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,8 +49,9 @@ class StagingBuffer:
         ]
         whole = sharded.metadata()
         whole = replace(whole, shards_metadata=[_on_host(each) for each in whole.shards_metadata])
-        # The base's constructor: the class's own wants a process group.
-        return ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
+        # The base's constructor: the class's own wants a process group. Saving asks for shards and metadata only.
+        copied = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
+        return cast(ShardedTensor, copied)
 
     def _of_tensor(self, key: tuple[str, int], value: Tensor) -> Tensor:
         value = value.detach()
@@ -61,6 +63,7 @@ class StagingBuffer:
 
 def _on_host(shard: ShardMetadata) -> ShardMetadata:
     """Where a shard is, but in its rank's host memory."""
+    assert shard.placement is not None, "TorchRec places every shard on a rank"
     return ShardMetadata(
         shard.shard_offsets, shard.shard_sizes, f"rank:{shard.placement.rank()}/cpu"
     )

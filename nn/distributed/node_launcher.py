@@ -94,7 +94,8 @@ def main(arguments: Sequence[str]) -> int:
     # Otherwise ranks that are started again meet in the store of their first start, find what they wrote there, and
     # wait for ever (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    launcher.LocalElasticAgent = NodeAgent
+    # torchrun has no option for the class of its agent.
+    launcher.LocalElasticAgent = NodeAgent  # type: ignore[misc]
     try:
         torchrun.main([*options, *rest])
     except ChildFailedError as error:

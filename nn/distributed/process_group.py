@@ -87,7 +87,7 @@ class Ranks:
             ValueError: on all ranks, with rank 0's text, when `function` raised one. Without this the other ranks
                 would wait in the next collective until it times out.
         """
-        outcome = None
+        outcome: tuple[Any, str | None] | None = None
         if self.is_rank0:
             try:
                 outcome = (function(), None)
@@ -201,7 +201,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     """
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-        options = {"backend": "nccl", "device_id": ranks.device}
+        options: dict[str, Any] = {"backend": "nccl", "device_id": ranks.device}
     else:
         options = {"backend": "gloo"}
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -219,8 +219,9 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException:
         if ranks.device.type == "cuda":
-            for each in (*_channels.values(), dist.group.WORLD):
-                each.abort()
+            for group in (*_channels.values(), dist.group.WORLD):
+                assert group is not None, "the default group is open inside this block"
+                group.abort()
         else:
             dist.destroy_process_group()
         raise

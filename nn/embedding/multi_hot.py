@@ -188,11 +188,11 @@ def _pick(state: State, rows: int, most: int, buffer: np.ndarray) -> Picked:
         before = generator.get_state(legacy=False)
         values = words(generator, CHUNK_WORDS) & mask
         accepted = values <= bound
-        here = np.count_nonzero(accepted)
+        here = int(np.count_nonzero(accepted))
         is_last = found + here >= most
         if is_last:
             here = most - found
-            end = np.flatnonzero(accepted)[here - 1] + 1
+            end = int(np.flatnonzero(accepted)[here - 1]) + 1
             values, accepted = values[:end], accepted[:end]
             generator.set_state(before)
             words(generator, end)

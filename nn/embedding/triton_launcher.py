@@ -191,7 +191,8 @@ def _levels(counts: Sequence[int], length: int, block_d: int, device: torch.devi
     levels = []
     spans = list(zip(accumulate(counts, initial=0), accumulate(counts), strict=False))
     while any(stop > start for start, stop in spans):
-        rows, next_spans = [], []
+        rows: list[tuple[int, ...]] = []
+        next_spans: list[tuple[int, int]] = []
         for part, (start, stop) in enumerate(spans):
             ends = [(each, min(each + length, stop)) for each in range(start, stop, length)]
             first = len(rows)

@@ -17,6 +17,8 @@ def run(composed: DictConfig) -> None:
     """Turn the composed yaml into checked options and export; say what is wrong in one line."""
     try:
         config: ExportConfig = to_config(composed)
+        assert config.checkpoint is not None, "ExportConfig refuses a configuration without"
+        assert config.output is not None, "likewise"
         written = export_tables(
             Path(config.checkpoint),
             Path(config.output),

@@ -1,5 +1,8 @@
 """Cross network of DCN-V2 (arXiv:2008.13535, equations 1 and 2): explicit products of features, layer by layer."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +52,8 @@ class CrossNet(nn.Module):
 
     def __init__(self, width: int, num_layers: int, projection_dim: int | None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(CrossLayer(width, projection_dim) for _ in range(num_layers))
+        layers = nn.ModuleList(CrossLayer(width, projection_dim) for _ in range(num_layers))
+        self.layers = cast(Sequence[CrossLayer], layers)
 
     def forward(self, x0: Tensor) -> Tensor:
         """Map [B, C] to [B, C]."""

@@ -50,13 +50,14 @@ class DotInteraction(nn.Module):
 
     def forward(self, bottom: Tensor | None, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map bottom [B, D] (or None) and embeddings, [B, F*D] or where they lie, to [B, num_outputs]."""
-        matrix = embeddings if isinstance(embeddings, Tensor) else None
-        device = embeddings.layout.device if matrix is None else matrix.device
+        device = embeddings.device if isinstance(embeddings, Tensor) else embeddings.layout.device
         if self.is_fusible and device.type == "cuda":
-            if matrix is not None:
-                embeddings = PooledEmbeddings.of(matrix, self.num_embeddings)
+            if isinstance(embeddings, Tensor):
+                embeddings = PooledEmbeddings.of(embeddings, self.num_embeddings)
             return _fused(bottom, embeddings, self.num_outputs)
-        return self.forward_plain(bottom, embeddings.matrix() if matrix is None else matrix)
+        if not isinstance(embeddings, Tensor):
+            embeddings = embeddings.matrix()
+        return self.forward_plain(bottom, embeddings)
 
     def forward_plain(self, bottom: Tensor | None, embeddings: Tensor) -> Tensor:
         """As `forward`, in plain torch on any device, with embeddings [B, F*D]."""

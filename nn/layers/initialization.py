@@ -26,8 +26,9 @@ def initialise_dense(module: nn.Module, seed: int) -> None:
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     for block in module.modules():
-        if hasattr(block, "initialise"):
-            block.initialise(generator)
+        initialise = getattr(block, "initialise", None)
+        if callable(initialise):
+            initialise(generator)
 
 
 @torch.no_grad()

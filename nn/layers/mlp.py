@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ class MLP(nn.Module):
         self.padding = round_up(num_inputs) - num_inputs
         self.final_activation = final_activation
         sizes = [num_inputs + self.padding, *widths]
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
+        layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
+        self.layers = cast(Sequence[nn.Linear], layers)
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:

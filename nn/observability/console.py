@@ -131,11 +131,11 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
             f"imbalance {most / mean:.2f}"
         )
         lookups = lookups_by_rank(rows, world_size)
-        busiest, most = max(enumerate(lookups), key=lambda item: item[1])
+        busiest, most_lookups = max(enumerate(lookups), key=lambda item: item[1])
         mean = sum(lookups) / world_size
         lines["lookups"] = (
-            f"per sample at most {most:,.1f} (rank {busiest}), mean {mean:,.1f}, "
-            f"imbalance {most / mean:.2f}"
+            f"per sample at most {most_lookups:,.1f} (rank {busiest}), mean {mean:,.1f}, "
+            f"imbalance {most_lookups / mean:.2f}"
         )
     console.print()
     _print_columns(console, table)

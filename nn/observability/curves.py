@@ -19,7 +19,8 @@ TEST = "#d1603d"
 SPEED = "#3d8b6e"
 RATE = "#7a5ba6"
 
-STYLE = {
+# Any: matplotlib types its keys as a Literal of all their names.
+STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "text.color": INK,
     "axes.edgecolor": "#c4c8ce",
@@ -62,8 +63,8 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
     ceiling = np.array([header["teacher_auc"]] if header.get("teacher_auc") else [])
 
     with rc_context(STYLE):
-        figure = Figure(figsize=(12, 7.85), dpi=130, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
+        figure = Figure(figsize=(12, 7.85), dpi=130)
+        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
         figure.suptitle(_title(header, records), x=0.012, ha="left", size=13, weight="bold")
         panels = figure.subplots(2, 2, height_ratios=(1.7, 1), sharex=True)
 
@@ -153,7 +154,7 @@ def limits(*lines: Series) -> tuple[float, float] | None:
 
     The first 5 % of a line with at least ten points are left out: the steep start of training would flatten the rest.
     """
-    values = []
+    values: list[float] = []
     for _, line in lines:
         settled = line[-(-len(line) // 20) if len(line) >= 10 else 0 :]
         if len(settled) >= SMOOTH_FROM:

@@ -8,7 +8,8 @@ import numpy as np
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
 
 INK, FAINT, GREY, BLUE, LIGHT_BLUE = "#20242b", "#69717d", "#8a94a3", "#2563a8", "#c3d7ee"
-STYLE = {
+# Any: matplotlib types its keys as a Literal of all their names.
+STYLE: dict[Any, Any] = {
     "font.size": 8.5,
     "text.color": INK,
     "axes.edgecolor": "#c4c8ce",

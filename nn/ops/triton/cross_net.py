@@ -45,7 +45,7 @@ class _FusedCross(torch.autograd.Function):
     def forward(ctx: Any, x0: Tensor, num_layers: int, *parameters: Tensor) -> Tensor:
         x0 = x0.contiguous()
         copies = copies_in(x0.dtype, parameters)
-        downs = copies[: -2 * num_layers] or [None] * num_layers
+        downs: Sequence[Tensor | None] = copies[: -2 * num_layers] or [None] * num_layers
         ups, biases = copies[-2 * num_layers : -num_layers], copies[-num_layers:]
         x, inputs, hiddens = x0, [], []
         factors = x0.new_empty(num_layers, *x0.shape)
@@ -74,7 +74,8 @@ class _FusedCross(torch.autograd.Function):
         # What each layer's weights hand down to the layer before it, and at the end the sum for x0 in place of the first.
         products = x0.new_empty(max(1, num_layers - 1), *x0.shape)
         grad = grad.contiguous()
-        grad_downs, grad_ups = [], []
+        grad_downs: list[Tensor] = []
+        grad_ups: list[Tensor] = []
         for index in reversed(range(num_layers)):
             down, up = downs[index], ups[index]
             grad_factor = cross_backward(index, grad, products, x0, factors, shares[:, index])

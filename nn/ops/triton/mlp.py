@@ -75,7 +75,7 @@ class _FusedMLP(torch.autograd.Function):
             grad = relu_backward(grad, activations[last], parts[last])
         else:
             last_bias.append(grad.sum(0, dtype=torch.float32))
-        grad_weights = []
+        grad_weights: list[Tensor] = []
         for index in reversed(range(last + 1)):
             # Here `grad` is that of the layer before its ReLU.
             grad_weights.insert(0, weight_gradient(grad, inputs[index], ctx.dtype))
