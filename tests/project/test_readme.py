@@ -12,8 +12,10 @@ from configs.schema import Config, describe
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 FLAGS = (ROOT / "docs/tf2_flags.md").read_text()
+# README.md, docs/architecture.md, benchmarks/README.md, ... -> text
 PAGES = {
-    path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"]
 }
 
 # Every flag of NVIDIA's TF2 recipe (main.py, dlrm.py, dcnv2.py), those that do nothing included.
@@ -81,8 +83,8 @@ PREPROC_KEYS = {key for key, _ in describe(PreprocConfig)}
 
 
 def file_map() -> dict[str, str]:
-    """Path -> purpose, of every line of the README's file map."""
-    block = README.split("## File map")[1].split("```")[1]
+    """Path -> purpose, of every line of the README's map."""
+    block = README.split("## Map")[1].split("```")[1]
     lines = [
         re.fullmatch(r"(\S+(?:, \S+)*) {2,}(\S.*)", line) for line in block.split("\n") if line
     ]
@@ -90,11 +92,17 @@ def file_map() -> dict[str, str]:
     return {path: line[2] for line in lines for path in line[1].split(", ")}
 
 
-def python_files() -> list[str]:
-    """All of ours: top level and packages; an `__init__.py` only makes its folder a package."""
-    tops = [path for path in ROOT.iterdir() if (path / "__init__.py").exists()]
-    files = [*ROOT.glob("*.py"), *(path for top in tops for path in top.rglob("*.py"))]
-    return [str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py"]
+def rooms() -> list[str]:
+    """Return every package of the project; of the tests, those that mirror no package."""
+    packages = [str(path.parent.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/__init__.py")]
+    mirrors = {f"tests/{package}" for package in packages}
+    return sorted(f"{package}/" for package in packages if package not in mirrors)
+
+
+def prose(text: str) -> list[str]:
+    """Return the lines of a page that are neither code, table, picture nor one unbroken word."""
+    lines = "".join(text.split("```")[::2]).splitlines()
+    return [line for line in lines if not line.startswith(("|", "![")) and " " in line.strip()]
 
 
 def code(text: str) -> list[str]:
@@ -119,15 +127,32 @@ def test_the_file_map_says_each_purpose_in_under_ten_words():
     assert {path: said for path, said in file_map().items() if len(said.split()) >= 10} == {}
 
 
-@pytest.mark.parametrize("path", python_files())
-def test_every_python_file_is_in_the_file_map(path):
-    listed = file_map()
-    assert path in listed or any(path.startswith(each) for each in listed if each.endswith("/"))
+def test_every_room_and_every_python_file_beside_them_is_in_the_map():
+    assert {"nn/", "nn/ops/triton/", "preproc/criteo/", "tests/helpers/"} <= set(rooms())
+    files = [path.name for path in ROOT.glob("*.py")]
+    assert sorted({*rooms(), *files} - set(file_map())) == []
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
+    assert len(file_map()) <= 40
+
+
+def test_the_readme_names_six_files_to_read_first():
+    _, _, after = README.partition("Read these six files first")
+    files = re.findall(r"`([\w/]+\.py)`", after)
+    assert len(files) == 6
+    assert [path for path in files if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_wraps_at_120_columns(page):
+    assert [line for line in prose(PAGES[page]) if len(line) > 120] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_files_named_in_a_page_exist(page):
-    folder = ROOT if page == "README.md" else ROOT / "docs"
+    folder = (ROOT / page).parent
     links = re.findall(r"\]\(([^)#]+)\)", PAGES[page])
     spans = re.findall(
         r"`((?:nn|dataloading|preproc|configs|docs|tests|benchmarks)/[\w./]*)`", PAGES[page]
@@ -151,7 +176,7 @@ def test_every_key_of_the_flag_tables_is_an_option():
     assert keys - TRAINING_KEYS - {"experiment", "data"} == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "architecture.md", "tf2_flags.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/tf2_flags.md"])
 def test_every_dotted_key_that_a_page_names_is_an_option(page):
     groups = "|".join({key.split(".")[0] for key in TRAINING_KEYS if "." in key})
     spans = re.findall(rf"`'?((?:{groups})\.[a-z0-9_.]*[a-z0-9_])(?=[`=])", PAGES[page])
