@@ -98,7 +98,7 @@ def measured(
             directory, step, facts, source.spec, config.checkpoint, ranks, say=print
         )
         batches = loader.batches(0, MOST_STEPS)
-        run = Steps(step, Prefetcher(batches, step.tables, ranks.device), ranks, channel)
+        run = Steps(step, Prefetcher(batches, step.path, ranks.device), ranks, channel)
         save = time_save(run, manager, baseline_s)
         batches.close()
         total_bytes = sum(channel.gather(num_bytes(state_of(step))))

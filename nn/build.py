@@ -21,7 +21,7 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
-from nn.sharding.sharded_embeddings import ShardedEmbeddings, register_optimizer
+from nn.sharding.sharded_embeddings import ShardedEmbeddings, TableSettings, register_optimizer
 from nn.training.train_step import TrainStep, loss_scale
 
 GIB = 2**30
@@ -182,10 +182,9 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
         source.spec,
         plan,
         ranks,
-        config.effective_optimizer,
-        config.train.amp,
-        loss_scale(config),
-        config.seed,
+        TableSettings(
+            config.effective_optimizer, config.train.amp, loss_scale(config), config.seed
+        ),
         build_multi_hot(config, source),
     )
     dense = build_dense(config.model, source.spec)

@@ -1,87 +1,79 @@
-"""A pass recorded once as a CUDA graph and replayed for every whole batch."""
+"""A function of tensors, recorded once as a CUDA graph and replayed for every further input."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from nn.sharding.id_all_to_all import LocalIds
-
 WARM_UP_PASSES = 3
 
-
-class Pass(Protocol):
-    """A function of the device's queues: same shapes, same addresses, no word to the host."""
-
-    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Return the logits [B]."""
-
-    def without_updates(self) -> AbstractContextManager:
-        """Within it `run` computes all and changes nothing."""
+Outputs = TypeVar("Outputs", Tensor, tuple[Tensor, ...])
 
 
-class CudaGraph:
-    """A pass as a CUDA graph, collectives included.
+class CudaGraph(Generic[Outputs]):
+    """A function as a CUDA graph, collectives included.
 
     Args:
-        plain: the pass to record; its runs before the recording change nothing. What it makes at its first run it keeps.
-        ids: example; shapes and dtypes are then fixed.
-        numerical: example.
-        labels: example.
+        function: launches work on the device only, always with the same shapes and addresses; the host reads nothing back.
+            What it allocates at its first call and uses again it must keep.
+        inputs: examples; shapes and dtypes are then fixed.
+        stream: to record on; None for the one that all such recordings of a device share.
+        warm_up: entered for the calls before the recording, which must leave no trace.
         beside: another recording, never replayed while this one is: they use the same memory in turn.
+
+    Attributes:
+        outputs: of the latest replay, overwritten by the next one.
     """
 
     def __init__(
         self,
-        plain: Pass,
-        ids: LocalIds,
-        numerical: Tensor,
-        labels: Tensor,
-        *,
+        function: Callable[..., Outputs],
+        *inputs: Tensor,
+        stream: torch.cuda.Stream | None = None,
+        warm_up: AbstractContextManager | None = None,
         beside: "CudaGraph | None" = None,
     ) -> None:
-        # The recording knows addresses only, so whatever memory the pass owns must live as long.
-        self._plain = plain
-        self._inputs = [each.clone() for each in _tensors(ids, numerical, labels)]
-        owned, replicated, *rest = self._inputs
-        arguments = (LocalIds(owned, replicated), *rest)
-        stream = _stream(torch.cuda.current_device())
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), plain.without_updates():
+        # The recording knows addresses only, so whatever memory the function owns must live as long.
+        self._function: Callable[..., Outputs] | None = function
+        self._inputs = [given.clone() for given in inputs]
+        current = torch.cuda.current_stream()
+        stream = _shared_stream(torch.cuda.current_device()) if stream is None else stream
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream), nullcontext() if warm_up is None else warm_up:
             # Compilation, cuBLAS workspaces and NCCL's connections are made outside of the recording.
             for _ in range(WARM_UP_PASSES):
-                plain.run(*arguments)
-        torch.cuda.current_stream().wait_stream(stream)
+                function(*self._inputs)
+        current.wait_stream(stream)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside._graph.pool()
-        # Thread-local: the loader's threads go on allocating pinned memory meanwhile.
+        # Thread-local: the loader's threads continue to allocate pinned memory meanwhile.
         with torch.cuda.graph(
             self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
         ):
-            self._logits = plain.run(*arguments)
+            self.outputs: Outputs | None = function(*self._inputs)
 
-    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Replay the pass on new inputs; the logits are overwritten by the next call."""
-        for mine, given in zip(self._inputs, _tensors(ids, numerical, labels), strict=True):
-            mine.copy_(given, non_blocking=True)
-        if ids.release is not None:
-            ids.release()
+    def load(self, *inputs: Tensor) -> None:
+        """Queue the copy of new inputs; once the current stream is past it, their memory may be used again."""
+        for recorded, given in zip(self._inputs, inputs, strict=True):
+            recorded.copy_(given, non_blocking=True)
+
+    def replay(self) -> Outputs:
+        """Queue the function on the inputs loaded last; its outputs are overwritten by the next call."""
         self._graph.replay()
-        return self._logits
+        return self.outputs
 
     def close(self) -> None:
-        """Free the recording, whoever still knows this object: NCCL waits for it when its group is closed."""
+        """Release the recording and its memory, even while this object is referenced: NCCL waits for it at its own end."""
         self._graph.reset()
+        self._function = self.outputs = None
+        self._inputs = []
 
 
 @cache
-def _stream(device: int) -> torch.cuda.Stream:
+def _shared_stream(device: int) -> torch.cuda.Stream:
     """One for all recordings: the allocator reuses memory on the stream that it was used on."""
     return torch.cuda.Stream(device)
-
-
-def _tensors(ids: LocalIds, numerical: Tensor, labels: Tensor) -> list[Tensor]:
-    return [ids.owned, ids.replicated, numerical, labels]

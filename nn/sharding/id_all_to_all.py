@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nn.ops.cuda_graph import CudaGraph
+
 
 @dataclass(frozen=True, slots=True)
 class LocalIds:
@@ -21,12 +23,17 @@ class LocalIds:
     Attributes:
         owned: of this rank's tables, feature after feature, each [B * world_size, hotness] in the order of the ranks.
         replicated: of the replicated tables, feature after feature, each [B, hotness].
-        release: to be called by whoever is done with them, on its stream, if their memory is used again.
+        release: if their memory is used again, to be called once their last use is queued, on the stream of that use.
     """
 
     owned: Tensor
     replicated: Tensor
     release: Callable[[], None] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Both, as a recording takes them."""
+        return self.owned, self.replicated
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from being reused before `stream` is done with it."""
@@ -91,6 +98,47 @@ class IdAllToAll:
             )
             owned = received.index_select(0, self._arrival_index)
         return LocalIds(owned, ids.index_select(0, self._replicated_index))
+
+
+class CapturedIdAllToAll:
+    """The same exchange as a CUDA graph, on the stream that is current when it is made.
+
+    Launched one by one, its handful of operations took the host 1 ms per step, half of a step on four GPUs.
+
+    Args:
+        send: to record: this rank's ids, feature after feature, to ids at their tables.
+        ids: example; shape and dtype are then fixed.
+    """
+
+    def __init__(self, send: Callable[[Tensor], LocalIds], ids: Tensor) -> None:
+        self._send = send
+        self._graph = CudaGraph(
+            lambda ids: send(ids).tensors, ids, stream=torch.cuda.current_stream()
+        )
+        self._arrived = LocalIds(*self._graph.outputs, self._release)
+        self._is_held = False
+        self._released = torch.cuda.Event()
+
+    def __call__(self, ids: Tensor) -> LocalIds:
+        """Exchange the next ids."""
+        if self._is_held:
+            # Two prefetchers at a time: an evaluation while the next training batch waits.
+            return self._send(ids)
+        self._is_held = True
+        torch.cuda.current_stream().wait_event(self._released)
+        self._graph.load(ids)
+        self._graph.replay()
+        return self._arrived
+
+    def close(self) -> None:
+        """Release the recording, even while its ids are referenced: NCCL waits for it when its group is closed."""
+        self._graph.close()
+        del self._send, self._arrived  # the tables' memory
+
+    def _release(self) -> None:
+        """Let the next exchange overwrite what arrived, once the current stream has come here."""
+        self._released.record()
+        self._is_held = False
 
 
 def _on(device: torch.device, blocks: Sequence[Tensor]) -> Tensor:

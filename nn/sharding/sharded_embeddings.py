@@ -1,13 +1,14 @@
 """The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
 
-A batch's ids travel to the ranks that own the tables (`start_exchange`, `finish_exchange`). Where all shapes are known,
-and always where weights have 16 bits, everything after that is `static`'s (`nn.sharding.static_embeddings`), on the same memory.
-Otherwise TorchRec does it: ids are looked up by FBGEMM (`look_up`), the embeddings travel home (`output_dist`), and their
-gradients back; `update` then changes the tables, with FBGEMM inside their backward pass, and by the same rule right after
-it for replicated tables and for all tables where FBGEMM has no fused form of the rule. World size 1 takes the same path.
+Where all shapes are known, and always where weights have 16 bits, `nn.sharding.static_embeddings` looks the tables up
+and updates them, on the same memory. Otherwise TorchRec does: a batch's ids travel to the ranks that own the tables
+(`start_input_dist`, `finish_input_dist`), FBGEMM looks them up (`look_up`), and the embeddings travel to the ranks of
+their rows (`output_dist`), their gradients back. `update` then changes the tables: with FBGEMM inside their backward
+pass, and by the same optimizer right after it for replicated tables and for all tables where FBGEMM has no fused form of
+it. World size 1 takes the same path.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embedding_types import KJTList
@@ -40,10 +41,8 @@ from nn.embedding.optimizer import TableOptimizer
 from nn.layers.initialization import fill_uniform_
 from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.ops.stochastic_rounding import rounding_key
-from nn.sharding.captured_exchange import CapturedIdAllToAll
-from nn.sharding.id_all_to_all import LocalIds
 from nn.sharding.planner import TableSharder
-from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, StaticEmbeddings
+from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
 
 # FBGEMM's kernel of each rule, and the class by which TorchRec's planner knows how much state the rule keeps.
 FUSED_OPTIMIZERS = {
@@ -102,18 +101,32 @@ def register_optimizer(embeddings: EmbeddingBagCollection, rule: OptimizerName) 
         table._optimizer_classes = [optimizer_class]
 
 
+@dataclass(frozen=True, slots=True)
+class TableSettings:
+    """How the tables are trained.
+
+    Attributes:
+        optimizer: of both halves; the tables' part of it.
+        amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
+        loss_scale: that gradients arrive multiplied by.
+        seed: of the initial weights, and of the rounding of 16-bit ones.
+    """
+
+    optimizer: OptimizerConfig
+    amp: Amp
+    loss_scale: float
+    seed: int
+
+
 class ShardedEmbeddings:
     """All tables, sharded as planned, with the seed's weights.
 
     Args:
-        embeddings: the unsharded tables on the meta device, rule registered.
+        embeddings: the unsharded tables on the meta device, optimizer registered.
         spec: the dataset they are for.
         plan: TorchRec's plan for them.
         ranks: this process.
-        config: the update rule.
-        amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
-        loss_scale: that gradients arrive multiplied by.
-        seed: of the initial weights, and of the rounding of 16-bit ones.
+        settings: how they are trained.
         multi_hot: which features' ids are expanded where their tables are.
     """
 
@@ -123,39 +136,28 @@ class ShardedEmbeddings:
         spec: FeatureSpec,
         plan: ShardingPlan,
         ranks: Ranks,
-        config: OptimizerConfig,
-        amp: Amp,
-        loss_scale: float,
-        seed: int,
+        settings: TableSettings,
         multi_hot: MultiHot,
     ) -> None:
-        on_gpu = ranks.device.type == "cuda"
+        config = settings.optimizer
         # Under fp16 the loss scale is taken off before the tables see a gradient, in the dtype that embeddings travel
         # in: fp16 would lose the small ones. So only bf16 halves the all-to-all.
-        half = on_gpu and amp is Amp.bf16
-        sharder = TableSharder(
-            fused_params={
-                "optimizer": FUSED_OPTIMIZERS[config.table_name][0],
-                "learning_rate": config.table_lr,
-                "eps": config.eps,
-                "beta1": config.beta1,
-                "beta2": config.beta2,
-                "output_dtype": SparseType.BF16 if half else SparseType.FP32,
-                # On a GPU FBGEMM has no cache of bf16, and refuses such tables for it although they need none.
-                "cache_precision": SparseType.FP32,
-                # The loader has checked every id; the kernel's own check would cost a tenth of a step.
-                "bounds_check_mode": BoundsCheckMode.NONE,
-            }
-        )
+        is_bf16 = ranks.device.type == "cuda" and settings.amp is Amp.bf16
         self._rule = config.table_name
+        self._config = config
         self._ranks = ranks
-        table_plan = plan.plan["embeddings"]
-        self.features = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
-        self._rows = {
-            table.name: table.num_embeddings for table in embeddings.embedding_bag_configs()
-        }
+        self._seed = settings.seed
+        self._hotness = {feature.name: feature.hotness for feature in spec.categorical}
+        self._multi_hot = multi_hot
+        self._dtype = torch.bfloat16 if is_bf16 else torch.float32
+        declared = embeddings.embedding_bag_configs()
+        self.features = [table.feature_names[0] for table in declared]
+        self._rows = {table.name: table.num_embeddings for table in declared}
+        self._dim = declared[0].embedding_dim
         self.names = list(self._rows)
-        self.module = sharder.shard(
+        table_plan = plan.plan["embeddings"]
+        self._kernels_of_tables = {table.compute_kernel for table in table_plan.values()}
+        self.module = _sharder(config, is_bf16).shard(
             embeddings,
             table_plan,
             ShardingEnv.from_process_group(dist.group.WORLD),
@@ -167,46 +169,26 @@ class ShardedEmbeddings:
             for kernel in lookup.modules()
             if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
         ]
-        dense = {
-            name: parameter
-            for name, parameter in self.module.named_parameters()
-            if table_plan[name.split(".")[-2]].compute_kernel == "dense" and parameter.numel()
-        }
-        self.dense_optimizer = (
-            TableOptimizer(
-                dense.values(),
-                name=config.table_name,
-                lr=config.table_lr,
-                eps=config.eps,
-                beta1=config.beta1,
-                beta2=config.beta2,
-            )
-            if dense
-            else None
-        )
-        self._config = config
-        self._seed = seed
-        self._hotness = {each.name: each.hotness for each in spec.categorical}
-        self._multi_hot = multi_hot
-        self._dim = embeddings.embedding_bag_configs()[0].embedding_dim
-        self._dtype = torch.bfloat16 if half else torch.float32
-        self._kernels_of_tables = {each.compute_kernel for each in table_plan.values()}
-        self._channels = Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings"))
-        self._static: dict[int, StaticEmbeddings] = {}
-        self.scalars = UpdateScalars(config, 1 / loss_scale, ranks.device)
-        self._exchanges: dict[int, CapturedIdAllToAll] = {}
-        # All are the step's to say, before the first batch.
-        self.replicated_gradients: list[Tensor] = []
-        self.prefix_columns = 0
-        self.recorded_sizes: frozenset[int] = frozenset()
-        self._dense_names = list(dense)
         self._dense_tables = [
             table for table, sharding in table_plan.items() if sharding.compute_kernel == "dense"
         ]
+        dense = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if name.split(".")[-2] in self._dense_tables and parameter.numel()
+        }
+        self._dense_names = list(dense)
+        self.dense_optimizer = _table_optimizer(dense, config)
+        self._channels = Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings"))
+        self.scalars = UpdateScalars(config, 1 / settings.loss_scale, ranks.device)
+        self._fill_uniform()
+
+    def _fill_uniform(self) -> None:
+        """Give this rank's shards the seed's weights."""
         for shard in self.shards():
             fill_uniform_(
                 shard.weight,
-                seed=seed,
+                seed=self._seed,
                 table=shard.table,
                 row_offset=shard.row_offset,
                 col_offset=shard.column_offset,
@@ -224,35 +206,15 @@ class ShardedEmbeddings:
             else:
                 yield TableShard(table, value, 0, 0)
 
-    def start_exchange(self, batch: Batch) -> LocalIds | Exchange:
-        """Send a batch's ids on their way, or where their number may vary, first how many there are."""
-        if self.static_blocker is None:
-            return self._send(batch)
+    def start_input_dist(self, batch: Batch) -> Exchange:
+        """Begin TorchRec's exchange of a batch's ids: send how many will come."""
         context = self.module.create_context()
         return Exchange(context, self.module.input_dist(context, batch.ids))
 
-    def _send(self, batch: Batch) -> LocalIds:
-        size, ids = len(batch.labels), batch.ids.values()
-        if batch.global_valid < size * self._ranks.world_size:
-            ids = _padded(ids, list(self._hotness.values()), batch.num_valid, size)
-            return self.static(size).send_ids(ids, batch.global_valid)
-        if size not in self.recorded_sizes:
-            return self.static(size).send_ids(ids)
-        if size not in self._exchanges:
-            self._exchanges[size] = CapturedIdAllToAll(self.static(size).send_ids, ids)
-        return self._exchanges[size](ids)
-
-    def close(self) -> None:
-        """Free the recorded exchanges; NCCL would wait for them for ever when its group is closed."""
-        for size in list(self._exchanges):
-            self._drop_exchange(size)
-
-    def finish_exchange(self, exchange: LocalIds | Exchange) -> LocalIds | Exchange:
-        """Send the ids themselves where that is still to be done; the host then waits until it knows their number."""
-        if isinstance(exchange, Exchange):
-            arrived = exchange.pending.wait().wait()
-            exchange.pending = KJTList([expand_jagged(each, self.expansions) for each in arrived])
-        return exchange
+    def finish_input_dist(self, exchange: Exchange) -> None:
+        """Send the ids themselves, and expand them where they arrive; the host waits until it knows their number."""
+        arrived = exchange.pending.wait().wait()
+        exchange.pending = KJTList([expand_jagged(ids, self.expansions) for ids in arrived])
 
     @cached_property
     def static_blocker(self) -> str | None:
@@ -268,35 +230,21 @@ class ShardedEmbeddings:
             return "tables in host memory"
         return None
 
-    def static(self, batch_size: int) -> StaticEmbeddings:
-        """Return the tables for batches of `batch_size` rows a rank, always the same ones for a size."""
-        if batch_size not in self._static:
-            self._static[batch_size] = StaticEmbeddings(
-                self.placement,
-                self.features,
-                self._hotness,
-                self.expansions,
-                embedding_dim=self._dim,
-                batch_size=batch_size,
-                config=self._config,
-                scalars=self.scalars,
-                replicated_gradients=self.replicated_gradients,
-                dtype=self._dtype,
-                ranks=self._ranks,
-                channels=self._channels,
-                prefix_columns=self.prefix_columns,
-            )
-        return self._static[batch_size]
-
-    def drop_static(self, batch_size: int) -> None:
-        """Free the memory of `static(batch_size)`, which nothing may be using still."""
-        self._static.pop(batch_size, None)
-        self._drop_exchange(batch_size)
-
-    def _drop_exchange(self, batch_size: int) -> None:
-        exchange = self._exchanges.pop(batch_size, None)
-        if exchange is not None:
-            exchange.close()
+    @cached_property
+    def rank_tables(self) -> RankTables:
+        """This rank's tables as `StaticEmbeddings` takes them."""
+        return RankTables(
+            placement=self.placement,
+            features=self.features,
+            hotness=self._hotness,
+            expansions=self.expansions,
+            embedding_dim=self._dim,
+            config=self._config,
+            scalars=self.scalars,
+            dtype=self._dtype,
+            ranks=self._ranks,
+            channels=self._channels,
+        )
 
     @cached_property
     def expansions(self) -> dict[str, Tensor]:
@@ -372,23 +320,14 @@ class ShardedEmbeddings:
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
 
-    def prepare_update(self, step: int, lr: float, *, by_fbgemm: bool) -> None:
+    def prepare_update(self, step: int, lr: float) -> None:
         """Set what the update of this step needs; call before its forward pass.
-
-        FBGEMM counts forward passes, evaluation included, and corrects Adam's bias by that count: it is set right.
 
         Args:
             step: updates made so far.
             lr: learning rate.
-            by_fbgemm: whether FBGEMM's update will read these, which costs the host some time.
         """
         self.scalars.set(step, lr)
-        if by_fbgemm:
-            for kernel in self._kernels:
-                kernel.set_learning_rate(lr)
-                if self._rule is OptimizerName.adam:
-                    kernel.iter_cpu.fill_(step)
-                    kernel.iter.fill_(step)
         if self.dense_optimizer is not None:
             self.dense_optimizer.zero_grad(set_to_none=True)
             for group in self.dense_optimizer.param_groups:
@@ -397,8 +336,23 @@ class ShardedEmbeddings:
                 for state in self.dense_optimizer.state.values():
                     state["iter"].fill_(step)
 
-    def update_replicated(self) -> None:
-        """Update the replicated tables by `replicated_gradients`, which every rank has the sums of."""
+    def prepare_fused_update(self, step: int, lr: float) -> None:
+        """Set the same numbers in FBGEMM's kernels, which costs the host some time.
+
+        FBGEMM counts forward passes, evaluation included, and corrects Adam's bias by that count: it is set right.
+        """
+        for kernel in self._kernels:
+            kernel.set_learning_rate(lr)
+            if self._rule is OptimizerName.adam:
+                kernel.iter_cpu.fill_(step)
+                kernel.iter.fill_(step)
+
+    def update_replicated(self, gradients: Sequence[Tensor]) -> None:
+        """Update the replicated tables.
+
+        Args:
+            gradients: sums over all ranks, in the order of `placement.replicated`.
+        """
         if not self.placement.replicated:
             return
         parameters = {
@@ -407,9 +361,7 @@ class ShardedEmbeddings:
                 self._dense_names, self.dense_optimizer.param_groups[0]["params"], strict=True
             )
         }
-        for table, gradient in zip(
-            self.placement.replicated_tables, self.replicated_gradients, strict=True
-        ):
+        for table, gradient in zip(self.placement.replicated_tables, gradients, strict=True):
             parameters[table].grad = gradient
         self.dense_optimizer.step()
 
@@ -464,6 +416,40 @@ class ShardedEmbeddings:
         return state
 
 
+def _sharder(config: OptimizerConfig, is_bf16: bool) -> TableSharder:
+    """Shards tables with FBGEMM's fused kernel of the optimizer."""
+    return TableSharder(
+        fused_params={
+            "optimizer": FUSED_OPTIMIZERS[config.table_name][0],
+            "learning_rate": config.table_lr,
+            "eps": config.eps,
+            "beta1": config.beta1,
+            "beta2": config.beta2,
+            "output_dtype": SparseType.BF16 if is_bf16 else SparseType.FP32,
+            # On a GPU FBGEMM has no cache of bf16, and refuses such tables for it although they need none.
+            "cache_precision": SparseType.FP32,
+            # The loader has checked every id; the kernel's own check would cost a tenth of a step.
+            "bounds_check_mode": BoundsCheckMode.NONE,
+        }
+    )
+
+
+def _table_optimizer(
+    dense: Mapping[str, nn.Parameter], config: OptimizerConfig
+) -> TableOptimizer | None:
+    """Return the optimizer of the tables that FBGEMM does not update, if there are any on this rank."""
+    if not dense:
+        return None
+    return TableOptimizer(
+        dense.values(),
+        name=config.table_name,
+        lr=config.table_lr,
+        eps=config.eps,
+        beta1=config.beta1,
+        beta2=config.beta2,
+    )
+
+
 def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
     """This rank's shard of a table, or of its optimizer state, that begins at a column."""
     shards = tensor.local_shards()
@@ -471,13 +457,6 @@ def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
         return shards[0].tensor.detach()
     (found,) = [each for each in shards if each.metadata.shard_offsets[1] == first_column]
     return found.tensor.detach()
-
-
-def _padded(ids: Tensor, hotness: list[int], num_valid: int, rows: int) -> Tensor:
-    """Give rows of padding the id 0, which every table has: feature after feature, [rows, hotness] each."""
-    given = ids.split([num_valid * each for each in hotness])
-    further = [ids.new_zeros((rows - num_valid) * each) for each in hotness]
-    return torch.cat([part for pair in zip(given, further, strict=True) for part in pair])
 
 
 def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:

@@ -58,22 +58,42 @@ class Channels:
     embeddings: dist.ProcessGroup | None
 
 
-class StaticEmbeddings:
-    """The tables, for batches of one size.
+@dataclass(frozen=True, slots=True)
+class RankTables:
+    """A rank's tables, and how ids and embeddings travel, whatever the size of a batch.
 
-    Args:
+    Attributes:
         placement: of the tables.
         features: names in the model's order.
         hotness: feature -> ids a row as they are sent, in the order of the batch.
         expansions: feature -> further ids of each id, of features looked up here that are expanded.
         embedding_dim: D.
-        batch_size: B.
-        config: rule of the update.
+        config: optimizer of the tables.
         scalars: of the update of this rank's own tables.
-        replicated_gradients: gradient [rows, D] of each replicated table, zero at the beginning of a step.
         dtype: that embeddings and their gradients travel in.
         ranks: this process.
         channels: communicators.
+    """
+
+    placement: Placement
+    features: Sequence[str]
+    hotness: dict[str, int]
+    expansions: dict[str, Tensor]
+    embedding_dim: int
+    config: OptimizerConfig
+    scalars: UpdateScalars
+    dtype: torch.dtype
+    ranks: Ranks
+    channels: Channels
+
+
+class StaticEmbeddings:
+    """The tables, for batches of one size.
+
+    Args:
+        tables: of this rank.
+        batch_size: B.
+        replicated_gradients: gradient [rows, D] of each replicated table, zero at the beginning of a step.
         prefix_columns: columns that the dense half puts before each sample's embeddings; left free for them where nothing is sent.
 
     Attributes:
@@ -82,77 +102,56 @@ class StaticEmbeddings:
 
     def __init__(
         self,
-        placement: Placement,
-        features: Sequence[str],
-        hotness: dict[str, int],
-        expansions: dict[str, Tensor],
-        *,
-        embedding_dim: int,
+        tables: RankTables,
         batch_size: int,
-        config: OptimizerConfig,
-        scalars: UpdateScalars,
+        *,
         replicated_gradients: Sequence[Tensor],
-        dtype: torch.dtype,
-        ranks: Ranks,
-        channels: Channels,
         prefix_columns: int,
     ) -> None:
-        world_size, device = ranks.world_size, ranks.device
-        self._ranks, self._channel = ranks, channels.embeddings
+        placement, ranks = tables.placement, tables.ranks
+        num_samples = batch_size * ranks.world_size
+        self._ranks, self._channel = ranks, tables.channels.embeddings
         self._exchange = IdAllToAll(
-            [[place.feature for place in places] for places in placement.owned_by_rank],
-            [part.feature for part in placement.replicated],
-            hotness,
+            [[shard.feature for shard in shards] for shards in placement.owned_by_rank],
+            [table.feature for table in placement.replicated],
+            tables.hotness,
             batch_size=batch_size,
             rank=ranks.rank,
-            device=device,
-            channel=channels.ids,
+            device=ranks.device,
+            channel=tables.channels.ids,
         )
-        num_samples = batch_size * world_size
-        self._owned_sizes = [num_samples * hotness[part.feature] for part in placement.owned]
-        self._expand_owned, self._expand_replicated = (
-            IdExpansion([part.feature for part in parts], count, hotness, expansions)
-            for parts, count in ((placement.owned, num_samples), (placement.replicated, batch_size))
-        )
-        self._owned = LocalEmbeddingBags(
-            placement.owned, num_samples, config, scalars, dtype, device
-        )
-        self._replicated = LocalEmbeddingBags(
-            placement.replicated, batch_size, config, scalars, dtype, device
-        )
-        # Adding to a gradient is descending it by SGD with a rate of -1.
-        adding = OptimizerConfig(name=OptimizerName.sgd)
-        minus_one = UpdateScalars(adding, 1.0, device)
-        minus_one.set(0, -1.0)
-        sums = [
-            LocalTable(part.feature, part.hotness, gradient, {})
-            for part, gradient in zip(placement.replicated, replicated_gradients, strict=True)
+        self._owned_sizes = [
+            num_samples * tables.hotness[table.feature] for table in placement.owned
         ]
-        self._replicated_sums = LocalEmbeddingBags(
-            sums, batch_size, adding, minus_one, dtype, device
-        )
+        self._expand_owned = _expansion(tables, placement.owned, num_samples)
+        self._expand_replicated = _expansion(tables, placement.replicated, batch_size)
+        self._owned = _embedding_bags(tables, placement.owned, num_samples)
+        self._replicated = _embedding_bags(tables, placement.replicated, batch_size)
+        self._replicated_sums = _gradient_sums(tables, replicated_gradients, batch_size)
+        self._set_sizes(tables, batch_size, prefix_columns)
 
-        widths = [sum(place.columns for place in places) for places in placement.owned_by_rank]
-        replicated_columns = len(placement.replicated) * embedding_dim
+    def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
+        """Make the buffers of the embeddings' exchange, and describe where the features lie in them."""
+        placement, ranks = tables.placement, tables.ranks
+        world_size = ranks.world_size
+        widths = [sum(shard.columns for shard in shards) for shards in placement.owned_by_rank]
+        replicated_columns = len(placement.replicated) * tables.embedding_dim
         self._prefix_columns = prefix_columns if world_size == 1 and not replicated_columns else 0
         self._local_sizes = [batch_size * (self._prefix_columns + width) for width in widths]
         self._owned_sizes_by_rank = [batch_size * widths[ranks.rank]] * world_size
         starts = list(accumulate(self._local_sizes, initial=0))
         self._replicated_start = starts[-1]
-        self.layout = _layout(
-            placement,
-            features,
-            embedding_dim,
-            starts,
-            [*widths, replicated_columns],
-            self._prefix_columns,
-            device,
-        )
+        self.layout = _layout(tables, starts, [*widths, replicated_columns], self._prefix_columns)
         self._local = torch.empty(
-            starts[-1] + batch_size * replicated_columns, dtype=dtype, device=device
+            starts[-1] + batch_size * replicated_columns, dtype=tables.dtype, device=ranks.device
         )
         if world_size > 1:
-            self._sent = torch.empty(num_samples, widths[ranks.rank], dtype=dtype, device=device)
+            self._sent = torch.empty(
+                batch_size * world_size,
+                widths[ranks.rank],
+                dtype=tables.dtype,
+                device=ranks.device,
+            )
         else:
             self._sent = self._owned_part(self._local)
 
@@ -227,31 +226,59 @@ class StaticEmbeddings:
         return local[self._replicated_start :].view(self._replicated.num_samples, -1)
 
 
+def _expansion(
+    tables: RankTables, local_tables: Sequence[LocalTable], num_samples: int
+) -> IdExpansion:
+    features = [table.feature for table in local_tables]
+    return IdExpansion(features, num_samples, tables.hotness, tables.expansions)
+
+
+def _embedding_bags(
+    tables: RankTables, local_tables: Sequence[LocalTable], num_samples: int
+) -> LocalEmbeddingBags:
+    return LocalEmbeddingBags(
+        local_tables, num_samples, tables.config, tables.scalars, tables.dtype, tables.ranks.device
+    )
+
+
+def _gradient_sums(
+    tables: RankTables, gradients: Sequence[Tensor], batch_size: int
+) -> LocalEmbeddingBags:
+    """Sums of the replicated tables' gradients: adding to one is descending it by SGD with a rate of -1."""
+    adding = OptimizerConfig(name=OptimizerName.sgd)
+    minus_one = UpdateScalars(adding, 1.0, tables.ranks.device)
+    minus_one.set(0, -1.0)
+    sums = [
+        LocalTable(table.feature, table.hotness, gradient, {})
+        for table, gradient in zip(tables.placement.replicated, gradients, strict=True)
+    ]
+    return LocalEmbeddingBags(
+        sums, batch_size, adding, minus_one, tables.dtype, tables.ranks.device
+    )
+
+
 def _layout(
-    placement: Placement,
-    features: Sequence[str],
-    embedding_dim: int,
-    starts: Sequence[int],
-    widths: Sequence[int],
-    prefix_columns: int,
-    device: torch.device,
+    tables: RankTables, starts: Sequence[int], widths: Sequence[int], prefix_columns: int
 ) -> EmbeddingLayout:
-    """Say where the features lie in a block a rank, followed by one of the replicated tables."""
-    replicated = [ColumnShard(part.feature, 0, embedding_dim) for part in placement.replicated]
-    position = {feature: index for index, feature in enumerate(features)}
-    pieces = []
-    for start, width, places in zip(
+    """Say where the features lie in a block per rank, followed by one of the replicated tables."""
+    placement, embedding_dim = tables.placement, tables.embedding_dim
+    replicated = [ColumnShard(table.feature, 0, embedding_dim) for table in placement.replicated]
+    position = {feature: index for index, feature in enumerate(tables.features)}
+    segments = []
+    for start, width, shards in zip(
         starts, widths, [*placement.owned_by_rank, replicated], strict=True
     ):
-        columns = accumulate((place.columns for place in places), initial=prefix_columns)
-        pieces += [
+        columns = accumulate((shard.columns for shard in shards), initial=prefix_columns)
+        segments += [
             LayoutSegment(
-                position[place.feature],
-                place.first_column,
-                place.columns,
+                position[shard.feature],
+                shard.first_column,
+                shard.columns,
                 start + column,
                 prefix_columns + width,
             )
-            for place, column in zip(places, columns, strict=False)
+            for shard, column in zip(shards, columns, strict=False)
         ]
-    return EmbeddingLayout(pieces, len(features), embedding_dim, device, prefix_columns)
+    return EmbeddingLayout(
+        segments, len(tables.features), embedding_dim, tables.ranks.device, prefix_columns
+    )

@@ -42,7 +42,7 @@ class Evaluator:
         metrics = RankingMetrics(self._ranks.device, self._ranks)
         self._step.set_training(False)
         batches = self._loader.batches(0, self._num_batches)
-        prefetcher = Prefetcher(batches, self._step.tables, self._ranks.device)
+        prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
         for batch, ids in prefetcher:
             logits = self._step.predict(batch, ids)
             prefetcher.start_next()

@@ -46,8 +46,7 @@ def _timed_ms(step: TrainStep, batch: Batch, ranks: Ranks) -> float:
 
 
 def _forward(step: TrainStep, batch: Batch) -> Tensor:
-    exchange = step.tables.start_exchange(batch)
-    return step.predict(batch, step.tables.finish_exchange(exchange))
+    return step.predict(batch, step.path.finish(step.path.start(batch)))
 
 
 def _synchronize(ranks: Ranks) -> None:

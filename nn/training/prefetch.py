@@ -4,43 +4,52 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
 from dataloading.batch import Batch
 from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
-from nn.sharding.sharded_embeddings import Exchange, ShardedEmbeddings
+from nn.training.sparse_path import SparsePath
 
 
 class Prefetcher:
-    """Iterator of (batch on the device, ids at their owners).
+    """Iterator of (batch on the device, ids at their owners); no batch is handed out twice, and none is lost.
 
-    Call `start_next` once a step, where the host has just queued work for the device: what it starts then runs beside
+    Call `start_next` once per batch, where the host has just queued work for the device: what it starts then runs beside
     that work, on a stream of its own. Every rank must iterate alike, since each call takes part in collectives.
 
     Args:
         batches: host batches of this rank.
-        tables: owners of the ids.
+        path: sends the ids to their tables.
         device: where the step runs.
 
     Attributes:
         data_wait_ms: time spent waiting for the loader since it was last set to 0.
     """
 
-    def __init__(
-        self, batches: Iterator[Batch], tables: ShardedEmbeddings, device: torch.device
-    ) -> None:
+    def __init__(self, batches: Iterator[Batch], path: SparsePath, device: torch.device) -> None:
         self._batches = batches
-        self._tables = tables
+        self._path = path
         self._device = device
         self._stream = _side_stream(device) if device.type == "cuda" else None
-        self._next: tuple[Batch, Exchange] | None = None
+        self._next: tuple[Batch, Any] | None = None
+        self._is_started = False
         self.data_wait_ms = 0.0
         self.start_next()
 
     def start_next(self) -> None:
-        """Fetch the next batch from the loader and send it on its way; does nothing at the end."""
+        """Fetch the next batch from the loader and send it on its way; does nothing at the end.
+
+        Raises:
+            RuntimeError: a batch waits that was not taken out.
+        """
+        if self._next is not None:
+            raise RuntimeError(
+                "start_next() was called twice, and would lose a batch; take the batch that waits first, with next()"
+            )
+        self._is_started = True
         with self._on_stream():
             # On the stream that copies: the loader uses a batch's memory again when this one has come so far.
             start = time.perf_counter()
@@ -48,26 +57,29 @@ class Prefetcher:
                 host_batch = next(self._batches, None)
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
             if host_batch is None:
-                self._next = None
                 return
             batch = host_batch.to(self._device, non_blocking=True)
-            self._next = batch, self._tables.start_exchange(batch)
+            self._next = batch, self._path.start(batch)
 
     def __iter__(self) -> "Prefetcher":
         return self
 
-    def __next__(self) -> tuple[Batch, Exchange]:
+    def __next__(self) -> tuple[Batch, Any]:
+        if not self._is_started:
+            raise RuntimeError(
+                "no batch was started since the one before was taken; call start_next() once per batch"
+            )
         if self._next is None:
             raise StopIteration
-        batch, exchange = self._next
+        (batch, ids), self._next, self._is_started = self._next, None, False
         with self._on_stream():
-            exchange = self._tables.finish_exchange(exchange)
+            ids = self._path.finish(ids)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             batch.record_stream(current)
-            exchange.record_stream(current)
-        return batch, exchange
+            ids.record_stream(current)
+        return batch, ids
 
     def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -75,5 +87,5 @@ class Prefetcher:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all feeds of a process: the allocator keeps freed memory for the stream that used it."""
+    """One for all prefetchers of a process: the allocator keeps freed memory for the stream that used it."""
     return torch.cuda.Stream(device)

@@ -12,16 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nn.distributed.process_group import Ranks
 from nn.observability.annotations import annotate
 from nn.ops.bce_loss import share_of_loss
 from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.sharding.id_all_to_all import LocalIds
 from nn.sharding.static_embeddings import StaticEmbeddings
-from nn.training.gradient_bucket import GradientBucket
-from nn.training.loss_readback import LossReadback
+from nn.training.sparse_path import PassContext
 
 
 class StaticPass:
@@ -29,43 +27,26 @@ class StaticPass:
 
     Args:
         tables: for batches of one size.
-        dense: the dense half, on its device.
-        gradients: where the gradients go.
-        readback: where the loss goes.
-        autocast: precision of the dense half.
-        loss_scale: multiplies the loss before the backward pass; gradients are checked and divided by it if not 1.
-        ranks: this process.
-        update_tables: whether the tables learn.
+        context: the dense half, and where loss and gradients go.
         num_valid: rows of this rank that count, the first ones; None for all. The others are padding.
         global_valid: rows over all ranks that count; None for all.
     """
 
+    graph = None
+
     def __init__(
         self,
         tables: StaticEmbeddings,
-        dense: nn.Module,
-        gradients: GradientBucket,
-        readback: LossReadback,
-        *,
-        autocast: Callable[[], AbstractContextManager],
-        loss_scale: float,
-        ranks: Ranks,
-        update_tables: bool,
+        context: PassContext,
         num_valid: int | None = None,
         global_valid: int | None = None,
     ) -> None:
         self._tables = tables
-        self._dense = dense
-        self._update_tables = update_tables
-        self._gradients = gradients
-        self._readback = readback
-        self._autocast = autocast
-        self._loss_scale = loss_scale
-        self._ranks = ranks
+        self._context = context
         self._num_valid, self._global_valid = num_valid, global_valid
-        on_gpu = ranks.device.type == "cuda"
-        self._enabled = torch.ones(1, dtype=torch.int32, device=ranks.device)
-        self._queue = _tables_queue(ranks.device) if on_gpu else None
+        device = context.ranks.device
+        self._enabled = torch.ones(1, dtype=torch.int32, device=device)
+        self._queue = _tables_queue(device) if device.type == "cuda" else None
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Learn from a batch.
@@ -78,66 +59,80 @@ class StaticPass:
         Returns:
             Logits [B], detached.
         """
+        context, gradients, loss_scale = (
+            self._context,
+            self._context.gradients,
+            self._context.loss_scale,
+        )
         with self._beside():
             with annotate("lookup"):
                 values = self._tables.look_up(ids)
             arrived = self._event()
-            if self._update_tables:
+            if context.update_tables:
                 with annotate("sort"):
                     sorted_owned, sorted_replicated = self._tables.sort(ids)
-        self._gradients.clear()
+        gradients.clear()
 
-        def take(gradient: Tensor) -> None:
+        def receive(gradient: Tensor) -> None:
             """Runs in the backward pass, as soon as the embeddings' gradient is there."""
             nonlocal local_gradient, owned_gradient
             local_gradient = gradient
-            if not self._update_tables:
+            if not context.update_tables:
                 return
             with self._beside():
                 owned_gradient = self._tables.send_back(gradient)
-                if self._loss_scale == 1:
+                if loss_scale == 1:
                     self._tables.update(sorted_owned, owned_gradient, is_good)
             # Here, while the gradients travel; the ids were sorted before the loss was judged.
             self._wait_for(judged)
             self._tables.accumulate_replicated(sorted_replicated, gradient, is_good)
 
         def arrive() -> Tensor:
-            """Runs where the dense half wants the embeddings; so late, autograd sends their gradient back early."""
+            """Runs where the dense half reads the embeddings; so late, autograd sends their gradient back early."""
             self._wait_for(arrived)
-            return _EmbeddingGradient.apply(values.detach().requires_grad_(), take)
+            return _EmbeddingGradient.apply(values.detach().requires_grad_(), receive)
 
         local_gradient = owned_gradient = None
-        with self._autocast(), annotate("dense half"):
-            logits = self._dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
+        with context.autocast(), annotate("dense half"):
+            logits = context.dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
         share = share_of_loss(logits, labels, *self._counts(len(labels)))
         with self._beside():
-            loss = self._ranks.all_reduce_sum(share.detach().clone())
+            loss = context.ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
             judged = self._event()
-            if self._loss_scale == 1:
-                self._readback.record(loss, is_good)
+            if loss_scale == 1:
+                context.readback.record(loss, is_good)
         with annotate("backward"):
-            (share * self._loss_scale).backward()
-        if self._loss_scale != 1:
-            self._gradients.signal.copy_(~torch.isfinite(local_gradient).all())
-        self._gradients.sum(self._ranks)
-        if self._loss_scale != 1:
-            # An overflow anywhere is not finite, or not zero, in the sum on every rank.
-            finite = self._gradients.are_finite() & (self._gradients.signal == 0)
-            self._gradients.vector.div_(self._loss_scale)
+            (share * loss_scale).backward()
+        if loss_scale == 1:
+            gradients.sum(context.ranks)
+        else:
+            finite = self._sum_and_judge(local_gradient)
             with self._beside():
                 is_good = is_good * finite.int()
-                self._readback.record(loss, is_good)
-                if self._update_tables:
+                context.readback.record(loss, is_good)
+                if context.update_tables:
                     self._tables.update(sorted_owned, owned_gradient, is_good)
         if self._queue is not None:
             torch.cuda.current_stream().wait_stream(self._queue)
+        if ids.release is not None:
+            ids.release()
         return logits.detach()
 
+    def _sum_and_judge(self, local_gradient: Tensor) -> Tensor:
+        """Sum the gradients over ranks, take the loss scale off, and return whether none overflowed anywhere."""
+        gradients = self._context.gradients
+        gradients.signal.copy_(~torch.isfinite(local_gradient).all())
+        gradients.sum(self._context.ranks)
+        # An overflow anywhere is not finite, or not zero, in the sum on every rank.
+        finite = gradients.are_finite() & (gradients.signal == 0)
+        gradients.vector.div_(self._context.loss_scale)
+        return finite
+
     def _counts(self, rows: int) -> tuple[int, int]:
-        """Rows that count, of this rank and of all."""
+        """Rows that count, of this rank and over all."""
         if self._num_valid is None or self._global_valid is None:
-            return rows, rows * self._ranks.world_size
+            return rows, rows * self._context.ranks.world_size
         return self._num_valid, self._global_valid
 
     @contextmanager
@@ -170,27 +165,26 @@ class StaticForward:
     """The forward pass alone, for evaluation and inference.
 
     Args:
-        tables: for whole batches of one size.
-        dense: the dense half, on its device.
-        autocast: its precision.
+        tables: for full batches of one size.
+        context: the dense half and its precision.
     """
 
-    def __init__(
-        self,
-        tables: StaticEmbeddings,
-        dense: nn.Module,
-        autocast: Callable[[], AbstractContextManager],
-    ) -> None:
+    graph = None
+
+    def __init__(self, tables: StaticEmbeddings, context: PassContext) -> None:
         self._tables = tables
-        self._dense = dense
-        self._autocast = autocast
+        self._context = context
 
     @torch.no_grad()
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Return the logits [B]; `labels` are not looked at."""
+        """Return the logits [B]; `labels` are not used."""
         values = self._tables.look_up(ids)
-        with self._autocast():
-            return self._dense(numerical, PooledEmbeddings(self._tables.layout, lambda: values))
+        with self._context.autocast():
+            embeddings = PooledEmbeddings(self._tables.layout, lambda: values)
+            logits = self._context.dense(numerical, embeddings)
+        if ids.release is not None:
+            ids.release()
+        return logits
 
     def without_updates(self) -> AbstractContextManager:
         """It changes nothing anyway."""
@@ -199,12 +193,12 @@ class StaticForward:
 
 @cache
 def _tables_queue(device: torch.device) -> torch.cuda.Stream:
-    """One for all passes: torch has 32 streams and then begins anew, and the feed's would be among them."""
+    """One for all passes: torch has 32 streams and then hands out the first again, the prefetcher's among them."""
     return torch.cuda.Stream(device)
 
 
 class _EmbeddingGradient(torch.autograd.Function):
-    """Embeddings as they are; hands their gradient over instead of storing it."""
+    """The identity on embeddings; passes their gradient to a function instead of storing it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, receive: Callable[[Tensor], None]) -> Tensor:

@@ -146,7 +146,7 @@ class Trainer:
         was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
         is_done = start_step >= last_step or was_good
         batches = self._train_loader.batches(start_step, last_step - start_step)
-        prefetcher = Prefetcher(batches, self._step.tables, self._ranks.device)
+        prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
         self._step.set_training(True)
         speed = ThroughputMeter()
         while not is_done:

@@ -218,12 +218,12 @@ def predicted_between_steps(
                 for size in (64, 128):
                     loader = replace_batch_size(built, size)
                     prefetcher = Prefetcher(
-                        loader.batches(step % 2, 1), built.step.tables, built.ranks.device
+                        loader.batches(step % 2, 1), built.step.path, built.ranks.device
                     )
                     batch, ids = next(prefetcher)
                     logits.append(built.step.predict(batch, ids).float().cpu())
                 built.step.set_training(True)
-            results.append((losses, logits, len(built.step._forwards)))
+            results.append((losses, logits, len(built.step.path.forwards)))
             built.step.close()
     return results
 

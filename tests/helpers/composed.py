@@ -90,7 +90,7 @@ class Built:
     def prefetcher(self, start_step: int, num_steps: int) -> Prefetcher:
         """Training batches of the steps from `start_step` on."""
         batches = self.train_loader.batches(start_step, num_steps)
-        return Prefetcher(batches, self.step.tables, self.ranks.device)
+        return Prefetcher(batches, self.step.path, self.ranks.device)
 
     def train(self, start_step: int, num_steps: int) -> list[float]:
         """Train the steps from `start_step` on and return their losses."""
@@ -101,7 +101,7 @@ class Built:
         """Predict the first batches of the test split, and go on training."""
         self.step.set_training(False)
         batches = self.test_loader.batches(0, num_batches)
-        prefetcher = Prefetcher(batches, self.step.tables, self.ranks.device)
+        prefetcher = Prefetcher(batches, self.step.path, self.ranks.device)
         for batch, ids in prefetcher:
             self.step.predict(batch, ids)
             prefetcher.start_next()

@@ -109,7 +109,6 @@ LAZY_ROOMS = {("nn.ops", "nn.ops.triton")}
 # To be removed, an import at a time.
 TEMPORARY_ROOMS = {
     ("nn.checkpoint", "nn.training"),  # until the checkpoint takes the step's state_dict
-    ("nn.ops", "nn.sharding"),  # until the id exchange and the step share one CudaGraph
 }
 MOST_MODULES = 15
 # A folder for Parquet would import the rest of the package, and the rest would import it.

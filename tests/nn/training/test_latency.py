@@ -29,10 +29,10 @@ def test_single_forward_passes_are_timed_after_the_warm_up(monkeypatch):
 
 @pytest.mark.parametrize(("mode", "recorded"), [("inference", set()), ("train", {64, 128})])
 def test_the_id_exchange_is_recorded_for_training_only(monkeypatch, mode, recorded):
-    monkeypatch.setattr("nn.training.train_step.TrainStep.capture_blocker", None)
+    monkeypatch.setattr("nn.training.train_step.capture_blocker", lambda *_: None)
     with ranks_of_cpu():
         step = build(compose_config(*TINY, f"mode={mode}")).step
-    assert step.tables.recorded_sizes == recorded
+    assert step.path.captured_sizes == recorded
 
 
 def test_quantiles_are_those_of_the_passes(monkeypatch):

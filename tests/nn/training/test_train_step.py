@@ -4,6 +4,8 @@ import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -364,7 +366,7 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
     with ranks_of_cpu():
         tables = build(compose_config(*TINY, *rule("adam"))).step.tables
     tables._kernels = [kernel]
-    tables.prepare_update(7, 0.25, by_fbgemm=True)
+    tables.prepare_fused_update(7, 0.25)
     assert (kernel.iter_cpu.item(), kernel.iter.item(), kernel.lr) == (7, 7, 0.25)
     assert tables._rule is OptimizerName.adam
 
@@ -392,60 +394,117 @@ def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, st
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_a_pass_that_is_not_recorded_gives_up_its_ids_too():
+def test_a_pass_that_is_not_recorded_releases_its_ids_too():
     """Else a recorded exchange would hold them for ever, and send all further ids operation by operation."""
-    given_up = []
+    released = []
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
         batch, ids = next(built.prefetcher(0, 1))
-        built.step.predict(batch, replace(ids, release=lambda: given_up.append(True)))
-    assert given_up == [True]
+        built.step.predict(batch, replace(ids, release=lambda: released.append(True)))
+    assert released == [True]
 
 
-def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(monkeypatch):
-    made, replayed = [], []
+class Graph:
+    """Stands for `CudaGraph` where there is no GPU: calls the function at each replay, and counts."""
 
-    class Graph:
-        """Stands for the recorded pass where there is no GPU: runs the plain one and counts."""
+    made: ClassVar[list["Graph"]] = []
 
-        def __init__(self, plain, ids, numerical, labels, beside):
-            self.plain = plain
-            made.append(len(labels))
+    def __init__(self, function, *inputs, stream=None, warm_up=None, beside=None):
+        self.function, self.inputs = function, [each.clone() for each in inputs]
+        self.stream, self.beside = stream, beside
+        self.replays, self.is_closed = 0, False
+        self.warms_up = warm_up is not None
+        self.outputs = function(*self.inputs) if stream is not None else None
+        self.made.append(self)
 
-        def close(self):
-            closed.append("pass")
+    def load(self, *inputs):
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given)
 
-        def run(self, ids, numerical, labels):
-            replayed.append(len(labels))
-            return self.plain.run(ids, numerical, labels)
+    def replay(self):
+        self.replays += 1
+        outputs = self.function(*self.inputs)
+        if self.stream is not None:
+            for mine, new in zip(self.outputs, outputs, strict=True):
+                mine.copy_(new)
+        return outputs
 
-    class GraphOfExchange:
-        """The same for the exchange of ids."""
+    def close(self):
+        self.is_closed = True
 
-        def __init__(self, send, ids):
-            self.send = send
-            exchanges.append(len(ids))
 
-        def close(self):
-            closed.append("exchange")
+@pytest.fixture
+def graphs(monkeypatch) -> list[Graph]:
+    """All graphs that are made from here on, on a CPU that records as a GPU would."""
+    monkeypatch.setattr(Graph, "made", [])
+    monkeypatch.setattr("nn.training.static_path.CudaGraph", Graph)
+    monkeypatch.setattr("nn.sharding.id_all_to_all.CudaGraph", Graph)
+    monkeypatch.setattr("nn.training.train_step.capture_blocker", lambda *_: None)
+    stream = SimpleNamespace(wait_event=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    return Graph.made
 
-        def __call__(self, ids):
-            exchanged.append(len(ids))
-            return self.send(ids)
 
+def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(request):
     config = compose_config(*TINY, "data.synthetic.train_rows=200")
-    exchanges, exchanged, closed = [], [], []
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
-        monkeypatch.setattr("nn.training.train_step.CudaGraph", Graph)
-        monkeypatch.setattr("nn.sharding.sharded_embeddings.CapturedIdAllToAll", GraphOfExchange)
-        monkeypatch.setattr("nn.training.train_step.TrainStep.capture_blocker", None)
+        graphs = request.getfixturevalue("graphs")
         built = build(config)
         assert built.train(0, 8) == plain
         built.step.close()
+    exchange, training = graphs
+    assert [len(each) for each in exchange.inputs] == [64 * 5]
+    assert [len(each) for each in training.inputs] == [64 * 5, 0, 64, 64]
+    assert (exchange.replays, training.replays) == (6, 6)
+    assert training.warms_up, "the passes before the recording would train"
     # NCCL waits for recordings when its groups are closed.
-    assert sorted(closed) == ["exchange", "pass"]
-    assert made == [64]
-    assert replayed == [64] * 6
-    assert exchanges == [64 * 5]
-    assert exchanged == [64 * 5] * 6
+    assert exchange.is_closed
+    assert training.is_closed
+
+
+def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):
+    """The next batch's exchange waits for that moment on the device: after the replay it would wait for the step."""
+    events = []
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        prefetcher = built.prefetcher(0, 3)
+        built.step.train(0, prefetcher)
+        _, training = graphs
+        released = built.step.path._exchanges[64]._released
+        released.record = lambda: events.append("release")
+        load, replay = training.load, training.replay
+        training.load = lambda *inputs: (events.append("load"), load(*inputs))
+        training.replay = lambda: (events.append("replay"), replay())[1]
+        built.step.train(1, prefetcher)
+    assert events == ["load", "release", "replay"]
+
+
+def test_scoring_and_training_share_the_memory_of_their_graphs(graphs):
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        built.train(0, 1)
+        built.score(1)
+        built.train(1, 1)
+        built.step.close()
+    _, training, _, scoring = graphs
+    assert (training.beside, scoring.beside) == (None, training)
+    assert all(graph.is_closed for graph in graphs)
+
+
+@pytest.mark.parametrize("way", TABLES)
+def test_no_batch_is_handed_out_twice(way):
+    with ranks_of_cpu():
+        built = build(compose_config(*two_epochs("sgd", 256, way)))
+        prefetcher = built.prefetcher(0, 2)
+        first, _ = next(prefetcher)
+        with pytest.raises(RuntimeError, match=r"call start_next\(\) once per batch"):
+            next(prefetcher)
+        prefetcher.start_next()
+        with pytest.raises(RuntimeError, match="would lose a batch"):
+            prefetcher.start_next()
+        second, _ = next(prefetcher)
+        prefetcher.start_next()
+        assert list(prefetcher) == []
+    assert not torch.equal(first.numerical, second.numerical)

@@ -1,15 +1,14 @@
 """When the recorded exchange may use its memory again; what it computes is shown on GPUs (tests/end_to_end/test_gpu.py)."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, tensor
 
-from nn.sharding.captured_exchange import CapturedIdAllToAll
-from nn.sharding.id_all_to_all import LocalIds
+from nn.sharding.id_all_to_all import CapturedIdAllToAll, LocalIds
 
 
 class FakeGraph:
@@ -40,7 +39,8 @@ def exchange(monkeypatch) -> CapturedIdAllToAll:
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    stream = SimpleNamespace(wait_event=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    stream = SimpleNamespace(wait_event=lambda _: None, wait_stream=lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
     return CapturedIdAllToAll(send, tensor([1]))
@@ -57,8 +57,9 @@ def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
     assert third.owned.item() == 40
 
 
-def test_a_closed_exchange_is_free_although_somebody_still_holds_its_ids(exchange):
+def test_a_closed_exchange_is_free_while_its_ids_are_referenced(exchange):
     held = exchange(tensor([2]))
     exchange.close()
     assert held.release is not None
-    assert exchange._graph.is_reset
+    assert exchange._graph._graph.is_reset
+    assert exchange._graph._function is None, "it would keep the tables' memory"
