@@ -1,12 +1,12 @@
-"""What every test starts from."""
+"""Settings of all tests."""
 
 import os
 
 import torch
 
-# Tests are small and often run beside each other; a second thread only waits for the first.
+# Tests are small and often run in parallel; a second thread would only wait for the first.
 torch.set_num_threads(1)
 
-# Where no GPU compiles the kernels, Triton interprets them; it reads this once, when it is imported.
+# Triton interprets kernels where there is no GPU. It reads the variable once, at import.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,11 +1,11 @@
-"""Kill a training run at random moments, start it again each time, and compare its end with that of a run left alone.
+"""Crash test: kill a training run at random moments, restart it, and compare its result with an uninterrupted run.
 
     python -m tests.crash --seed 1 --kills 20
 
-Each kill is a SIGKILL to one random rank: one in five while the ranks start and restore, the others at a random time of the
-training, half of these while a checkpoint is being written. The other ranks must end by themselves within a minute, with
-one message; those that were starting get SIGTERM, as a launcher sends it. A run that came to its end is compared with the one left alone, and another is
-begun if kills are left. Records, summary, weights and optimizer states must be equal bit by bit.
+Each kill is a SIGKILL to one random rank. One kill in five hits ranks that start and restore. The others hit the training at a
+random time, half of them while a checkpoint is written. The surviving ranks must end within a minute with one message. Ranks
+that were starting get SIGTERM, as from a launcher. A finished run is compared with the uninterrupted one: records, summary,
+weights and optimizer states must be equal bit by bit. Another run starts if kills are left.
 """
 
 import argparse
@@ -42,35 +42,35 @@ STARTS_WITHIN_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One start of a run: its processes, and where they write what they say."""
+    """One start of a run: its processes and the log of their output."""
 
     processes: list[BaseProcess]
     log: Path
 
     def wait(self, seconds: float) -> list[int]:
-        """Return the exit codes; ranks that take longer are killed, which is an error."""
+        """Return the exit codes. Ranks that take longer are killed and reported as an error."""
         end = time.monotonic() + seconds
-        for each in self.processes:
-            each.join(max(0.0, end - time.monotonic()))
-        late = [rank for rank, each in enumerate(self.processes) if each.is_alive()]
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        late = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
         self.kill()
         assert not late, f"ranks {late} did not end within {seconds:.0f} s:\n{self.log.read_text()}"
-        return [each.exitcode for each in self.processes]
+        return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:
-        """End those that are left."""
-        for each in self.processes:
-            each.kill()
-            each.join()
+        """Kill the ranks that are still running."""
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
 def start(
     arguments: list[str], num_ranks: int, log: Path, local_world_size: int | None = None
 ) -> Ranks:
-    """Start the ranks of `dlrm.py <arguments>`; they are forked from a process that has imported torch already.
+    """Start the ranks of `dlrm.py <arguments>`, forked from a process that has imported torch already.
 
-    None of them writes curves.png, which takes longer than a start of this small run. All are on one node, unless there
-    are `local_world_size` on each.
+    No rank writes curves.png, which takes longer than this small run. All ranks are on one node, or on nodes of
+    `local_world_size` ranks.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["nn.run"])
@@ -83,8 +83,8 @@ def start(
         )
         for rank in range(num_ranks)
     ]
-    for each in processes:
-        each.start()
+    for process in processes:
+        process.start()
     return Ranks(processes, log)
 
 
@@ -117,7 +117,7 @@ def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, lo
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or dead and waits for whoever inherits orphans."""
+    """Return whether a process is gone or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -125,7 +125,7 @@ def has_ended(pid: int) -> bool:
 
 
 def wait_until(condition, seconds: float) -> bool:
-    """Poll every millisecond; whether it came true."""
+    """Poll a condition every millisecond; return whether it became true in time."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -135,51 +135,54 @@ def wait_until(condition, seconds: float) -> bool:
 
 
 def crash(directory: Path, seed: int, kills: int, num_ranks: int) -> int:
-    """Run the test below `directory`; return the kills that happened while a checkpoint was being written."""
+    """Run the test below `directory`; return the number of kills while a checkpoint was written."""
     generator = random.Random(seed)
-    whole = directory / "whole"
-    ranks = start([*RUN, f"run_dir={whole}"], num_ranks, directory / "whole.log")
+    uninterrupted = directory / "uninterrupted"
+    log = directory / "uninterrupted.log"
+    ranks = start([*RUN, f"run_dir={uninterrupted}"], num_ranks, log)
     assert wait_until(lambda: trains(ranks), 120), ranks.log.read_text()
     started = time.monotonic()
     assert set(ranks.wait(300)) == {0}, ranks.log.read_text()
     duration = time.monotonic() - started
     print(
-        f"seed {seed}: {NUM_STEPS} steps on {num_ranks} ranks take {duration:.1f} s left alone",
+        f"seed {seed}: {NUM_STEPS} steps on {num_ranks} ranks take {duration:.1f} s uninterrupted",
         flush=True,
     )
     killed = killed_in_save = round_ = 0
     while killed < kills:
         round_ += 1
-        parts = directory / f"parts_{round_}"
+        interrupted = directory / f"interrupted_{round_}"
         while True:
             log = directory / f"{round_}_{killed}.log"
-            ranks = start([*RUN, f"run_dir={parts}"], num_ranks, log)
-            moment = kill_one(ranks, parts, generator, duration / kills) if killed < kills else None
+            ranks = start([*RUN, f"run_dir={interrupted}"], num_ranks, log)
+            moment = None
+            if killed < kills:
+                moment = kill_one(ranks, interrupted, generator, duration / kills)
             if moment is None:
                 assert set(ranks.wait(300)) == {0}, log.read_text()
                 break
             killed += 1
             killed_in_save += moment == "saving"
-            at = time.monotonic()
+            killed_at = time.monotonic()
             codes = ranks.wait(END_WITHIN_S)
-            seconds = time.monotonic() - at
-            said = log.read_text()
-            assert "Traceback" not in said, said
-            assert said.count("error: ") == (LOST_RANK_EXIT_CODE in codes), said
+            seconds = time.monotonic() - killed_at
+            output = log.read_text()
+            assert "Traceback" not in output, output
+            assert output.count("error: ") == (LOST_RANK_EXIT_CODE in codes), output
             print(
                 f"kill {killed:2} while {moment:8} exit codes {codes} after {seconds:.1f} s, "
-                f"checkpoints {checkpoints(parts)}",
+                f"checkpoints {checkpoints(interrupted)}",
                 flush=True,
             )
-        found = differences(whole, parts)
-        assert not found, f"not as the run left alone: {', '.join(found)}"
-        print(f"round {round_}: equal bit by bit to the run left alone", flush=True)
-        shutil.rmtree(parts)
+        different = differences(uninterrupted, interrupted)
+        assert not different, f"not as the uninterrupted run: {', '.join(different)}"
+        print(f"round {round_}: equal bit by bit to the uninterrupted run", flush=True)
+        shutil.rmtree(interrupted)
     return killed_in_save
 
 
 def kill_one(ranks: Ranks, run_dir: Path, generator: random.Random, pace_s: float) -> str | None:
-    """Kill a random rank at a random moment; return what the run was doing then, None if it ended before."""
+    """Kill a random rank at a random moment; return the phase of the run then, or None if it ended before."""
     victim = generator.choice(ranks.processes)
     is_early = generator.random() < 0.2
     start_delay, delay = generator.uniform(0, STARTS_WITHIN_S), generator.uniform(0, 2 * pace_s)
@@ -187,7 +190,7 @@ def kill_one(ranks: Ranks, run_dir: Path, generator: random.Random, pace_s: floa
     in_save_delay = generator.uniform(0, 0.02)
 
     def is_over() -> bool:
-        return not all(each.is_alive() for each in ranks.processes)
+        return not all(process.is_alive() for process in ranks.processes)
 
     def is_saving() -> bool:
         return any((run_dir / "checkpoints").glob(".step_*.unfinished"))
@@ -206,20 +209,20 @@ def kill_one(ranks: Ranks, run_dir: Path, generator: random.Random, pace_s: floa
         return None
     os.kill(victim.pid, signal.SIGKILL)
     if is_starting:
-        for each in ranks.processes:
-            each.terminate()
+        for process in ranks.processes:
+            process.terminate()
     return moment
 
 
 def trains(ranks: Ranks) -> bool:
-    """Whether a start has come to its first record."""
+    """Return whether a start has printed its first record."""
     return "step " in ranks.log.read_text()
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    """What lies in the directory of checkpoints."""
+    """Return the names of the files in the directory of checkpoints."""
     directory = run_dir / "checkpoints"
-    return sorted(each.name for each in directory.iterdir()) if directory.exists() else []
+    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Plain single-process PyTorch versions of DLRM and DCNv2, to compare the recipe with.
+"""Plain single-process PyTorch versions of DLRM and DCNv2, as a reference for the recipe.
 
-Nothing of the recipe is imported: the formulas are written from the papers a second time, in another way (pairs by
-`itertools`, no padding, `nn.Embedding`, `torch.optim`), and the dataset directory is read with numpy alone. Tests copy
-weights and compare logits; the command trains on a dataset directory and prints the test AUC:
+No code of the recipe is imported. The formulas are written a second time from the papers, in another way: pairs by `itertools`,
+no padding, `nn.Embedding`, `torch.optim`. The dataset directory is read with numpy alone. Tests copy weights and compare
+logits. The command trains on a dataset directory and prints the test AUC:
 
     python -m tests.reference --data DIR --model dlrm --seed 1
 """
@@ -23,19 +23,20 @@ class ReferenceMLP(nn.Sequential):
     """Linear layers with ReLU after each, or after all but the last."""
 
     def __init__(self, widths: list[int], *, final_relu: bool) -> None:
-        parts: list[nn.Module] = []
+        layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(widths):
             layer = nn.Linear(inputs, outputs)
-            # Keras: GlorotNormal cuts a normal of this deviation at twice it, leaving sqrt(2 / (in + out))
+            # Keras: GlorotNormal truncates a normal with this standard deviation at two deviations. The deviation of the
+            # result is sqrt(2 / (in + out)).
             std = math.sqrt(2 / (inputs + outputs)) / 0.8796256610342398
             nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
             nn.init.normal_(layer.bias, std=outputs**-0.5)
-            parts += [layer, nn.ReLU()]
-        super().__init__(*(parts if final_relu else parts[:-1]))
+            layers += [layer, nn.ReLU()]
+        super().__init__(*(layers if final_relu else layers[:-1]))
 
 
 class Reference(nn.Module):
-    """Both models: `cross_layers` None makes it DLRM, a number makes it (stacked or parallel) DCNv2."""
+    """Both models: DLRM if `cross_layers` is None, else DCNv2 (stacked or parallel)."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Reference(nn.Module):
         """Map numerical [B, N] and F embeddings [B, D] to logits [B]."""
         vectors = [self.bottom(numerical), *vectors]
         if self.cross_layers is None:
-            # combinations of the reversed order of rows would be (0,1), (0,2), ...; sort by the larger index
+            # Combinations come as (0, 1), (0, 2), ...; the recipe sorts pairs by the larger index.
             pairs = sorted(itertools.combinations(range(len(vectors)), 2), key=lambda p: p[::-1])
             first, second = map(list, zip(*pairs, strict=True))
             stack = torch.stack(vectors, dim=1)
@@ -120,13 +121,13 @@ def read_split(root: Path, split: str) -> tuple[list[int], Tensor, Tensor, Tenso
 
 
 def roc_auc(labels: Tensor, scores: Tensor) -> float:
-    """Return the probability that a click outranks a non-click, ties counting half."""
+    """Return the probability that a click outranks a non-click; ties count half."""
     _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse].double()
     positives = labels.sum().double()
     negatives = len(labels) - positives
-    won = ranks[labels > 0].sum() - positives * (positives + 1) / 2
-    return (won / (positives * negatives)).item()
+    outranked = ranks[labels > 0].sum() - positives * (positives + 1) / 2
+    return (outranked / (positives * negatives)).item()
 
 
 def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
@@ -145,7 +146,7 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     )
     tables = list(model.tables.parameters())
     dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
-    # SparseAdam moves the rows of the batch only, as the fused optimizers do
+    # SparseAdam updates the rows of the batch only, as the fused optimizers do.
     optimizers = [
         torch.optim.SparseAdam(tables, lr=args.lr, eps=args.eps),
         torch.optim.Adam(dense, lr=args.lr, eps=args.eps),
@@ -169,14 +170,14 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
                 optimizer.step()
     _, numerical, ids, labels = read_split(args.data, "test")
     with torch.no_grad():
-        parts = zip(numerical.split(4096), ids.split(4096), strict=True)
-        logits = torch.cat([model(*part) for part in parts])
+        batches = zip(numerical.split(4096), ids.split(4096), strict=True)
+        logits = torch.cat([model(*batch) for batch in batches])
     loss = functional.binary_cross_entropy_with_logits(logits, labels).item()
     return {"test_auc": roc_auc(labels, logits), "test_log_loss": loss}
 
 
 def main() -> None:
-    """Parse the command line, train once for each seed, print one line each."""
+    """Train once per seed of the command line, and print one line per seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="dataset directory")
     parser.add_argument("--model", choices=["dlrm", "dcnv2"], default="dlrm")
@@ -186,9 +187,9 @@ def main() -> None:
     parser.add_argument("--top", type=int, nargs="+", default=[128, 64, 1])
     parser.add_argument("--cross-layers", type=int, default=3)
     parser.add_argument("--rank", type=int, default=64, help="0 for full rank")
-    parser.add_argument("--parallel", action="store_true", help="cross and deep side by side")
+    parser.add_argument("--parallel", action="store_true", help="parallel cross and deep networks")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--decay-power", type=float, default=0.0, help="0 holds the rate")
+    parser.add_argument("--decay-power", type=float, default=0.0, help="0 keeps the rate constant")
     parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=1024)

@@ -14,7 +14,13 @@ from nn.build import build_test_loader
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.training.prefetch import Prefetcher
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY, build, compose_config, learnt_in_cases, worst_difference
+from tests.helpers.composed import (
+    TINY,
+    build,
+    compose_config,
+    losses_and_changes_of_cases,
+    worst_difference,
+)
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import records
 from tests.nn.checkpoint.test_reshard import RATES, contents
@@ -51,7 +57,7 @@ def gpu_cases(amp: str, layout: str | None = None) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def one_gpu() -> dict[str, list]:
     cases = [each for amp in TOLERANCE for each in gpu_cases(amp, "table_wise")]
-    learnt = run_distributed(learnt_in_cases, 1, cases, NUM_STEPS)[0]
+    learnt = run_distributed(losses_and_changes_of_cases, 1, cases, NUM_STEPS)[0]
     return {amp: learnt[index * len(CASES) :][: len(CASES)] for index, amp in enumerate(TOLERANCE)}
 
 
@@ -69,12 +75,12 @@ def assert_alike(expected, measured, amp: str) -> None:
 def test_many_gpus_train_as_one(one_gpu, world_size, amp):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    many = run_distributed(learnt_in_cases, world_size, gpu_cases(amp), NUM_STEPS)[0]
+    many = run_distributed(losses_and_changes_of_cases, world_size, gpu_cases(amp), NUM_STEPS)[0]
     assert_alike(one_gpu[amp], many, amp)
 
 
 def test_a_gpu_trains_as_the_cpu(one_gpu):
-    cpu = learnt_in_cases([case(*each[:3], "table_wise") for each in CASES], NUM_STEPS)
+    cpu = losses_and_changes_of_cases([case(*each[:3], "table_wise") for each in CASES], NUM_STEPS)
     for each, (losses, changes), (expected, wanted) in zip(CASES, one_gpu["off"], cpu, strict=True):
         assert losses == pytest.approx(expected, rel=1e-4), "-".join(each)
         assert worst_difference(wanted, changes) < 1e-2, "-".join(each)
@@ -82,7 +88,7 @@ def test_a_gpu_trains_as_the_cpu(one_gpu):
 
 def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
     fp16 = [[*each, "train.loss_scale=1024"] for each in gpu_cases("fp16", "table_wise")]
-    learnt = run_distributed(learnt_in_cases, 1, fp16, NUM_STEPS)[0]
+    learnt = run_distributed(losses_and_changes_of_cases, 1, fp16, NUM_STEPS)[0]
     for measured in (learnt, one_gpu["bf16"]):
         for each, (losses, changes), (expected, wanted) in zip(
             CASES, measured, one_gpu["off"], strict=True
@@ -158,7 +164,7 @@ def test_tables_learn_the_same_captured_and_not_over_epochs_with_tails(world_siz
         for rule, dtype in kinds
         for capture in ("true", "false")
     ]
-    learnt = run_distributed(learnt_in_cases, world_size, cases, TWO_EPOCHS_STEPS)[0]
+    learnt = run_distributed(losses_and_changes_of_cases, world_size, cases, TWO_EPOCHS_STEPS)[0]
     for kind, captured, plain in zip(kinds, learnt[::2], learnt[1::2], strict=True):
         assert captured[0] == pytest.approx(plain[0], rel=2e-5), kind
         # Of 16 bits, a weight whose sum differs in its last bit is now and then rounded the other way.
@@ -181,7 +187,7 @@ def test_many_gpus_train_two_epochs_with_their_tails_as_one(world_size):
         for rule, dtype in kinds
     ]
     one, many = (
-        run_distributed(learnt_in_cases, ranks, cases, TWO_EPOCHS_STEPS)[0]
+        run_distributed(losses_and_changes_of_cases, ranks, cases, TWO_EPOCHS_STEPS)[0]
         for ranks in (1, world_size)
     )
     for kind, (losses, changes), (expected, wanted) in zip(kinds, many, one, strict=True):
@@ -196,8 +202,10 @@ def test_gpus_round_tables_of_16_bits_as_the_cpu_does():
         [*case("dlrm", "multi_hot", rule, "table_wise"), f"model.embedding_dtype={dtype}"]
         for rule, dtype in kinds
     ]
-    on_gpu = run_distributed(learnt_in_cases, 1, [[*each, *ON_GPU] for each in cases], NUM_STEPS)
-    on_cpu = learnt_in_cases(cases, NUM_STEPS)
+    on_gpu = run_distributed(
+        losses_and_changes_of_cases, 1, [[*each, *ON_GPU] for each in cases], NUM_STEPS
+    )
+    on_cpu = losses_and_changes_of_cases(cases, NUM_STEPS)
     for kind, (losses, changes), (expected, wanted) in zip(kinds, on_gpu[0], on_cpu, strict=True):
         assert losses == pytest.approx(expected, rel=1e-3), kind
         assert worst_difference(wanted, changes) < 5e-2, kind

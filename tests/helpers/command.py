@@ -1,4 +1,4 @@
-"""The recipe's command line: in this process, which takes tenths of a second, or as a command of its own."""
+"""Calls of the recipe's command line, in this process (which takes tenths of a second) or in a new one."""
 
 import io
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     exit_code: int
     out: str
@@ -23,7 +23,7 @@ class Ended:
 
 
 def run_command(*arguments: str, recipe: str = "dlrm") -> Ended:
-    """Run `<recipe>.py <arguments>` in this process, without the wait for a launcher where a rank ends in silence."""
+    """Run `<recipe>.py <arguments>` in this process, without the wait of a silent rank for its launcher."""
     out, err = io.StringIO(), io.StringIO()
     exit_code = 0
     with (

@@ -1,4 +1,4 @@
-"""Configurations and small runs, as the command line would make them."""
+"""Configurations and small runs, built as by the command line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,23 +48,24 @@ GROUPS = ("experiment", "data")
 
 
 def compose_with_hydra(*overrides: str, recipe: str = "dlrm") -> DictConfig:
-    """Return what Hydra makes of `<recipe>.py <overrides>`; it takes a tenth of a second."""
+    """Return Hydra's configuration of `<recipe>.py <overrides>`; it takes a tenth of a second."""
     register(Config, "schema")
     with initialize_config_module("configs", version_base="1.3"):
         return compose(recipe, list(overrides))
 
 
 def compose_config(*overrides: str, recipe: str = "dlrm") -> Config:
-    """Return the typed configuration that `<recipe>.py <overrides>` would run.
+    """Return the typed configuration of `<recipe>.py <overrides>`.
 
-    Hydra puts the same files together once; options are then set as it sets them (tests/configs/test_yaml_files.py compares).
+    Hydra composes the files of each choice once. Options are then set as Hydra sets them; tests/configs/test_yaml_files.py
+    compares both ways.
     """
-    parsed = [_parse(each) for each in overrides]
-    choices = [each.input_line for each in parsed if each.key_or_group in GROUPS]
+    parsed = [_parse(text) for text in overrides]
+    choices = [override.input_line for override in parsed if override.key_or_group in GROUPS]
     config = deepcopy(_compose_files(*choices, recipe=recipe))
-    for each in parsed:
-        if each.key_or_group not in GROUPS:
-            OmegaConf.update(config, each.key_or_group, each.value())
+    for override in parsed:
+        if override.key_or_group not in GROUPS:
+            OmegaConf.update(config, override.key_or_group, override.value())
     return OmegaConf.to_object(config)
 
 
@@ -88,17 +89,17 @@ class Built:
     test_loader: Loader
 
     def prefetcher(self, start_step: int, num_steps: int) -> Prefetcher:
-        """Training batches of the steps from `start_step` on."""
+        """Return the training batches of `num_steps` steps from `start_step`."""
         batches = self.train_loader.batches(start_step, num_steps)
         return Prefetcher(batches, self.step.path, self.ranks.device)
 
     def train(self, start_step: int, num_steps: int) -> list[float]:
-        """Train the steps from `start_step` on and return their losses."""
+        """Train `num_steps` steps from `start_step`; return their losses."""
         prefetcher = self.prefetcher(start_step, num_steps)
         return [self.step.train(start_step + index, prefetcher).loss for index in range(num_steps)]
 
     def score(self, num_batches: int) -> None:
-        """Predict the first batches of the test split, and go on training."""
+        """Predict the first batches of the test split, then return to training mode."""
         self.step.set_training(False)
         batches = self.test_loader.batches(0, num_batches)
         prefetcher = Prefetcher(batches, self.step.path, self.ranks.device)
@@ -109,7 +110,7 @@ class Built:
 
 
 def build(config: Config, source: Source | None = None) -> Built:
-    """Build a run, on the data of the configuration unless told otherwise; needs a process group."""
+    """Build a run on `source` (default: the data of the configuration); needs a process group."""
     ranks = ranks_from_environment(device_type(config))
     source = source or open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
@@ -127,28 +128,28 @@ def build(config: Config, source: Source | None = None) -> Built:
 
 @contextmanager
 def ranks_of_cpu() -> Iterator[Ranks]:
-    """The launcher's ranks, or one alone, with their process group open."""
+    """Open the process group of the launcher's ranks, or of a single rank."""
     ranks = ranks_from_environment("cpu")
     with process_group(ranks):
         yield ranks
 
 
 def losses_of_cases(cases: list[list[str]], num_steps: int) -> list[list[float]]:
-    """Losses of several configurations, one after the other in one process group."""
+    """Return the losses of several configurations, trained in turn in one process group."""
     config = compose_config(*cases[0])
     with process_group(ranks_from_environment(device_type(config))):
         return [build(compose_config(*case)).train(0, num_steps) for case in cases]
 
 
-def learnt_in_cases(
+def losses_and_changes_of_cases(
     cases: list[list[str]], num_steps: int
 ) -> list[tuple[list[float], dict[str, list[float]]]]:
-    """Losses of several configurations, and what each table learnt: see `change_of_tables`."""
+    """Return losses and table changes (see `change_of_tables`) of several configurations."""
     config = compose_config(*cases[0])
     results = []
     with process_group(ranks_from_environment(device_type(config))):
-        for each in cases:
-            built = build(compose_config(*each))
+        for case in cases:
+            built = build(compose_config(*case))
             before = [shard.weight.clone() for shard in built.step.tables.shards()]
             losses = built.train(0, num_steps)
             results.append((losses, change_of_tables(built, before)))
@@ -157,13 +158,16 @@ def learnt_in_cases(
 
 
 def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list[float]]:
-    """Of each whole table, whatever its layout: the length of its change, and that change along two random directions."""
+    """Return the norm of each complete table's change, and its projections on two random directions.
+
+    The numbers do not depend on the layout of the tables.
+    """
     tables = built.step.tables
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.names)}
-    copies = set(tables.placement.replicated_tables) if tables.static_blocker is None else set()
+    replicated = set(tables.placement.replicated_tables) if tables.static_blocker is None else set()
     for shard, old in zip(tables.shards(), before, strict=True):
         change = shard.weight.double() - old.double()
-        found = [change.square().sum()]
+        numbers = [change.square().sum()]
         for seed in (101, 102):
             direction = torch.empty_like(shard.weight)
             fill_uniform_(
@@ -174,16 +178,16 @@ def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list
                 col_offset=shard.column_offset,
                 bound=1.0,
             )
-            found.append((change * direction.double()).sum())
-        share = 1 / built.ranks.world_size if shard.table in copies else 1.0
-        sums[shard.table] += torch.stack(found).cpu() * share
-    for each in sums.values():
-        each.copy_(built.ranks.all_reduce_sum(each.to(built.ranks.device)).cpu())
-    return {name: [each[0].sqrt().item(), *each[1:].tolist()] for name, each in sums.items()}
+            numbers.append((change * direction.double()).sum())
+        share = 1 / built.ranks.world_size if shard.table in replicated else 1.0
+        sums[shard.table] += torch.stack(numbers).cpu() * share
+    for total in sums.values():
+        total.copy_(built.ranks.all_reduce_sum(total.to(built.ranks.device)).cpu())
+    return {name: [total[0].sqrt().item(), *total[1:].tolist()] for name, total in sums.items()}
 
 
 def worst_difference(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
-    """Of two changes of the same tables: the largest difference of a number, in lengths of the change."""
+    """Return the largest difference of two changes of the same tables, relative to the norm of the change."""
     assert one.keys() == other.keys()
     return max(
         abs(a - b) / max(one[name][0], 1e-12)

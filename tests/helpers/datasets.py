@@ -1,4 +1,4 @@
-"""Small dataset directories, and what can be wrong with one."""
+"""Small dataset directories, and damage to them."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ CARDINALITY = 100
 
 
 def write_clicks(root: Path, num_items: int = CARDINALITY) -> Path:
-    """Write two single-hot features and two numericals whose label follows the first id; return `root`.
+    """Write two single-hot features, two numericals and a label that depends on the first id; return `root`.
 
-    The ids of the table of `num_items` rows are those of `CARDINALITY` whatever its size.
+    The ids of `item` are below `CARDINALITY` for any `num_items`.
     """
     features = [
         CategoricalFeature.of("user", CARDINALITY),

@@ -1,7 +1,7 @@
-"""Run functions as several ranks, each a process of its own, and collect what they return.
+"""Calls of a function on several ranks, one process per rank.
 
-Importing torch and TorchRec takes seconds: one process does it and the ranks are forks of it, which stay and serve
-the next call too.
+The import of torch and TorchRec takes seconds. One process imports them, and the ranks are forks of it. The ranks stay alive for
+later calls.
 """
 
 import atexit
@@ -19,13 +19,13 @@ import torch
 from torchrec.distributed import comm
 
 ANSWER_S = 300
-"""Longest call; ranks that wait for each other for ever are ended."""
+"""Time limit of a call; ranks in a deadlock are killed then."""
 GRACE_S = 60
-"""Time that the others have once a rank has answered: it may have left them waiting for it."""
+"""Time limit of the other ranks once a rank has answered: they may wait for it in a collective."""
 
 
 class RankPool:
-    """Processes that stand by as the ranks of one world."""
+    """Idle processes for the ranks of one world size."""
 
     def __init__(self, world_size: int) -> None:
         context = _context()
@@ -43,7 +43,7 @@ class RankPool:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], local_world_size: int
     ) -> list[tuple[Any, str]]:
-        """Return (result, traceback or nothing) of every rank; ranks without an answer are ended."""
+        """Return (result, traceback or "") per rank; ranks without an answer are killed."""
         port = free_port()
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, port, local_world_size, args)))
@@ -54,28 +54,28 @@ class RankPool:
             ready = wait(missing, max(end - time.monotonic(), 0))
             if not ready:
                 self.close()
-                answers |= dict.fromkeys(missing, (None, "a rank gave no answer and was ended"))
+                answers |= dict.fromkeys(missing, (None, "a rank gave no answer and was killed"))
             for pipe in ready:
                 answers[pipe] = _receive(pipe)
                 end = min(end, time.monotonic() + GRACE_S)
         return [answers[pipe] for pipe in self.pipes]
 
     def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         for process in self.processes:
             process.kill()
             process.join()
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def _context() -> mp.context.BaseContext:
-    """How ranks start: on GPUs each imports for itself, since a process that has met a GPU must not fork."""
+    """Return the start method of ranks: a process with a CUDA context must not fork, so on GPUs ranks are spawned."""
     if torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -89,10 +89,10 @@ _pool: RankPool | None = None
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, local_world_size: int | None = None
 ) -> list[Any]:
-    """Call `function(*args)` on every rank and return their results in order of rank.
+    """Call `function(*args)` on every rank and return the results in order of rank.
 
-    `function` lives at module level and sees the launcher's environment variables, as under torchrun on nodes of
-    `local_world_size` ranks each; without it all are on one.
+    `function` must be defined at module level. It sees the environment variables of torchrun on nodes of `local_world_size`
+    ranks (default: all ranks on one node).
     """
     global _pool
     if _pool is None or _pool.world_size != world_size:
@@ -101,7 +101,7 @@ def run_distributed(
     answers = _pool.call(function, args, local_world_size or world_size)
     failures = [trace for _, trace in answers if trace]
     if failures:
-        _close_pool()  # a rank that failed amid a collective is of no more use
+        _close_pool()  # a rank that failed within a collective cannot be used again
     assert not failures, "\n".join(failures)
     return [result for result, _ in answers]
 
@@ -122,7 +122,7 @@ def _receive(pipe: Connection) -> tuple[Any, str]:
 
 
 def launched_as(rank: int, world_size: int, local_world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would tell a rank of this machine."""
+    """Return the environment variables that torchrun sets for a rank of this machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % local_world_size),
@@ -140,7 +140,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             function, port, local_world_size, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        # TorchRec keeps the groups of a node's ranks for ever, but each call opens its own process group.
+        # TorchRec caches its process groups within and across nodes, but each call opens its own process group.
         comm._INTRA_PG = comm._CROSS_PG = None
         os.environ |= launched_as(rank, world_size, local_world_size, port)
         try:

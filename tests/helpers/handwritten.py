@@ -1,4 +1,4 @@
-"""A dataset in NVIDIA's split binary, made byte by byte with `struct` from its description and without our writer."""
+"""A dataset in NVIDIA's split binary, written with `struct` from the description of the format, not by our writer."""
 
 import struct
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs `python -m preproc` in this process, on rows written by hand."""
+"""Calls of `python -m preproc` in this process, on rows written by hand."""
 
 import gzip
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ NUM_COLUMNS = 40
 
 
 def preproc(*overrides: str) -> None:
-    """Run the command with these overrides; a user's mistake raises SystemExit with its message."""
+    """Run the command with these overrides; a user error raises SystemExit with its message."""
     register(PreprocConfig, "preproc_schema")
     with initialize_config_module("configs", version_base="1.3"):
         composed = compose("preproc", overrides=["plot=false", *overrides])
@@ -30,7 +30,7 @@ def raw_line(label: object = 0, **fields: object) -> str:
 
 
 def write_lines(path: Path, lines: Sequence[str], compress: bool = False) -> Path:
-    """Write lines to `path`, gzip-compressed if asked for."""
+    """Write lines to `path`, gzip-compressed if `compress`."""
     text = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text) if compress else text)
     return path

@@ -1,4 +1,4 @@
-"""A kernel that does nothing but round, for `tests/nn/ops/test_stochastic_rounding.py`."""
+"""A kernel that only rounds, for `tests/nn/ops/test_stochastic_rounding.py`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from nn.ops.triton.stochastic_rounding import random_bits, round_stochastically,
 
 @triton.jit
 def round_matrix(values, out, rows, step, first_pair, columns, BLOCK: tl.constexpr):
-    """Round a row a program, with a table's key of -77."""
+    """Round one row per program, with the table key -77."""
     place = tl.program_id(0) + tl.arange(0, 1)
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < columns

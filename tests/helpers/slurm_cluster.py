@@ -1,6 +1,6 @@
 """A SLURM cluster of two nodes on this machine: munge, a controller and two daemons, in a temporary directory.
 
-Nothing of the machine's own SLURM is read or changed. `python -m tests.helpers.slurm_cluster COMMAND` runs a command inside one.
+It does not read or change a SLURM of the machine itself. `python -m tests.helpers.slurm_cluster COMMAND` runs a command in it.
 """
 
 import getpass
@@ -19,13 +19,13 @@ from pathlib import Path
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-# Debian keeps daemons where a user's PATH does not lead.
+# Debian installs daemons outside a user's PATH.
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
 START_S = 30
 
-# The first node has this machine's name, since that is where the ranks meet. A requeued job waits until its old
-# credentials have expired, two minutes unless `cred_expire` says otherwise. Jobs of two clusters on one machine would meet
-# each other, at the port that their number gives: so numbers begin anywhere.
+# The first node has this machine's host name, since it is the rendezvous endpoint. A requeued job waits until its old credentials
+# have expired; `cred_expire` shortens the default of two minutes. The first job id is random, since the rendezvous port follows
+# from the job id and jobs of two clusters on one machine could otherwise meet.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -55,15 +55,15 @@ PartitionName=all Nodes={nodes[0]},{nodes[1]} Default=YES MaxTime=INFINITE State
 
 
 def missing_commands() -> list[str]:
-    """What a cluster needs and this machine has not."""
-    return [each for each in NEEDED if shutil.which(each, path=PATH) is None]
+    """Return the commands of a cluster that this machine lacks."""
+    return [name for name in NEEDED if shutil.which(name, path=PATH) is None]
 
 
 class Cluster:
     """A running cluster.
 
     Attributes:
-        root: its directory, with a log of each daemon.
+        root: directory of the cluster, with a log per daemon.
         nodes: names of the two nodes.
     """
 
@@ -85,12 +85,12 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command needs to find this cluster and no other."""
+        """The environment variables that select this cluster."""
         inherited = {key: value for key, value in os.environ.items() if "SLURM" not in key}
         return inherited | {"PATH": PATH, "SLURM_CONF": str(self.root / "slurm.conf")}
 
     def start(self) -> None:
-        """Start all daemons and wait until both nodes take jobs."""
+        """Start all daemons and wait until both nodes accept jobs."""
         key = self.root / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -106,7 +106,7 @@ class Cluster:
         self._wait_for("two idle nodes", lambda: self._states() == ["idle", "idle"])
 
     def command(self, *command: str, directory: Path | None = None, **environment: str) -> str:
-        """Run one of SLURM's commands, with more `environment` if need be, and return what it prints."""
+        """Run a SLURM command with additional `environment` variables; return its output."""
         done = subprocess.run(
             command,
             env=self.environment | environment,
@@ -119,12 +119,12 @@ class Cluster:
         return done.stdout.strip()
 
     def job(self, job_id: str) -> dict[str, str]:
-        """Facts of a job as `scontrol` knows them, such as JobState and Restarts."""
+        """Return the fields of a job in `scontrol show job`, such as JobState and Restarts."""
         shown = self.command("scontrol", "--oneliner", "show", "job", job_id)
-        return dict(each.split("=", 1) for each in shown.split() if "=" in each)
+        return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
     def stop(self) -> None:
-        """End all jobs and daemons."""
+        """Stop all jobs and daemons."""
         subprocess.run(
             ["scancel", "--user", getpass.getuser()], env=self.environment, check=False, timeout=60
         )
@@ -168,17 +168,17 @@ class Cluster:
     def _wait_for(self, what: str, condition) -> None:
         deadline = time.monotonic() + START_S
         while not condition():
-            ended = [each.args[0] for each in self._daemons if each.poll() is not None]
+            ended = [daemon.args[0] for daemon in self._daemons if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
-                logs = "\n".join(each.read_text()[-2000:] for each in self.root.glob("*.log"))
+                logs = "\n".join(path.read_text()[-2000:] for path in self.root.glob("*.log"))
                 raise RuntimeError(f"no {what}, ended: {ended}\n{logs}")
             time.sleep(0.2)
 
 
 @contextmanager
 def slurm_cluster() -> Iterator[Cluster]:
-    """Start a cluster, and stop it at the end."""
-    # Sockets have short names only, and pytest's directories long ones.
+    """Start a cluster; stop it at the end."""
+    # The path of a socket is limited to about 100 characters; pytest's directories are longer.
     with tempfile.TemporaryDirectory(prefix="slurm-") as root:
         cluster = Cluster(Path(root))
         try:
