@@ -1,0 +1,120 @@
+"""Count the layout: `python -m tests.project.layout [TREE]` prints modules per folder, import levels and arrows between rooms."""
+
+import ast
+import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("configs", "dataloading", "preproc", "nn")
+LONGEST_FUNCTION = 60
+MOST_ARGUMENTS = 7
+
+Graph = dict[str, set[str]]
+
+
+def modules_of(tree: Path) -> dict[str, Path]:
+    """Module name -> file, of the packages and the scripts beside them."""
+    files = [*tree.glob("*.py"), *(path for top in PACKAGES for path in (tree / top).rglob("*.py"))]
+    names = {".".join(path.relative_to(tree).with_suffix("").parts): path for path in files}
+    return {name.removesuffix(".__init__"): path for name, path in names.items()}
+
+
+def imports_of(modules: dict[str, Path]) -> Graph:
+    """Module -> modules of the tree that it imports, inside functions too."""
+    graph: Graph = {}
+    for name, path in modules.items():
+        targets = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        # The import of a submodule names its package too, which imports nothing itself.
+        packages = {module for module, file in modules.items() if file.name == "__init__.py"}
+        graph[name] = (targets & set(modules)) - packages - {name}
+    return graph
+
+
+def levels_of(graph: Graph) -> dict[str, int]:
+    """How many imports lie below each module, along the longest way."""
+    levels: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        levels[name] = 1 + max((levels[target] for target in graph.get(name, ())), default=0)
+    return levels
+
+
+def rooms_graph(graph: Graph, modules: dict[str, Path]) -> Graph:
+    """Room -> rooms that it imports; a module beside a package's folders is a room of its own."""
+
+    def room_of(name: str) -> str:
+        parent = name.rpartition(".")[0]
+        return name if "." not in parent else parent
+
+    real = {name for name, path in modules.items() if path.name != "__init__.py"}
+    rooms: Graph = {room_of(name): set() for name in real}
+    for name in real:
+        rooms[room_of(name)] |= {room_of(target) for target in graph[name] & real}
+    return {room: targets - {room} for room, targets in rooms.items()}
+
+
+def long_functions(modules: dict[str, Path]) -> list[tuple[int, str]]:
+    """Lines and names of functions over the limit, longest first."""
+    found = []
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    found.append((length, f"{name}.{node.name}"))
+    return sorted(found, reverse=True)
+
+
+def wide_constructors(modules: dict[str, Path]) -> list[tuple[int, str]]:
+    """Arguments and names of constructors with more than the limit."""
+    found = []
+    for name, path in modules.items():
+        for owner in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(owner, ast.ClassDef):
+                continue
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                    count = len(node.args.args) - 1 + len(node.args.kwonlyargs)
+                    if count > MOST_ARGUMENTS:
+                        found.append((count, f"{name}.{owner.name}"))
+    return sorted(found, reverse=True)
+
+
+def report(tree: Path) -> None:
+    """Print the counts of a tree."""
+    modules = modules_of(tree)
+    graph = imports_of(modules)
+    files = [path for path in modules.values() if path.name != "__init__.py"]
+    print("modules per folder:")
+    for folder, count in sorted(Counter(path.parent.relative_to(tree) for path in files).items()):
+        print(f"  {folder!s:24} {count:3}")
+    for package in ("nn", "preproc"):
+        names = {name for name in modules if name.startswith(f"{package}.")}
+        inside = {name: graph[name] & names for name in names}
+        print(f"{package}: {sum(map(len, inside.values()))} arrows between modules", end="")
+        print(f" on {max(levels_of(inside).values())} levels")
+        rooms = rooms_graph(inside, {name: modules[name] for name in names})
+        folders = {room for room in rooms if (tree / room.replace(".", "/")).is_dir()}
+        between = {room: targets & folders for room, targets in rooms.items() if room in folders}
+        print(
+            f"{package}: {len(folders)} folders and {len(rooms) - len(folders)} modules beside them",
+            end="",
+        )
+        print(f", {sum(map(len, between.values()))} arrows between folders", end="")
+        print(f", {sum(map(len, rooms.values()))} with the modules beside them", end="")
+        try:
+            print(f", on {max(levels_of(rooms).values())} levels")
+        except CycleError as error:
+            print(f", in a circle: {' -> '.join(error.args[1])}")
+    print(f"functions over {LONGEST_FUNCTION} lines:", long_functions(modules))
+    print(f"constructors with more than {MOST_ARGUMENTS} arguments:", wide_constructors(modules))
+
+
+if __name__ == "__main__":
+    report(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT)
