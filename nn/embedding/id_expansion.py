@@ -32,9 +32,11 @@ class IdExpansion:
         self._launch = None
         if self._is_needed and next(iter(tables.values())).is_cuda:
             # Triton comes with torch's CUDA builds only.
-            from nn.ops.triton.id_expansion import Launch
+            from nn.ops.triton.id_expansion import IdExpansionKernel
 
-            self._launch = Launch(self._tables, [stored[each] for each in features], num_samples)
+            self._launch = IdExpansionKernel(
+                self._tables, [stored[feature] for feature in features], num_samples
+            )
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Map ids, feature after feature, each [G, stored], to the same with as many ids a sample as are looked up."""

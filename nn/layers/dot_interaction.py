@@ -77,9 +77,9 @@ def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int
     # Triton comes with torch's CUDA builds only.
     from nn.ops.triton.dot_interaction import fused_dot_interaction
 
-    if not embeddings.layout.has_whole_features:
+    if embeddings.layout.has_column_shards:
         embeddings = PooledEmbeddings.of(embeddings.matrix(), embeddings.layout.num_features)
-    return fused_dot_interaction(bottom, embeddings.arrive(), embeddings.layout, num_outputs)
+    return fused_dot_interaction(bottom, embeddings.wait(), embeddings.layout, num_outputs)
 
 
 class _PairProducts(torch.autograd.Function):

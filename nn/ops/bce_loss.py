@@ -1,22 +1,22 @@
-"""The loss of a batch that is spread over ranks."""
+"""Binary cross entropy of a batch that is distributed over ranks."""
 
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 
 def share_of_loss(logits: Tensor, labels: Tensor, num_valid: int, global_valid: int) -> Tensor:
-    """Return this rank's share of the mean binary cross entropy over the rows of the global batch.
+    """Compute this rank's share of the mean binary cross entropy over the rows of the global batch.
 
-    The sum of the shares over ranks is that mean, whatever the number of ranks, and so it is with gradients.
+    The sum of the shares over ranks is the mean, for any number of ranks. The same holds for gradients.
 
     Args:
         logits: [B], float32.
         labels: [B], float32.
-        num_valid: rows of this rank that count, the first ones.
-        global_valid: rows over all ranks that count.
+        num_valid: number of valid rows on this rank; they come first, the others are padding.
+        global_valid: number of valid rows over all ranks.
     """
     if logits.is_cuda:
-        # Triton comes with torch's CUDA builds only.
+        # Only CUDA builds of torch include Triton.
         from nn.ops.triton.bce_loss import fused_share_of_loss
 
         return fused_share_of_loss(logits, labels, num_valid, global_valid)

@@ -1,4 +1,4 @@
-"""Where the looked-up embeddings of a batch lie in memory."""
+"""Memory layout of the pooled embeddings of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayoutSegment:
-    """Some columns of one feature's embeddings, for all samples.
+    """Strided block of memory with some columns of one feature's embeddings, for all samples.
 
     Attributes:
         feature: position of the feature in the model's order.
-        first_column: of the embedding.
-        columns: how many.
-        offset: where they start in memory, in elements.
-        stride: elements from a sample to the next.
+        first_column: first column of the embedding in this segment.
+        columns: number of columns.
+        offset: start of the first sample in memory, in elements.
+        stride: elements from one sample to the next.
     """
 
     feature: int
@@ -31,14 +31,14 @@ class LayoutSegment:
 
 
 class EmbeddingLayout:
-    """Where the pieces of all features lie.
+    """Layout of the embeddings of all features.
 
     Args:
-        pieces: that cover every column of every feature once.
+        segments: segments that cover every column of every feature exactly once.
         num_features: F.
         embedding_dim: D.
-        device: of the memory.
-        prefix_columns: columns before each sample's embeddings that are left free for what the model puts there.
+        device: device of the memory.
+        prefix_columns: unused columns before the embeddings of every sample; the model writes its own columns there.
 
     Attributes:
         width: F * D.
@@ -46,71 +46,81 @@ class EmbeddingLayout:
 
     def __init__(
         self,
-        pieces: Sequence[LayoutSegment],
+        segments: Sequence[LayoutSegment],
         num_features: int,
         embedding_dim: int,
         device: torch.device,
         prefix_columns: int = 0,
     ) -> None:
-        self.pieces = sorted(pieces, key=lambda piece: (piece.feature, piece.first_column))
+        self.segments = sorted(
+            segments, key=lambda segment: (segment.feature, segment.first_column)
+        )
         self.num_features = num_features
         self.embedding_dim = embedding_dim
         self.device = device
         self.prefix_columns = prefix_columns
         self.width = num_features * embedding_dim
-        covered = [piece.columns for piece in self.pieces]
+        covered = [segment.columns for segment in self.segments]
         assert sum(covered) == self.width, (covered, self.width)
 
     @staticmethod
     @cache
     def dense(num_features: int, embedding_dim: int, device: torch.device) -> "EmbeddingLayout":
-        """Lay out a plain [B, F * D]; always the same object, so that a recording finds its `table` made."""
+        """Return the layout of a matrix [B, F * D].
+
+        The result is cached, so that `table` exists before a CUDA graph is captured.
+        """
         stride = num_features * embedding_dim
-        pieces = [
+        segments = [
             LayoutSegment(feature, 0, embedding_dim, feature * embedding_dim, stride)
             for feature in range(num_features)
         ]
-        return EmbeddingLayout(pieces, num_features, embedding_dim, device)
+        return EmbeddingLayout(segments, num_features, embedding_dim, device)
 
     @property
     def is_dense(self) -> bool:
-        """Whether the memory is a plain [B, room + F * D]."""
+        """Whether the memory is a matrix [B, prefix_columns + F * D]."""
         return all(
-            (piece.stride, piece.offset)
+            (segment.stride, segment.offset)
             == (
                 self.prefix_columns + self.width,
-                self.prefix_columns + piece.feature * self.embedding_dim + piece.first_column,
+                self.prefix_columns + segment.feature * self.embedding_dim + segment.first_column,
             )
-            for piece in self.pieces
+            for segment in self.segments
         )
 
     @property
-    def has_whole_features(self) -> bool:
-        """Whether no feature is cut by columns."""
-        return len(self.pieces) == self.num_features
+    def has_column_shards(self) -> bool:
+        """Whether a feature is split by columns into several segments."""
+        return len(self.segments) != self.num_features
 
     @property
     def alignment(self) -> int:
-        """Elements that every place in the memory is a multiple of, 16 at most."""
+        """Largest divisor of all offsets, strides and column counts in elements, at most 16."""
         return gcd(
             16,
             *(
                 number
-                for piece in self.pieces
-                for number in (piece.offset, piece.stride, piece.first_column, piece.columns)
+                for segment in self.segments
+                for number in (
+                    segment.offset,
+                    segment.stride,
+                    segment.first_column,
+                    segment.columns,
+                )
             ),
         )
 
     @cached_property
     def table(self) -> Tensor:
-        """Offset, stride, position in [F * D] and columns of each piece, int64 [4, pieces]."""
+        """Offset, stride, first column in [F * D] and number of columns of every segment, int64 [4, segments]."""
         rows = [
             (
-                piece.offset,
-                piece.stride,
-                piece.feature * self.embedding_dim + piece.first_column,
-                piece.columns,
+                segment.offset,
+                segment.stride,
+                segment.feature * self.embedding_dim + segment.first_column,
+                segment.columns,
             )
-            for piece in self.pieces
+            for segment in self.segments
         ]
         return torch.tensor(rows, dtype=torch.int64, device=self.device).t().contiguous()

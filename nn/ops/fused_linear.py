@@ -1,18 +1,18 @@
-"""What the fused parts of the dense half share: when they run, copies of the weights, gradients of the weights."""
+"""Helpers of the fused MLP and cross network: applicability, casts of parameters, gradients of weights."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# What the Triton kernels take; they add up in float32.
+# Input dtypes of the Triton kernels, which accumulate in float32.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
-    """Whether the fused functions apply: on a GPU, where a linear layer with this weight would run on `x`.
+    """Whether the fused functions apply: on a GPU, if a linear layer with this weight accepts `x`.
 
-    An exported program is for other machines too, so it keeps to plain torch.
+    They do not apply during export, because an exported program must also run on machines without Triton.
     """
     dtypes_fit = x.dtype is weight.dtype or torch.is_autocast_enabled("cuda")
     fits = x.is_cuda and x.dtype in FUSED_DTYPES and dtypes_fit
@@ -20,23 +20,23 @@ def can_fuse(x: Tensor, weight: Tensor) -> bool:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Return `x` on a GPU in the dtype in which a linear layer would now read it."""
+    """Cast `x` on a GPU as autocast would for a linear layer."""
     if torch.is_autocast_enabled("cuda"):
         return x.to(torch.get_autocast_dtype("cuda"))
     return x
 
 
-def copies_in(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters in another dtype, in one launch instead of one a parameter."""
-    if all(each.dtype is dtype for each in parameters):
+def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Cast the parameters to another dtype in one launch instead of one per parameter."""
+    if all(parameter.dtype is dtype for parameter in parameters):
         return list(parameters)
-    copies = [torch.empty_like(each, dtype=dtype) for each in parameters]
+    copies = [torch.empty_like(parameter, dtype=dtype) for parameter in parameters]
     torch._foreach_copy_(copies, list(parameters))
     return copies
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return grad^T x, [columns of grad, columns of x]; in float32 not rounded on the way."""
+    """Compute grad^T x, [columns of grad, columns of x]; float32 results are not rounded to a narrower dtype."""
     if dtype is grad.dtype:
         return grad.t() @ x
     return torch.mm(grad.t(), x, out_dtype=dtype)

@@ -1,7 +1,7 @@
-"""The looked-up embeddings of a batch, left in memory as the all-to-all brought them.
+"""Pooled embeddings of a batch in the memory layout that the all-to-all produces.
 
-Every rank sends the columns of its own tables, so what has arrived is one block a rank, and a sample's embeddings are
-spread over all of them. The interaction kernel reads them there; whatever wants a matrix calls `matrix`.
+Every rank sends the columns of its local tables, so the output of the all-to-all is one block per rank. The embeddings of
+a sample are spread over all blocks. The interaction kernel reads the blocks directly; `matrix` copies them into a matrix.
 """
 
 from collections.abc import Callable
@@ -18,57 +18,65 @@ from nn.ops.embedding_layout import EmbeddingLayout
 
 @dataclass(frozen=True, slots=True)
 class PooledEmbeddings:
-    """Embeddings [B, F, D] in some layout.
+    """Embeddings [B, F, D] in any layout.
 
     Attributes:
-        layout: where what lies.
-        arrive: returns the memory, flat; waits until they are there, since they may be on their way.
+        layout: memory layout of the values.
+        wait: waits for the all-to-all and returns the values as one flat tensor.
     """
 
     layout: EmbeddingLayout
-    arrive: Callable[[], Tensor]
+    wait: Callable[[], Tensor]
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
-        """Wrap a contiguous [B, F * D]."""
+        """Wrap a contiguous matrix [B, F * D]."""
         dim = matrix.shape[1] // num_features
         return cls(EmbeddingLayout.dense(num_features, dim, matrix.device), lambda: matrix)
 
     @torch.compiler.disable
-    def matrix(self, head: Tensor | None = None) -> Tensor:
-        """Return them as one matrix, differentiable.
+    def matrix(self, prefix: Tensor | None = None) -> Tensor:
+        """Return the embeddings as one matrix; differentiable.
 
         Args:
-            head: [B, H], put before them; gives the result its dtype.
+            prefix: [B, H], columns to put before the embeddings; determines the dtype of the result.
 
         Returns:
-            [B, H + F * D], features in the model's order; the memory itself where it is that already.
+            [B, H + F * D], features in the model's order. It is a view of the values if their layout allows it.
         """
-        values, layout = self.arrive(), self.layout
-        if layout.is_dense and layout.prefix_columns == (0 if head is None else head.shape[1]):
+        values, layout = self.wait(), self.layout
+        if layout.is_dense and layout.prefix_columns == (0 if prefix is None else prefix.shape[1]):
             matrix = values.view(-1, layout.prefix_columns + layout.width)
-            if head is None:
+            if prefix is None:
                 return matrix
-            # Elsewhere the memory has the head's dtype already; on a CPU embeddings stay float32 under bf16.
-            return _FillRoom.apply(head, matrix).to(head.dtype)
-        return _Join.apply(head, values, layout)
+            # The cast matters on a CPU only: there embeddings stay float32 under bf16 autocast.
+            return _FillPrefix.apply(prefix, matrix).to(prefix.dtype)
+        return _Join.apply(prefix, values, layout)
 
 
-def join(head: Tensor | None, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-    """Put a head [B, H] (or None) before embeddings, [B, F*D] or where they lie: [B, H + F*D], of the head's dtype."""
+def join(prefix: Tensor | None, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+    """Concatenate a prefix [B, H] (or None) and embeddings.
+
+    Args:
+        prefix: [B, H]; determines the dtype of the result.
+        embeddings: matrix [B, F * D], or embeddings in any layout.
+
+    Returns:
+        [B, H + F * D].
+    """
     if not isinstance(embeddings, Tensor):
-        return embeddings.matrix(head)
-    return embeddings if head is None else torch.cat([head, embeddings.to(head.dtype)], dim=1)
+        return embeddings.matrix(prefix)
+    return embeddings if prefix is None else torch.cat([prefix, embeddings.to(prefix.dtype)], dim=1)
 
 
-class _FillRoom(torch.autograd.Function):
-    """Put a head into the columns that were left free for it; the embeddings stay where they are."""
+class _FillPrefix(torch.autograd.Function):
+    """Write a prefix into the reserved columns of a matrix, in place."""
 
     @staticmethod
-    def forward(ctx: Any, head: Tensor, matrix: Tensor) -> Tensor:
-        ctx.prefix_columns = head.shape[1]
+    def forward(ctx: Any, prefix: Tensor, matrix: Tensor) -> Tensor:
+        ctx.prefix_columns = prefix.shape[1]
         filled = matrix.detach()
-        filled[:, : ctx.prefix_columns] = head
+        filled[:, : ctx.prefix_columns] = prefix
         return filled
 
     @staticmethod
@@ -77,43 +85,45 @@ class _FillRoom(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Copy head and pieces together, and their gradients apart: one kernel each way for the pieces on a GPU."""
+    """Copy prefix and segments into one matrix, and gradients back; one kernel per direction on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, head: Tensor | None, values: Tensor, layout: EmbeddingLayout) -> Tensor:
-        first = 0 if head is None else head.shape[1]
+    def forward(ctx: Any, prefix: Tensor | None, values: Tensor, layout: EmbeddingLayout) -> Tensor:
+        first = 0 if prefix is None else prefix.shape[1]
         ctx.layout, ctx.first = layout, first
-        ctx.shape, ctx.dtype, ctx.has_head = values.shape, values.dtype, head is not None
+        ctx.shape, ctx.dtype, ctx.has_prefix = values.shape, values.dtype, prefix is not None
         num_samples = values.numel() // (layout.prefix_columns + layout.width)
-        like = values if head is None else head
+        like = values if prefix is None else prefix
         out = like.new_empty(num_samples, first + layout.width)
-        if head is not None:
-            out[:, :first] = head
-        _copy_pieces(values, out[:, first:], layout, together=True)
+        if prefix is not None:
+            out[:, :first] = prefix
+        _copy_segments(values, out[:, first:], layout, to_matrix=True)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        apart = grad.new_empty(ctx.shape, dtype=ctx.dtype)
-        _copy_pieces(apart, grad[:, ctx.first :], ctx.layout, together=False)
-        return grad[:, : ctx.first] if ctx.has_head else None, apart, None
+        grad_values = grad.new_empty(ctx.shape, dtype=ctx.dtype)
+        _copy_segments(grad_values, grad[:, ctx.first :], ctx.layout, to_matrix=False)
+        return grad[:, : ctx.first] if ctx.has_prefix else None, grad_values, None
 
 
-def _copy_pieces(apart: Tensor, matrix: Tensor, layout: EmbeddingLayout, *, together: bool) -> None:
-    if apart.is_cuda:
-        # Triton comes with torch's CUDA builds only.
-        from nn.ops.triton.pooled_embeddings import copy_pieces
+def _copy_segments(
+    values: Tensor, matrix: Tensor, layout: EmbeddingLayout, *, to_matrix: bool
+) -> None:
+    if values.is_cuda:
+        # Only CUDA builds of torch include Triton.
+        from nn.ops.triton.pooled_embeddings import copy_segments
 
-        copy_pieces(apart, matrix, layout, together=together)
+        copy_segments(values, matrix, layout, to_matrix=to_matrix)
         return
-    start = apart.storage_offset()
-    for piece in layout.pieces:
-        there = torch.as_strided(
-            apart, (len(matrix), piece.columns), (piece.stride, 1), start + piece.offset
+    start = values.storage_offset()
+    for segment in layout.segments:
+        in_values = torch.as_strided(
+            values, (len(matrix), segment.columns), (segment.stride, 1), start + segment.offset
         )
-        first = piece.feature * layout.embedding_dim + piece.first_column
-        here = matrix[:, first : first + piece.columns]
-        if together:
-            here.copy_(there)
+        first = segment.feature * layout.embedding_dim + segment.first_column
+        in_matrix = matrix[:, first : first + segment.columns]
+        if to_matrix:
+            in_matrix.copy_(in_values)
         else:
-            there.copy_(here)
+            in_values.copy_(in_matrix)

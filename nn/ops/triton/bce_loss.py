@@ -1,4 +1,4 @@
-"""Binary cross entropy and its gradient as one Triton kernel, where torch takes a dozen small ones; see `nn.ops.bce_loss`."""
+"""Binary cross entropy and its gradient as one Triton kernel instead of a dozen small ones; see `nn.ops.bce_loss`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ BLOCK = 1024
 def fused_share_of_loss(
     logits: Tensor, labels: Tensor, num_valid: int, global_valid: int
 ) -> Tensor:
-    """As `nn.ops.bce_loss.share_of_loss`; sums have one order."""
+    """Compute `nn.ops.bce_loss.share_of_loss` with a fixed order of summation."""
     return _ShareOfLoss.apply(logits, labels, num_valid, global_valid)
 
 
@@ -43,12 +43,13 @@ def _cross_entropy(
     logits, labels, gradient, sums, num_rows, num_valid, weight, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    counts = row < num_valid
-    x = tl.load(logits + row, mask=counts, other=0.0)
-    y = tl.load(labels + row, mask=counts, other=0.0)
+    is_valid = row < num_valid
+    x = tl.load(logits + row, mask=is_valid, other=0.0)
+    y = tl.load(labels + row, mask=is_valid, other=0.0)
     # log(1 + exp(x)) - x y, without overflow
     small = tl.exp(-tl.abs(x))
     loss = tl.maximum(x, 0.0) - x * y + tl.log(1 + small)
-    chance = tl.where(x >= 0, 1 / (1 + small), small / (1 + small))
-    tl.store(gradient + row, tl.where(counts, (chance - y) * weight, 0.0), mask=row < num_rows)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.where(counts, loss, 0.0)) * weight)
+    probability = tl.where(x >= 0, 1 / (1 + small), small / (1 + small))
+    grad = tl.where(is_valid, (probability - y) * weight, 0.0)
+    tl.store(gradient + row, grad, mask=row < num_rows)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.where(is_valid, loss, 0.0)) * weight)

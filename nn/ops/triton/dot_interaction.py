@@ -1,8 +1,8 @@
-"""The dot interaction as one Triton kernel each way, for GPUs; `nn.layers.dot_interaction` has it in plain torch.
+"""Dot interaction as one Triton kernel per direction; the PyTorch version is in `nn.layers.dot_interaction`.
 
-One program a sample: its vectors fit into registers, so the embeddings are read once where they lie, behind the bottom
-vector that another tensor holds, and the padded input of the top MLP is written once. In plain torch the same work
-copies the vectors together, multiplies, gathers the triangle and copies again.
+One program processes one sample, whose vectors fit into registers. It reads the embeddings once, in their layout, and
+the bottom vector from another tensor, and writes the padded input of the top MLP once. PyTorch concatenates the vectors,
+multiplies, gathers the triangle and copies again.
 """
 
 from typing import Any
@@ -16,8 +16,7 @@ from nn.ops.embedding_layout import EmbeddingLayout
 
 # B: samples, F: embeddings of a sample, D: columns of a vector, V: vectors that interact (F, or F + 1 with bottom)
 
-
-# More warps at a time hide more of memory's latency: 0.27 ms for 0.30 at 65,536 samples of 27 vectors of 128 on an H200.
+# Higher occupancy hides more memory latency: 0.27 instead of 0.30 ms for 65,536 samples of 27 vectors of 128 on an H200.
 FEWER_REGISTERS = {"maxnreg": 160}
 
 
@@ -26,15 +25,15 @@ def fused_dot_interaction(
 ) -> Tensor:
     """Map bottom [B, D] (or None) and embeddings to [B, num_outputs], as `nn.layers.dot_interaction.DotInteraction`.
 
-    Sums are taken in float32; the result has the bottom vector's dtype, or that of the embeddings without one.
+    Sums are accumulated in float32. The result has the dtype of the bottom vector, or of the embeddings without one.
 
     Args:
-        bottom: the bottom MLP's output.
-        values: the embeddings' memory; their gradient gets the same layout.
-        layout: of `values`; every feature whole.
+        bottom: output of the bottom MLP.
+        values: embeddings in `layout`; their gradient has the same layout.
+        layout: layout of `values`, without column shards.
         num_outputs: columns of the result.
     """
-    assert layout.has_whole_features
+    assert not layout.has_column_shards
     return _FusedDotInteraction.apply(bottom, values, layout, num_outputs)
 
 
@@ -87,14 +86,14 @@ def _shape(bottom: Tensor | None, layout: EmbeddingLayout) -> dict[str, Any]:
         "BLOCK_D": block_d,
         "ALIGN": layout.alignment,
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        # A warp holds 32 vectors of 128 columns without spilling; larger samples take more.
+        # One warp holds 32 vectors of 128 columns without spilling registers; larger samples need more warps.
         "num_warps": max(1, block_v * block_d // 4096),
     }
 
 
 @triton.jit
-def _places(table, sample, F: tl.constexpr, ALIGN: tl.constexpr, feature):
-    """Where the features' vectors of a sample start: the first two rows of `EmbeddingLayout.table`."""
+def _vector_offsets(table, sample, F: tl.constexpr, ALIGN: tl.constexpr, feature):
+    """Offsets of the features' vectors of a sample, from the first two rows of `EmbeddingLayout.table`."""
     inside = (feature >= 0) & (feature < F)
     offset = tl.multiple_of(tl.load(table + feature, mask=inside, other=0), [ALIGN, ALIGN])
     stride = tl.multiple_of(tl.load(table + F + feature, mask=inside, other=0), [ALIGN, ALIGN])
@@ -114,16 +113,16 @@ def _load_vectors(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """[BLOCK_V, BLOCK_D]: the bottom vector, if any, then the embeddings, then zeros."""
+    """Load [BLOCK_V, BLOCK_D]: the bottom vector if there is one, the embeddings, zeros."""
     row = tl.arange(0, BLOCK_V)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     first = 1 if HAS_BOTTOM else 0
     inside = (row >= first) & (row < V) & (column < D)
-    place = embeddings + _places(table, sample, V - first, ALIGN, row - first) + column
-    vectors = tl.load(place, mask=inside, other=0.0).to(bottom.dtype.element_ty)
+    pointers = embeddings + _vector_offsets(table, sample, V - first, ALIGN, row - first) + column
+    vectors = tl.load(pointers, mask=inside, other=0.0).to(bottom.dtype.element_ty)
     if HAS_BOTTOM:
-        head = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
-        vectors = tl.where(row == 0, head, vectors)
+        bottom_vector = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
+        vectors = tl.where(row == 0, bottom_vector, vectors)
     return vectors
 
 
@@ -150,8 +149,8 @@ def _dot_forward(
     pairs = out + sample * num_outputs
     if HAS_BOTTOM:
         column = tl.arange(0, BLOCK_D)
-        head = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
-        tl.store(pairs + column, head, mask=column < D)
+        bottom_vector = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
+        tl.store(pairs + column, bottom_vector, mask=column < D)
         pairs += D
     i = tl.arange(0, BLOCK_V)[:, None]
     j = tl.arange(0, BLOCK_V)[None, :]
@@ -193,7 +192,7 @@ def _dot_backward(
     low = tl.minimum(i, j)
     first = 1 if HAS_BOTTOM else 0
     pairs = grad + sample * num_outputs + first * D
-    # The product of vectors i and j is one output, so its gradient stands at (i, j) and at (j, i).
+    # The product of vectors i and j is one output, so its gradient appears at (i, j) and (j, i).
     symmetric = tl.load(
         pairs + high * (high - 1) // 2 + low, mask=(low < high) & (high < V), other=0.0
     )
@@ -201,16 +200,16 @@ def _dot_backward(
     row = i
     column = tl.arange(0, BLOCK_D)[None, :]
     tl.store(
-        grad_embeddings + _places(table, sample, V - first, ALIGN, row - first) + column,
+        grad_embeddings + _vector_offsets(table, sample, V - first, ALIGN, row - first) + column,
         grad_vectors.to(grad_embeddings.dtype.element_ty),
         mask=(row >= first) & (row < V) & (column < D),
     )
     if HAS_BOTTOM:
         column = tl.arange(0, BLOCK_D)
-        through = tl.sum(tl.where(row == 0, grad_vectors, 0.0), 0)
-        past = tl.load(grad + sample * num_outputs + column, mask=column < D, other=0.0)
+        from_products = tl.sum(tl.where(row == 0, grad_vectors, 0.0), 0)
+        from_copy = tl.load(grad + sample * num_outputs + column, mask=column < D, other=0.0)
         tl.store(
             grad_bottom + sample * D + column,
-            (through + past.to(tl.float32)).to(grad_bottom.dtype.element_ty),
+            (from_products + from_copy.to(tl.float32)).to(grad_bottom.dtype.element_ty),
             mask=column < D,
         )

@@ -1,4 +1,4 @@
-"""The expansion of all features' ids as one Triton kernel; `nn.embedding.id_expansion` has it in plain torch."""
+"""Id expansion of all features as one Triton kernel; the PyTorch version is in `nn.embedding.id_expansion`."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -9,44 +9,43 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 32
-LEAST_FURTHER = 16
+MIN_BLOCK_H = 16
 
 
-class Launch:
-    """Launches the kernel for some features and a fixed number of samples.
+class IdExpansionKernel:
+    """Kernel launcher for some features and a fixed number of samples.
 
     Args:
-        tables: further ids of each id, int32 [rows, hotness - 1], for each feature; None copies what arrives.
-        stored: ids a sample that arrive, for each feature.
+        tables: per feature the additional ids of every id, int32 [rows, hotness - 1]; None copies the input ids.
+        stored: per feature the number of input ids per sample.
         num_samples: G.
     """
 
     def __init__(
         self, tables: Sequence[Tensor | None], stored: Sequence[int], num_samples: int
     ) -> None:
-        some = [table for table in tables if table is not None]
-        device = some[0].device
-        further = [0 if table is None else table.shape[1] for table in tables]
-        final = [count + more for count, more in zip(stored, further, strict=True)]
-        self._base = some[0]
-        # Distance from the first table in elements; the tables have memory of their own each.
+        base = next(table for table in tables if table is not None)
+        additional = [0 if table is None else table.shape[1] for table in tables]
+        expanded = [count + more for count, more in zip(stored, additional, strict=True)]
+        self._base = base
+        # The kernel takes one pointer, so every table is addressed by its distance from the first one, in elements.
         offsets = [
-            0 if table is None else (table.data_ptr() - some[0].data_ptr()) // 4 for table in tables
+            0 if table is None else (table.data_ptr() - base.data_ptr()) // 4 for table in tables
         ]
         rows = [
             offsets,
-            list(accumulate((num_samples * each for each in stored), initial=0))[:-1],
-            list(accumulate((num_samples * each for each in final), initial=0))[:-1],
+            list(accumulate((num_samples * count for count in stored), initial=0))[:-1],
+            list(accumulate((num_samples * count for count in expanded), initial=0))[:-1],
             list(stored),
-            further,
+            additional,
         ]
-        self._features = torch.tensor(rows, dtype=torch.int64, device=device)
-        self._num_ids = num_samples * sum(final)
+        self._features = torch.tensor(rows, dtype=torch.int64, device=base.device)
+        self._num_ids = num_samples * sum(expanded)
         self._num_samples = num_samples
-        self._block_h = max(triton.next_power_of_2(max(max(further), *stored)), LEAST_FURTHER)
+        self._block_h = max(triton.next_power_of_2(max(max(additional), *stored)), MIN_BLOCK_H)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """See `nn.embedding.id_expansion.IdExpansion`."""
+        """Expand ids as `nn.embedding.id_expansion.IdExpansion` does."""
         out = ids.new_empty(self._num_ids)
         num_features = self._features.shape[1]
         _expand_ids[(triton.cdiv(self._num_samples, BLOCK), num_features)](
@@ -78,16 +77,21 @@ def _expand_ids(
     first_in = tl.load(feature + num_features)
     first_out = tl.load(feature + 2 * num_features)
     stored = tl.load(feature + 3 * num_features)
-    further = tl.load(feature + 4 * num_features)
+    additional = tl.load(feature + 4 * num_features)
     sample = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    which = tl.arange(0, BLOCK_H)[None, :]
+    index = tl.arange(0, BLOCK_H)[None, :]
     inside = (sample < num_samples)[:, None]
-    row_out = out + first_out + (sample * (stored + further))[:, None]
-    kept = inside & (which < stored)
-    arrived = tl.load(ids + first_in + (sample * stored)[:, None] + which, mask=kept, other=0)
-    tl.store(row_out + which, arrived, mask=kept)
-    # Only what arrives one a sample is expanded.
-    one = tl.load(ids + first_in + sample * stored, mask=sample < num_samples, other=0).to(tl.int64)
-    more = inside & (which < further)
-    found = tl.load(tables + offset + (one * further)[:, None] + which, mask=more, other=0)
-    tl.store(row_out + 1 + which, found.to(out.dtype.element_ty), mask=more)
+    row_out = out + first_out + (sample * (stored + additional))[:, None]
+    is_stored = inside & (index < stored)
+    stored_ids = tl.load(
+        ids + first_in + (sample * stored)[:, None] + index, mask=is_stored, other=0
+    )
+    tl.store(row_out + index, stored_ids, mask=is_stored)
+    # Only one-hot features are expanded, so the first id of a sample is its only one.
+    one_hot_id = tl.load(ids + first_in + sample * stored, mask=sample < num_samples, other=0)
+    row = one_hot_id.to(tl.int64)
+    is_additional = inside & (index < additional)
+    additional_ids = tl.load(
+        tables + offset + (row * additional)[:, None] + index, mask=is_additional, other=0
+    )
+    tl.store(row_out + 1 + index, additional_ids.to(out.dtype.element_ty), mask=is_additional)

@@ -1,8 +1,9 @@
-"""A multi-layer perceptron on a GPU with ReLU and bias inside the matrix products; `nn.layers.mlp` has it in plain torch.
+"""Multi-layer perceptron on a GPU with fused bias and ReLU; the PyTorch version is in `nn.layers.mlp`.
 
-Forward, cuBLASLt adds the bias and applies ReLU before it writes a product. Backward, one Triton kernel a layer masks
-the gradient and adds up its columns for the bias, where torch and inductor read the gradient twice. A last layer of one
-logit is no matrix product worth the name: its whole backward pass is part of the kernel of the layer before.
+In the forward pass cuBLASLt adds the bias and applies ReLU in the epilogue of the matrix product. In the backward pass one
+Triton kernel per layer masks the gradient and sums its columns for the bias; eager PyTorch and TorchInductor read the
+gradient twice. The matrix product of a last layer with one output is too small to be worth a launch: its backward pass
+is part of the kernel of the layer before.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nn.ops.fused_linear import copies_in, weight_gradient
+from nn.ops.fused_linear import cast_parameters, weight_gradient
 
-# B: samples, C: columns of a layer's output, P: programs that share the samples
+# B: samples, C: columns of a layer's output, P: programs along the samples
 
 BLOCKS = {"BLOCK_B": 32, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 8}
-"""A program takes `BLOCKS_OF_ROWS` blocks one after the other, and adds up in registers."""
+"""A program processes `BLOCKS_OF_ROWS` blocks in sequence and accumulates in registers."""
 
 
 def fused_mlp(
@@ -28,9 +29,9 @@ def fused_mlp(
     """Map x [B, columns] through linear layers with ReLU between them, as `nn.layers.mlp.MLP` without padding.
 
     Args:
-        x: in the dtype to compute in.
-        weights: [columns after, columns before] of each layer, all parameters of one dtype; so are their gradients.
-        biases: [columns after] of each layer.
+        x: input in the compute dtype.
+        weights: per layer [outputs, inputs]. All parameters have one dtype, which their gradients have too.
+        biases: per layer [outputs].
         final_activation: apply ReLU after the last layer too.
     """
     return _FusedMLP.apply(x, final_activation, *weights, *biases)
@@ -39,7 +40,7 @@ def fused_mlp(
 class _FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, final_activation: bool, *parameters: Tensor) -> Tensor:
-        copies = copies_in(x.dtype, parameters)
+        copies = cast_parameters(x.dtype, parameters)
         num_layers = len(copies) // 2
         weights, biases = copies[:num_layers], copies[num_layers:]
         num_activations = num_layers if final_activation else num_layers - 1
@@ -61,48 +62,48 @@ class _FusedMLP(torch.autograd.Function):
         widths = [activation.shape[1] for activation in activations]
         has_logit = 0 < len(activations) < num_layers and len(weights[-1]) == 1
         sizes = [*widths, widths[-1], 1] if has_logit else widths
-        # Every layer's sums over samples side by side, so that the programs' shares are added up once, at the end.
+        # Partial sums of all layers are adjacent, so that one reduction over programs at the end suffices.
         num_programs = triton.cdiv(len(grad), BLOCKS["BLOCK_B"] * BLOCKS["BLOCKS_OF_ROWS"])
-        shares = grad.new_empty(num_programs, sum(sizes), dtype=torch.float32)
-        parts = shares.split(sizes, dim=1) if sizes else ()
+        partial_sums = grad.new_empty(num_programs, sum(sizes), dtype=torch.float32)
+        layer_sums = partial_sums.split(sizes, dim=1) if sizes else ()
 
         last = num_layers - 1
         last_bias = []
         if has_logit:
             last -= 1
-            grad = logit_backward(grad, weights[-1], activations[last], parts[last])
+            grad = logit_backward(grad, weights[-1], activations[last], layer_sums[last])
         elif last < len(activations):
-            grad = relu_backward(grad, activations[last], parts[last])
+            grad = relu_backward(grad, activations[last], layer_sums[last])
         else:
             last_bias.append(grad.sum(0, dtype=torch.float32))
         grad_weights: list[Tensor] = []
         for index in reversed(range(last + 1)):
-            # Here `grad` is that of the layer before its ReLU.
+            # `grad` is the gradient of the linear layer's output, before ReLU.
             grad_weights.insert(0, weight_gradient(grad, inputs[index], ctx.dtype))
             if index or ctx.needs_input_grad[0]:
                 grad = grad @ weights[index]
             if index:
-                grad = relu_backward(grad, activations[index - 1], parts[index - 1])
-        sums = [*shares.sum(0).split(sizes), *last_bias] if sizes else last_bias
+                grad = relu_backward(grad, activations[index - 1], layer_sums[index - 1])
+        sums = [*partial_sums.sum(0).split(sizes), *last_bias] if sizes else last_bias
         if has_logit:
             grad_weights.append(sums.pop(-2).view(1, -1))
-        gradients = [each.to(ctx.dtype) for each in (*grad_weights, *sums)]
+        gradients = [gradient.to(ctx.dtype) for gradient in (*grad_weights, *sums)]
         return grad if ctx.needs_input_grad[0] else None, None, *gradients
 
 
-def relu_backward(grad: Tensor, activation: Tensor, shares: Tensor) -> Tensor:
-    """Return the gradient before ReLU, [B, C].
+def relu_backward(grad: Tensor, activation: Tensor, partial_sums: Tensor) -> Tensor:
+    """Compute the gradient of ReLU's input, [B, C].
 
     Args:
-        grad: [B, C], after ReLU.
-        activation: [B, C], ReLU's result.
-        shares: [P, C or more], float32; gets each program's sum of the returned gradient over its samples.
+        grad: [B, C], gradient of ReLU's output.
+        activation: [B, C], output of ReLU.
+        partial_sums: [P, C or more], float32; receives every program's sum of the returned gradient over its samples.
     """
     grad = grad.contiguous()
     masked = torch.empty_like(activation)
     num_rows, columns = activation.shape
-    _relu_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(shares))](
-        grad, activation, masked, shares, num_rows, columns, shares.stride(0), **BLOCKS
+    _relu_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(partial_sums))](
+        grad, activation, masked, partial_sums, num_rows, columns, partial_sums.stride(0), **BLOCKS
     )
     return masked
 
@@ -112,10 +113,10 @@ def _relu_backward(
     grad,
     activation,
     masked,
-    shares,
+    partial_sums,
     num_rows,
     columns,
-    shares_stride,
+    partial_sums_stride,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCKS_OF_ROWS: tl.constexpr,
@@ -126,35 +127,45 @@ def _relu_backward(
     for block in range(BLOCKS_OF_ROWS):
         row = first + block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
         inside = (row < num_rows) & (column < columns)
-        place = row * columns + column
-        result = tl.load(activation + place, mask=inside, other=0.0)
-        through = tl.load(grad + place, mask=inside, other=0.0)
-        # As in torch, the gradient passes what is not a number.
-        through = tl.where(result <= 0, 0.0, through)
-        tl.store(masked + place, through, mask=inside)
-        total += through.to(tl.float32)
-    share = shares + tl.program_id(1) * shares_stride + column
-    tl.store(share, tl.sum(total, 0)[None, :], mask=column < columns)
+        offset = row * columns + column
+        result = tl.load(activation + offset, mask=inside, other=0.0)
+        grad_in = tl.load(grad + offset, mask=inside, other=0.0)
+        # Like torch, the kernel passes the gradient where the activation is NaN.
+        grad_in = tl.where(result <= 0, 0.0, grad_in)
+        tl.store(masked + offset, grad_in, mask=inside)
+        total += grad_in.to(tl.float32)
+    partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride + column
+    tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < columns)
 
 
-def logit_backward(grad: Tensor, weight: Tensor, activation: Tensor, shares: Tensor) -> Tensor:
-    """Go back through a layer of one logit and the ReLU before it.
+def logit_backward(
+    grad: Tensor, weight: Tensor, activation: Tensor, partial_sums: Tensor
+) -> Tensor:
+    """Compute the backward pass of a linear layer with one output and of the ReLU before it.
 
     Args:
-        grad: [B, 1], of the logit.
+        grad: [B, 1], gradient of the logit.
         weight: [1, C].
-        activation: [B, C], ReLU's result.
-        shares: [P, 2 C + 1 or more], float32; gets each program's sums over its samples: of the returned gradient, of
-            the weight's and of the logit's.
+        activation: [B, C], output of ReLU.
+        partial_sums: [P, 2 C + 1 or more], float32; receives every program's sums over its samples: of the returned
+            gradient, of the weight's gradient and of the logit's gradient.
 
     Returns:
-        the gradient before ReLU, [B, C].
+        The gradient of ReLU's input, [B, C].
     """
     grad = grad.contiguous()
     masked = torch.empty_like(activation)
     num_rows, columns = activation.shape
-    _logit_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(shares))](
-        grad, weight, activation, masked, shares, num_rows, columns, shares.stride(0), **BLOCKS
+    _logit_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(partial_sums))](
+        grad,
+        weight,
+        activation,
+        masked,
+        partial_sums,
+        num_rows,
+        columns,
+        partial_sums.stride(0),
+        **BLOCKS,
     )
     return masked
 
@@ -165,10 +176,10 @@ def _logit_backward(
     weight,
     activation,
     masked,
-    shares,
+    partial_sums,
     num_rows,
     columns,
-    shares_stride,
+    partial_sums_stride,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCKS_OF_ROWS: tl.constexpr,
@@ -182,16 +193,17 @@ def _logit_backward(
     for block in range(BLOCKS_OF_ROWS):
         row = first + block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
         inside = (row < num_rows) & (column < columns)
-        place = row * columns + column
+        offset = row * columns + column
         logit = tl.load(grad + row, mask=row < num_rows, other=0.0).to(tl.float32)
-        result = tl.load(activation + place, mask=inside, other=0.0).to(tl.float32)
-        through = tl.where(result <= 0, 0.0, logit * factor)
-        tl.store(masked + place, through.to(masked.dtype.element_ty), mask=inside)
-        total += through
+        result = tl.load(activation + offset, mask=inside, other=0.0).to(tl.float32)
+        grad_in = tl.where(result <= 0, 0.0, logit * factor)
+        tl.store(masked + offset, grad_in.to(masked.dtype.element_ty), mask=inside)
+        total += grad_in
         total_weight += logit * result
         total_logit += logit
-    share = shares + tl.program_id(1) * shares_stride
-    tl.store(share + column, tl.sum(total, 0)[None, :], mask=column < columns)
-    tl.store(share + columns + column, tl.sum(total_weight, 0)[None, :], mask=column < columns)
+    partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride
+    inside = column < columns
+    tl.store(partial_sum + column, tl.sum(total, 0)[None, :], mask=inside)
+    tl.store(partial_sum + columns + column, tl.sum(total_weight, 0)[None, :], mask=inside)
     if tl.program_id(0) == 0:
-        tl.store(share + 2 * columns, tl.sum(total_logit))
+        tl.store(partial_sum + 2 * columns, tl.sum(total_logit))

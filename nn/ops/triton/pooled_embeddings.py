@@ -1,4 +1,4 @@
-"""Copy embeddings out of the blocks that the all-to-all left, into one matrix, and back: a Triton kernel."""
+"""Triton kernel that copies embeddings between the output blocks of the all-to-all and one matrix."""
 
 import triton
 import triton.language as tl
@@ -9,24 +9,26 @@ from nn.ops.embedding_layout import EmbeddingLayout
 BLOCK = 16
 
 
-def copy_pieces(apart: Tensor, matrix: Tensor, layout: EmbeddingLayout, *, together: bool) -> None:
-    """Copy every piece of `apart` to its columns of `matrix`, or the other way.
+def copy_segments(
+    values: Tensor, matrix: Tensor, layout: EmbeddingLayout, *, to_matrix: bool
+) -> None:
+    """Copy every segment of `values` to its columns of `matrix`, or back.
 
     Args:
-        apart: the blocks.
-        matrix: [B, F * D], rows may lie further apart.
-        layout: of the blocks.
-        together: from `apart` to `matrix`.
+        values: output blocks of the all-to-all.
+        matrix: [B, F * D]; its row stride may be larger.
+        layout: layout of `values`.
+        to_matrix: True copies from `values` to `matrix`, False from `matrix` to `values`.
     """
-    grid = (triton.cdiv(len(matrix), BLOCK), len(layout.pieces))
+    grid = (triton.cdiv(len(matrix), BLOCK), len(layout.segments))
     _join_copy[grid](
-        apart,
+        values,
         matrix,
         layout.table,
-        len(layout.pieces),
+        len(layout.segments),
         len(matrix),
         matrix.stride(0),
-        TOGETHER=together,
+        TO_MATRIX=to_matrix,
         ALIGN=layout.alignment,
         BLOCK=BLOCK,
         BLOCK_D=triton.next_power_of_2(layout.embedding_dim),
@@ -35,28 +37,28 @@ def copy_pieces(apart: Tensor, matrix: Tensor, layout: EmbeddingLayout, *, toget
 
 @triton.jit
 def _join_copy(
-    apart,
+    values,
     matrix,
     table,
-    num_pieces,
+    num_segments,
     num_samples,
     matrix_stride,
-    TOGETHER: tl.constexpr,
+    TO_MATRIX: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    piece = tl.program_id(1)
-    offset = tl.multiple_of(tl.load(table + piece), ALIGN)
-    stride = tl.multiple_of(tl.load(table + num_pieces + piece), ALIGN)
-    start = tl.multiple_of(tl.load(table + 2 * num_pieces + piece), ALIGN)
-    columns = tl.multiple_of(tl.load(table + 3 * num_pieces + piece), ALIGN)
+    segment = tl.program_id(1)
+    offset = tl.multiple_of(tl.load(table + segment), ALIGN)
+    stride = tl.multiple_of(tl.load(table + num_segments + segment), ALIGN)
+    start = tl.multiple_of(tl.load(table + 2 * num_segments + segment), ALIGN)
+    columns = tl.multiple_of(tl.load(table + 3 * num_segments + segment), ALIGN)
     sample = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (sample < num_samples) & (column < columns)
-    there = apart + offset + sample * stride + column
-    here = matrix + sample * matrix_stride + start + column
-    if TOGETHER:
-        tl.store(here, tl.load(there, mask=inside), mask=inside)
+    in_values = values + offset + sample * stride + column
+    in_matrix = matrix + sample * matrix_stride + start + column
+    if TO_MATRIX:
+        tl.store(in_matrix, tl.load(in_values, mask=inside), mask=inside)
     else:
-        tl.store(there, tl.load(here, mask=inside), mask=inside)
+        tl.store(in_values, tl.load(in_matrix, mask=inside), mask=inside)

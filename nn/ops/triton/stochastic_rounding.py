@@ -1,4 +1,4 @@
-"""`nn.ops.stochastic_rounding` inside Triton kernels, bit for bit."""
+"""Stochastic rounding inside Triton kernels, bit by bit equal to `nn.ops.stochastic_rounding`."""
 
 import triton
 import triton.language as tl
@@ -33,13 +33,13 @@ def _mix(bits):
 
 @triton.jit
 def step_bits(key, step):
-    """What all elements of a table share in a step, uint32; `key` and `step` are int32."""
+    """Hash of table and step that all elements share, uint32; `key` and `step` are int32."""
     return _mix(step.to(tl.uint32) * STEP + key.to(tl.uint32))
 
 
 @triton.jit
 def random_bits(of_step, row, first_pair, column):
-    """16 bits for each element, uint32; `column` counts from an even one, which stands at `first_pair` times 2."""
+    """16 random bits for every element, uint32; `column` counts from column 2 * `first_pair` of the table."""
     pair = (first_pair + (column >> 1)).to(tl.uint32) * PAIR
     word = _mix((of_step + row.to(tl.uint32) * ROW)[:, None] + pair)
     return (word >> ((column & 1) * 16).to(tl.uint32)) & 0xFFFF
@@ -48,18 +48,19 @@ def random_bits(of_step, row, first_pair, column):
 @triton.jit
 def round_stochastically(values, bits, dtype: tl.constexpr):
     """Round float32 to bf16 or fp16."""
-    whole = values.to(tl.uint32, bitcast=True)
-    size = whole & 0x7FFFFFFF
-    # One return for both: a second one would have to be of the same type.
+    signed = values.to(tl.uint32, bitcast=True)
+    magnitude = signed & 0x7FFFFFFF
+    # There is one return statement because Triton requires all of them to have the same type.
     if dtype == tl.bfloat16:
-        rounded = whole + tl.where(size < BF16_MAX, bits, 0)
+        rounded = signed + tl.where(magnitude < BF16_MAX, bits, 0)
         result = (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        cut = (size + (bits >> 3)) & 0x7FFFE000
-        rounded = tl.where(size < FP16_MAX, cut, tl.where(size < INF, FP16_MAX, size))
-        small = tl.minimum(size.to(tl.float32, bitcast=True), 0.00006103515625)
+        truncated = (magnitude + (bits >> 3)) & 0x7FFFE000
+        overflow = tl.where(magnitude < INF, FP16_MAX, magnitude)
+        rounded = tl.where(magnitude < FP16_MAX, truncated, overflow)
+        small = tl.minimum(magnitude.to(tl.float32, bitcast=True), 0.00006103515625)
         multiple = ((small * 1099511627776.0).to(tl.int32) + bits.to(tl.int32)) >> 16
         subnormal = multiple.to(tl.float32) * 5.960464477539063e-08
-        rounded = tl.where(size < FP16_NORMAL, subnormal.to(tl.uint32, bitcast=True), rounded)
-        result = (rounded | (whole & 0x80000000)).to(tl.float32, bitcast=True).to(tl.float16)
+        rounded = tl.where(magnitude < FP16_NORMAL, subnormal.to(tl.uint32, bitcast=True), rounded)
+        result = (rounded | (signed & 0x80000000)).to(tl.float32, bitcast=True).to(tl.float16)
     return result

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 POINTERS = {
     "*i32": ["keys", "is_good", "blocks", "columns", "hotness", "rounding_key", "updates_before"],
     "*i64": ["order", "sums_keys", "weight_offset", "state1_offset", "state2_offset", "key_base"],
-    "*fp32": ["state1", "state2", "sums", "scalars", "shares"],
+    "*fp32": ["state1", "state2", "sums", "scalars", "partial_sums"],
     "*i8": ["sums_counts"],
     "*bf16": ["gradients", "grad", "products", "x0", "factors", "grad_factor", "activation", "out"],
 }
