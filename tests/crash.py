@@ -241,7 +241,7 @@ def main() -> None:
     with _directory() as directory:
         in_save = crash(directory, given.seed, given.kills, given.ranks)
     print(
-        f"seed {given.seed}: {given.kills} kills, {in_save} of them while saving: equal bit by bit to the run left alone"
+        f"seed {given.seed}: {given.kills} kills, {in_save} of them while saving: equal bit by bit to the uninterrupted run"
     )
 
 

@@ -33,7 +33,7 @@ def whole(tmp_path_factory) -> Path:
     """The crash test's run on two ranks, left alone; the crash test's own run was equal to it, or there is none."""
     directory = tmp_path_factory.mktemp("crash")
     crash(directory, seed=2, kills=KILLS, num_ranks=2)
-    return directory / "whole"
+    return directory / "uninterrupted"
 
 
 def test_a_run_that_is_killed_at_random_moments_ends_as_one_left_alone(whole):
