@@ -1,4 +1,4 @@
-"""Cross network of DCN-V2 (arXiv:2008.13535, equations 1 and 2): explicit products of features, layer by layer."""
+"""Cross network of DCN-V2: explicit feature crosses (arXiv:2008.13535, equations 1 and 2)."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -10,11 +10,11 @@ from nn.layers.initialization import truncated_normal_
 from nn.ops.fused_linear import as_autocast, can_fuse
 
 STD = 0.05
-"""Deviation of the initial weights before the normal is cut at twice this (Keras' `truncated_normal`)."""
+"""Standard deviation of the initial weights before truncation at two deviations (Keras' `truncated_normal`)."""
 
 
 class CrossLayer(nn.Module):
-    """One layer: x0 * (W x + b) + x, where W is full or of low rank, W = V U.
+    """Cross layer x0 * (W x + b) + x, where W is a full matrix or low-rank, W = V U.
 
     Args:
         width: C, columns of x0 and x.
@@ -29,7 +29,7 @@ class CrossLayer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights from a CPU generator; the bias starts at zero."""
+        """Draw the weights from a CPU generator and set the bias to zero."""
         if self.down is not None:
             truncated_normal_(self.down.weight, STD, generator)
         truncated_normal_(self.up.weight, STD, generator)
@@ -42,11 +42,11 @@ class CrossLayer(nn.Module):
 
 
 class CrossNet(nn.Module):
-    """`num_layers` cross layers, each seeing the input of the first one again.
+    """Stack of cross layers; x0 of every layer is the input of the stack.
 
     Args:
         width: C, columns of the input and the output.
-        num_layers: cross layers; the result holds products of up to `num_layers + 1` features.
+        num_layers: number of layers; the output contains products of up to `num_layers + 1` features.
         projection_dim: rank of every layer's weight; None for full rank.
     """
 
@@ -62,7 +62,7 @@ class CrossNet(nn.Module):
         return self.forward_plain(x0)
 
     def forward_plain(self, x0: Tensor) -> Tensor:
-        """As `forward`, in plain torch on any device."""
+        """Compute `forward` with unfused PyTorch operations, on any device."""
         x = x0
         for layer in self.layers:
             x = layer(x0, x)
@@ -70,7 +70,7 @@ class CrossNet(nn.Module):
 
     @torch.compiler.disable
     def _forward_fused(self, x0: Tensor) -> Tensor:
-        # Triton comes with torch's CUDA builds only.
+        # Only CUDA builds of torch include Triton.
         from nn.ops.triton.cross_net import fused_cross
 
         return fused_cross(

@@ -1,4 +1,4 @@
-"""Dot interaction: the products of all pairs of feature vectors (DLRM, arXiv:1906.00091, section 2)."""
+"""Dot interaction: dot products of all pairs of feature vectors (DLRM, arXiv:1906.00091, section 2)."""
 
 from typing import Any
 
@@ -11,25 +11,25 @@ from nn.ops.pooled_embeddings import PooledEmbeddings
 # B: samples, F: embeddings of a sample, D: columns of an embedding, V: vectors that interact (F, or F + 1 with bottom),
 # P: pairs of distinct vectors, V (V - 1) / 2
 
-# A sample of the fused kernel has to fit into registers.
+# The fused kernel keeps a sample in registers.
 MAX_FUSED_VECTORS = 64
 MAX_FUSED_DIM = 256
 
 
 class DotInteraction(nn.Module):
-    """Concatenate the bottom vector with the dot product of every pair of distinct vectors.
+    """Concatenation of the bottom vector and the dot products of all pairs of distinct vectors.
 
-    The vectors are the bottom MLP's output, if there is one, followed by the embeddings. Their products form a
-    symmetric [V, V] matrix; its strictly lower triangle is taken row by row: (1,0), (2,0), (2,1), (3,0), ... Zeros
-    fill the output up to a multiple of 8 columns, which the top MLP wants.
+    The vectors are the bottom MLP's output, if there is one, followed by the embeddings. Their products form a symmetric
+    [V, V] matrix. The output contains its strictly lower triangle row by row: (1,0), (2,0), (2,1), (3,0), ... The output is
+    padded with zeros to a multiple of 8 columns, as the top MLP requires.
 
     Args:
-        num_embeddings: F, embeddings a sample.
-        embedding_dim: D, columns of each vector.
-        has_bottom: whether a bottom vector comes along; false for data without numerical features.
+        num_embeddings: F, embeddings per sample.
+        embedding_dim: D, columns of every vector.
+        has_bottom: whether there is a bottom vector; False for data without numerical features.
 
     Attributes:
-        num_outputs: columns of the result, padding included.
+        num_outputs: columns of the output, including padding.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, has_bottom: bool = True) -> None:
@@ -39,17 +39,19 @@ class DotInteraction(nn.Module):
         rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
         num_pairs = len(rows)
         self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
-        # the pair that each element of [V, V] stands for; P, a column of zeros, on the diagonal
-        places = torch.full((num_vectors, num_vectors), num_pairs, device=rows.device)
-        places[rows, columns] = places[columns, rows] = torch.arange(num_pairs, device=rows.device)
-        self.register_buffer("places", places.flatten(), persistent=False)
+        # Per element of [V, V] the index of its pair; the diagonal has index P, a column of zeros.
+        pair_index = torch.full((num_vectors, num_vectors), num_pairs, device=rows.device)
+        pair_index[rows, columns] = pair_index[columns, rows] = torch.arange(
+            num_pairs, device=rows.device
+        )
+        self.register_buffer("pair_index", pair_index.flatten(), persistent=False)
         used = has_bottom * embedding_dim + num_pairs
         self.num_outputs = round_up(used)
         self.padding = self.num_outputs - used
         self.is_fusible = num_vectors <= MAX_FUSED_VECTORS and embedding_dim <= MAX_FUSED_DIM
 
     def forward(self, bottom: Tensor | None, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map bottom [B, D] (or None) and embeddings, [B, F*D] or where they lie, to [B, num_outputs]."""
+        """Map bottom [B, D] (or None) and embeddings, [B, F*D] or in any layout, to [B, num_outputs]."""
         device = embeddings.device if isinstance(embeddings, Tensor) else embeddings.layout.device
         if self.is_fusible and device.type == "cuda":
             if isinstance(embeddings, Tensor):
@@ -60,13 +62,13 @@ class DotInteraction(nn.Module):
         return self.forward_plain(bottom, embeddings)
 
     def forward_plain(self, bottom: Tensor | None, embeddings: Tensor) -> Tensor:
-        """As `forward`, in plain torch on any device, with embeddings [B, F*D]."""
+        """Compute `forward` with unfused PyTorch operations on any device, with embeddings [B, F*D]."""
         embeddings = embeddings.unflatten(1, (self.num_embeddings, -1))
         if bottom is None:
-            parts = [_PairProducts.apply(embeddings, self.pairs, self.places)]
+            parts = [_PairProducts.apply(embeddings, self.pairs, self.pair_index)]
         else:
             vectors = torch.cat([bottom.unsqueeze(1), embeddings.to(bottom.dtype)], dim=1)
-            parts = [bottom, _PairProducts.apply(vectors, self.pairs, self.places)]
+            parts = [bottom, _PairProducts.apply(vectors, self.pairs, self.pair_index)]
         if self.padding:
             parts.append(parts[-1].new_zeros(embeddings.shape[0], self.padding))
         return torch.cat(parts, dim=1)
@@ -74,7 +76,7 @@ class DotInteraction(nn.Module):
 
 @torch.compiler.disable
 def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int) -> Tensor:
-    # Triton comes with torch's CUDA builds only.
+    # Only CUDA builds of torch include Triton.
     from nn.ops.triton.dot_interaction import fused_dot_interaction
 
     if embeddings.layout.has_column_shards:
@@ -85,21 +87,21 @@ def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int
 class _PairProducts(torch.autograd.Function):
     """Map vectors [B, V, D] to the products of their pairs [B, P].
 
-    With dZ the products' gradient laid out as a symmetric [V, V] matrix, the vectors' is dZ X: one gather and one
-    matrix product. Autograd's own backward pass scatters and multiplies twice, 4.5 ms against 2.8 ms forward and back
-    on an H200 (65,536 samples of 27 vectors of 128, bf16).
+    Let dZ be the gradient of the products as a symmetric [V, V] matrix. The gradient of the vectors is dZ X: one gather and
+    one matrix product. Autograd would scatter and multiply twice: forward and backward take 4.5 instead of 2.8 ms on an
+    H200 (65,536 samples of 27 vectors of 128, bf16).
     """
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(vectors, places)
+    def forward(ctx: Any, vectors: Tensor, pairs: Tensor, pair_index: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors, pair_index)
         return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, pairs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        vectors, places = ctx.saved_tensors
+        vectors, pair_index = ctx.saved_tensors
         num_vectors = vectors.shape[1]
-        grad = nn.functional.pad(grad, (0, 1)).index_select(1, places)
+        grad = nn.functional.pad(grad, (0, 1)).index_select(1, pair_index)
         grad = grad.view(-1, num_vectors, num_vectors)
-        # under autocast the products may be of a narrower dtype than the vectors
+        # Under autocast the products may have a narrower dtype than the vectors.
         return torch.bmm(grad, vectors.to(grad.dtype)).to(vectors.dtype), None, None

@@ -1,7 +1,7 @@
-"""Initial weights as a function of the seed alone: the same bits on any device, number of ranks and sharding.
+"""Initial weights that depend on the seed only: bitwise equal for any device, number of ranks and sharding.
 
-Tables are filled by a counter-based hash, so that a rank writes its shard without knowing the rest. The dense half is
-small and replicated: it is drawn on the CPU from one generator and copied to where it lives.
+Tables are filled by a counter-based hash, so that every rank can initialize its shard alone. The dense component is small
+and replicated: it is drawn on the CPU from one generator and copied to the device.
 """
 
 import hashlib
@@ -10,19 +10,19 @@ import math
 import torch
 from torch import Tensor, nn
 
-CHUNK = {"cpu": 2**16, "cuda": 2**23}
-"""Elements filled at a time: two int32 buffers that stay in the cache of a core, or keep a GPU busy."""
+BLOCK_ELEMENTS = {"cpu": 2**16, "cuda": 2**23}
+"""Elements per block, by device: the two int32 buffers fit into a core's cache, or occupy a GPU."""
 
 
 def initialise_dense(module: nn.Module, seed: int) -> None:
-    """Draw every block of a dense half anew, in the order the blocks were registered.
+    """Initialize all layers of a dense component, in the order of their registration.
 
-    Leaves the global random state alone. Blocks are the modules that have `initialise(generator)`; on the meta device
-    nothing happens, so call it after the parameters have memory.
+    Layers are the modules with a method `initialise(generator)`. Parameters on the meta device are skipped, so call this
+    after `to_empty`. The global random state is unchanged.
 
     Args:
-        module: `DLRM`, `DCNv2` or anything made of their blocks.
-        seed: with the same seed and module the weights are the same bits on any device and rank.
+        module: `DLRM`, `DCNv2` or any module made of these layers.
+        seed: seed; the same seed and module give bitwise equal weights on any device and rank.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     for block in module.modules():
@@ -33,13 +33,13 @@ def initialise_dense(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialise_linear_(linear: nn.Linear, generator: torch.Generator) -> None:
-    """Draw one layer of an MLP as NVIDIA's TensorFlow 2 recipe does (Keras' GlorotNormal kernel).
+    """Initialize a linear layer as NVIDIA's TensorFlow 2 recipe does (Keras' GlorotNormal kernel).
 
-    The kernel is a normal cut at two of its deviations, widened so that sqrt(2 / (in + out)) is its deviation after
-    the cut; the bias is normal with deviation sqrt(1 / out).
+    The weight is normal, truncated at two standard deviations. Its standard deviation after truncation is
+    sqrt(2 / (in + out)). The bias is normal with standard deviation sqrt(1 / out).
     """
     fan_out, fan_in = linear.weight.shape
-    # a unit normal cut at +-2 keeps this deviation
+    # The divisor is the standard deviation of a unit normal truncated at +-2.
     std = math.sqrt(2 / (fan_in + fan_out)) / 0.87962566103423978
     truncated_normal_(linear.weight, std, generator)
     bias = torch.empty(fan_out, device="cpu")
@@ -48,7 +48,7 @@ def initialise_linear_(linear: nn.Linear, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Draw from a normal cut at two standard deviations (Keras' `truncated_normal`), on the CPU."""
+    """Fill with draws on the CPU from a normal truncated at two standard deviations (Keras' `truncated_normal`)."""
     if parameter.is_meta:
         return
     drawn = torch.empty(parameter.shape, device="cpu")
@@ -66,23 +66,23 @@ def fill_uniform_(
     col_offset: int = 0,
     bound: float,
 ) -> None:
-    """Fill one shard of a table with its part of the whole table's initial weights.
+    """Fill one shard of a table with its initial weights.
 
-    Element (r, c) of the whole table is a hash of (seed, table, r, c), cut to 24 bits and scaled to [-bound, bound).
-    Only integer operations and one multiplication are used, so CPU and CUDA give the same bits.
+    Element (r, c) of the table is a hash of (seed, table, r, c), truncated to 24 bits and scaled to [-bound, bound). Only
+    integer operations and one multiplication are used, so CPU and CUDA give the same bits.
 
-    The hash: SplitMix64's finaliser gives each row 64 bits and each column 32. An element mixes the sum of the row's
-    first half and the column's bits by xor-shift and multiplication, takes in the row's second half, and multiplies
-    again; the upper 24 bits are the result. Two rows are alike only if all 64 bits are, so tables far beyond 2^32
-    elements repeat nothing.
+    The hash: SplitMix64's finalizer gives every row 64 bits and every column 32. The sum of the row's first half and the
+    column's bits is mixed by xor-shift and multiplication, combined with the row's second half, and multiplied again. The
+    upper 24 bits are the result. Two rows are equal only if all 64 bits are, so tables far beyond 2^32 elements do not
+    repeat values.
 
     Args:
-        out: shard [rows, columns], on any device; may be a strided view. Float32, or what that is rounded to.
+        out: shard [rows, columns] on any device; may be a strided view. Float32, or a dtype that float32 is rounded to.
         seed: any integer.
         table: name of the table.
-        row_offset: global index of the shard's first row.
-        col_offset: global index of the shard's first column.
-        bound: half the width of the distribution; 1/sqrt(rows of the whole table) for a whole table's shards.
+        row_offset: index of the shard's first row in the table.
+        col_offset: index of the shard's first column in the table.
+        bound: half the width of the distribution, usually 1/sqrt(rows of the table).
     """
     num_rows, num_columns = out.shape
     if out.numel() == 0:
@@ -92,29 +92,30 @@ def fill_uniform_(
     column_key = int.from_bytes(digest[8:], "little", signed=True)
     column_bits = _hash_indices(column_key, col_offset, num_columns, out.device)[:, 0]
 
-    rows_at_once = max(1, CHUNK.get(out.device.type, CHUNK["cpu"]) // num_columns)
+    rows_at_once = max(1, BLOCK_ELEMENTS.get(out.device.type, BLOCK_ELEMENTS["cpu"]) // num_columns)
     shape = (min(rows_at_once, num_rows), num_columns)
     bits_buffer, shifted_buffer = torch.empty((2, *shape), dtype=torch.int32, device=out.device)
     for start in range(0, num_rows, rows_at_once):
-        chunk = out[start : start + rows_at_once]
-        bits, shifted = bits_buffer[: len(chunk)], shifted_buffer[: len(chunk)]
-        row_bits = _hash_indices(row_key, row_offset + start, len(chunk), out.device)
+        block = out[start : start + rows_at_once]
+        bits, shifted = bits_buffer[: len(block)], shifted_buffer[: len(block)]
+        row_bits = _hash_indices(row_key, row_offset + start, len(block), out.device)
         torch.add(row_bits[:, :1], column_bits, out=bits)
         _xor_shift_(bits, 16, shifted)
         bits.mul_(0x7FEB352D)
         _xor_shift_(bits, 15, shifted)
         bits.bitwise_xor_(row_bits[:, 1:])
         bits.mul_(0x846CA68B - 2**32)
-        bits.bitwise_right_shift_(8)  # arithmetic: a signed number of 24 bits, exact in float32
-        if chunk.dtype is torch.float32:
-            chunk.copy_(bits)
-            chunk.mul_(bound / 2**23)
+        # The arithmetic shift gives a signed 24-bit number, which is exact in float32.
+        bits.bitwise_right_shift_(8)
+        if block.dtype is torch.float32:
+            block.copy_(bits)
+            block.mul_(bound / 2**23)
         else:
-            chunk.copy_(bits.float().mul_(bound / 2**23))
+            block.copy_(bits.float().mul_(bound / 2**23))
 
 
 def _hash_indices(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Hash the integers [start, start + count) to 64 bits each: int32 [count, 2] (SplitMix64)."""
+    """Hash every integer in [start, start + count) to 64 bits with SplitMix64; int32 [count, 2]."""
     bits = torch.arange(start, start + count, dtype=torch.int64, device=device)
     bits.mul_(0x9E3779B97F4A7C15 - 2**64).add_(key)
     shifted = torch.empty_like(bits)
@@ -127,7 +128,7 @@ def _hash_indices(key: int, start: int, count: int, device: torch.device) -> Ten
 
 
 def _xor_shift_(bits: Tensor, distance: int, scratch: Tensor) -> None:
-    """Compute bits ^= bits >> distance on the unsigned value; torch's own shift keeps the sign."""
+    """Compute bits ^= bits >> distance with a logical shift; torch's own right shift is arithmetic."""
     width = 8 * bits.element_size()
     torch.bitwise_right_shift(bits, distance, out=scratch)
     scratch.bitwise_and_(2 ** (width - distance) - 1)

@@ -1,4 +1,4 @@
-"""Multi-layer perceptron of the bottom and the top of a dense half."""
+"""Multi-layer perceptron, used as bottom and top MLP of the dense component."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,23 +11,23 @@ from nn.layers.initialization import initialise_linear_
 from nn.ops.fused_linear import as_autocast, can_fuse
 
 ALIGNMENT = 8
-"""Inputs are padded with zeros to a multiple of this, so that 16-bit tensor cores apply to every layer."""
+"""Inputs are padded with zeros to a multiple of this, so that every layer can use 16-bit tensor cores."""
 
 
 def round_up(count: int) -> int:
-    """Return the smallest multiple of `ALIGNMENT` that is not below `count`."""
+    """Round up to a multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, and after the last one if asked for.
+    """Linear layers with ReLU between them and, optionally, after the last one.
 
-    The input is padded with zeros to a multiple of 8 columns (13 numerical features become 16), as in NVIDIA's
-    TensorFlow 2 recipe; `num_inputs` counts the columns before padding.
+    The input is padded with zeros to a multiple of 8 columns, as in NVIDIA's TensorFlow 2 recipe: 13 numerical features
+    become 16.
 
     Args:
-        num_inputs: columns of the input.
-        widths: columns after each layer; at least one.
+        num_inputs: columns of the input before padding.
+        widths: output columns of every layer; at least one layer.
         final_activation: apply ReLU after the last layer too.
     """
 
@@ -52,7 +52,7 @@ class MLP(nn.Module):
         return self.forward_plain(x)
 
     def forward_plain(self, x: Tensor) -> Tensor:
-        """As `forward`, in plain torch on any device."""
+        """Compute `forward` with unfused PyTorch operations, on any device."""
         x = self._pad(x)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -63,7 +63,7 @@ class MLP(nn.Module):
 
     @torch.compiler.disable
     def _forward_fused(self, x: Tensor) -> Tensor:
-        # Triton comes with torch's CUDA builds only.
+        # Only CUDA builds of torch include Triton.
         from nn.ops.triton.mlp import fused_mlp
 
         return fused_mlp(

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from nn.layers.initialization import CHUNK, fill_uniform_, initialise_dense
+from nn.layers.initialization import BLOCK_ELEMENTS, fill_uniform_, initialise_dense
 from nn.models.dlrm import DLRM
 
 
@@ -57,9 +57,9 @@ def test_row_blocks_and_column_blocks_fill_the_same_bits_as_the_whole_table():
 
 def test_chunks_leave_no_trace(monkeypatch):
     whole = filled(103, 12)
-    monkeypatch.setitem(CHUNK, "cpu", 40)
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 40)
     assert torch.equal(filled(103, 12), whole)
-    monkeypatch.setitem(CHUNK, "cpu", 1)
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 1)
     assert torch.equal(filled(103, 12), whole)
 
 
