@@ -8,7 +8,6 @@ Every file is a plain little-endian array, row i of each file is sample i; no he
     ragged      ids of all rows one after another, and a second file with int64 [N + 1] offsets into them
 """
 
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dataloading.durable_files import sync_stream
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.gather import Selection
 from dataloading.source import Allocate, Columns
@@ -47,8 +47,7 @@ class GrowingFile:
     def close(self) -> None:
         """Close it, its bytes on the disk."""
         if not self._stream.closed:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+            sync_stream(self._stream)
             self._stream.close()
 
     def abandon(self) -> None:

@@ -3,15 +3,12 @@
 Everything goes to a temporary sibling, the spec last, which is then renamed to its place.
 """
 
-import fcntl
 import os
-import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,13 @@ import numpy as np
 import yaml
 
 from dataloading.binary import SplitWriter, file_name
+from dataloading.durable_files import (
+    clear_leftovers,
+    lock_directory,
+    partial_sibling,
+    put_in_place,
+    replace_text,
+)
 from dataloading.feature_spec import (
     NUMERICAL_DTYPES,
     RAGGED,
@@ -129,11 +133,10 @@ def write_dataset(
     )
     writer = _split_writer(file_format)
     clear_leftovers(root)
-    temporary = root.with_name(f".{root.name}.partial-{secrets.token_hex(4)}")
+    temporary = partial_sibling(root)
     temporary.mkdir(parents=True)
-    # Held until this process ends, however it ends: so a later writer sees which directories are leftovers.
-    lock = os.open(temporary, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    # A later writer sees by the lock which directories are leftovers.
+    lock = lock_directory(temporary, wait=True)
     try:
         dataset = DatasetWriter(temporary, spec, splits, writer)
         try:
@@ -181,47 +184,6 @@ def check_output(root: Path | str, overwrite: bool = False) -> Path:
     return root
 
 
-def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
-    """Remove what killed writers of `root` left behind: at the scale of a terabyte nobody wants to keep it.
-
-    Args:
-        root: the dataset that they wrote.
-        but: one that stays.
-
-    Returns:
-        The directories that somebody is writing; they stay too.
-    """
-    written = []
-    for leftover in sorted(root.parent.glob(f".{escape(root.name)}.partial-*")):
-        if leftover == but:
-            continue
-        lock = os.open(leftover, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            written.append(leftover)
-        else:
-            shutil.rmtree(leftover)
-        finally:
-            os.close(lock)
-    return written
-
-
-def put_in_place(temporary: Path, root: Path) -> None:
-    """Rename `temporary` to `root`; a dataset that stood there is removed only after the new one stands."""
-    replaced = temporary.with_name(temporary.name.replace(".partial-", ".replaced-"))
-    if root.exists():
-        root.rename(replaced)
-    try:
-        temporary.rename(root)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(root)
-        raise
-    sync_directory(root.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 def write_spec(spec: FeatureSpec, root: Path) -> None:
     """Write `root`/feature_spec.yaml by rename, synced: it exists only whole.
 
@@ -249,27 +211,8 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
         "metadata": spec.metadata,
         "source_spec": {name: _chunks(spec, files, root) for name, files in spec.splits.items()},
     }
-    temporary = root / f".{SPEC_NAME}.partial"
-    with temporary.open("w", encoding="utf-8") as stream:
-        yaml.safe_dump(document, stream, sort_keys=False)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(root / SPEC_NAME)
-    sync_directory(root)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` survive a power cut."""
-    sync_file(directory)
-
-
-def sync_file(path: Path) -> None:
-    """Make what somebody else wrote to `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    text = yaml.safe_dump(document, sort_keys=False)
+    replace_text(root / SPEC_NAME, text, root / f".{SPEC_NAME}.partial")
 
 
 def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, Any]]:

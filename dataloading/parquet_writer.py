@@ -4,7 +4,6 @@ One column a feature: the label int8, numericals float16 or float32, ids in the 
 row has several. Values are stored plainly: dictionaries cost five times the time to read (`benchmarks/README.md`).
 """
 
-import os
 import zlib
 from contextlib import suppress
 from io import RawIOBase
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloading.binary import GrowingFile, SplitWriter
+from dataloading.durable_files import sync_stream
 from dataloading.feature_spec import FeatureSpec
 from dataloading.split_files import SplitFiles
 
@@ -180,8 +180,7 @@ class _CountedFile(RawIOBase):
         return self.num_bytes
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync_stream(self._file)
 
     def close(self) -> None:
         self._file.close()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dataloading.durable_files import sync_stream
+
 
 def bytes_of(values: np.ndarray) -> memoryview:
     """Return the bytes of an array, row-major."""
@@ -69,7 +71,7 @@ class ColumnAppender:
     def sync(self) -> None:
         """Return once everything is on the disk."""
         for stream in self._streams:
-            os.fsync(stream.fileno())
+            sync_stream(stream)
 
     def close(self) -> None:
         """Close the files."""

@@ -4,7 +4,6 @@ Unlike `dataloading.dataset_directory.write_dataset` it survives the process: a 
 record is not written again by the next run.
 """
 
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.dataset_directory import put_in_place, sync_directory, sync_file, write_spec
+from dataloading.dataset_directory import write_spec
+from dataloading.durable_files import put_in_place, sync_directory, sync_file, sync_stream
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.split_files import SplitFiles
 from preproc.column_store import bytes_of
@@ -42,7 +42,7 @@ class GrowingFile:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            os.fsync(self._stream.fileno())
+            sync_stream(self._stream)
             sync_directory(self._path.parent)
         self._stream.close()
 

@@ -5,11 +5,9 @@
 any moment it is true; what stands beyond it is cut off or written again.
 """
 
-import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +17,12 @@ from typing import Any
 import duckdb
 
 from configs.preproc_schema import PreprocConfig
-from dataloading.dataset_directory import clear_leftovers, sync_directory
+from dataloading.durable_files import (
+    clear_leftovers,
+    lock_directory,
+    partial_sibling,
+    replace_text,
+)
 
 STATE = "state.json"
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -44,14 +47,9 @@ class Work:
 
     def save(self) -> None:
         """Write the state by rename, synced."""
-        temporary = self.directory / f"{STATE}.new"
-        with temporary.open("w") as stream:
-            stream.write(json.dumps(self.state))
-            stream.flush()
-            os.fsync(stream.fileno())
-        # With it go the names of all files that it speaks of.
-        temporary.replace(self.directory / STATE)
-        sync_directory(self.directory)
+        # The sync of the directory covers the names of all files that the state lists.
+        path = self.directory / STATE
+        replace_text(path, json.dumps(self.state), self.directory / f"{STATE}.new")
 
     def restart(self) -> None:
         """Drop what is on record, and what stands of the dataset, but not who the run is."""
@@ -127,15 +125,13 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
 @contextmanager
 def _held(directory: Path, output: Path) -> Iterator[None]:
     """Hold `directory`, until this process ends, however it ends; ValueError if another one does."""
-    lock = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another run is staging {output} in {directory}; wait for it, or choose another "
-                "output"
-            ) from None
+        lock = lock_directory(directory)
+    except BlockingIOError:
+        raise ValueError(
+            f"another run is staging {output} in {directory}; wait for it, or choose another output"
+        ) from None
+    try:
         yield
     finally:
         os.close(lock)
@@ -156,7 +152,7 @@ def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
     (directory / STATE).unlink(missing_ok=True)
     clear(directory)
     # A name of its own: else the files of a run that worked elsewhere could pass for this one's.
-    dataset = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
+    dataset = partial_sibling(output)
     dataset.mkdir(parents=True)
     return Work(directory, dataset, {"identity": identity, "dataset": dataset.name})
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dataloading.durable_files import sync_descriptor, write_synced
 from nn.checkpoint.tensor_index import CHECKSUM_BYTES, FORMAT, INDEX_FILE
 
 ALIGNMENT = 64
@@ -130,7 +131,7 @@ class _File:
         return crc32
 
     def sync(self) -> None:
-        os.fsync(self._descriptor)
+        sync_descriptor(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -151,11 +152,3 @@ def _blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
 def _num_bytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a small file that survives a power cut."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -20,8 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dataloading.dataset_directory import sync_directory
-from nn.checkpoint.dcp_writer import THREADS, write_synced
+from dataloading.durable_files import (
+    replace_directory,
+    replace_link,
+    sync_directory,
+    write_synced,
+)
+from nn.checkpoint.dcp_writer import THREADS
 from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES, INDEX_FILE
 
 RUN_FILE = "run.json"
@@ -64,9 +69,8 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
     write_synced(source / RUN_FILE, json.dumps(facts, indent=2) + "\n")
     sync_directory(source)
     # A step is saved twice only if its first checkpoint is no longer wanted.
-    shutil.rmtree(target, ignore_errors=True)
     try:
-        os.rename(source, target)
+        replace_directory(source, target)
     except FileNotFoundError:
         # A network file system repeats a request whose answer was lost, and then says that there is nothing to rename.
         if not (target / RUN_FILE).exists():
@@ -82,10 +86,7 @@ def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> 
         if step_of(path) != best_step:
             _remove(path)
     if any(step_of(each) == best_step for each in present):
-        link = directory / f".{BEST}.tmp"
-        link.unlink(missing_ok=True)
-        link.symlink_to(f"step_{best_step}")
-        link.replace(directory / BEST)
+        replace_link(directory / BEST, f"step_{best_step}", directory / f".{BEST}.tmp")
 
 
 def clear(directory: Path, num_steps: int) -> None:
@@ -102,8 +103,8 @@ def clear(directory: Path, num_steps: int) -> None:
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that nobody takes it for one."""
     target = path.with_name(f"{path.name}.damaged")
-    shutil.rmtree(target, ignore_errors=True)
-    return path.rename(target)
+    replace_directory(path, target)
+    return target
 
 
 def step_of(path: Path) -> int:
@@ -205,8 +206,7 @@ def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that a crash on the way leaves none that looks whole."""
     going = unfinished(path.parent, step_of(path))
-    shutil.rmtree(going, ignore_errors=True)
-    path.rename(going)
+    replace_directory(path, going)
     shutil.rmtree(going, ignore_errors=True)
 
 

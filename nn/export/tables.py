@@ -9,7 +9,6 @@ Weights keep their dtype, but where a format lacks it they become float32: bfloa
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from urllib.parse import quote
 import numpy as np
 
 from configs.export_schema import ExportFormat
+from dataloading.durable_files import new_directory
 from nn.checkpoint.tensor_index import (
     BLOCK_BYTES,
     DTYPES,
@@ -98,10 +98,7 @@ def export_tables(
             f"tables={list(tables)}: {checkpoint} has no table {unknown[0]}, only {', '.join(index.tables)}"
         )
     write = {ExportFormat.npy: _write_npy, ExportFormat.safetensors: _write_safetensors}
-    unfinished = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with new_directory(output, output.with_name(f".{output.name}.unfinished")) as unfinished:
         if format is ExportFormat.tf2:
             written = _write_tf2(unfinished, index)
         else:
@@ -111,10 +108,6 @@ def export_tables(
             }
         record = {"checkpoint": checkpoint.resolve().name, "format": format.name, "tables": written}
         (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
-        unfinished.rename(output)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return written
 
 

@@ -10,7 +10,6 @@ summary.json    result; exists only after the run has finished
 curves.png      plot of the records
 """
 
-import fcntl
 import json
 import math
 import os
@@ -29,6 +28,12 @@ from typing import Any, Self
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from dataloading.durable_files import (
+    UnlockableError,
+    lock_directory,
+    replace_text,
+    sync_stream,
+)
 from nn.checkpoint.directory import newest_first
 from nn.observability.curves import draw_curves
 from nn.sharding.memory_estimate import RankMemory
@@ -173,7 +178,7 @@ class RunDirectory:
             raise ValueError(
                 f"run_dir={run_dir} cannot be created ({error.strerror}); set another run_dir"
             ) from None
-        self._lock = lock_directory(run_dir)
+        self._lock = lock_run_directory(run_dir)
         path = run_dir / "metrics.jsonl"
         if resume_step is None and path.exists():
             self.close()
@@ -214,7 +219,7 @@ class RunDirectory:
     def sync(self) -> None:
         """Sync the records to disk, so that they are as durable as a checkpoint that refers to them."""
         if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
+            sync_stream(self._metrics)
 
     def write_plan(self, rows: list[TablePlan]) -> None:
         """Write `plan.json`."""
@@ -268,7 +273,7 @@ class RunDirectory:
         self._metrics.flush()
 
 
-def lock_directory(run_dir: Path) -> int | None:
+def lock_run_directory(run_dir: Path) -> int | None:
     """Lock a run directory until this process ends, and return the descriptor of the lock.
 
     Return None on a file system that cannot lock directories.
@@ -276,26 +281,21 @@ def lock_directory(run_dir: Path) -> int | None:
     Raises:
         ValueError: another process has locked the directory.
     """
-    descriptor = os.open(run_dir, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_directory(run_dir)
     except BlockingIOError:
-        holder = _holder_of(descriptor)
-        os.close(descriptor)
         raise ValueError(
-            f"run_dir={run_dir} is in use: {holder} is writing to it; wait until it ends, stop it (SIGTERM saves a "
-            "checkpoint), or set another run_dir"
+            f"run_dir={run_dir} is in use: {_holder_of(run_dir)} is writing to it; wait until it ends, stop it (SIGTERM "
+            "saves a checkpoint), or set another run_dir"
         ) from None
-    except OSError:
+    except UnlockableError:
         # Some network file systems cannot lock a directory.
-        os.close(descriptor)
         return None
-    return descriptor
 
 
-def _holder_of(descriptor: int) -> str:
+def _holder_of(directory: Path) -> str:
     """Name the process that has locked a directory; its id is unknown on another host or without Linux."""
-    inode = os.fstat(descriptor).st_ino
+    inode = directory.stat().st_ino
     with suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, device_inode, *_ = line.split()
@@ -333,7 +333,5 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: it exists with its full text or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a file atomically, without a sync: it exists with its full text or not at all."""
+    replace_text(path, text, path.with_name(f".{path.name}.tmp"), synced=False)

@@ -6,7 +6,6 @@ stand side by side. A cardinality may be `auto`: then it is the largest id and o
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from secrets import token_hex
 from shutil import rmtree
 from typing import Any
 
@@ -15,7 +14,8 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import yaml
 
-from dataloading.dataset_directory import check_output, put_in_place
+from dataloading.dataset_directory import check_output
+from dataloading.durable_files import partial_sibling, put_in_place
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.split_files import SplitFiles, expect, find_file
 from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows
@@ -164,7 +164,7 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{several[0]} has several ids a row, which the CSV format cannot hold; use to=parquet"
         )
-    temporary = root.with_name(f".{root.name}.partial-{token_hex(4)}")
+    temporary = partial_sibling(root)
     temporary.mkdir(parents=True)
     try:
         for split in spec.splits:

@@ -12,7 +12,7 @@ from pathlib import Path
 import duckdb
 import numpy as np
 
-from dataloading.dataset_directory import sync_directory, sync_file
+from dataloading.durable_files import sync_directory, sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
 from preproc.criteo.hash_table import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup

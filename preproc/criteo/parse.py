@@ -19,7 +19,7 @@ from typing import Any
 import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
-from dataloading.dataset_directory import sync_directory, sync_file
+from dataloading.durable_files import sync_directory, sync_file, sync_stream
 from preproc.column_store import ColumnAppender, StoredColumn
 from preproc.criteo.ordered_map import ordered_map
 from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed
@@ -243,8 +243,7 @@ class _Writer:
             )
             self.state[NON_HEX_FILES] += 1
             self._non_hex, self._non_hex_bytes = [], 0
-        self._bad.flush()
-        os.fsync(self._bad.fileno())
+        sync_stream(self._bad)
         self.state["bad_bytes"] = self._bad.tell()
         self._work.save()
         self._saved = time.monotonic()

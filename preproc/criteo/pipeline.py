@@ -19,7 +19,7 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
-from dataloading.dataset_directory import sync_file
+from dataloading.durable_files import sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
 from preproc.criteo.as_table import criteo_table

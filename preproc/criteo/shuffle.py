@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dataloading.durable_files import sync_stream
 from dataloading.randomness import stream_key, uniform
 from preproc.column_store import StoredColumn, bytes_of
 from preproc.report.console import Stage
@@ -75,7 +76,7 @@ def shuffle_rows(
                     _write_at(stream.fileno(), part, int(ends[bucket]) * column.row_bytes)
                     ends[bucket] += count
                     at += count
-            os.fsync(stream.fileno())
+            sync_stream(stream)
 
     def permute(column: StoredColumn) -> None:
         source = StoredColumn(_dealt(column), column.dtype.str, column.width)
@@ -88,7 +89,7 @@ def shuffle_rows(
                     source.read(first, last)[order_within(seed, bucket, last - first)],
                     first * column.row_bytes,
                 )
-            os.fsync(stream.fileno())
+            sync_stream(stream)
 
     with ThreadPoolExecutor(threads) as pool:
         for name, step in (("dealt", deal), ("permuted", permute)):

@@ -15,6 +15,7 @@ import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import Source
+from dataloading.durable_files import replace_directory
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import quoted, text
@@ -142,8 +143,7 @@ class DuckDBEngine:
             raise
         except duckdb.Error as error:
             raise _explained(None, error) from None
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        replace_directory(temporary, path)
 
     def view(self, name: str, path: Path) -> None:
         """Read all Parquet files below `path`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, TableConfig, transform_of
-from dataloading.dataset_directory import sync_file
+from dataloading.durable_files import sync_file
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature
 from preproc.dataset_writer import checksum, finish_dataset
 from preproc.fitted_state import copy_vocabulary, load_fitted, save_fitted

@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 
 from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Source
+from dataloading.durable_files import replace_directory
 from preproc.raw_files import RawFile
 from preproc.table.duckdb_engine import nulls_first
 from preproc.table.expressions import quoted
@@ -143,8 +144,7 @@ class SparkEngine:
             frame.write.mode("overwrite").parquet(str(temporary))
         except PySparkException as error:
             raise _explained(error) from None
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        replace_directory(temporary, path)
 
     def _sql(self, query: str) -> DataFrame:
         try:

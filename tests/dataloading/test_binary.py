@@ -3,6 +3,7 @@
 pytest tests/dataloading/test_binary.py
 """
 
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -554,14 +555,14 @@ def test_a_dataset_stays_when_its_successor_cannot_take_its_place(tmp_path, monk
                 dataset[split].append(labels=[1], ids={"user": [user]})
 
     write(0, overwrite=False)
-    rename = Path.rename
+    rename = os.rename
 
-    def refuse(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
+    def refuse(source: Path, target: Path) -> None:
+        if ".partial-" in source.name:
             raise OSError(5, "Input/output error")
-        return rename(self, target)
+        rename(source, target)
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         write(1, overwrite=True)
     assert (tmp_path / "data" / "train" / "user.bin").read_bytes() == b"\0"

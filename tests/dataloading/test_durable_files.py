@@ -1,0 +1,182 @@
+import ast
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataloading.durable_files import (
+    UnlockableError,
+    clear_leftovers,
+    lock_directory,
+    new_directory,
+    partial_sibling,
+    put_in_place,
+    replace_directory,
+    replace_link,
+    replace_text,
+    write_synced,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("configs", "dataloading", "preproc", "nn")
+HERE_ONLY = {"os.fsync", "os.rename", "os.replace", "fcntl.flock", "fcntl.lockf"}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record (function, path or content at the time of the call) of every sync and rename."""
+    recorded = []
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def path_of(descriptor):
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+
+    monkeypatch.setattr(os, "fsync", lambda fd: recorded.append(("sync", path_of(fd))) or fsync(fd))
+    for name, function in (("replace", replace), ("rename", rename)):
+        monkeypatch.setattr(
+            os,
+            name,
+            lambda source, target, name=name, function=function: (
+                recorded.append((name, Path(source).name, Path(target).name))
+                or function(source, target)
+            ),
+        )
+    return recorded
+
+
+def test_a_text_is_synced_then_renamed_then_its_name_is_synced(tmp_path, calls):
+    path = tmp_path / "state.json"
+    path.write_text("old")
+    replace_text(path, "new", tmp_path / "state.json.new")
+    assert path.read_text() == "new"
+    assert calls == [
+        ("sync", "state.json.new"),
+        ("replace", "state.json.new", "state.json"),
+        ("sync", tmp_path.name),
+    ]
+    assert os.listdir(tmp_path) == ["state.json"]
+
+
+def test_a_text_may_be_renamed_without_a_sync(tmp_path, calls):
+    replace_text(tmp_path / "a", "text", tmp_path / ".a.tmp", synced=False)
+    assert calls == [("replace", ".a.tmp", "a")]
+
+
+def test_a_written_text_is_synced(tmp_path, calls):
+    write_synced(tmp_path / "a", "é")
+    assert calls == [("sync", "a")]
+    assert (tmp_path / "a").read_bytes() == "é".encode()
+
+
+def test_a_link_is_replaced_by_rename(tmp_path, calls):
+    (tmp_path / "best").symlink_to("step_1")
+    (tmp_path / ".best.tmp").symlink_to("left by a killed process")
+    replace_link(tmp_path / "best", "step_2", tmp_path / ".best.tmp")
+    assert os.readlink(tmp_path / "best") == "step_2"
+    assert calls == [("replace", ".best.tmp", "best")]
+
+
+def test_a_directory_is_replaced(tmp_path):
+    for name in ("source", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_directory(tmp_path / "source", tmp_path / "target")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "target",
+        "target/source",
+    ]
+
+
+def test_a_new_directory_is_complete_or_absent(tmp_path):
+    path, temporary = tmp_path / "out", tmp_path / "deep" / "temporary"
+    temporary.mkdir(parents=True)
+    (temporary / "left by a killed process").touch()
+
+    def interrupted():
+        with new_directory(path, temporary) as directory:
+            assert os.listdir(directory) == []
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not path.exists()
+    assert not temporary.exists()
+    with new_directory(path, temporary) as directory:
+        (directory / "file").touch()
+        assert not path.exists()
+    assert os.listdir(path) == ["file"]
+
+
+def test_a_lock_keeps_others_out_until_its_descriptor_is_closed(tmp_path):
+    lock = lock_directory(tmp_path)
+    with pytest.raises(BlockingIOError):
+        lock_directory(tmp_path)
+    os.close(lock)
+    os.close(lock_directory(tmp_path))
+
+
+def test_a_lock_that_waits_ends_with_the_process_that_held_it(tmp_path):
+    holder = (
+        f"from pathlib import Path; from dataloading.durable_files import lock_directory; import time; "
+        f"lock_directory(Path({str(tmp_path)!r})); print(flush=True); time.sleep(600)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    with pytest.raises(BlockingIOError):
+        lock_directory(tmp_path)
+    other.kill()
+    os.close(lock_directory(tmp_path, wait=True))
+    other.communicate()
+
+
+def test_a_file_system_without_locks_is_told_apart(tmp_path, monkeypatch):
+    def no_locks(descriptor, operation):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UnlockableError, match="Operation not supported"):
+        lock_directory(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(FileNotFoundError):
+        lock_directory(tmp_path / "absent")
+
+
+def test_only_partial_siblings_that_nobody_writes_are_removed(tmp_path):
+    root = tmp_path / "out[1]"
+    dead, alive, kept = (partial_sibling(root) for _ in range(3))
+    for path in (dead, alive, kept, tmp_path / ".other.partial-0"):
+        path.mkdir()
+    lock = lock_directory(alive)
+    assert clear_leftovers(root, but=kept) == [alive]
+    os.close(lock)
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, kept.name, ".other.partial-0"}
+
+
+def test_a_directory_is_restored_if_the_new_one_cannot_be_renamed(tmp_path):
+    root = tmp_path / "out"
+    root.mkdir()
+    (root / "old").touch()
+    absent = partial_sibling(root)
+    with pytest.raises(FileNotFoundError):
+        put_in_place(absent, root)
+    assert os.listdir(root) == ["old"]
+    absent.mkdir()
+    put_in_place(absent, root)
+    assert os.listdir(root) == []
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_no_other_module_syncs_locks_or_renames():
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        if path.name == "durable_files.py":
+            continue
+        tree = ast.parse(path.read_text())
+        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not used & HERE_ONLY, path
+        renames = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        assert "rename" not in renames, path
