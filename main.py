@@ -10,14 +10,16 @@ from typing import NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import call_composed
-from configs.overrides import to_config
-from configs.schema import Config
-from nn.distributed.errors import (
+from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     LOST_RANK_EXIT_CODE,
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
+)
+from configs.overrides import to_config
+from configs.schema import Config
+from nn.distributed.errors import (
     DivergedError,
     LostRankError,
     RankError,

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -10,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.exit_codes import USER_ERROR_EXIT_CODE
 from configs.help import register_option_help
 from configs.overrides import check_overrides
 
@@ -64,6 +66,12 @@ def call_composed(
         problem = error
     if problem is not None:
         raise ValueError(_one_line(problem)) from None
+
+
+def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
+    """Print one message to stderr and end the process with `exit_code`."""
+    print(message, file=sys.stderr, flush=True)
+    sys.exit(exit_code)
 
 
 def _one_line(error: Exception) -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from configs.command_line import call_composed
+from configs.command_line import call_composed, end_command
+from configs.exit_codes import INTERRUPTED_EXIT_CODE
 from configs.overrides import to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
@@ -61,26 +62,30 @@ def execute(config: PreprocConfig) -> None:
 
 
 def run(composed: DictConfig) -> None:
-    """Turn the composed yaml into checked options and build; say what is wrong in one line."""
+    """Turn the composed yaml into checked options and execute them; end with one message after an error."""
     try:
         execute(to_config(composed))
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        end_command(f"error: {error}")
     except OSError as error:
         remedy = (
-            "; free some and run it again (it goes on from here), or move output or temp_directory"
+            "; free some space and rerun the same command (it resumes), or move output or temp_directory"
             if error.errno == ENOSPC
             else ""
         )
         where = f", writing {composed.output}" if composed.output else ""
-        raise SystemExit(f"error: {error}{where}{remedy}") from None
+        end_command(f"error: {error}{where}{remedy}")
     except KeyboardInterrupt:
-        left = ": nothing stands at output; run it again to go on" if composed.output else ""
-        raise SystemExit(f"interrupted{left}") from None
+        state = (
+            ": nothing was written to output; rerun the same command to resume"
+            if composed.output
+            else ""
+        )
+        end_command(f"interrupted{state}", INTERRUPTED_EXIT_CODE)
 
 
 if __name__ == "__main__":
     try:
         call_composed(run, PreprocConfig, "preproc_schema", "preproc", groups=("dataset",))
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        end_command(f"error: {error}")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from nn.distributed.errors import LOST_RANK_EXIT_CODE
+from configs.exit_codes import LOST_RANK_EXIT_CODE
 from tests.helpers.distributed import free_port, launched_as
 from tests.helpers.runs import differences
 

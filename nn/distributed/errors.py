@@ -1,12 +1,4 @@
-"""The ways a run ends early, beside `ValueError` for what the user wrote, and the exit codes that tell them apart."""
-
-# What Python ends with after any other error: it says nothing of whether the same would happen again.
-LOST_RANK_EXIT_CODE = 1
-USER_ERROR_EXIT_CODE = 2
-DIVERGED_EXIT_CODE = 3
-# EX_TEMPFAIL of sysexits.h: start the same command again, and it goes on. Batch scripts requeue on it.
-RESUME_EXIT_CODE = 75
-INTERRUPTED_EXIT_CODE = 130
+"""The ways a run ends early, beside `ValueError` for what the user wrote; `configs.exit_codes` tells them apart."""
 
 
 class RankError(Exception):

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher
 
-from nn.distributed.errors import (
+from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     LOST_RANK_EXIT_CODE,

@@ -14,7 +14,7 @@ from threading import Thread
 from types import FrameType
 from typing import Any, Self
 
-from nn.distributed.errors import RESUME_EXIT_CODE
+from configs.exit_codes import RESUME_EXIT_CODE
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STUCK_AFTER_S = 10.0

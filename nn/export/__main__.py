@@ -1,15 +1,13 @@
 """`python -m nn.export`: tables of a checkpoint to .npy, safetensors or the layout of NVIDIA's TF2 recipe."""
 
-import sys
 from pathlib import Path
-from typing import NoReturn
 
 from omegaconf import DictConfig
 
-from configs.command_line import call_composed
+from configs.command_line import call_composed, end_command
+from configs.exit_codes import INTERRUPTED_EXIT_CODE
 from configs.export_schema import ExportConfig
 from configs.overrides import to_config
-from nn.distributed.errors import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from nn.export.tables import export_tables
 
 
@@ -27,22 +25,17 @@ def run(composed: DictConfig) -> None:
             optimizer=config.optimizer,
         )
     except ValueError as error:
-        _end(str(error))
+        end_command(f"error: {error}")
     except OSError as error:
-        _end(f"{error}, writing {composed.output}")
+        end_command(f"error: {error}, writing {composed.output}")
     except KeyboardInterrupt:
-        _end(f"interrupted: nothing stands at {composed.output}", INTERRUPTED_EXIT_CODE)
+        end_command(f"interrupted: nothing was written to {composed.output}", INTERRUPTED_EXIT_CODE)
     num_files = sum(map(len, written.values()))
     print(f"{len(written)} tables, {num_files} files, written to {config.output}")
-
-
-def _end(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(exit_code)
 
 
 if __name__ == "__main__":
     try:
         call_composed(run, ExportConfig, "export_schema", "export")
     except ValueError as error:
-        _end(str(error))
+        end_command(f"error: {error}")

@@ -1,7 +1,9 @@
 """Calls of `python -m preproc` in this process, on rows written by hand."""
 
 import gzip
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
@@ -13,12 +15,28 @@ from preproc.__main__ import run
 NUM_COLUMNS = 40
 
 
+class Refused(Exception):
+    """The one message of a command that has ended with `exit_code`."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.exit_code = exit_code
+
+
 def preproc(*overrides: str) -> None:
-    """Run the command with these overrides; a user error raises SystemExit with its message."""
+    """Run the command with these overrides; a message to stderr is raised as `Refused`."""
     register(PreprocConfig, "preproc_schema")
     with initialize_config_module("configs", version_base="1.3"):
         composed = compose("preproc", overrides=["plot=false", *overrides])
-    run(composed)
+    stderr = io.StringIO()
+    try:
+        with redirect_stderr(stderr):
+            run(composed)
+    except SystemExit as end:
+        if not stderr.getvalue():
+            raise
+        raise Refused(stderr.getvalue().removesuffix("\n"), end.code) from None
 
 
 def raw_line(label: object = 0, **fields: object) -> str:

@@ -17,7 +17,7 @@ from preproc.convert import nvidia_csv as csv_spec
 from preproc.convert import rows as rows_module
 from preproc.convert.text_proto import parse_text_proto
 from tests.helpers.handwritten import ROWS, ids, label, numericals, write_handwritten
-from tests.helpers.preproc_command import data_files, preproc
+from tests.helpers.preproc_command import Refused, data_files, preproc
 
 
 def convert(path: Path, output: Path, *options: str) -> Path:
@@ -31,10 +31,10 @@ def columns_of(root: Path, split: str):
 
 
 def error_of(path: Path, output: Path, *options: str) -> str:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(Refused) as ended:
         convert(path, output, *options)
     assert not output.exists()
-    return str(ended.value).removeprefix("error: ")
+    return ended.value.message.removeprefix("error: ")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_several_ids_a_row_survive_parquet(tmp_path):
 def test_an_output_that_holds_a_dataset_is_kept(tmp_path):
     root = write_handwritten(tmp_path / "a")
     convert(root, tmp_path / "b", "to=csv")
-    with pytest.raises(SystemExit, match="holds a complete dataset"):
+    with pytest.raises(Refused, match="holds a complete dataset"):
         convert(root, tmp_path / "b", "to=csv")
     convert(root, tmp_path / "b", "to=parquet", "overwrite=true")
     assert FeatureSpec.load(tmp_path / "b").splits["train"].parquet
@@ -83,7 +83,7 @@ def test_a_directory_without_anything_known_is_refused(tmp_path):
 
 
 def test_a_path_is_asked_for():
-    with pytest.raises(SystemExit, match="set path=DIR, the directory to convert"):
+    with pytest.raises(Refused, match="set path=DIR, the directory to convert"):
         preproc("mode=convert", "output=x")
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
+from configs.exit_codes import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from configs.preproc_schema import PreprocConfig
 from configs.schema import describe
 from preproc import dataset_writer as output_module
@@ -23,18 +25,20 @@ from preproc.criteo import parse
 from preproc.criteo import pipeline as criteo
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_gap, zstd_is_complete
-from tests.helpers.preproc_command import data_files, preproc, raw_line, write_lines
+from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 
 GOOD = [raw_line(i % 2, i1=i, c1=f"{i % 7:08x}") for i in range(100)]
+INTERRUPTED = "interrupted: nothing was written to output; rerun the same command to resume"
 COMMAND = [sys.executable, "-m", "preproc"]
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def fails(message: str, *overrides: str) -> None:
     """The command must stop with exactly this message (a regular expression)."""
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(Refused) as caught:
         preproc(*overrides)
-    assert re.fullmatch(f"error: {message}", caught.value.code), caught.value.code
+    assert re.fullmatch(f"error: {message}", caught.value.message), caught.value.message
+    assert caught.value.exit_code == USER_ERROR_EXIT_CODE
 
 
 def spoiled(tmp_path: Path, line: str, number: int = 42) -> Path:
@@ -366,10 +370,29 @@ def test_an_interrupted_query_leaves_nothing(tmp_path, output, monkeypatch):
 
     monkeypatch.setattr(criteo, "parse_files", interrupted)
     source = write_lines(tmp_path / "raw.tsv", GOOD)
-    with pytest.raises(
-        SystemExit, match="interrupted: nothing stands at output; run it again to go on"
-    ):
+    with pytest.raises(Refused) as caught:
         preproc(f"source={source}", f"output={output}")
+    assert caught.value.message == INTERRUPTED
+    assert caught.value.exit_code == INTERRUPTED_EXIT_CODE
+
+
+def test_ctrl_c_ends_the_command_with_one_message(tmp_path, output):
+    source = write_lines(tmp_path / "raw.tsv", GOOD * 500)
+    run = subprocess.Popen(
+        [*COMMAND, f"source={source}", f"output={output}"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / ".out.preproc" / "label.u8").exists():
+        assert run.poll() is None, "the run was over before it could be interrupted"
+        time.sleep(0.001)
+    run.send_signal(signal.SIGINT)
+    assert run.communicate()[1] == f"{INTERRUPTED}\n"
+    assert run.returncode == INTERRUPTED_EXIT_CODE
+    preproc(f"source={source}", f"output={output}")
+    shutil.rmtree(output)
 
 
 def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path, monkeypatch):
@@ -381,8 +404,8 @@ def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path, monkeypatch):
 
         patch.setattr(output_module.GrowingFile, "append", full)
         fails(
-            rf"\[Errno 28\] No space left on device, writing {output}; free some and run it again "
-            "\\(it goes on from here\\), or move output or temp_directory",
+            rf"\[Errno 28\] No space left on device, writing {output}; free some space and rerun the "
+            "same command \\(it resumes\\), or move output or temp_directory",
             f"source={source}",
             f"output={output}",
         )
@@ -512,7 +535,7 @@ def test_the_command_says_what_is_wrong_in_one_line_and_fails(tmp_path, output):
     done = subprocess.run(
         [*COMMAND, f"source={source}", f"output={output}"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 1
+    assert done.returncode == USER_ERROR_EXIT_CODE
     assert done.stderr == (
         f"error: {source}, line 42: column 1 (label) is '3', wanted 0 or 1; "
         "correct or remove the line\n"
@@ -530,7 +553,7 @@ def test_the_command_says_what_is_wrong_in_one_line_and_fails(tmp_path, output):
 def test_an_option_that_cannot_be_is_refused_in_one_line(option, message):
     command = [sys.executable, "-m", "preproc", option]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == USER_ERROR_EXIT_CODE
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

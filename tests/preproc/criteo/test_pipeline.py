@@ -14,7 +14,7 @@ import pytest
 
 from dataloading.binary import BinarySource
 from dataloading.feature_spec import FeatureSpec
-from tests.helpers.preproc_command import data_files, preproc, raw_line, write_lines
+from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 
 KAGGLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
 
@@ -245,9 +245,7 @@ def test_a_data_set_is_replaced_only_when_asked_for(tmp_path, lines):
     source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
     preproc(f"source={source}", f"output={output}")
     before = data_files(output)
-    with pytest.raises(
-        SystemExit, match="holds a dataset already; set overwrite=true to replace it"
-    ):
+    with pytest.raises(Refused, match="holds a dataset already; set overwrite=true to replace it"):
         preproc(f"source={source}", f"output={output}", "frequency_limit=10")
     assert data_files(output) == before
     preproc(f"source={source}", f"output={output}", "frequency_limit=10", "overwrite=true")

@@ -26,7 +26,7 @@ from preproc.criteo.hash_table import Lookup
 from preproc.criteo.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.report.console import Stage
 from preproc.work_directory import Work
-from tests.helpers.preproc_command import data_files, preproc, raw_line, write_lines
+from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,7 +139,7 @@ def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_pat
     for _ in range(20):
         if output.exists():
             break
-        with suppress(SystemExit):
+        with suppress(Refused):
             preproc(f"source={source}", f"output={output}", "threads=1")
     assert len(offsets) > 2
     assert offsets == sorted(set(offsets))
@@ -157,7 +157,7 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr("preproc.dataset_writer.write_spec", killed)
-        with pytest.raises(SystemExit):
+        with pytest.raises(Refused):
             preproc(f"source={source}", f"output={output}")
     preproc(f"source={source}", f"output={output}")
     assert all_files(output) == all_files(tmp_path / "wanted")
@@ -210,7 +210,7 @@ def test_other_options_begin_anew(tmp_path, monkeypatch):
         patch.setattr(
             "preproc.criteo.pipeline._write", lambda *_: (_ for _ in ()).throw(OSError("stop"))
         )
-        with pytest.raises(SystemExit):
+        with pytest.raises(Refused):
             preproc(f"source={source}", f"output={output}")
     preproc(f"source={source}", f"output={output}", "frequency_limit=5")
     preproc(f"source={source}", f"output={tmp_path / 'wanted'}", "frequency_limit=5")
@@ -223,7 +223,7 @@ def stopped_at(stage: str, monkeypatch, *options: str) -> None:
         patch.setattr(
             f"preproc.criteo.pipeline.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop"))
         )
-        with pytest.raises(SystemExit):
+        with pytest.raises(Refused):
             preproc(*options)
 
 
@@ -277,9 +277,9 @@ def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypat
 
     def write_plain(*arguments):
         clear_leftovers(output)  # as `write_dataset` does
-        with pytest.raises(SystemExit, match="another run is writing") as refused:
+        with pytest.raises(Refused, match="another run is writing") as refused:
             preproc(f"source={source}", f"output={output}", f"temp_directory={tmp_path / 'two'}")
-        later.append(refused.value.code)
+        later.append(refused.value.message)
         return criteo_write_plain(*arguments)
 
     criteo_write_plain = criteo._write_plain

@@ -15,7 +15,7 @@ import yaml
 
 from configs.table_schema import TableConfig
 from dataloading.feature_spec import FeatureSpec
-from tests.helpers.preproc_command import data_files, preproc
+from tests.helpers.preproc_command import Refused, data_files, preproc
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
@@ -290,7 +290,7 @@ def test_a_fit_is_applied_to_new_rows_and_unseen_values_are_counted(tmp_path, pe
     assert splits["train"]["unseen"] == {"city": 1, "tags": 1}
     assert splits["test"]["unseen"] == {"city": 1, "tags": 0}
     other = described(new) | {"split": {"train": 0.5}}
-    with pytest.raises(SystemExit, match="fitted on other features or transforms"):
+    with pytest.raises(Refused, match="fitted on other features or transforms"):
         build(tmp_path / "no", other, *fitted)
 
 
@@ -304,7 +304,7 @@ def test_rows_without_a_label_or_with_text_for_a_number_are_bad(tmp_path, people
     table = described(people, numerical=["age"])
     spoiled = described(bad, numerical=["age"])
     if on_bad == "fail":
-        with pytest.raises(SystemExit, match=re.escape(f"{bad}, row 3: the label is missing")):
+        with pytest.raises(Refused, match=re.escape(f"{bad}, row 3: the label is missing")):
             build(tmp_path / "out", spoiled)
         assert not list(tmp_path.glob(".out*"))
         return
@@ -330,7 +330,7 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
         b"\n".join([*lines[:3], b"1,2,x", *lines[3:5], b"1,2,\xff,y", b"1,2,x,y,z", *lines[5:]])
     )
     with pytest.raises(
-        SystemExit, match=f"{bad}, line 4: Expected Number of Columns: 4 Found: 3; correct or"
+        Refused, match=f"{bad}, line 4: Expected Number of Columns: 4 Found: 3; correct or"
     ):
         build(tmp_path / "out", described(bad))
     wanted = build(tmp_path / "wanted", described(people))
@@ -371,9 +371,9 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
     ],
 )
 def test_a_description_that_cannot_be_is_refused(tmp_path, people, change, message):
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(Refused) as caught:
         build(tmp_path / "out", described(people) | change)
-    assert re.fullmatch(f"error: {message}", caught.value.code, re.DOTALL), caught.value.code
+    assert re.fullmatch(f"error: {message}", caught.value.message, re.DOTALL), caught.value.message
     assert not (tmp_path / "out").exists()
 
 
@@ -383,7 +383,7 @@ def test_a_table_run_that_was_stopped_goes_on(tmp_path, people, monkeypatch):
     wanted = build(tmp_path / "wanted", described(people))
     with monkeypatch.context() as patch:
         patch.setattr(TableFiles, "write_labels", lambda *_: (_ for _ in ()).throw(OSError("stop")))
-        with pytest.raises(SystemExit, match="stop"):
+        with pytest.raises(Refused, match="stop"):
             build(tmp_path / "out", described(people))
     monkeypatch.setattr(
         "preproc.table.duckdb_engine.DuckDBEngine.read", None

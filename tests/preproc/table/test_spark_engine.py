@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.helpers.preproc_command import data_files, preproc, write_lines
+from tests.helpers.preproc_command import Refused, data_files, preproc, write_lines
 from tests.preproc.criteo.test_pipeline import random_lines, reference
 from tests.preproc.table.test_pipeline import _hydra
 
@@ -137,7 +137,7 @@ def test_a_bad_row_is_told(tmp_path, spark):
         "label": {"name": "y"},
         "categorical": ["c"],
     }
-    with pytest.raises(SystemExit, match="row 3: the label is x, wanted 0 or 1"):
+    with pytest.raises(Refused, match="row 3: the label is x, wanted 0 or 1"):
         preproc("dataset=any", f"table={_hydra(table)}", f"output={tmp_path / 'o'}", "engine=spark")
 
 
@@ -162,5 +162,5 @@ def test_lines_with_other_columns_or_no_utf8_are_kept_aside(tmp_path, spark):
         for engine in ("duckdb", "spark")
     )
     assert next(kept) == next(kept) == [[str(tmp_path / "t.csv"), str(row + 2)] for row in bad]
-    with pytest.raises(SystemExit, match=r"t.csv, line 12: not 3 columns; correct or remove it"):
+    with pytest.raises(Refused, match=r"t.csv, line 12: not 3 columns; correct or remove it"):
         preproc(*options, f"output={tmp_path / 'o'}", "engine=spark")

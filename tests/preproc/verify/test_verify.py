@@ -13,7 +13,7 @@ from dataloading.feature_spec import CategoricalFeature
 from preproc.verify import run as verify
 from tests.helpers.datasets import plant
 from tests.helpers.handwritten import write_handwritten
-from tests.helpers.preproc_command import preproc, raw_line, write_lines
+from tests.helpers.preproc_command import Refused, preproc, raw_line, write_lines
 
 ROWS = 50
 
@@ -198,7 +198,7 @@ def test_what_preprocessing_wrote_beside_the_splits_is_read_too(tmp_path, capsys
 
 def test_a_missing_file_ends_it_before_anything_is_read(dataset):
     (dataset / "test/user.bin").unlink()
-    with pytest.raises(SystemExit, match=r"test/user.bin' is missing"):
+    with pytest.raises(Refused, match=r"test/user.bin' is missing"):
         preproc("mode=verify", f"path={dataset}")
 
 
@@ -274,5 +274,5 @@ def test_a_truncated_parquet_file_is_named_and_the_others_are_still_read(in_parq
 
 
 def test_a_path_is_asked_for():
-    with pytest.raises(SystemExit, match="set path=DIR"):
+    with pytest.raises(Refused, match="set path=DIR"):
         preproc("mode=verify")
