@@ -112,7 +112,7 @@ TEMPORARY_ROOMS = {
 }
 MOST_MODULES = 15
 # A folder for Parquet would import the rest of the package, and the rest would import it.
-MORE_MODULES = {"dataloading": 20}
+MORE_MODULES = {"dataloading": 21}
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.sharding.sharded_embeddings",
