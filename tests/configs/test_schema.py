@@ -221,8 +221,8 @@ def test_every_option_has_a_meaning(config):
 
 def all_sections(config: type) -> set[type]:
     """Every class below `config`, itself included."""
-    below = [each.type for each in fields(config) if is_dataclass(each.type)]
-    return {config}.union(*(all_sections(each) for each in below))
+    below = [field.type for field in fields(config) if is_dataclass(field.type)]
+    return {config}.union(*(all_sections(section) for section in below))
 
 
 def test_no_option_is_there_for_nothing():
@@ -234,8 +234,8 @@ def test_no_option_is_there_for_nothing():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    options = {each.name for config in all_sections(Config) for each in fields(config)}
-    options |= {each.name for config in (PreprocConfig, StreamConfig) for each in fields(config)}
+    options = {field.name for config in all_sections(Config) for field in fields(config)}
+    options |= {field.name for config in (PreprocConfig, StreamConfig) for field in fields(config)}
     # The schema's own `table_name` and `table_lr` read these two.
     assert options - read == {"embedding_name", "embedding_lr"}
     assert {"table_name", "table_lr"} <= read
@@ -246,7 +246,7 @@ def test_help_lists_every_option_with_value_and_meaning():
     assert ended.exit_code == 0
     words = " ".join(ended.out.split())
     for key, meaning in describe(Config):
-        assert [each for each in ended.out.splitlines() if each.startswith(f"  {key}=")], key
+        assert [line for line in ended.out.splitlines() if line.startswith(f"  {key}=")], key
         assert " ".join(meaning.split()) in words, key
     assert "  train.batch_size=2048 " in ended.out
     assert "  data.path=DIR " in ended.out

@@ -173,7 +173,7 @@ def test_the_mlperf_experiment_holds_mlperfs_settings():
     assert config.data.multi_hot.seed == 0
     hotness, rows = config.data.multi_hot.hotness, config.data.synthetic.cardinalities
     assert sum(hotness) == 214
-    large = [each for each, size in zip(hotness, rows, strict=True) if size == 40_000_000]
+    large = [hot for hot, size in zip(hotness, rows, strict=True) if size == 40_000_000]
     assert large == [3, 7, 12, 100, 27]
     assert 4 * sum((h - 1) * n for h, n in zip(hotness, rows, strict=True)) / 2**30 < 21.55
 

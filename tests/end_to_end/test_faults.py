@@ -95,7 +95,7 @@ class Faults:
 
         try:
             assert wait_until(has_come_so_far, 120), log.read_text()
-            fault([each.pid for each in ranks.processes], log)
+            fault([process.pid for process in ranks.processes], log)
             self.starts[name] = ResumePoint(
                 ranks.wait(ends_within_s), log.read_text(), self.latest()
             )
@@ -245,7 +245,7 @@ def test_ranks_whose_launcher_is_gone_leave_a_checkpoint_and_end(whole, tmp_path
     said = log.read_text()
     left_at = re.search(r"stopped by SIGTERM after step (\d+), where a checkpoint was left", said)
     assert left_at, said
-    assert f"step_{left_at[1]}" in {each.name for each in newest_first(run_dir / "checkpoints")}
+    assert f"step_{left_at[1]}" in {path.name for path in newest_first(run_dir / "checkpoints")}
     again = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
     assert again.wait(120) == [0, 0], again.log.read_text()
     assert differences(whole, run_dir) == []
@@ -307,7 +307,7 @@ def test_a_disk_that_is_really_full_costs_no_more_than_the_checkpoint(tmp_path, 
         assert ended.out.count(warning) == 1
         assert ended.out.count("could not be written") == 1
         lines = (directory / "saved.jsonl").read_text().splitlines()
-        assert [json.loads(each)["step"] for each in lines] == [4, 12, 16, 20, 24, 28, 32]
+        assert [json.loads(line)["step"] for line in lines] == [4, 12, 16, 20, 24, 28, 32]
         assert is_whole(directory / "step_32")
 
 
@@ -331,7 +331,7 @@ def test_a_file_that_cannot_grow_costs_no_more_than_the_checkpoint(tmp_path, mon
         "step 4. The run goes on, and the next save tries again"
     )
     assert ended.out.count(warning) == 1
-    steps = [each.name for each in newest_first(directory)]
+    steps = [path.name for path in newest_first(directory)]
     assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
     assert not list(directory.glob(".step*"))
 
@@ -373,7 +373,7 @@ def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monke
 
 def test_a_bad_number_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
     root = write_clicks(tmp_path / "clicks")
-    on_files = [each for each in SHORT if not each.startswith("data.")]
+    on_files = [option for option in SHORT if not option.startswith("data.")]
     run = [*on_files, f"data.path={root}", "data.shuffle_block=0", "train.batch_size=32"]
     assert run_command(*run, f"run_dir={tmp_path / 'whole'}").exit_code == 0
     numbers = root / "train" / "numerical.bin"
@@ -401,4 +401,4 @@ def test_the_clock_saves_too(tmp_path, monkeypatch):
     at_step(monkeypatch, 16, lambda: time.sleep(0.05))
     assert run_command(*SHORT, *clock, f"run_dir={tmp_path / 'run'}").exit_code == 0
     saved = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
-    assert any(json.loads(each)["step"] not in (8, 16, 24, 32) for each in saved)
+    assert any(json.loads(line)["step"] not in (8, 16, 24, 32) for line in saved)

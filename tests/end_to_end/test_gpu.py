@@ -13,6 +13,7 @@ import torch
 from nn.build import build_test_loader
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.training.prefetch import Prefetcher
+from nn.training.static_path import CapturedPass
 from tests.helpers.command import run_command
 from tests.helpers.composed import (
     TINY,
@@ -51,24 +52,27 @@ ROW_WISE_FACTOR = {"off": 1, "bf16": 2}
 
 
 def gpu_cases(amp: str, layout: str | None = None) -> list[list[str]]:
-    return [[*case(*each[:3], layout or each[3]), *ON_GPU, f"train.amp={amp}"] for each in CASES]
+    return [
+        [*case(*chosen_case[:3], layout or chosen_case[3]), *ON_GPU, f"train.amp={amp}"]
+        for chosen_case in CASES
+    ]
 
 
 @pytest.fixture(scope="module")
 def one_gpu() -> dict[str, list]:
-    cases = [each for amp in TOLERANCE for each in gpu_cases(amp, "table_wise")]
+    cases = [case for amp in TOLERANCE for case in gpu_cases(amp, "table_wise")]
     learnt = run_distributed(losses_and_changes_of_cases, 1, cases, NUM_STEPS)[0]
     return {amp: learnt[index * len(CASES) :][: len(CASES)] for index, amp in enumerate(TOLERANCE)}
 
 
 def assert_alike(expected, measured, amp: str) -> None:
     of_loss, of_tables = TOLERANCE[amp]
-    for each, (losses, changes), (their_losses, their_changes) in zip(
+    for options, (losses, changes), (their_losses, their_changes) in zip(
         CASES, expected, measured, strict=True
     ):
-        assert their_losses == pytest.approx(losses, rel=of_loss), "-".join(each)
-        allowed = of_tables * (ROW_WISE_FACTOR[amp] if "row_wise" in each else 1)
-        assert worst_difference(changes, their_changes) < allowed, "-".join(each)
+        assert their_losses == pytest.approx(losses, rel=of_loss), "-".join(options)
+        allowed = of_tables * (ROW_WISE_FACTOR[amp] if "row_wise" in options else 1)
+        assert worst_difference(changes, their_changes) < allowed, "-".join(options)
 
 
 @pytest.mark.parametrize(("world_size", "amp"), list(product([2, 4], TOLERANCE)))
@@ -80,37 +84,44 @@ def test_many_gpus_train_as_one(one_gpu, world_size, amp):
 
 
 def test_a_gpu_trains_as_the_cpu(one_gpu):
-    cpu = losses_and_changes_of_cases([case(*each[:3], "table_wise") for each in CASES], NUM_STEPS)
-    for each, (losses, changes), (expected, wanted) in zip(CASES, one_gpu["off"], cpu, strict=True):
-        assert losses == pytest.approx(expected, rel=1e-4), "-".join(each)
-        assert worst_difference(wanted, changes) < 1e-2, "-".join(each)
+    cpu = losses_and_changes_of_cases(
+        [case(*chosen_case[:3], "table_wise") for chosen_case in CASES], NUM_STEPS
+    )
+    for chosen_case, (losses, changes), (expected, wanted) in zip(
+        CASES, one_gpu["off"], cpu, strict=True
+    ):
+        assert losses == pytest.approx(expected, rel=1e-4), "-".join(chosen_case)
+        assert worst_difference(wanted, changes) < 1e-2, "-".join(chosen_case)
 
 
 def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
-    fp16 = [[*each, "train.loss_scale=1024"] for each in gpu_cases("fp16", "table_wise")]
+    fp16 = [[*case, "train.loss_scale=1024"] for case in gpu_cases("fp16", "table_wise")]
     learnt = run_distributed(losses_and_changes_of_cases, 1, fp16, NUM_STEPS)[0]
     for measured in (learnt, one_gpu["bf16"]):
-        for each, (losses, changes), (expected, wanted) in zip(
+        for options, (losses, changes), (expected, wanted) in zip(
             CASES, measured, one_gpu["off"], strict=True
         ):
-            assert losses == pytest.approx(expected, rel=3e-2), "-".join(each)
+            assert losses == pytest.approx(expected, rel=3e-2), "-".join(options)
             for name, (length, *_) in wanted.items():
-                assert changes[name][0] == pytest.approx(length, rel=0.15), "-".join(each)
+                assert changes[name][0] == pytest.approx(length, rel=0.15), "-".join(options)
             # The others divide by the gradient's own size, and rounding decides the sign of the smallest.
-            if each[2] == "sgd":
-                assert worst_difference(wanted, changes) < 0.2, "-".join(each)
+            if options[2] == "sgd":
+                assert worst_difference(wanted, changes) < 0.2, "-".join(options)
 
 
 def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list[float]]]:
     """Of each case: whether the dense pass was captured, and losses before and after scoring a test batch."""
     results = []
     with process_group(ranks_from_environment("cuda")):
-        for each in cases:
-            built = build(compose_config(*each))
+        for case in cases:
+            built = build(compose_config(*case))
             losses = built.train(0, 5)
             built.score(1)
             losses += built.train(5, NUM_STEPS - 5)
-            captured = [type(each).__name__ == "Captured" for each in built.step._passes.values()]
+            captured = [
+                isinstance(step_pass, CapturedPass)
+                for step_pass in built.step.path._passes.values()
+            ]
             results.append((all(captured), losses))
             built.step.close()
     return results
@@ -129,12 +140,14 @@ def test_a_captured_step_computes_what_an_uncaptured_one_does(world_size):
         )
     ]
     cases = [
-        [*each, f"train.capture={capture}"] for each in chosen for capture in ("true", "false")
+        [*chosen_case, f"train.capture={capture}"]
+        for chosen_case in chosen
+        for capture in ("true", "false")
     ]
     results = run_distributed(losses_around_an_evaluation, world_size, cases)[0]
-    for each, captured, plain in zip(chosen, results[::2], results[1::2], strict=True):
+    for options, captured, plain in zip(chosen, results[::2], results[1::2], strict=True):
         assert (captured[0], plain[0]) == (True, False)
-        assert captured[1] == pytest.approx(plain[1], rel=2e-5), each
+        assert captured[1] == pytest.approx(plain[1], rel=2e-5), options
 
 
 MIXED = (
@@ -203,7 +216,10 @@ def test_gpus_round_tables_of_16_bits_as_the_cpu_does():
         for rule, dtype in kinds
     ]
     on_gpu = run_distributed(
-        losses_and_changes_of_cases, 1, [[*each, *ON_GPU] for each in cases], NUM_STEPS
+        losses_and_changes_of_cases,
+        1,
+        [[*chosen_case, *ON_GPU] for chosen_case in cases],
+        NUM_STEPS,
     )
     on_cpu = losses_and_changes_of_cases(cases, NUM_STEPS)
     for kind, (losses, changes), (expected, wanted) in zip(kinds, on_gpu[0], on_cpu, strict=True):
@@ -217,8 +233,8 @@ def predicted_between_steps(
     """Of each case: losses, logits of batches of two sizes between the steps, and how many forward graphs are left."""
     results = []
     with process_group(ranks_from_environment("cuda")):
-        for each in cases:
-            built = build(compose_config(*each, "mode=inference", "inference.batch_sizes=[64,128]"))
+        for case in cases:
+            built = build(compose_config(*case, "mode=inference", "inference.batch_sizes=[64,128]"))
             losses, logits = [], []
             for step in range(6):
                 losses += built.train(step, 1)
@@ -267,7 +283,7 @@ RESUME_TOLERANCE = {"off": 2e-5, "bf16": 2e-3}
 def started_on_gpus(recipe: str, rule: str, amp: str, run_dir: Path, last_step: int) -> str:
     """What a start of a run with checkpoints in the background says."""
     ended = run_command(
-        *(each for each in TINY if not each.startswith("device")),
+        *(option for option in TINY if not option.startswith("device")),
         *ON_GPU,
         *(f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"),
         *(f"train.amp={amp}", f"train.max_steps={last_step}", f"run_dir={run_dir}"),
@@ -295,10 +311,11 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, world_size, recipe, ru
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_11")
     assert "step_8, 8 steps" in start("parts", 24)
     whole, parts = (
-        [each for each in records(tmp_path / name) if "loss" in each] for name in ("whole", "parts")
+        [record for record in records(tmp_path / name) if "loss" in record]
+        for name in ("whole", "parts")
     )
-    assert [each["step"] for each in parts] == list(range(1, 25))
-    losses = [[each["loss"] for each in run] for run in (whole, parts)]
+    assert [record["step"] for record in parts] == list(range(1, 25))
+    losses = [[record["loss"] for record in run] for run in (whole, parts)]
     assert losses[1] == pytest.approx(losses[0], rel=RESUME_TOLERANCE[amp])
     stored = [contents(tmp_path / name / "checkpoints", 24) for name in ("whole", "parts")]
     assert stored[0].keys() == stored[1].keys()
@@ -317,8 +334,8 @@ def losses_while_another_feed_runs(cases: list[list[str]]) -> list[list[float]]:
     """Of each case: losses of training with batches that wait while batches of the same size are scored."""
     results = []
     with process_group(ranks_from_environment("cuda")):
-        for each in cases:
-            built = build(compose_config(*each))
+        for case in cases:
+            built = build(compose_config(*case))
             prefetcher = built.prefetcher(0, NUM_STEPS)
             losses = [built.step.train(step, prefetcher).loss for step in range(5)]
             built.score(2)
@@ -344,7 +361,7 @@ def test_inference_takes_the_batch_sizes_of_training_and_evaluation_too(tmp_path
     ended = run_command(*TINY, *ON_GPU, "mode=inference", f"run_dir={run_dir}", *sizes)
     assert ended.exit_code == 0, ended.err
     results = json.loads((run_dir / "summary.json").read_text())["inference"]
-    assert [each["batch_size"] for each in results] == [1, 64, 128]
+    assert [result["batch_size"] for result in results] == [1, 64, 128]
 
 
 def profiled_on_gpus(run_dir: str) -> int:

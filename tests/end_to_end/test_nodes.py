@@ -14,7 +14,7 @@ from tests.nn.sharding.test_planner import GIB, plan_mlperf, rows_of
 NODES = [{0, 1}, {2, 3}]
 NUM_STEPS = 10
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
-LAYOUTS = [each.value for each in ShardingType]
+LAYOUTS = [kind.value for kind in ShardingType]
 CASES = [
     (rule, layout)
     for rule in RATES
@@ -66,8 +66,8 @@ def test_a_table_row_wise_table_is_shared_by_the_ranks_of_one_node():
     )
     assert {row.sharding for row in rows} == {"table_row_wise"}
     held = [set(row.ranks) for row in rows]
-    assert all(each in NODES for each in held)
-    assert all(each in held for each in NODES), "one node holds everything"
+    assert all(ranks in NODES for ranks in held)
+    assert all(node in held for node in NODES), "one node holds everything"
     assert [row.bytes_per_rank for row in rows] == [(501 * 128 * 4, 500 * 128 * 4)] * 6
 
 
@@ -76,7 +76,7 @@ def test_the_shards_lie_where_the_plan_says():
     for table, num_embeddings in zip(
         [f"cat_{index}" for index in range(5)], [500, 40, 7, 300, 1000], strict=True
     ):
-        on_rank = [each.get(table) for each in held]
+        on_rank = [rows.get(table) for rows in held]
         there = {rank for rank, part in enumerate(on_rank) if part is not None}
         first = -(-num_embeddings // 2)
         assert there in NODES
@@ -102,8 +102,8 @@ def test_fewer_tables_are_cut_over_all_ranks_where_these_are_on_many_nodes():
     """The same sixteen GPUs, in one host or in eight."""
     types = [ShardingType.table_wise, ShardingType.row_wise]
     one, eight = (
-        plan_mlperf(world_size=16, local_world_size=each, memory=200 * GIB, types=types)
-        for each in (16, 2)
+        plan_mlperf(world_size=16, local_world_size=ranks_per_node, memory=200 * GIB, types=types)
+        for ranks_per_node in (16, 2)
     )
     cut = [sum(row.sharding == "row_wise" for row in rows) for rows in (one, eight)]
     assert cut == [2, 1]
@@ -123,8 +123,8 @@ def test_the_plan_for_nodes_that_are_not_there_is_that_of_those_that_are():
 def losses() -> dict[str, dict[tuple[str, str], list[float]]]:
     """Where -> case -> losses; with one process, each table is whole."""
     one = losses_of_cases([case(rule, "table_wise") for rule, _ in CASES], NUM_STEPS)
-    nodes = on_two_nodes(losses_of_cases, [case(*each) for each in CASES], NUM_STEPS)
-    assert all(each == nodes[0] for each in nodes), "ranks disagree about the global loss"
+    nodes = on_two_nodes(losses_of_cases, [case(*chosen_case) for chosen_case in CASES], NUM_STEPS)
+    assert all(losses == nodes[0] for losses in nodes), "ranks disagree about the global loss"
     return {
         "one": dict(zip(CASES, one, strict=True)),
         "nodes": dict(zip(CASES, nodes[0], strict=True)),
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_two_nodes_is_that_of_one_process(tmp_path, rule):
     first = [*case(rule, "table_row_wise"), "train.max_steps=4", "log.every=1"]
     second = [*case(rule, "table_wise"), "train.max_steps=8", "log.every=1"]
     ended = on_two_nodes(run_command, *first, f"run_dir={tmp_path / 'nodes'}")
-    assert [(each.exit_code, each.err) for each in ended] == [(0, "")] * 4
+    assert [(result.exit_code, result.err) for result in ended] == [(0, "")] * 4
     restore = f"checkpoint.restore={tmp_path / 'nodes' / 'checkpoints' / 'step_4'}"
     assert run_command(*second, restore, f"run_dir={tmp_path / 'rest'}").exit_code == 0
     assert run_command(*second, f"run_dir={tmp_path / 'whole'}").exit_code == 0

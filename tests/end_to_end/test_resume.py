@@ -39,7 +39,7 @@ RUN = [
     *("eval.per_epoch=2", "eval.at_start=true", "checkpoint.save_every=4", "train.tf32=false"),
 ]
 LAST_STEP = 24
-ON_FILES = [each for each in RUN if not each.startswith("data.")]
+ON_FILES = [option for option in RUN if not option.startswith("data.")]
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +119,11 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
     run_distributed(train_case, 2, *case, tmp_path / "run", 11)
     train_case(*case, tmp_path / "run", None)
     whole, run = (records(tmp_path / name) for name in ("whole", "run"))
-    assert [each["step"] for each in run] == [each["step"] for each in whole]
+    assert [record["step"] for record in run] == [record["step"] for record in whole]
     for key in ("loss", "test_auc", "test_log_loss", "train_auc"):
-        one, other = ([each[key] for each in found if key in each] for found in (whole, run))
+        one, other = (
+            [record[key] for record in run_records if key in record] for run_records in (whole, run)
+        )
         assert other == pytest.approx(one, rel=1e-5), key
 
 
@@ -182,7 +184,7 @@ def test_a_finished_run_is_trained_on_for_more_epochs(whole, tmp_path):
     ],
 )
 def test_another_run_in_its_directory_is_refused_with_what_differs(whole, change, difference):
-    before = {each: each.stat().st_mtime_ns for each in whole.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     ended = train(whole, "optimizer.lr=24", "train.epochs=3", change)
     assert ended.exit_code == 2
     lr = json.loads((whole / "checkpoints/step_24/run.json").read_text())["config"]["optimizer"][
@@ -191,7 +193,7 @@ def test_another_run_in_its_directory_is_refused_with_what_differs(whole, change
     assert difference.replace("24.0", str(lr)) in ended.err
     assert "Set another run_dir" in ended.err
     assert "checkpoint.allow_changes=true to go on with the new ones" in ended.err
-    assert {each: each.stat().st_mtime_ns for each in whole.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
 def test_changed_settings_are_taken_when_that_is_asked_for(tmp_path):
@@ -207,7 +209,7 @@ def test_records_of_the_second_start_replace_those_after_the_checkpoint(tmp_path
     with path.open("a") as stream:
         stream.write('{"step": 23, "lo')
     assert train(tmp_path / "run").err == ""
-    steps = [(each["step"], "loss" in each) for each in records(tmp_path / "run")]
+    steps = [(record["step"], "loss" in record) for record in records(tmp_path / "run")]
     assert len(set(steps)) == len(steps)
     assert [step for step, is_train in steps if is_train] == [5, 10, 15, 20, 24]
     assert [step for step, is_train in steps if not is_train] == [0, 6, 12, 18, 24]
@@ -290,10 +292,10 @@ def test_a_finished_run_whose_checkpoints_are_all_damaged_says_so(tmp_path):
 
 
 def test_the_best_checkpoint_stays_beside_the_latest(whole):
-    tests = [each for each in records(whole) if "test_auc" in each]
+    tests = [record for record in records(whole) if "test_auc" in record]
     best = max(tests, key=lambda each: each["test_auc"])["step"]
     assert (whole / "checkpoints" / "best").resolve().name == f"step_{best}"
-    names = {each.name for each in (whole / "checkpoints").glob("step_*")}
+    names = {path.name for path in (whole / "checkpoints").glob("step_*")}
     assert names == {f"step_{best}", "step_20", "step_24"}
 
 
@@ -353,7 +355,7 @@ def test_a_dataset_that_was_put_back_is_the_same_dataset(on_files):
 def test_a_copy_of_the_dataset_is_the_same_dataset(on_files, tmp_path):
     _, files = on_files
     copy = write_clicks(tmp_path / "copy")
-    moved = [f"data.path={copy}" if each.startswith("data.path=") else each for each in files]
+    moved = [f"data.path={copy}" if option.startswith("data.path=") else option for option in files]
     assert run_command(*moved).err == ""
 
 
@@ -361,7 +363,9 @@ def test_larger_tables_need_a_new_run_and_the_message_says_how(on_files, tmp_pat
     _, files = on_files
     grown = write_clicks(tmp_path / "grown", num_items=120)
     path = tmp_path / "run" / "checkpoints" / "step_4"
-    files = [f"data.path={grown}" if each.startswith("data.path=") else each for each in files]
+    files = [
+        f"data.path={grown}" if option.startswith("data.path=") else option for option in files
+    ]
     asked = [*files, "checkpoint.grow=true"]
     ended = run_command(*asked)
     assert ended.exit_code == 2
@@ -407,7 +411,7 @@ def test_fewer_checkpoints_are_kept_from_the_start_on(tmp_path, monkeypatch):
     assert len(newest_first(checkpoints)) > 2
     best = (checkpoints / "best").resolve().name
     seen = []
-    at_step(monkeypatch, 9, lambda: seen.extend(each.name for each in newest_first(checkpoints)))
+    at_step(monkeypatch, 9, lambda: seen.extend(path.name for path in newest_first(checkpoints)))
     assert train(tmp_path / "run", "checkpoint.keep=1").exit_code == 0
     assert set(seen) == {"step_8", best}
 
@@ -444,7 +448,7 @@ def test_training_leaves_every_generator_where_it_was(tmp_path, monkeypatch):
         at_step(monkeypatch, step, look)
     assert train(tmp_path / "run").err == ""
     assert len(states) == LAST_STEP - 1
-    assert all(each == states[0] for each in states)
+    assert all(state == states[0] for state in states)
 
 
 @pytest.mark.parametrize("has_checkpoints", [False, True])

@@ -15,7 +15,7 @@ from tests.helpers.datasets import plant, write_clicks
 # Neither split divides evenly over batches and ranks.
 ROWS = ["data.synthetic.train_rows=2021", "data.synthetic.test_rows=253"]
 SHORT = [*TINY, *ROWS, "log.every=8", "train.tf32=false"]
-ON_FILES = [each for each in TINY if not each.startswith("data.")]
+ON_FILES = [option for option in TINY if not option.startswith("data.")]
 
 
 def summary_of(run_dir: Path) -> dict:
@@ -61,7 +61,7 @@ def test_dlrm_trains_and_says_how_it_went(dlrm):
 
 def test_the_run_directory_is_complete(dlrm):
     _, run_dir = dlrm
-    assert {each.name for each in run_dir.iterdir()} == {
+    assert {path.name for path in run_dir.iterdir()} == {
         "checkpoints",
         "config.yaml",
         "curves.png",
@@ -74,10 +74,10 @@ def test_the_run_directory_is_complete(dlrm):
     assert (config["recipe"], config["train"]["batch_size"]) == ("dlrm", 64)
     first, *records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     assert {"torch", "torchrec", "fbgemm", "git_commit", "world_size"} <= set(first)
-    assert {"loss", "samples_per_s", "test_auc"} <= {key for each in records for key in each}
+    assert {"loss", "samples_per_s", "test_auc"} <= {key for record in records for key in record}
     plan = json.loads((run_dir / "plan.json").read_text())
-    assert [each["table"] for each in plan] == [f"cat_{index}" for index in range(5)]
-    saved = {each.name for each in (run_dir / "checkpoints").iterdir()}
+    assert [row["table"] for row in plan] == [f"cat_{index}" for index in range(5)]
+    saved = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert saved == {"step_24", "step_32", "best", "saved.jsonl"}
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
@@ -224,7 +224,7 @@ def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch):
 
 def test_a_plan_says_what_it_is_for():
     asked = ["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=100"]
-    out = run_command(*TINY, *(each for each in asked), "device=cuda").out
+    out = run_command(*TINY, *asked, "device=cuda").out
     assert re.search(r"plan for +2 x cuda on 1 node", out)
     assert re.search(r"memory +100.0 GiB a rank, 90.0 GiB of it for tables", out)
 
@@ -309,11 +309,11 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch
 
 def test_a_run_that_is_over_is_left_as_it_is(dlrm):
     _, run_dir = dlrm
-    before = {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     ended = run_command(*SHORT, f"run_dir={run_dir}")
     assert (ended.exit_code, ended.err) == (0, "")
     assert f"run_dir={run_dir} holds the whole run already (32 steps); nothing to do." in ended.out
-    assert {each: each.stat().st_mtime_ns for each in run_dir.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
 def test_the_run_directory_of_other_work_is_refused_and_left_as_it_is(dlrm, tmp_path):
@@ -321,11 +321,11 @@ def test_the_run_directory_of_other_work_is_refused_and_left_as_it_is(dlrm, tmp_
     restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
     evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
     assert run_command(*evaluate).exit_code == 0
-    before = {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for arguments in (evaluate, [*SHORT, f"run_dir={tmp_path / 'run'}"]):
         message = refused(*arguments)
         assert "already holds the metrics.jsonl of an earlier run" in message
-    assert {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_a_truncated_file_is_named_before_anything_starts(tmp_path):
@@ -346,7 +346,7 @@ def test_a_bad_id_ends_the_run_and_leaves_nothing_that_looks_whole(tmp_path):
         f"feature 'item': id 101 at row 170 of {root / 'train' / 'item.bin'} lies outside its table "
         "of 100 rows"
     )
-    assert not {"summary.json", "curves.png"} & {each.name for each in run_dir.iterdir()}
+    assert not {"summary.json", "curves.png"} & {path.name for path in run_dir.iterdir()}
     assert not list((run_dir / "checkpoints").glob("step_8"))
 
 

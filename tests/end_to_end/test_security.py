@@ -62,8 +62,8 @@ def saved(original, tmp_path) -> Path:
 def shards(path: Path) -> list[Path]:
     """The files with a checkpoint's numbers."""
     index = json.loads((path / INDEX_FILE).read_text())
-    named = {chunk["file"] for each in index["tensors"].values() for chunk in each["chunks"]}
-    return [path / each for each in sorted(named)]
+    named = {chunk["file"] for tensor in index["tensors"].values() for chunk in tensor["chunks"]}
+    return [path / entry for entry in sorted(named)]
 
 
 def read_in_every_way(path: Path, directory: Path) -> list[str]:
@@ -221,7 +221,7 @@ def test_the_name_of_a_recipe_is_no_path(recipe):
 
 
 def files_below(directory: Path) -> set[str]:
-    return {str(each.relative_to(directory)) for each in directory.rglob("*") if each.is_file()}
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
 
 
 def test_names_of_features_become_no_paths(tmp_path):
@@ -232,7 +232,7 @@ def test_names_of_features_become_no_paths(tmp_path):
     (root / "feature_spec.yaml").write_text(text)
     run_dir, output = tmp_path / "room/run", tmp_path / "room/out"
     ended = run_command(
-        *(each for each in TINY if not each.startswith("data.")),
+        *(option for option in TINY if not option.startswith("data.")),
         f"data.path={root}",
         f"run_dir={run_dir}",
         "eval.batch_size=64",
@@ -241,7 +241,7 @@ def test_names_of_features_become_no_paths(tmp_path):
     path = next((run_dir / "checkpoints").glob("step_*"))
     written = export_tables(path, output)
     assert any("/outside/" in name for name in written)
-    assert {each.name for each in tmp_path.iterdir()} == {"room"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"room"}
     assert files_below(output) == {"export.json", *chain.from_iterable(written.values())}
 
 
@@ -297,14 +297,14 @@ def test_no_source_of_ours_executes_what_it_reads():
     for module, source in sources().items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom):
-                names = {f"{node.module}.{each.name}" for each in node.names}
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
                 assert not names & DANGEROUS, module
                 assert node.module != "pickle", module
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
             assert called not in DANGEROUS | {"eval", "exec"}, module
-            keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             assert keywords.get("shell", "False") == "False", module
             if called == "np.load":
                 assert keywords.get("allow_pickle") == "False", module

@@ -136,7 +136,7 @@ def test_a_container_brings_its_own_python_and_files(checkout):
     ]
     assert given[-2:] == ["dcnv2.py", "run_dir=runs/dcnv2/job_40017"]
     bare = launched(checkout, "dcnv2.py", CONTAINER_IMAGE="image", CONTAINER_WORKDIR="/code")
-    assert [each for each in bare if "container" in each] == [
+    assert [option for option in bare if "container" in option] == [
         "--container-image=image",
         "--container-workdir=/code",
     ]

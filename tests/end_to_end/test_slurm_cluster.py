@@ -201,6 +201,6 @@ def test_a_job_that_loses_a_rank_and_a_node_and_is_warned_ends_as_one_that_was_l
     alone = job.directory / "alone"
     ranks = start([*options, f"run_dir={alone}"], 2, job.directory / "alone.log", 1)
     assert ranks.wait(120) == [0, 0], ranks.log.read_text()
-    trained = [each["step"] for each in records(run_dir) if "loss" in each]
+    trained = [record["step"] for record in records(run_dir) if "loss" in record]
     assert trained == list(range(1, EPOCHS * 32 + 1)), "a gap, or a step twice"
     assert differences(alone, run_dir) == []
