@@ -4,10 +4,10 @@
 #   docker run --gpus all --ipc host --volume DIR:/data --volume "$PWD/runs:/recsys/runs" recsys \
 #       torchrun --nproc-per-node gpu dlrm.py experiment=dlrm_criteo_t15 data.path=/data
 #
-# `runs` must be writable for user 1000, which is who trains in there.
+# `runs` must be writable for user 1000, the user of the container.
 FROM python:3.12-slim
 
-# A compiler, since torch.compile and Triton build their launchers on the spot; numactl, by which torchrun binds ranks.
+# torch.compile and Triton need a compiler at run time; torchrun binds ranks to CPUs with numactl.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ numactl \
     && rm -rf /var/lib/apt/lists/* \
@@ -18,7 +18,7 @@ RUN apt-get update \
 USER trainer
 WORKDIR /recsys
 
-# The wheels in a layer of their own: a change of code does not fetch them again.
+# The wheels are a separate layer, so that a change of code does not download them again.
 COPY --chown=trainer pyproject.toml ./
 RUN uv sync --extra cuda --no-dev --no-install-project --no-cache
 ENV PATH="/recsys/.venv/bin:$PATH"

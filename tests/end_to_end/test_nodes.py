@@ -1,4 +1,4 @@
-"""Two nodes of two ranks, laid out on one machine: who is where, what the planner makes of it, and that it trains as one."""
+"""Two nodes of two ranks each, emulated on one machine: rank numbers, plans, and equal training."""
 
 import json
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 def on_two_nodes(function, *args) -> list:
-    """What `function` returns on each of four ranks, two a node."""
+    """Return the results of `function` on four ranks, two per node."""
     return run_distributed(function, 4, *args, local_world_size=2)
 
 
@@ -40,13 +40,13 @@ def case(rule: str, layout: str) -> list[str]:
     ]
 
 
-def who_am_i() -> tuple[int, int, int, int]:
+def rank_numbers() -> tuple[int, int, int, int]:
     ranks = ranks_from_environment("cpu")
     return ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size
 
 
 def rows_held(overrides: list[str]) -> dict[str, tuple[int, int]]:
-    """Table -> first row and number of rows that this rank holds of it."""
+    """Return table -> (first row, number of rows) of this rank's shards."""
     with ranks_of_cpu():
         shards = build(compose_config(*overrides)).step.tables.shards()
         return {shard.table: (shard.row_offset, len(shard.weight)) for shard in shards}
@@ -57,7 +57,7 @@ def planned_by_command(overrides: list[str]) -> str:
 
 
 def test_ranks_are_numbered_over_nodes_and_within_each():
-    assert on_two_nodes(who_am_i) == [(0, 0, 4, 2), (1, 1, 4, 2), (2, 0, 4, 2), (3, 1, 4, 2)]
+    assert on_two_nodes(rank_numbers) == [(0, 0, 4, 2), (1, 1, 4, 2), (2, 0, 4, 2), (3, 1, 4, 2)]
 
 
 def test_a_table_row_wise_table_is_shared_by_the_ranks_of_one_node():
@@ -71,21 +71,21 @@ def test_a_table_row_wise_table_is_shared_by_the_ranks_of_one_node():
     assert [row.bytes_per_rank for row in rows] == [(501 * 128 * 4, 500 * 128 * 4)] * 6
 
 
-def test_the_shards_lie_where_the_plan_says():
+def test_shards_are_on_the_ranks_of_the_plan():
     held = on_two_nodes(rows_held, case("adagrad", "table_row_wise"))
     for table, num_embeddings in zip(
         [f"cat_{index}" for index in range(5)], [500, 40, 7, 300, 1000], strict=True
     ):
         on_rank = [rows.get(table) for rows in held]
-        there = {rank for rank, part in enumerate(on_rank) if part is not None}
+        holders = {rank for rank, rows in enumerate(on_rank) if rows is not None}
         first = -(-num_embeddings // 2)
-        assert there in NODES
-        parts = [on_rank[rank] for rank in sorted(there)]
-        assert parts == [(0, first), (first, num_embeddings - first)]
+        assert holders in NODES
+        shards = [on_rank[rank] for rank in sorted(holders)]
+        assert shards == [(0, first), (first, num_embeddings - first)]
 
 
 @pytest.mark.parametrize("local_world_size", [2, 4, 8])
-def test_a_table_that_must_be_cut_stays_within_a_node_where_links_are_fast(local_world_size):
+def test_a_sharded_table_stays_within_a_node_with_fast_links(local_world_size):
     rows = plan_mlperf(
         world_size=16,
         local_world_size=local_world_size,
@@ -98,30 +98,30 @@ def test_a_table_that_must_be_cut_stays_within_a_node_where_links_are_fast(local
         assert len({rank // local_world_size for rank in row.ranks}) == 1
 
 
-def test_fewer_tables_are_cut_over_all_ranks_where_these_are_on_many_nodes():
-    """The same sixteen GPUs, in one host or in eight."""
+def test_fewer_tables_are_row_wise_over_many_nodes():
+    """Sixteen GPUs in one host, and in eight hosts."""
     types = [ShardingType.table_wise, ShardingType.row_wise]
     one, eight = (
         plan_mlperf(world_size=16, local_world_size=ranks_per_node, memory=200 * GIB, types=types)
         for ranks_per_node in (16, 2)
     )
-    cut = [sum(row.sharding == "row_wise" for row in rows) for rows in (one, eight)]
-    assert cut == [2, 1]
+    num_row_wise = [sum(row.sharding == "row_wise" for row in rows) for rows in (one, eight)]
+    assert num_row_wise == [2, 1]
 
 
-def test_the_plan_for_nodes_that_are_not_there_is_that_of_those_that_are():
+def test_the_plan_for_absent_nodes_equals_that_of_running_ones():
     overrides = [*case("sgd", "table_row_wise"), "sharding.host_gib=4"]
-    started = on_two_nodes(planned_by_command, overrides)[0]
-    imagined = run_command(
+    running = on_two_nodes(planned_by_command, overrides)[0]
+    absent = run_command(
         *overrides, "mode=plan", "sharding.world_size=4", "sharding.local_world_size=2"
     ).out
-    assert "table_row_wise" in imagined
-    assert imagined == started
+    assert "table_row_wise" in absent
+    assert absent == running
 
 
 @pytest.fixture(scope="module")
 def losses() -> dict[str, dict[tuple[str, str], list[float]]]:
-    """Where -> case -> losses; with one process, each table is whole."""
+    """One process or two nodes -> case -> losses. In one process no table is sharded."""
     one = losses_of_cases([case(rule, "table_wise") for rule, _ in CASES], NUM_STEPS)
     nodes = on_two_nodes(losses_of_cases, [case(*chosen_case) for chosen_case in CASES], NUM_STEPS)
     assert all(losses == nodes[0] for losses in nodes), "ranks disagree about the global loss"
@@ -138,8 +138,8 @@ def test_two_nodes_train_as_one_process(losses, each):
 
 
 @pytest.mark.parametrize("rule", ["adagrad", "rowwise_adagrad", "adam"])
-def test_a_checkpoint_of_two_nodes_is_that_of_one_process(tmp_path, rule):
-    """Trained in halves: on two nodes, then in one process; or all of it in one process."""
+def test_a_checkpoint_of_two_nodes_resumes_in_one_process(tmp_path, rule):
+    """Train on two nodes and resume in one process; compare with one process throughout."""
     first = [*case(rule, "table_row_wise"), "train.max_steps=4", "log.every=1"]
     second = [*case(rule, "table_wise"), "train.max_steps=8", "log.every=1"]
     ended = on_two_nodes(run_command, *first, f"run_dir={tmp_path / 'nodes'}")
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_two_nodes_is_that_of_one_process(tmp_path, rule):
     assert rest == pytest.approx(whole[4:], rel=1e-6)
 
 
-def test_ids_that_are_expanded_keep_their_tables_rows_together():
+def test_tables_of_expanded_ids_are_not_cut_by_rows():
     expanded = {
         "world_size": 4,
         "local_world_size": 2,
@@ -176,7 +176,7 @@ def test_ids_that_are_expanded_keep_their_tables_rows_together():
         rows_of([10, 20], types=types, **expanded)
 
 
-def test_the_rule_that_keeps_one_state_a_row_may_cut_rows():
+def test_rowwise_adagrad_tables_may_be_cut_by_rows():
     row, *_ = rows_of(
         [1000],
         rule=OptimizerName.rowwise_adagrad,

@@ -1,6 +1,6 @@
-"""slurm_multinode.sh, with an `srun` that writes down what each node would run instead of running it.
+"""slurm_multinode.sh with a fake `srun` that records its arguments.
 
-`tests/end_to_end/test_slurm_cluster.py` has the same script on a real SLURM.
+`tests/end_to_end/test_slurm_cluster.py` runs the same script on a real SLURM cluster.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "slurm_multinode.sh"
 JOB = {"SLURM_JOB_ID": "40017", "SLURM_JOB_NODELIST": "gpu[07-09]"}
-# Written NUL by NUL, so that no argument can be mistaken for two.
+# NUL ends each argument, so that spaces in arguments are kept.
 FAKE_SRUN = '#!/bin/sh\nprintf "%s\\0" "$@" > srun.txt\n'
 FAKE_SCONTROL = """\
 #!/bin/sh
@@ -31,7 +31,7 @@ RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=gpu07:20017", "--rdzv-id=4
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A directory with a recipe and, on PATH, the two commands of SLURM."""
+    """Make a directory with a recipe and fake srun and scontrol commands."""
     (tmp_path / "dlrm.py").touch()
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
@@ -42,7 +42,7 @@ def checkout(tmp_path):
 
 
 def submit(checkout: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run the script as the first node of a job would."""
+    """Run the script with the job's environment, as SLURM runs it on the first node."""
     inherited = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     path = f"{checkout / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
@@ -56,13 +56,13 @@ def submit(checkout: Path, *arguments: str, **environment: str) -> subprocess.Co
 
 
 def launched(checkout: Path, *arguments: str, **environment: str) -> list[str]:
-    """What `srun` was given."""
+    """Return the arguments of `srun`."""
     done = submit(checkout, *arguments, **(JOB | environment))
     assert (done.returncode, done.stderr) == (0, "")
     return (checkout / "srun.txt").read_text().split("\0")[:-1]
 
 
-def test_every_node_starts_one_torchrun_that_meets_on_the_first(checkout):
+def test_every_node_starts_one_torchrun_with_its_rendezvous_on_the_first(checkout):
     options = ["experiment=dlrm_criteo_t0", "data.path=DIR"]
     assert launched(checkout, "dlrm.py", *options) == [
         *SRUN,
@@ -78,7 +78,7 @@ def test_every_node_starts_one_torchrun_that_meets_on_the_first(checkout):
     ]
 
 
-def test_arguments_arrive_as_they_were_written(checkout):
+def test_arguments_are_passed_on_unchanged(checkout):
     options = [
         "data.path=/two words/$(touch owned)",
         "sharding.tables={cat_0:row_wise}",
@@ -101,40 +101,40 @@ def test_the_environment_of_the_checkout_is_used(checkout):
 
 
 def test_ranks_binding_and_restarts_can_be_set(checkout):
-    given = launched(
+    srun_arguments = launched(
         checkout, "dlrm.py", RANKS_PER_NODE="2", NUMA_BINDING="exclusive", MAX_RESTARTS="0"
     )
-    assert {"--nproc-per-node=2", "exclusive", "--max-restarts=0"} < set(given)
+    assert {"--nproc-per-node=2", "exclusive", "--max-restarts=0"} < set(srun_arguments)
 
 
 def test_a_run_directory_of_ones_own_is_kept(checkout):
-    given = launched(checkout, "dlrm.py", "run_dir=/runs/mine", "seed=2")
-    assert given[-3:] == ["dlrm.py", "run_dir=/runs/mine", "seed=2"]
+    srun_arguments = launched(checkout, "dlrm.py", "run_dir=/runs/mine", "seed=2")
+    assert srun_arguments[-3:] == ["dlrm.py", "run_dir=/runs/mine", "seed=2"]
 
 
-def test_a_requeued_job_finds_its_run_directory_and_writes_new_logs(checkout):
+def test_a_requeued_job_keeps_its_run_directory_and_writes_new_logs(checkout):
     first = launched(checkout, "dlrm.py")
     again = launched(checkout, "dlrm.py", SLURM_RESTART_COUNT="2")
     assert first[-1] == again[-1] == "run_dir=runs/dlrm/job_40017"
     assert "runs/dlrm/job_40017/logs/start_2" in again
 
 
-def test_a_container_brings_its_own_python_and_files(checkout):
+def test_a_container_runs_its_own_python(checkout):
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    given = launched(
+    srun_arguments = launched(
         checkout,
         "dcnv2.py",
         CONTAINER_IMAGE="registry#recsys:1",
         CONTAINER_MOUNTS="/scratch/a b:/data",
     )
-    assert given[len(SRUN) :][:4] == [
+    assert srun_arguments[len(SRUN) :][:4] == [
         "--container-image=registry#recsys:1",
         "--container-workdir=/recsys",
         "--container-mounts=/scratch/a b:/data",
         "python",
     ]
-    assert given[-2:] == ["dcnv2.py", "run_dir=runs/dcnv2/job_40017"]
+    assert srun_arguments[-2:] == ["dcnv2.py", "run_dir=runs/dcnv2/job_40017"]
     bare = launched(checkout, "dcnv2.py", CONTAINER_IMAGE="image", CONTAINER_WORKDIR="/code")
     assert [option for option in bare if "container" in option] == [
         "--container-image=image",
@@ -155,7 +155,7 @@ def test_a_container_brings_its_own_python_and_files(checkout):
         ),
     ],
 )
-def test_what_cannot_start_says_why(checkout, arguments, environment, message):
+def test_a_job_that_cannot_start_reports_the_reason(checkout, arguments, environment, message):
     done = submit(checkout, *arguments, **environment)
     assert done.returncode == 2
     assert done.stderr == f"slurm_multinode.sh: {message.format(checkout=checkout)}\n"
@@ -163,7 +163,7 @@ def test_what_cannot_start_says_why(checkout, arguments, environment, message):
 
 
 def end_with(checkout: Path, srun: str, **environment: str) -> tuple[int, bool, str]:
-    """Exit code, whether the job was requeued, and what was said, of a job whose step is `srun`."""
+    """Run a job whose step is the script `srun`; return exit code, whether it was requeued, and stderr."""
     (checkout / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
     done = submit(checkout, "dlrm.py", **(JOB | environment))
     requeued = checkout / "requeued.txt"
@@ -171,25 +171,25 @@ def end_with(checkout: Path, srun: str, **environment: str) -> tuple[int, bool, 
 
 
 @pytest.mark.parametrize("code", [2, 3, 130])
-def test_an_error_that_would_come_again_ends_the_job(checkout, code):
+def test_a_permanent_error_ends_the_job(checkout, code):
     assert end_with(checkout, f"exit {code}") == (code, False, "")
 
 
 @pytest.mark.parametrize("code", [1, 75, 137])
-def test_a_job_that_can_go_on_is_requeued(checkout, code):
-    said = f"the ranks ended with {code}; the job goes back to the queue"
+def test_a_resumable_job_is_requeued(checkout, code):
+    message = f"the ranks ended with {code}; the job is requeued"
     ended = end_with(checkout, f"exit {code}", SLURM_RESTART_COUNT="9")
-    assert ended == (0, True, f"slurm_multinode.sh: {said}\n")
+    assert ended == (0, True, f"slurm_multinode.sh: {message}\n")
 
 
-def test_a_job_that_fails_again_and_again_ends(checkout):
-    said = "the ranks ended with 1, requeued 10 times; the job ends"
+def test_the_number_of_requeues_is_limited(checkout):
+    message = "the ranks ended with 1, requeued 10 times; the job ends"
     ended = end_with(checkout, "exit 1", SLURM_RESTART_COUNT="10")
-    assert ended == (1, False, f"slurm_multinode.sh: {said}\n")
+    assert ended == (1, False, f"slurm_multinode.sh: {message}\n")
     assert end_with(checkout, "exit 1", MAX_REQUEUES="0")[:2] == (1, False)
 
 
-def test_a_warning_is_handed_on_and_waited_for_and_does_not_count_as_a_failure(checkout):
+def test_a_warning_is_forwarded_and_awaited_and_is_not_a_failure(checkout):
     step = (
         "trap 'sleep 0.5; touch saved; exit 75' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done"
     )
@@ -198,13 +198,13 @@ def test_a_warning_is_handed_on_and_waited_for_and_does_not_count_as_a_failure(c
     assert (checkout / "saved").exists()
 
 
-def test_a_cancelled_job_is_waited_for_and_stays_cancelled(checkout):
+def test_a_cancelled_job_is_awaited_and_stays_cancelled(checkout):
     step = "kill -TERM $PPID; sleep 0.5; touch saved; exit 75"
     assert end_with(checkout, step)[:2] == (75, False)
     assert (checkout / "saved").exists()
 
 
-def test_slurm_is_asked_for_one_task_a_node_a_warning_and_requeues():
+def test_directives_request_one_task_per_node_a_warning_and_requeues():
     lines = SCRIPT.read_text().splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
     assert set(directives) >= {
@@ -217,7 +217,7 @@ def test_slurm_is_asked_for_one_task_a_node_a_warning_and_requeues():
     assert lines.index(directives[-1]) < lines.index("set -euo pipefail")
 
 
-def test_shellcheck_has_nothing_to_say():
+def test_shellcheck_reports_nothing():
     if shutil.which("shellcheck") is None:
         pytest.skip("no shellcheck here: apt-get install shellcheck")
     done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""slurm_multinode.sh on a real SLURM of two nodes: who is told what, and that a job survives what ends its processes.
+"""slurm_multinode.sh on a real SLURM cluster of two nodes: environment of the ranks, requeues and restarts.
 
 Needs Debian's packages: `apt-get install --no-install-recommends slurmctld slurmd slurm-client munge`.
 """
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 EPOCHS = 16
-# What a rank was given; it then ends. Told to `fail`, it does so once all ranks have come so far; told to `wait`, it waits in
-# its first start for SLURM's warning.
+# A recipe that prints its rank, node and arguments. `fail` exits with 2 once all ranks have started. `wait` waits for SLURM's
+# warning in its first start.
 STAND_IN = """\
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
@@ -47,42 +47,42 @@ if sys.argv[1] == "wait" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A submitted job and the directory it was submitted from."""
+    """A submitted job and its submit directory."""
 
     cluster: Cluster
     directory: Path
     number: str
 
     def facts(self) -> tuple[str, str, str]:
-        """State, exit code and number of requeues, as SLURM has them."""
+        """Return state, exit code and number of requeues in SLURM's records."""
         facts = self.cluster.job(self.number)
         return facts["JobState"], facts["ExitCode"], facts["Restarts"]
 
     def end(self) -> tuple[str, str, str]:
-        """Wait until SLURM is done with the job; return its last facts."""
+        """Wait for the end of the job; return its last facts."""
         until(lambda: self.facts()[0] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), self.log)
         return self.facts()
 
     def log(self) -> str:
-        """What the job printed so far."""
+        """Return the output of the job so far."""
         path = self.directory / f"recsys_{self.number}.log"
         return path.read_text() if path.exists() else ""
 
     def logs(self, start: int, node: str) -> list[str]:
-        """What each rank of a node printed, in order of local rank."""
-        found = self.directory.glob(
+        """Return the output of each rank of a node, in order of local rank."""
+        paths = self.directory.glob(
             f"runs/*/job_{self.number}/logs/start_{start}/{node}/**/stdout.log"
         )
-        return [path.read_text() for path in sorted(found, key=lambda path: path.parent.name)]
+        return [path.read_text() for path in sorted(paths, key=lambda path: path.parent.name)]
 
     def processes(self, node: str) -> list[int]:
-        """What runs on a node: torchrun, then its ranks."""
-        mark = {f"SLURM_JOB_ID={self.number}".encode(), f"SLURMD_NODENAME={node}".encode()}
-        mark.add(f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}".encode())
+        """Return the process ids of a node: torchrun, then its ranks."""
+        variables = {f"SLURM_JOB_ID={self.number}".encode(), f"SLURMD_NODENAME={node}".encode()}
+        variables.add(f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}".encode())
         return sorted(
             int(path.parent.name)
             for path in Path("/proc").glob("[0-9]*/environ")
-            if mark <= set(environment_of(path))
+            if variables <= set(environment_of(path))
         )
 
 
@@ -108,7 +108,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def submit(cluster, tmp_path) -> Callable[..., Job]:
-    """Submits from a checkout in a directory of its own."""
+    """Return a function that submits a job from a new checkout."""
     for name in ("nn", "configs", "dataloading", "main.py", "dlrm.py", "slurm_multinode.sh"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "stand_in.py").write_text(STAND_IN)
@@ -127,32 +127,33 @@ def submit(cluster, tmp_path) -> Callable[..., Job]:
     return submit
 
 
-def test_every_rank_is_told_who_it_is_and_an_error_of_the_user_is_not_requeued(submit):
+def test_ranks_are_numbered_over_nodes_and_a_user_error_is_not_requeued(submit):
     arguments = ["fail", "two words/$(touch owned)", "`touch owned`;touch owned", "*", ""]
     job = submit("stand_in.py", *arguments, RANKS_PER_NODE="2")
     assert job.end() == ("FAILED", "2:0", "0"), job.log()
-    told = {}
+    node_of_rank = {}
     for node in job.cluster.nodes:
         logs = job.logs(0, node)
-        assert len(logs) == 2, "a log a rank"
+        assert len(logs) == 2, "one log per rank"
         for local_rank, log in enumerate(logs):
-            identity, given = ast.literal_eval(log.strip().replace("] [", "], ["))
-            assert given == [*arguments, f"run_dir=runs/stand_in/job_{job.number}"]
+            identity, received = ast.literal_eval(log.strip().replace("] [", "], ["))
+            assert received == [*arguments, f"run_dir=runs/stand_in/job_{job.number}"]
             assert identity[1:] == [str(local_rank), "4", "2", node]
-            told[identity[0]] = node
-    assert sorted(told) == ["0", "1", "2", "3"]
-    assert told["0"] == told["1"] != told["2"] == told["3"], "ranks of a node are neighbours"
+            node_of_rank[identity[0]] = node
+    assert sorted(node_of_rank) == ["0", "1", "2", "3"]
+    nodes = [node_of_rank[rank] for rank in "0123"]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3], "ranks of a node are not consecutive"
     assert not (job.directory / "owned").exists()
 
 
-def test_a_job_that_slurm_warns_of_its_time_limit_goes_on_after_it(submit):
-    """A limit of a minute, of which the warning leaves 55 s; where ranks take longer to begin, it comes once more."""
+def test_a_job_that_reaches_its_time_limit_is_requeued_and_completes(submit):
+    """The limit is a minute and the warning comes 55 s before it. A slow start of the ranks leads to another requeue."""
     options = ("--nodes=1", "--time=1", "--signal=B:USR1@55")
     job = submit("stand_in.py", "wait", options=options, RANKS_PER_NODE="1")
     state, code, restarts = job.end()
     assert (state, code) == ("COMPLETED", "0:0"), job.log()
     assert int(restarts) > 0
-    assert job.log().count("; the job goes back to the queue") == int(restarts)
+    assert job.log().count("; the job is requeued") == int(restarts)
 
 
 def test_a_cancelled_job_stays_cancelled(submit):
@@ -162,7 +163,7 @@ def test_a_cancelled_job_stays_cancelled(submit):
     assert job.end()[::2] == ("CANCELLED", "0"), job.log()
 
 
-def test_a_job_that_loses_a_rank_and_a_node_and_is_warned_ends_as_one_that_was_left_alone(submit):
+def test_a_job_that_loses_a_rank_and_a_node_and_is_warned_ends_as_an_uninterrupted_one(submit):
     options = [
         *(*TINY, f"train.epochs={EPOCHS}", "train.tf32=false", "log.every=1"),
         *("log.tensorboard=false", "checkpoint.save_every=25"),
@@ -186,14 +187,14 @@ def test_a_job_that_loses_a_rank_and_a_node_and_is_warned_ends_as_one_that_was_l
     saved = saved_since(0)
     os.kill(job.processes(node)[-1], signal.SIGKILL)
     saved = saved_since(saved + 50)
-    assert job.facts()[::2] == ("RUNNING", "0"), "the ranks were started again where they are"
+    assert job.facts()[::2] == ("RUNNING", "0"), "the ranks were not restarted in place"
     for pid in job.processes(node):
         os.kill(pid, signal.SIGKILL)
     saved = saved_since(saved + 50)
-    assert job.facts()[::2] == ("RUNNING", "1"), "the job was requeued"
+    assert job.facts()[::2] == ("RUNNING", "1"), "the job was not requeued"
     job.cluster.command("scancel", "--batch", "--signal=USR1", job.number)
     assert job.end() == ("COMPLETED", "0:0", "2"), job.log()
-    assert "the ranks ended with 75; the job goes back to the queue" in job.log()
+    assert "the ranks ended with 75; the job is requeued" in job.log()
     assert len((run_dir / "restarts.jsonl").read_text().splitlines()) == 3
     environment = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert (environment["world_size"], environment["num_hosts"]) == (2, 2)

@@ -1,4 +1,4 @@
-"""docs/your_data.md works as it is written."""
+"""All commands of docs/your_data.md, run in order."""
 
 import json
 import re
