@@ -46,11 +46,25 @@ def launch(config_name: str) -> None:
     end_with_launcher()
     signal.signal(signal.SIGUSR1, _stop_at_once)
     try:
-        call_composed(_run, Config, "schema", config_name, groups=("experiment", "data"))
+        call_composed(
+            _run,
+            Config,
+            "schema",
+            config_name,
+            groups=("experiment", "data"),
+            section_classes={"model": _model_options},
+        )
     except ValueError as error:
         _end_together(str(error), USER_ERROR_EXIT_CODE)
     if is_launched():
         leave_launcher()
+
+
+def _model_options(model: DictConfig) -> type:
+    """Find the class of the model's options, for the help; it is declared with the model, which needs torch."""
+    from nn.models.registry import find_model
+
+    return find_model(model.name).Options
 
 
 def _run(composed: DictConfig) -> None:
@@ -59,12 +73,16 @@ def _run(composed: DictConfig) -> None:
     from nn.versions import require_stack
 
     try:
-        config = to_config(composed)
+        to_config(composed)
         require_stack()
         quiet_libraries()
         if sys.stdout.isatty() and is_node_leader():
             # Five to ten seconds; the next line overwrites it.
             print("loading torch and TorchRec ...", end="\r", flush=True)
+        from nn.models.registry import typed_config
+
+        config = typed_config(composed)
+        composed.model = OmegaConf.structured(config.model)
         from nn.run import run
 
         run(config, OmegaConf.to_yaml(composed, resolve=True))

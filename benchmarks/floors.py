@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.rows import ROWS, Row
-from configs.schema import Amp, Config, ModelName, TableDtype
+from configs.schema import Amp, Config, TableDtype
 from dataloading.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
-from nn.sharding.memory_estimate import DENSE_STATES, dense_layers
+from nn.embedding.declared_tables import pooled_columns
+from nn.models.registry import build_meta, declared_tables
+from nn.sharding.memory_estimate import DENSE_STATES
 from nn.sharding.planner import STATE_BYTES
 
 # Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
@@ -119,16 +121,14 @@ def count_flops(config: Config, spec: FeatureSpec, batch: float) -> dict[str, fl
 
     Not counted: activations, biases, elementwise work of cross layers, loss, optimizer.
     """
-    layers = dense_layers(config, spec)
+    model = build_meta(config.model, spec)
+    layers = model.linear_layers()
     counted = {"MLPs and cross": batch * sum(6 * before * after for before, after in layers)}
-    if spec.numerical:
+    if spec.numerical and layers:
         before, after = layers[0]
         counted["MLPs and cross"] -= batch * 2 * before * after
-    if config.model.name is ModelName.dlrm:
-        vectors = len(spec.categorical) + bool(spec.numerical)
-        pairs = vectors * (vectors - 1) // 2
-        counted["dot interaction"] = batch * 6 * pairs * config.model.embedding_dim
-    return counted
+    products = model.activations().products
+    return counted | {name: batch * 3 * flops for name, flops in products.items()}
 
 
 def count_hbm(
@@ -165,17 +165,14 @@ def count_hbm(
 
     Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
     """
-    dim = config.model.embedding_dim
+    tables = declared_tables(config.model, spec)
+    dim = tables[0].embedding_dim  # of all, as `check_tables` makes sure
     weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
-    columns = len(spec.categorical) * dim
+    columns = pooled_columns(tables)
     remote_share = (world_size - 1) / world_size
-    layers = dense_layers(config, spec)
-    saved = sum(before for before, _ in layers)
-    if config.model.name is ModelName.dcnv2:
-        saved -= columns  # x0 is the bottom vector and the embeddings, which have their own term
-        if config.model.cross.structure.value == "parallel":
-            saved -= columns + config.model.bottom_mlp[-1] * bool(spec.numerical)  # x0 again
-    parameters = sum(before * after + after for before, after in layers)
+    model = build_meta(config.model, spec)
+    activations = model.activations()
+    saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
     states = DENSE_STATES[config.effective_optimizer.name]
     state_per_value, state_per_row = STATE_BYTES[config.effective_optimizer.table_name]
     return {
@@ -188,7 +185,7 @@ def count_hbm(
         "pooled embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * remote_share),
         "rows updated": unique * 2 * (dim * (weight_bytes + state_per_value) + state_per_row),
         "activations": batch * saved * _activation_bytes(config) * 2,
-        "dense half": parameters * FP32_BYTES * (2 + 2 + 2 * states),
+        "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
     }
 
 
@@ -201,7 +198,7 @@ def count_all_to_all(
     all-reduce of the dense half's gradients, which a switch can sum.
     """
     remote_share = (world_size - 1) / world_size
-    columns = len(spec.categorical) * config.model.embedding_dim
+    columns = pooled_columns(declared_tables(config.model, spec))
     one_way = remote_share * batch * columns * _embedding_bytes(config)
     return {
         "ids": remote_share * batch * ID_BYTES * _ids_per_row(spec, expands),

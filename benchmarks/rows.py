@@ -7,8 +7,8 @@ from pathlib import Path
 from hydra import compose, initialize_config_module
 
 from configs.command_line import register
-from configs.overrides import to_config
 from configs.schema import Config
+from nn.models.registry import typed_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,7 +50,7 @@ def compose_row(recipe: str, *overrides: str) -> Config:
     """Return the typed configuration of `<recipe>.py <overrides>`."""
     register(Config, "schema")
     with initialize_config_module("configs", version_base="1.3"):
-        return to_config(compose(recipe, list(overrides)))
+        return typed_config(compose(recipe, list(overrides)))
 
 
 def run_parser(description: str | None, *, out: str) -> ArgumentParser:

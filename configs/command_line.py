@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -12,14 +13,24 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.exit_codes import USER_ERROR_EXIT_CODE
-from configs.help import register_option_help
-from configs.overrides import check_overrides
+from configs.help import NO_SECTIONS, SectionClasses, register_option_help
+from configs.overrides import check_overrides, one_line
+from configs.schema import open_sections
 
 
-def register(schema: type, name: str) -> None:
-    """Register a schema with Hydra under its name in the yaml files, and its help; call it before composing."""
-    ConfigStore.instance().store(name=name, node=schema)
-    register_option_help(schema)
+def register(schema: type, name: str, section_classes: SectionClasses = NO_SECTIONS) -> None:
+    """Register a schema with Hydra under its name in the yaml files, and its help; call it before composing.
+
+    Args:
+        schema: typed options.
+        name: name of the schema in the yaml files.
+        section_classes: of each open section of the schema, what finds its class; for the help alone.
+    """
+    node = OmegaConf.structured(schema)
+    for section in open_sections(schema):
+        OmegaConf.set_struct(node[section], False)
+    ConfigStore.instance().store(name=name, node=node)
+    register_option_help(schema, section_classes)
 
 
 def call_composed(
@@ -28,6 +39,7 @@ def call_composed(
     schema_name: str,
     config_name: str,
     groups: Sequence[str] = (),
+    section_classes: SectionClasses = NO_SECTIONS,
 ) -> None:
     """Compose `configs/<config_name>.yaml` with the overrides of the command line, and call `task` with the result.
 
@@ -37,14 +49,16 @@ def call_composed(
         schema_name: name of the schema in the yaml files.
         config_name: name of the yaml file to compose.
         groups: config groups, that is, folders of yaml files to choose from.
+        section_classes: of each open section of the schema, what finds its class; for the help alone.
 
     Raises:
         ValueError: an option does not exist, or has an invalid value.
     """
     # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    check_overrides(sys.argv[1:], schema, groups=groups)
-    register(schema, schema_name)
+    likely = _keys_of_yaml(config_name, open_sections(schema))
+    check_overrides(sys.argv[1:], schema, groups, likely)
+    register(schema, schema_name, section_classes)
     is_composed, problem = False, None
 
     @hydra.main(version_base="1.3", config_path="pkg://configs", config_name=config_name)
@@ -65,7 +79,7 @@ def call_composed(
             raise
         problem = error
     if problem is not None:
-        raise ValueError(_one_line(problem)) from None
+        raise ValueError(one_line(problem)) from None
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
@@ -74,12 +88,15 @@ def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn
     sys.exit(exit_code)
 
 
-def _one_line(error: Exception) -> str:
-    """Join Hydra's error and its cause to one line, without the search path."""
-    texts = [
-        str(cause).partition("Config search path")[0] for cause in (error, error.__cause__) if cause
-    ]
-    lines = [line.strip() for text in texts for line in text.splitlines()]
-    details = ("full_key:", "reference_type=", "object_type=", "See https:")
-    text = " ".join(line for line in lines if line and not line.startswith(details))
-    return text + ("; a list is written as [a,b]" if "ListConfig" in text else "")
+def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
+    """Return the dotted keys that a yaml file of `configs/` sets in some of its sections."""
+    content = OmegaConf.load(Path(__file__).parent / f"{config_name}.yaml")
+    return [key for name in sections for key in _dotted(content.get(name), name)]
+
+
+def _dotted(content: Any, prefix: str) -> Iterator[str]:
+    if not isinstance(content, DictConfig):
+        yield prefix
+        return
+    for key, value in content.items():
+        yield from _dotted(value, f"{prefix}.{key}")

@@ -13,28 +13,46 @@ prints them for the schema last given to `register_option_help`.
 """
 
 import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from omegaconf import Container, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 
 from configs.schema import describe
 
+NOT_COMPOSED = object()
 WIDTH = 100
 MEANING_COLUMN = 40
 
 
-def register_option_help(schema: type) -> None:
+SectionClasses = Mapping[str, Callable[[DictConfig], type]]
+"""Open section -> function of its composed values that finds the class of all its options."""
+NO_SECTIONS: SectionClasses = {}
+
+
+def register_option_help(schema: type, section_classes: SectionClasses = NO_SECTIONS) -> None:
     """Make `${option_help:}` print the options of `schema`; call it before Hydra composes."""
     OmegaConf.register_new_resolver(
-        "option_help", lambda *, _root_: option_help(schema, _root_), replace=True
+        "option_help",
+        lambda *, _root_: option_help(schema, _root_, section_classes),
+        replace=True,
     )
 
 
-def option_help(schema: type, config: Container) -> str:
+def option_help(
+    schema: type, config: DictConfig, section_classes: SectionClasses = NO_SECTIONS
+) -> str:
     """Return a line `key=value  meaning` for every option of `schema`, values from `config`."""
+    sections = {name: find(config[name]) for name, find in section_classes.items()}
+    defaults = OmegaConf.create(
+        {name: OmegaConf.structured(found) for name, found in sections.items()}
+    )
     lines = []
-    for key, meaning in describe(schema):
-        head = f"  {key}={_as_override(OmegaConf.select(config, key, throw_on_missing=False))}"
+    for key, meaning in describe(schema, sections=sections):
+        value = OmegaConf.select(config, key, default=NOT_COMPOSED)
+        if value is NOT_COMPOSED:
+            value = OmegaConf.select(defaults, key)
+        head = f"  {key}={_as_override(value)}"
         wrapped = textwrap.wrap(meaning, WIDTH - MEANING_COLUMN, break_on_hyphens=False)
         if len(head) <= MEANING_COLUMN - 2:
             head = head.ljust(MEANING_COLUMN) + wrapped.pop(0)

@@ -1,13 +1,15 @@
 """Checks of overrides: options and flags that do not exist are refused, with the option that was probably meant."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from configs.schema import describe
+from configs.schema import describe, open_sections
 
 HYDRA_FLAGS = (
     *(
@@ -29,27 +31,54 @@ HYDRA_FLAGS = (
 def to_config(composed: DictConfig) -> Any:
     """Convert composed yaml to the schema's classes; every check of an option runs here.
 
+    An open section becomes its common options; `to_section` converts all of them, once their class is known.
+
     Raises:
         ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
     """
     schema = OmegaConf.get_type(composed)
-    for key in _unknown_keys(composed, schema):
-        raise ValueError(_no_option(key, schema))
+    for key in unknown_keys(composed, schema):
+        raise no_option(key, _options(schema))
+    composed = copy.deepcopy(composed)
+    for name in open_sections(schema):
+        common = {declared.name for declared in fields(OmegaConf.get_type(composed[name]))}
+        for key in set(composed[name]) - common:
+            del composed[name][key]
     return OmegaConf.to_object(composed)
 
 
-def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str]) -> None:
+def to_section(composed: DictConfig, schema: type, name: str) -> Any:
+    """Convert an open section to `schema`, the class of all its options; their checks run here.
+
+    Raises:
+        ValueError: an invalid value, or an option that does not exist.
+    """
+    for key in unknown_keys(composed, schema, f"{name}."):
+        raise no_option(key, [option for option, _ in describe(schema, f"{name}.")])
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    except OmegaConfBaseException as error:
+        where = "" if error.full_key is None else f"{name}.{error.full_key}: "
+        raise ValueError(where + one_line(error)) from None
+
+
+def check_overrides(
+    arguments: Sequence[str], schema: type, groups: Sequence[str], likely: Sequence[str] = ()
+) -> None:
     """Refuse unknown options and flags before Hydra does, which would advise to add them with a plus sign.
 
     Args:
         arguments: arguments of the command line.
         schema: class of the options.
         groups: config groups, such as `experiment`.
+        likely: options of open sections, to which a mistyped one may be close.
 
     Raises:
         ValueError: an option does not exist, or is written as a flag.
     """
-    options = [key for key, _ in describe(schema)]
+    options = _options(schema)
+    opened = tuple(f"{name}." for name in open_sections(schema))
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         if argument.startswith("-") and name not in HYDRA_FLAGS:
@@ -58,16 +87,32 @@ def check_overrides(arguments: Sequence[str], schema: type, groups: Sequence[str
                 "(docs/tf2_flags.md has the flags of NVIDIA's TF2 recipe)"
             )
         is_option = any(f"{option}.".startswith(f"{name}.") for option in options)
-        is_below_one = any(name.startswith(f"{option}.") for option in options)
+        is_below_one = name.startswith((*(f"{option}." for option in options), *opened))
         is_hydras = name.startswith(("-", "+", "~", "hydra")) or name.split("@")[0] in groups
         if equals and not (is_option or is_below_one or is_hydras):
-            raise ValueError(_no_option(name, schema))
+            raise no_option(name, [*options, *likely])
 
 
-def _no_option(key: str, schema: type) -> str:
-    likely = _likely_option(key, [option for option, _ in describe(schema)])
+def no_option(key: str, options: Sequence[str]) -> ValueError:
+    """Return the error of a mistyped option, with the one of `options` that was probably meant."""
+    likely = _likely_option(key, options)
     hint = "" if likely is None else f"did you mean {likely}? "
-    return f"there is no option {key}; {hint}--help lists them all"
+    return ValueError(f"there is no option {key}; {hint}--help lists them all")
+
+
+def one_line(error: Exception) -> str:
+    """Join Hydra's or OmegaConf's error and its cause to one line, without search path and types."""
+    texts = [
+        str(cause).partition("Config search path")[0] for cause in (error, error.__cause__) if cause
+    ]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    details = ("full_key:", "reference_type=", "object_type=", "See https:")
+    text = " ".join(line for line in lines if line and not line.startswith(details))
+    return text + ("; a list is written as [a,b]" if "ListConfig" in text else "")
+
+
+def _options(schema: type) -> list[str]:
+    return [key for key, _ in describe(schema)]
 
 
 def _likely_option(key: str, options: Sequence[str]) -> str | None:
@@ -79,10 +124,12 @@ def _likely_option(key: str, options: Sequence[str]) -> str | None:
     return max(candidates, key=lambda option: option.startswith("train."), default=None)
 
 
-def _unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:
-    known = {declared.name: declared.type for declared in fields(schema)}
+def unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys that `schema` lacks; open sections are left out."""
+    types, opened = get_type_hints(schema), open_sections(schema)
+    known = {declared.name: types[declared.name] for declared in fields(schema)}
     for key in composed:
         if key not in known:
             yield f"{prefix}{key}"
-        elif is_dataclass(known[key]):
-            yield from _unknown_keys(composed[key], known[key], f"{prefix}{key}.")
+        elif is_dataclass(known[key]) and key not in opened and OmegaConf.is_dict(composed[key]):
+            yield from unknown_keys(composed[key], known[key], f"{prefix}{key}.")

@@ -5,10 +5,10 @@ text given to `option` beside each key. `main.launch` turns the composed yaml in
 so every check here runs before a file is opened or a process group exists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
@@ -21,6 +21,23 @@ def option(default: Any, meaning: str) -> Any:
     return field(default=default, metadata=metadata)
 
 
+OPEN_SECTION = {"open": True}
+"""Metadata of a section with further options, whose class is known only once the section's values are."""
+
+
+def open_sections(config: type) -> list[str]:
+    """Return the names of the sections of `config` that are open."""
+    return [declared.name for declared in fields(config) if declared.metadata.get("open")]
+
+
+def require_widths(name: str, widths: Sequence[int]) -> None:
+    """Raise `ValueError` unless `widths`, of the option `name`, are those of an MLP's layers."""
+    require(
+        bool(widths) and all(width > 0 for width in widths),
+        f"{name} must name at least one positive width, got {widths}",
+    )
+
+
 class Mode(Enum):
     """Modes of a run."""
 
@@ -28,20 +45,6 @@ class Mode(Enum):
     eval = "eval"
     inference = "inference"
     plan = "plan"
-
-
-class ModelName(Enum):
-    """Dense halves that `nn.models.registry` can build."""
-
-    dlrm = "dlrm"
-    dcnv2 = "dcnv2"
-
-
-class CrossStructure(Enum):
-    """Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
-
-    stacked = "stacked"
-    parallel = "parallel"
 
 
 class Amp(Enum):
@@ -210,61 +213,21 @@ class DataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class CrossConfig:
-    """The cross network of DCNv2."""
-
-    num_layers: int = option(3, "cross layers")
-    projection_dim: int | None = option(512, "rank of each cross layer's weight; null is full rank")
-    structure: CrossStructure = option(
-        CrossStructure.stacked,
-        "stacked: cross, then top MLP; parallel: side by side, then one layer",
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_layers > 0,
-            f"model.cross.num_layers must be positive, got {self.num_layers}",
-        )
-        require(
-            self.projection_dim is None or self.projection_dim > 0,
-            f"model.cross.projection_dim must be positive or null, got {self.projection_dim}",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """The network; its features come from the dataset's spec."""
+    """Options that every model has; a model's own are declared with it, in `nn/models/`."""
 
-    name: ModelName = option(ModelName.dlrm, "dlrm (dot interaction) or dcnv2 (cross network)")
+    name: str = option("dlrm", "dlrm, dcnv2, or package.module:Class for a model of your own")
     embedding_dim: int = option(128, "columns of every table; a multiple of 4")
     embedding_dtype: TableDtype = option(
         TableDtype.fp32,
         "what table weights are stored in: fp32, or bf16 or fp16 with stochastic rounding, at fp32's "
         "accuracy as far as measured; replicated tables and optimizer state stay fp32",
     )
-    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
-    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
-    cross: CrossConfig = MISSING
 
     def __post_init__(self) -> None:
         require(
             self.embedding_dim > 0 and self.embedding_dim % 4 == 0,
             f"model.embedding_dim must be a positive multiple of 4, got {self.embedding_dim}",
-        )
-        for name in ("bottom_mlp", "top_mlp"):
-            widths = getattr(self, name)
-            require(
-                bool(widths) and all(w > 0 for w in widths),
-                f"model.{name} must name at least one positive width, got {widths}",
-            )
-        require(
-            self.top_mlp[-1] == 1,
-            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
-        )
-        require(
-            self.name is not ModelName.dlrm or self.bottom_mlp[-1] == self.embedding_dim,
-            f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
-            f"dot interaction needs equal widths), got {self.bottom_mlp}",
         )
 
 
@@ -566,7 +529,7 @@ class Config:
     seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks")
     run_dir: str | None = option(None, "run directory, for all results; null: runs/<recipe>/<time>")
     data: DataConfig = MISSING
-    model: ModelConfig = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig, metadata=OPEN_SECTION)
     optimizer: OptimizerConfig = MISSING
     scheduler: SchedulerConfig = MISSING
     train: TrainConfig = MISSING
@@ -610,10 +573,19 @@ class Config:
         )
 
 
-def describe(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, meaning) of every option below `config`, in the order of declaration."""
+def describe(
+    config: type, prefix: str = "", sections: Mapping[str, type] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, meaning) of every option below `config`, in the order of declaration.
+
+    Args:
+        config: class of the options.
+        prefix: prefix of every key.
+        sections: classes of open sections, where they are known.
+    """
+    types = get_type_hints(config) | dict(sections or {})
     for declared in fields(config):
-        if is_dataclass(declared.type):
-            yield from describe(declared.type, f"{prefix}{declared.name}.")
+        if is_dataclass(types[declared.name]):
+            yield from describe(types[declared.name], f"{prefix}{declared.name}.")
         else:
             yield f"{prefix}{declared.name}", declared.metadata["help"]

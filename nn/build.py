@@ -18,7 +18,7 @@ from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.collection import build_embeddings, keep_float32
 from nn.embedding.multi_hot import MultiHot
 from nn.layers.initialization import initialise_dense
-from nn.models.registry import build_dense
+from nn.models.registry import build_dense, declared_tables
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
 from nn.sharding.sharded_embeddings import ShardedEmbeddings, TableSettings, register_optimizer
@@ -187,7 +187,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
         ),
         build_multi_hot(config, source),
     )
-    dense = build_dense(config.model, source.spec)
+    dense = build_dense(config.model, source.spec, config.seed)
     initialise_dense(dense, config.seed)
     return TrainStep(tables, dense.to(ranks.device), config, ranks)
 
@@ -274,6 +274,7 @@ def _loader(
 
 
 def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
-    embeddings = build_embeddings(config.model, source.spec, torch.device("meta"))
+    tables = declared_tables(config.model, source.spec)
+    embeddings = build_embeddings(tables, torch.device("meta"))
     register_optimizer(embeddings, config.effective_optimizer.table_name)
     return embeddings

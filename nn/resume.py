@@ -23,6 +23,8 @@ from nn.checkpoint.directory import (
 from nn.checkpoint.state import facts_of, plain_config
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import HostChannel, Ranks
+from nn.embedding.declared_tables import table_of_feature
+from nn.models.registry import declared_tables
 from nn.training.trainer import is_good_enough
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor its order.
@@ -161,6 +163,7 @@ def _check_same_run(
         read_index(start.path),
         facts["feature_spec"],
         spec,
+        table_of_feature(declared_tables(config.model, spec)),
         grow=False,
         how_to_grow="begin a new run with larger tables: "
         f"checkpoint.restore={start.path} checkpoint.grow=true and another run_dir",
@@ -190,8 +193,14 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         f"{key}={old.get(key, MISSING)} instead of {new.get(key, MISSING)}"
         for key in sorted(old | new)
         if old.get(key, MISSING) != new.get(key, MISSING)
+        and not _is_of_another_model(key, new)
         and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
     ]
+
+
+def _is_of_another_model(key: str, now: dict[str, Any]) -> bool:
+    """Tell whether the model lacks an option: runs of before had those of all models."""
+    return key.startswith("model.") and key not in now
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

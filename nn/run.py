@@ -39,6 +39,7 @@ from nn.distributed.process_group import (
     ranks_from_environment,
 )
 from nn.distributed.signals import StopRequest
+from nn.models.registry import check_model
 from nn.observability.console import (
     Progress,
     make_console,
@@ -77,6 +78,7 @@ def run(config: Config, config_yaml: str) -> None:
         StoppedError: a signal asked for it; raised alike on all ranks.
     """
     source = open_source(config)
+    check_model(config.model, source.spec)
     check_table_dtype(config, source.spec)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
@@ -373,7 +375,7 @@ def _head(config: Config, source: Source, run_dir: Path, start: ResumePoint) -> 
     """Facts of the run for its first lines."""
     spec, data, optimizer = source.spec, config.data, config.optimizer
     facts = {
-        "model": f"{config.model.name.value}, {len(spec.numerical)} numerical and "
+        "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
         f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
         "data": f"{data.path or 'built-in synthetic clicks'}, "
         f"{source.num_rows(TRAIN_SPLIT):,} training rows, "

@@ -13,6 +13,8 @@ from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import newest_first
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
+from nn.embedding.declared_tables import table_of_feature
+from nn.models.registry import declared_tables
 from nn.resume import ResumePoint
 from nn.training.train_step import TrainStep
 from nn.training.trainer import total_steps
@@ -93,6 +95,7 @@ def _named(config: Config, source: Source) -> ResumePoint:
     facts = checkpoint.check(
         path,
         model_spec(config, source),
+        table_of_feature(declared_tables(config.model, source.spec)),
         components=parts.components,
         grow=parts.grow,
         allow_changes=parts.allow_changes,

@@ -8,12 +8,6 @@ from configs.schema import Component
 from dataloading.feature_spec import FeatureSpec
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
-from nn.embedding.collection import table_name
-
-
-def tables_of(spec: FeatureSpec) -> list[str]:
-    """Return the names of the tables, in the order of the features."""
-    return [table_name(feature.name) for feature in spec.categorical]
 
 
 def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
@@ -143,6 +137,7 @@ def feature_mismatch(
     index: TensorIndex,
     fingerprint: str,
     spec: FeatureSpec,
+    tables: Mapping[str, str],
     *,
     grow: bool,
     how_to_grow: str = "set checkpoint.grow=true",
@@ -153,18 +148,20 @@ def feature_mismatch(
         index: of the checkpoint.
         fingerprint: of the dataset that it was trained on.
         spec: this dataset.
+        tables: feature -> its table.
         grow: allow tables to have more rows than are stored.
         how_to_grow: what to do where that is all that is lacking.
     """
     if fingerprint == spec.fingerprint():
         return None
-    weights = {name: index.tensors.get(f"tables.{name}.weight") for name in tables_of(spec)}
+    weights = {
+        feature: index.tensors.get(f"tables.{table}.weight") for feature, table in tables.items()
+    }
     stored_rows = {name: each.size[0] for name, each in weights.items() if each is not None}
     if len(stored_rows) == len(weights):
         # With the rows that the checkpoint has: is there another difference?
         categorical = tuple(
-            replace(feature, cardinality=stored_rows[table_name(feature.name)])
-            for feature in spec.categorical
+            replace(feature, cardinality=stored_rows[feature.name]) for feature in spec.categorical
         )
         if replace(spec, categorical=categorical).fingerprint() == fingerprint:
             return _why_other_rows(categorical, spec, grow, how_to_grow)

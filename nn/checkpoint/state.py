@@ -9,7 +9,7 @@ counters, and the schedule is one of the step. The loader's position is the step
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -125,6 +125,7 @@ def save(directory: Path, step: TrainStep, num_steps: int, spec: FeatureSpec, ra
 def check(
     path: Path,
     spec: FeatureSpec,
+    tables: Mapping[str, str],
     *,
     components: Collection[Component] = tuple(Component),
     grow: bool = False,
@@ -135,6 +136,7 @@ def check(
     Args:
         path: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
         spec: this dataset.
+        tables: feature -> its table.
         components: whose weights are to be taken from it.
         grow: allow tables to have more rows than are stored.
         allow_changes: take it although the features differ in more.
@@ -158,7 +160,7 @@ def check(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
             "below a run's checkpoints/"
         ) from None
-    problem = feature_mismatch(index, fingerprint, spec, grow=grow)
+    problem = feature_mismatch(index, fingerprint, spec, tables, grow=grow)
     if problem is not None and not allow_changes:
         raise ValueError(f"checkpoint.restore={path} {problem}")
     return facts

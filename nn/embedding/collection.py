@@ -6,61 +6,27 @@ from functools import cache
 from itertools import accumulate
 
 import torch
-from torch import nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from configs.schema import ModelConfig, TableDtype
-from dataloading.feature_spec import FeatureSpec
 from nn.layers.initialization import fill_uniform_
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.pooled_embeddings import PooledEmbeddings
 
-DATA_TYPES = {
-    TableDtype.fp32: DataType.FP32,
-    TableDtype.bf16: DataType.BF16,
-    TableDtype.fp16: DataType.FP16,
-}
-
 
 def build_embeddings(
-    config: ModelConfig, spec: FeatureSpec, device: torch.device
+    tables: Sequence[EmbeddingBagConfig], device: torch.device
 ) -> EmbeddingBagCollection:
-    """Build one table a categorical feature, named after it, summing the ids of a bag.
+    """Build the unsharded tables.
 
-    On a real device the weights are TorchRec's default draw; `initialise_tables` gives them their final values.
+    On a real device the weights are TorchRec's default ones; `initialise_tables` gives them their final values.
 
     Args:
-        config: gives the tables' columns and dtype.
-        spec: gives names and rows, in model order.
+        tables: as a model declares them.
         device: may be meta, where tables of any size cost nothing.
-
-    Raises:
-        ValueError: two features whose tables would bear the same name.
     """
-    features: dict[str, str] = {}
-    for feature in spec.categorical:
-        other = features.setdefault(table_name(feature.name), feature.name)
-        if other != feature.name:
-            raise ValueError(
-                f"features {other!r} and {feature.name!r} would share the table name "
-                f"{table_name(feature.name)!r}; rename one of them in the feature spec"
-            )
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=table_name(feature.name),
-                embedding_dim=config.embedding_dim,
-                num_embeddings=feature.cardinality,
-                feature_names=[feature.name],
-                pooling=PoolingType.SUM,
-                data_type=DATA_TYPES[config.embedding_dtype],
-            )
-            for feature in spec.categorical
-        ],
-        device=device,
-    )
+    return EmbeddingBagCollection(tables=list(tables), device=device)
 
 
 def keep_float32(embeddings: EmbeddingBagCollection, tables: Collection[str]) -> None:
@@ -69,12 +35,6 @@ def keep_float32(embeddings: EmbeddingBagCollection, tables: Collection[str]) ->
         if table.name in tables:
             table.data_type = DataType.FP32
             embeddings.embedding_bags[table.name].float()
-
-
-def table_name(feature: str) -> str:
-    """Name a feature's table: as the feature, unless no module may be called so (`cat_0.bin`, `type`)."""
-    name = feature.replace(".", "_")
-    return f"{name}_" if hasattr(nn.ModuleDict(), name) else name
 
 
 def initialise_tables(embeddings: EmbeddingBagCollection, seed: int) -> None:

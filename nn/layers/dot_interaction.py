@@ -29,6 +29,7 @@ class DotInteraction(nn.Module):
         has_bottom: whether there is a bottom vector; False for data without numerical features.
 
     Attributes:
+        num_pairs: P.
         num_outputs: columns of the output, including padding.
     """
 
@@ -37,7 +38,7 @@ class DotInteraction(nn.Module):
         self.num_embeddings = num_embeddings
         num_vectors = num_embeddings + has_bottom
         rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        num_pairs = len(rows)
+        num_pairs = self.num_pairs = len(rows)
         self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
         # Per element of [V, V] the index of its pair; the diagonal has index P, a column of zeros.
         pair_index = torch.full((num_vectors, num_vectors), num_pairs, device=rows.device)

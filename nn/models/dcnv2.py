@@ -1,21 +1,78 @@
-"""DCNv2 as a plain single-device module (arXiv:2008.13535)."""
+"""DCNv2: bottom MLP, cross network and deep network (arXiv:2008.13535)."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from configs.schema import CrossStructure, ModelConfig
+from configs.schema import ModelConfig, option, require, require_widths
 from dataloading.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP
+from nn.models.model import Activations, Model
 from nn.ops.pooled_embeddings import PooledEmbeddings, join
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
 
-class DCNv2(nn.Module):
-    """Dense half of DCNv2: bottom MLP, cross network and deep network (arXiv:2008.13535, figure 1).
+class CrossStructure(Enum):
+    """Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
+
+    stacked = "stacked"
+    parallel = "parallel"
+
+
+@dataclass(kw_only=True, slots=True)
+class CrossConfig:
+    """The cross network of DCNv2."""
+
+    num_layers: int = option(3, "cross layers")
+    projection_dim: int | None = option(512, "rank of each cross layer's weight; null is full rank")
+    structure: CrossStructure = option(
+        CrossStructure.stacked,
+        "stacked: cross, then top MLP; parallel: side by side, then one layer",
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_layers > 0,
+            f"model.cross.num_layers must be positive, got {self.num_layers}",
+        )
+        require(
+            self.projection_dim is None or self.projection_dim > 0,
+            f"model.cross.projection_dim must be positive or null, got {self.projection_dim}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DCNv2Options(ModelConfig):
+    """Options of DCNv2."""
+
+    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
+    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
+    cross: CrossConfig = field(default_factory=CrossConfig)
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_widths("model.bottom_mlp", self.bottom_mlp)
+        require_widths("model.top_mlp", self.top_mlp)
+        require(
+            self.top_mlp[-1] == 1,
+            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
+        )
+
+
+class DCNv2(Model):
+    """Dense half of DCNv2.
 
     Stacked: the cross network's output goes through the top MLP. Parallel: the cross network and the hidden layers of
     the top MLP both see the input, and one linear layer joins them.
@@ -30,12 +87,11 @@ class DCNv2(nn.Module):
         projection_dim: rank of a cross layer's weight; None for full rank.
         structure: stacked or parallel.
 
-    Attributes:
-        prefix_columns: columns that it puts before the embeddings; whoever looks them up may leave room for these.
-
     Raises:
         ValueError: parallel with a top MLP that has no hidden layer.
     """
+
+    Options = DCNv2Options
 
     def __init__(
         self,
@@ -54,7 +110,8 @@ class DCNv2(nn.Module):
             MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
         )
         self.prefix_columns = bottom_mlp[-1] if num_numerical else 0
-        width = self.prefix_columns + num_categorical * embedding_dim
+        self._embedding_columns = num_categorical * embedding_dim
+        width = self.prefix_columns + self._embedding_columns
         self.cross = CrossNet(width, num_cross_layers, projection_dim)
         self.deep = None
         if structure is CrossStructure.parallel:
@@ -69,6 +126,39 @@ class DCNv2(nn.Module):
         else:
             self.top = MLP(width, top_mlp, final_activation=False)
 
+    @classmethod
+    def tables(cls, options: DCNv2Options, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return a table per feature."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: DCNv2Options, spec: FeatureSpec) -> DCNv2:
+        """Build the dense half for the features of a dataset."""
+        return cls(
+            num_numerical=len(spec.numerical),
+            num_categorical=len(spec.categorical),
+            embedding_dim=options.embedding_dim,
+            bottom_mlp=options.bottom_mlp,
+            top_mlp=options.top_mlp,
+            num_cross_layers=options.cross.num_layers,
+            projection_dim=options.cross.projection_dim,
+            structure=options.cross.structure,
+        )
+
+    def activations(self) -> Activations:
+        """Return what the cross layers keep: x0 * (W x + b) needs W x + b again, one x wide, for its gradient."""
+        layers = self.linear_layers()
+        widest = max(max(layer) for layer in layers)
+        # x0 is the bottom vector and the embeddings; the deep network of the parallel structure reads it again.
+        reread = self._embedding_columns
+        if self.deep is not None:
+            reread += self._embedding_columns + self.prefix_columns
+        return Activations(
+            backward_columns=len(self.cross.layers) * widest,
+            forward_columns=max(before for before, _ in layers),  # the product, before it is added
+            reread_columns=reread,
+        )
+
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
         x0 = join(None if self.bottom is None else self.bottom(numerical), embeddings)
@@ -76,17 +166,3 @@ class DCNv2(nn.Module):
         if self.deep is not None:
             crossed = torch.cat([crossed, self.deep(x0)], dim=1)
         return self.top(crossed).squeeze(1).float()
-
-
-def build_dcnv2(config: ModelConfig, spec: FeatureSpec) -> DCNv2:
-    """Build the dense half for the features of a dataset."""
-    return DCNv2(
-        num_numerical=len(spec.numerical),
-        num_categorical=len(spec.categorical),
-        embedding_dim=config.embedding_dim,
-        bottom_mlp=config.bottom_mlp,
-        top_mlp=config.top_mlp,
-        num_cross_layers=config.cross.num_layers,
-        projection_dim=config.cross.projection_dim,
-        structure=config.cross.structure,
-    )

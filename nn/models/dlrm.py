@@ -1,24 +1,51 @@
-"""DLRM as a plain single-device module (arXiv:1906.00091).
+"""DLRM: bottom MLP, dot interaction, top MLP (arXiv:1906.00091)."""
 
-The dense half takes the numerical features and the looked-up embeddings, features in the spec's order, and gives a logit;
-it knows neither ids nor ranks.
-"""
+from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, option, require, require_widths
 from dataloading.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
+from nn.models.model import Activations, Model
 from nn.ops.pooled_embeddings import PooledEmbeddings
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
 
-class DLRM(nn.Module):
-    """Dense half of DLRM: bottom MLP, dot interaction, top MLP (arXiv:1906.00091).
+@dataclass(kw_only=True, slots=True)
+class DLRMOptions(ModelConfig):
+    """Options of DLRM."""
+
+    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
+    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_widths("model.bottom_mlp", self.bottom_mlp)
+        require_widths("model.top_mlp", self.top_mlp)
+        require(
+            self.top_mlp[-1] == 1,
+            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
+        )
+        require(
+            self.bottom_mlp[-1] == self.embedding_dim,
+            f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
+            f"dot interaction needs equal widths), got {self.bottom_mlp}",
+        )
+
+
+class DLRM(Model):
+    """Dense half of DLRM.
 
     Args:
         num_numerical: N; with 0 there is no bottom MLP and only the embeddings interact.
@@ -27,6 +54,8 @@ class DLRM(nn.Module):
         bottom_mlp: widths of the bottom MLP, ReLU after each.
         top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
     """
+
+    Options = DLRMOptions
 
     def __init__(
         self,
@@ -45,25 +74,39 @@ class DLRM(nn.Module):
             num_categorical, embedding_dim, has_bottom=self.bottom is not None
         )
         self.top = MLP(self.interaction.num_outputs, top_mlp, final_activation=False)
+        self._product_flops = 2 * embedding_dim * self.interaction.num_pairs
+
+    @classmethod
+    def tables(cls, options: DLRMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return a table per feature, of the width of the bottom vector."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: DLRMOptions, spec: FeatureSpec) -> DLRM:
+        """Build the dense half for the features of a dataset.
+
+        Raises:
+            ValueError: there are fewer than two vectors to interact.
+        """
+        num_vectors = len(spec.categorical) + bool(spec.numerical)
+        if num_vectors < 2:
+            raise ValueError(
+                f"model.name=dlrm needs two vectors to interact, got {num_vectors} (one per categorical "
+                "feature, and one for the numerical features if there are any); use model.name=dcnv2"
+            )
+        return cls(
+            num_numerical=len(spec.numerical),
+            num_categorical=len(spec.categorical),
+            embedding_dim=options.embedding_dim,
+            bottom_mlp=options.bottom_mlp,
+            top_mlp=options.top_mlp,
+        )
+
+    def activations(self) -> Activations:
+        """Return the operations of the dot interaction; each pair of vectors counts once."""
+        return Activations(products={"dot interaction": self._product_flops})
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
         bottom = None if self.bottom is None else self.bottom(numerical)
         return self.top(self.interaction(bottom, embeddings)).squeeze(1).float()
-
-
-def build_dlrm(config: ModelConfig, spec: FeatureSpec) -> DLRM:
-    """Build the dense half for the features of a dataset."""
-    num_vectors = len(spec.categorical) + bool(spec.numerical)
-    if num_vectors < 2:
-        raise ValueError(
-            f"model.name=dlrm needs two vectors to interact, got {num_vectors} (one a categorical "
-            "feature, and one for the numerical features if there are any); use model.name=dcnv2"
-        )
-    return DLRM(
-        num_numerical=len(spec.numerical),
-        num_categorical=len(spec.categorical),
-        embedding_dim=config.embedding_dim,
-        bottom_mlp=config.bottom_mlp,
-        top_mlp=config.top_mlp,
-    )

@@ -1,20 +1,162 @@
-"""Models by name."""
+"""Models by name: the project's own, and those of other packages."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from torch import nn
+import importlib
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from configs.schema import ModelConfig, ModelName
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from configs.overrides import no_option, to_config, to_section, unknown_keys
+from configs.schema import Config, ModelConfig, describe
 from dataloading.feature_spec import FeatureSpec
-from nn.models.dcnv2 import build_dcnv2
-from nn.models.dlrm import build_dlrm
+from nn.embedding.declared_tables import check_tables
+from nn.models.model import Model
 
-BUILDERS: dict[ModelName, Callable[[ModelConfig, FeatureSpec], nn.Module]] = {
-    ModelName.dlrm: build_dlrm,
-    ModelName.dcnv2: build_dcnv2,
-}
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+MODELS = {"dlrm": "nn.models.dlrm:DLRM", "dcnv2": "nn.models.dcnv2:DCNv2"}
 
 
-def build_dense(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
-    """Build the dense half: forward(numerical [B, N], embeddings) -> logits [B]."""
-    return BUILDERS[config.name](config, spec)
+def find_model(name: str) -> type[Model]:
+    """Import the model that `model.name` names.
+
+    Raises:
+        ValueError: there is no such model, or the class does not declare one.
+    """
+    module_name, colon, class_name = MODELS.get(name, name).partition(":")
+    if not colon or not module_name or not class_name:
+        close = get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(
+            f"there is no model.name={name}; {hint}the models are {', '.join(MODELS)}, and "
+            "package.module:Class is one of your own"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(
+            f"model.name={name}: {module_name} cannot be imported ({error}); correct the name, or add the "
+            "directory that it lies in to PYTHONPATH"
+        ) from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise ValueError(f"model.name={name}: {module_name} has no class {class_name}")
+    missing = _undeclared(found)
+    if missing is not None:
+        raise ValueError(
+            f"model.name={name} declares no model: {missing}; nn/models/model.py says what a model declares"
+        )
+    return found
+
+
+def _undeclared(found: Any) -> str | None:
+    """Say what a class lacks to be a model, or None."""
+    if not isinstance(found, type) or not issubclass(found, Model):
+        return "it is no subclass of nn.models.model.Model"
+    options = getattr(found, "Options", None)
+    if not (is_dataclass(options) and issubclass(options, ModelConfig)):
+        return "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
+    for method in ("tables", "build"):
+        if getattr(found, method).__func__ is getattr(Model, method).__func__:
+            return f"it has no class method {method}(options, spec)"
+    return None
+
+
+def typed_config(composed: DictConfig) -> Config:
+    """Make the options of a run, the model's own among them; every check of options runs here.
+
+    Raises:
+        ValueError: a value that cannot be, an option that does not exist, or no such model.
+    """
+    config = to_config(composed)
+    config.model = model_options(composed.model)
+    return config
+
+
+def model_options(composed: DictConfig) -> ModelConfig:
+    """Make the options of the model that `composed.name` names.
+
+    Options of the project's other models are accepted and not used, so that a recipe of one can name another.
+
+    Raises:
+        ValueError: a value that cannot be, an option that does not exist, or no such model.
+    """
+    options = find_model(composed.name).Options
+    own = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
+    known = {declared.name for declared in fields(options)}
+    for key in [key for key in own if key not in known and _is_of_another(key, own[key])]:
+        del own[key]
+    return to_section(own, options, "model")
+
+
+def _is_of_another(key: str, value: Any) -> bool:
+    """Tell whether an option, or a section of options, is one of the project's models.
+
+    Raises:
+        ValueError: it is a section, with an option that does not exist.
+    """
+    for name in MODELS:
+        options = find_model(name).Options
+        found = get_type_hints(options).get(key)
+        if found is None:
+            continue
+        if is_dataclass(found) and isinstance(value, DictConfig):
+            for unknown in unknown_keys(value, found, f"model.{key}."):
+                raise no_option(unknown, [option for option, _ in describe(options, "model.")])
+        return True
+    return False
+
+
+def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    """Return the tables that a model declares for a dataset, checked.
+
+    Raises:
+        ValueError: they are not those of the dataset's features, or of a kind that is not supported yet.
+    """
+    tables = find_model(options.name).tables(options, spec)
+    check_tables(tables, options, spec)
+    return tables
+
+
+def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
+    """Build the dense half: forward(numerical [B, N], embeddings) -> logits [B].
+
+    Args:
+        options: of the model.
+        spec: the dataset.
+        seed: of the initial weights of layers that have no `initialise`; the global random state stays as it was.
+
+    Raises:
+        ValueError: the model cannot have these options with these features, or has buffers that a checkpoint would lose.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        dense = find_model(options.name).build(options, spec)
+    lost = dense.state_dict().keys() - {name for name, _ in dense.named_parameters()}
+    if lost:
+        raise ValueError(
+            f"model.name={options.name} has a buffer {min(lost)}, and checkpoints hold parameters only: buffers that "
+            "training changes are not supported yet; register it with persistent=False if it is a constant"
+        )
+    return dense
+
+
+def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
+    """Build the dense half without memory, for its shapes."""
+    with torch.device("meta"):
+        return build_dense(options, spec)
+
+
+def check_model(options: ModelConfig, spec: FeatureSpec) -> None:
+    """Refuse a model that cannot be built for a dataset, before any process group exists; costs no memory.
+
+    Raises:
+        ValueError: as of `declared_tables` and `build_dense`.
+    """
+    declared_tables(options, spec)
+    build_meta(options, spec)

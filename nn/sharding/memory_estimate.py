@@ -8,12 +8,11 @@ buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-import torch
-from torch import nn
-
-from configs.schema import Amp, Config, ModelName, OptimizerName
+from configs.schema import Amp, Config, OptimizerName
 from dataloading.feature_spec import FeatureSpec
-from nn.models.registry import build_dense
+from nn.embedding.declared_tables import pooled_columns
+from nn.models.model import Model
+from nn.models.registry import build_meta, declared_tables
 from nn.sharding.plan import TablePlan
 
 # B: rows of the global batch, b: rows of a rank, F: categorical features, D: columns of a table
@@ -81,22 +80,24 @@ def plan_memory(
     batch = global_batch // world_size
     amp = config.train.amp
     activation_bytes = 4 if amp is Amp.off else 2
-    layers = dense_layers(config, spec)
-    parameters = sum(before * after + after for before, after in layers)
+    model = build_meta(config.model, spec)
+    activations = model.activations()
     states = DENSE_STATES[config.effective_optimizer.name]
-    dense_half = parameters * (4 * (2 + states) + (0 if amp is Amp.off else 2))
+    dense_half = model.num_parameters() * (4 * (2 + states) + (0 if amp is Amp.off else 2))
     row = 4 * (len(spec.numerical) + 1) + ID_BYTES * sum(x.mean_hotness for x in spec.categorical)
-    home = _local(config, spec, batch)
-    dense_pass = _dense_pass(config, layers, batch * activation_bytes, home)
+    # Bytes per sample of its own embeddings.
+    embedding_bytes = pooled_columns(declared_tables(config.model, spec)) * _sent_bytes(config)
+    home = batch * embedding_bytes
+    dense_pass = _dense_pass(config, model, batch * activation_bytes, home)
     eval_batch = config.eval.batch_size // world_size
-    eval_columns = max(sum(layer) for layer in layers)
-    if config.model.name is ModelName.dcnv2:
-        eval_columns += max(before for before, _ in layers)  # the product, before it is added
+    eval_columns = max((sum(layer) for layer in model.linear_layers()), default=0)
+    eval_columns += activations.forward_columns
+    widest_table = max(table.embedding_dim for table in plan)
     memories = []
     for rank in range(world_size):
         sent, ids = _work_of(config, rank, plan, global_batch, batch)
         eval_sent, eval_ids = _work_of(config, rank, plan, config.eval.batch_size, eval_batch)
-        evaluation = _local(config, spec, eval_batch) + 3 * eval_ids * ID_BYTES
+        evaluation = eval_batch * embedding_bytes + 3 * eval_ids * ID_BYTES
         # Alone, a rank's lookups are at home already.
         evaluation += eval_sent if world_size > 1 else 0
         memories.append(
@@ -112,7 +113,7 @@ def plan_memory(
                 batches=int(BATCHES_ON_DEVICE * batch * row + 3 * ids * ID_BYTES),
                 lookups=home + (2 * sent if world_size > 1 else 0),
                 dense_pass=dense_pass,
-                update=3 * ids * (ID_BYTES + 4) + update_bytes(ids, config.model.embedding_dim),
+                update=3 * ids * (ID_BYTES + 4) + update_bytes(ids, widest_table),
                 evaluation=(eval_batch != batch) * evaluation
                 + max(eval_columns * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
@@ -132,25 +133,9 @@ def update_bytes(num_ids: int, columns: int) -> int:
     return round(blocks * a_block) + 4 * num_ids
 
 
-def _local(config: Config, spec: FeatureSpec, batch: int) -> int:
-    """Bytes of the embeddings of a rank's own rows."""
-    return batch * len(spec.categorical) * config.model.embedding_dim * _sent_bytes(config)
-
-
 def _sent_bytes(config: Config) -> int:
     """Bytes of an embedding's element as it is looked up; fp16 travels as fp32."""
     return 2 if config.train.amp is Amp.bf16 else 4
-
-
-def dense_layers(config: Config, spec: FeatureSpec) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of every linear layer of the dense half, padding of the inputs included."""
-    with torch.device("meta"):
-        dense = build_dense(config.model, spec)
-    return [
-        (layer.in_features, layer.out_features)
-        for layer in dense.modules()
-        if isinstance(layer, nn.Linear)
-    ]
 
 
 def _work_of(
@@ -180,26 +165,22 @@ def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
     )
 
 
-def _dense_pass(
-    config: Config, layers: Sequence[tuple[int, int]], column_bytes: int, home: int
-) -> int:
-    """The fullest of three moments; memory of the first is used again by the later ones.
+def _dense_pass(config: Config, model: Model, column_bytes: int, home: int) -> int:
+    """Return the bytes of the fullest of three moments; memory of the first is reused by the later ones.
 
     Args:
-        config: names model and precision.
-        layers: as `dense_layers` returns them.
+        config: the whole run.
+        model: the dense half.
         column_bytes: of one column of activations.
         home: gradients of the embeddings of this rank's rows, bytes.
     """
+    layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
-    saved = sum(before for before, _ in layers)
-    widest = max(max(layer) for layer in layers)
-    if config.model.name is ModelName.dcnv2:
-        # x0 * (W x + b): the product's gradient needs W x + b too, one x wide, in every cross layer.
-        saved += config.model.cross.num_layers * widest
+    saved = sum(before for before, _ in layers) + model.activations().backward_columns
+    widest = max((max(layer) for layer in layers), default=0)
     gradients = 2 * widest  # of one layer's output and of its input
     top = (saved + gradients) * column_bytes
-    interaction = home + layers[0][1] * column_bytes
+    interaction = home + (layers[0][1] if layers else 0) * column_bytes
     # Under fp16 they are looked over for overflows at the end: their absolute values, and two answers a number.
     checked = home * 5 // 2 if config.train.amp is Amp.fp16 else 0
     return max(top, interaction, checked)

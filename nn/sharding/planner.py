@@ -31,7 +31,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_
 
 from configs.schema import OptimizerName, ShardingConfig, ShardingType
 from dataloading.feature_spec import FeatureSpec
-from nn.embedding.collection import keep_float32, table_name
+from nn.embedding.collection import keep_float32
+from nn.embedding.declared_tables import ids_per_sample, table_of_feature
 from nn.sharding.plan import Hardware, TablePlan
 
 GIB = 2**30
@@ -157,7 +158,8 @@ def plan_tables(
     Raises:
         ValueError: when the tables do not fit, or an override cannot be.
     """
-    expansion_bytes = {table_name(name): size for name, size in expansion_bytes.items()}
+    table_of = table_of_feature(embeddings.embedding_bag_configs())
+    expansion_bytes = {table_of[feature]: size for feature, size in expansion_bytes.items()}
     constraints = _constraints(
         embeddings, spec, config, rule, hardware, batch_size, set(expansion_bytes)
     )
@@ -246,15 +248,16 @@ def _constraints(
     batch_size: int,
     expanded: set[str],
 ) -> dict[str, ParameterConstraints]:
-    hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
-    overrides = {table_name(each): kind for each, kind in config.tables.items()}
-    unknown = sorted(each for each in config.tables if table_name(each) not in hotness)
+    tables = embeddings.embedding_bag_configs()
+    hotness, table_of = ids_per_sample(tables, spec), table_of_feature(tables)
+    # A table may be named by a feature of it.
+    overrides = {table_of.get(name, name): kind for name, kind in config.tables.items()}
+    unknown = sorted(name for name in config.tables if table_of.get(name, name) not in hotness)
     if unknown:
         raise ValueError(
             f"sharding.tables names {', '.join(unknown)}, but the tables are "
             f"{', '.join(hotness)}; correct the names"
         )
-    tables = embeddings.embedding_bag_configs()
     most_bytes = _usable_bytes(hardware, config) * CUT_ABOVE
     most_lookups = sum(hotness.values()) / hardware.world_size
     constraints = {}
@@ -385,7 +388,7 @@ def _rows(
     rule: OptimizerName,
     expansion_bytes: Mapping[str, int],
 ) -> list[TablePlan]:
-    hotness = {table_name(each.name): each.mean_hotness for each in spec.categorical}
+    hotness = ids_per_sample(embeddings.embedding_bag_configs(), spec)
     rows = []
     for table in embeddings.embedding_bag_configs():
         sharding = plan.plan["embeddings"][table.name]

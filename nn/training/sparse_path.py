@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataloading.batch import Batch
 from nn.distributed.process_group import Ranks
+from nn.models.model import Model
 from nn.training.gradient_bucket import GradientBucket
 from nn.training.loss_readback import LossReadback
 
@@ -63,7 +64,7 @@ class PassContext:
         update_tables: whether the tables learn.
     """
 
-    dense: nn.Module
+    dense: Model
     gradients: GradientBucket
     readback: LossReadback
     ranks: Ranks

@@ -144,7 +144,7 @@ class StaticPath:
                 self._tables.rank_tables,
                 batch_size,
                 replicated_gradients=self._context.gradients.further,
-                prefix_columns=getattr(self._context.dense, "prefix_columns", 0),
+                prefix_columns=self._context.dense.prefix_columns,
             )
         return self._embeddings[batch_size]
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks
+from nn.models.model import Model
 from nn.observability.annotations import annotate
 from nn.sharding.sharded_embeddings import ShardedEmbeddings
 from nn.training.dense_optimizer import build_dense_optimizer
@@ -71,7 +72,7 @@ class TrainStep:
     """
 
     def __init__(
-        self, tables: ShardedEmbeddings, dense: nn.Module, config: Config, ranks: Ranks
+        self, tables: ShardedEmbeddings, dense: Model, config: Config, ranks: Ranks
     ) -> None:
         self.tables = tables
         self.dense = dense

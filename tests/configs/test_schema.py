@@ -4,21 +4,19 @@ import ast
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
-from omegaconf import OmegaConf
 
 from configs.preproc_schema import PreprocConfig, StreamConfig
 from configs.schema import (
     Config,
-    CrossConfig,
     DataConfig,
     EvalConfig,
     InferenceConfig,
     LogConfig,
     Mode,
     ModelConfig,
-    ModelName,
     MultiHotConfig,
     OptimizerConfig,
     OptimizerName,
@@ -29,13 +27,15 @@ from configs.schema import (
     TrainConfig,
     describe,
 )
+from nn.models.dcnv2 import CrossConfig, DCNv2Options
+from nn.models.dlrm import DLRMOptions
+from nn.models.registry import typed_config
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra
 
 ROOT = Path(__file__).resolve().parents[2]
 
 SYNTHETIC = {"cardinalities": [10, 20]}
-CROSS = CrossConfig()
 
 # fmt: off
 REFUSED = [
@@ -58,13 +58,18 @@ REFUSED = [
     (DataConfig, {}, "no data: set data.path to a dataset directory, or data.synthetic.cardinalities"),
     (CrossConfig, {"num_layers": 0}, "model.cross.num_layers must be positive, got 0"),
     (CrossConfig, {"projection_dim": 0}, "model.cross.projection_dim must be positive or null, got 0"),
+    (DLRMOptions, {"bottom_mlp": []}, "model.bottom_mlp must name at least one positive width, got []"),
+    (DCNv2Options, {"bottom_mlp": []}, "model.bottom_mlp must name at least one positive width, got []"),
+    (DLRMOptions, {"top_mlp": [-8, 1]}, "model.top_mlp must name at least one positive width, got [-8, 1]"),
+    (DCNv2Options, {"top_mlp": []}, "model.top_mlp must name at least one positive width, got []"),
+    (DLRMOptions, {"top_mlp": [8, 2]}, "model.top_mlp must end in 1 (the logit), got [8, 2]"),
+    (DCNv2Options, {"top_mlp": [8, 2]}, "model.top_mlp must end in 1 (the logit), got [8, 2]"),
+    (DLRMOptions, {"bottom_mlp": [64]},
+     "model.bottom_mlp must end in model.embedding_dim=128 for dlrm (the dot interaction needs equal widths), got [64]"),
+    (DLRMOptions, {"embedding_dim": 0}, "model.embedding_dim must be a positive multiple of 4, got 0"),
+    (DCNv2Options, {"embedding_dim": 18}, "model.embedding_dim must be a positive multiple of 4, got 18"),
     (ModelConfig, {"embedding_dim": 0}, "model.embedding_dim must be a positive multiple of 4, got 0"),
     (ModelConfig, {"embedding_dim": 18}, "model.embedding_dim must be a positive multiple of 4, got 18"),
-    (ModelConfig, {"bottom_mlp": []}, "model.bottom_mlp must name at least one positive width, got []"),
-    (ModelConfig, {"top_mlp": [-8, 1]}, "model.top_mlp must name at least one positive width, got [-8, 1]"),
-    (ModelConfig, {"top_mlp": [8, 2]}, "model.top_mlp must end in 1 (the logit), got [8, 2]"),
-    (ModelConfig, {"bottom_mlp": [64]},
-     "model.bottom_mlp must end in model.embedding_dim=128 for dlrm (the dot interaction needs equal widths), got [64]"),
     (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
     (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr must be positive, got nan"),
     (OptimizerConfig, {"embedding_lr": -1.0}, "optimizer.embedding_lr must be positive or null, got -1.0"),
@@ -112,7 +117,6 @@ REFUSED = [
 def made(section: type, given: dict):
     """Make a section with the nested sections that Hydra would fill in."""
     nested = {
-        ModelConfig: {"cross": CROSS},
         DataConfig: {"synthetic": SyntheticConfig(), "multi_hot": MultiHotConfig()},
     }
     return section(**(nested.get(section, {}) | given))
@@ -128,13 +132,12 @@ def test_what_cannot_be_is_refused_by_name_and_value(section, given, message):
 
 def test_every_check_is_tried():
     """One refusal a `require` at least: a check whose own message fails would otherwise stay unseen."""
-    text = (ROOT / "configs" / "schema.py").read_text()
-    checks = len(re.findall(r"^ +require\($|^ +require\(\S", text, re.MULTILINE))
+    files = [ROOT / "configs" / "schema.py", *(ROOT / "nn" / "models").glob("*.py")]
+    text = "\n".join(path.read_text() for path in files)
+    checks = len(
+        re.findall(r"^ +require(_widths)?\($|^ +require(_widths)?\(\S", text, re.MULTILINE)
+    )
     assert len(REFUSED) >= checks
-
-
-def test_other_models_need_no_equal_widths():
-    assert made(ModelConfig, {"name": ModelName.dcnv2, "bottom_mlp": [64]}).bottom_mlp == [64]
 
 
 def test_the_tables_take_the_dense_halfs_rule_unless_told_otherwise():
@@ -149,7 +152,7 @@ def test_the_tables_take_the_dense_halfs_rule_unless_told_otherwise():
     ["sharding.tables={cat_0:row_wise,cat_1.bin:data_parallel}", "+sharding.tables.cat_0=row_wise"],
 )
 def test_tables_are_overridden_by_name(override):
-    tables = OmegaConf.to_object(compose_with_hydra(*TINY, override)).sharding.tables
+    tables = typed_config(compose_with_hydra(*TINY, override)).sharding.tables
     assert tables["cat_0"] is ShardingType.row_wise
     assert tables.get("cat_1.bin") in (None, ShardingType.data_parallel)
 
@@ -186,7 +189,25 @@ def test_no_override_is_an_empty_one():
         ("+xyz=3", "error: there is no option xyz; --help lists them all"),
         ("train.batch_size=big", "Value 'big' of type 'str' could not be converted to Integer"),
         ("mode=trian", "Invalid value 'trian', expected one of [train, eval, inference, plan]"),
-        ("model.name=dlm", "Invalid value 'dlm', expected one of [dlrm, dcnv2]"),
+        (
+            "model.name=dlm",
+            "error: there is no model.name=dlm; did you mean dlrm? the models are dlrm, dcnv2, and",
+        ),
+        (
+            "model.top_mpl=[8,1]",
+            "error: there is no option model.top_mpl; did you mean model.top_mlp? --help lists",
+        ),
+        (
+            "model.cross.num_layer=2",
+            "error: there is no option model.cross.num_layer; did you mean model.cross.num_layers?",
+        ),
+        ("top_mpl=[8,1]", "there is no option top_mpl; did you mean model.top_mlp? --help lists"),
+        (
+            "model.top_mlp=8",
+            "error: model.top_mlp: Invalid value assigned: AnyNode is not a ListConfig",
+        ),
+        ("model.top_mlp=[x]", "error: model.top_mlp[0]: Value 'x' of type 'str' could not be"),
+        ("model.embedding_dtype=fp64", "Invalid value 'fp64', expected one of [fp32, bf16, fp16]"),
         ("sharding.types=[row]", "Invalid value 'row', expected one of [table_wise, column_wise,"),
         ("experiment=dlrm_t15", "Could not find 'experiment/dlrm_t15'"),
         ("data=criteo", "Could not find 'data/criteo'"),
@@ -211,17 +232,21 @@ def test_a_refused_value_ends_the_command_in_one_line():
     assert ended.err == "error: optimizer.lr must be positive, got -1.0\n"
 
 
-@pytest.mark.parametrize("config", [Config, PreprocConfig])
+def test_only_dlrm_needs_equal_widths():
+    assert DCNv2Options(bottom_mlp=[64]).bottom_mlp == [64]
+
+
+@pytest.mark.parametrize("config", [Config, PreprocConfig, DLRMOptions, DCNv2Options])
 def test_every_option_has_a_meaning(config):
     described = dict(describe(config))
-    assert len(described) >= 20
+    assert len(described) >= (20 if config in (Config, PreprocConfig) else 5)
     for key, meaning in described.items():
         assert len(meaning.split()) >= 2, key
 
 
 def all_sections(config: type) -> set[type]:
     """Every class below `config`, itself included."""
-    below = [field.type for field in fields(config) if is_dataclass(field.type)]
+    below = [section for section in get_type_hints(config).values() if is_dataclass(section)]
     return {config}.union(*(all_sections(section) for section in below))
 
 
@@ -234,23 +259,28 @@ def test_no_option_is_there_for_nothing():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    options = {field.name for config in all_sections(Config) for field in fields(config)}
-    options |= {field.name for config in (PreprocConfig, StreamConfig) for field in fields(config)}
+    sections = all_sections(Config) | all_sections(DLRMOptions) | all_sections(DCNv2Options)
+    sections |= {PreprocConfig, StreamConfig}
+    options = {field.name for section in sections for field in fields(section)}
     # The schema's own `table_name` and `table_lr` read these two.
     assert options - read == {"embedding_name", "embedding_lr"}
     assert {"table_name", "table_lr"} <= read
 
 
-def test_help_lists_every_option_with_value_and_meaning():
-    ended = run_command("--help", "train.batch_size=2048", "data.path=DIR")
+@pytest.mark.parametrize(("recipe", "options"), [("dlrm", DLRMOptions), ("dcnv2", DCNv2Options)])
+def test_help_lists_every_option_with_value_and_meaning(recipe, options):
+    ended = run_command("--help", "train.batch_size=2048", "data.path=DIR", recipe=recipe)
     assert ended.exit_code == 0
     words = " ".join(ended.out.split())
-    for key, meaning in describe(Config):
+    for key, meaning in describe(Config, sections={"model": options}):
         assert [line for line in ended.out.splitlines() if line.startswith(f"  {key}=")], key
         assert " ".join(meaning.split()) in words, key
     assert "  train.batch_size=2048 " in ended.out
     assert "  data.path=DIR " in ended.out
-    assert "  model.cross.projection_dim=512 " in ended.out
+    assert ("  model.cross.projection_dim=64 " in ended.out) == (recipe == "dcnv2")
+    assert ("  model.cross.structure=stacked " in ended.out) == (
+        recipe == "dcnv2"
+    )  # not in the yaml
 
 
 def test_help_runs_nothing(tmp_path, monkeypatch):

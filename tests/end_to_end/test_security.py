@@ -22,7 +22,7 @@ from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
 from nn.export.tables import ExportFormat, export_tables
 from tests.helpers.command import ROOT, run_command, start_command
-from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu, table_map
 from tests.helpers.datasets import write_clicks
 from tests.nn.checkpoint.test_state import save
 from tests.project.test_layers import sources
@@ -72,7 +72,7 @@ def read_in_every_way(path: Path, directory: Path) -> list[str]:
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
         for read in (
-            lambda: checkpoint.check(path, built.source.spec),
+            lambda: checkpoint.check(path, built.source.spec, table_map(built.config)),
             lambda: checkpoint.restore(path, built.step, with_optimizer=True),
             lambda: export_tables(path, directory / "out"),
         ):

@@ -26,7 +26,9 @@ from nn.build import (
     open_source,
 )
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
+from nn.embedding.declared_tables import table_of_feature
 from nn.layers.initialization import fill_uniform_
+from nn.models.registry import declared_tables, typed_config
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 
@@ -66,7 +68,7 @@ def compose_config(*overrides: str, recipe: str = "dlrm") -> Config:
     for override in parsed:
         if override.key_or_group not in GROUPS:
             OmegaConf.update(config, override.key_or_group, override.value())
-    return OmegaConf.to_object(config)
+    return typed_config(config)
 
 
 _compose_files = cache(compose_with_hydra)
@@ -124,6 +126,11 @@ def build(config: Config, source: Source | None = None) -> Built:
         build_train_loader(config, source, ranks),
         build_test_loader(config, source, ranks),
     )
+
+
+def table_map(config: Config) -> dict[str, str]:
+    """Return the table of every feature of a run."""
+    return table_of_feature(declared_tables(config.model, open_source(config).spec))
 
 
 @contextmanager

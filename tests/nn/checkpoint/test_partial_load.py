@@ -11,7 +11,7 @@ from configs.schema import Component
 from nn.checkpoint import state as checkpoint
 from nn.layers.initialization import fill_uniform_
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, table_map
 from tests.helpers.distributed import run_distributed
 from tests.nn.checkpoint.test_reshard import contents
 from tests.nn.checkpoint.test_state import LAYOUTS, case, same, save, state_of
@@ -235,13 +235,18 @@ def test_other_numbers_of_rows_are_refused(saved, cardinalities, grow, text):
     with ranks_of_cpu():
         built = build(compose_config(*TINY, f"data.synthetic.cardinalities={cardinalities}"))
     with pytest.raises(ValueError, match=text):
-        checkpoint.check(saved["sgd"], built.source.spec, grow=grow)
+        checkpoint.check(saved["sgd"], built.source.spec, table_map(built.config), grow=grow)
 
 
 def test_grown_tables_pass_the_check_if_that_is_wanted(saved):
     with ranks_of_cpu():
         built = build(compose_config(*TINY, f"data.synthetic.cardinalities={GROWN}"))
-    assert checkpoint.check(saved["sgd"], built.source.spec, grow=True)["num_steps"] == 3
+    assert (
+        checkpoint.check(saved["sgd"], built.source.spec, table_map(built.config), grow=True)[
+            "num_steps"
+        ]
+        == 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from nn.build import open_source
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import find_damage, newest_first, prune, read_facts
 from nn.checkpoint.tensor_index import read_index
-from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, table_map
 from tests.helpers.distributed import run_distributed
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, m
         assert not list(tmp_path.glob("step_*"))
         path = save(tmp_path, built, 5)
         assert [each.name for each in tmp_path.iterdir()] == ["step_5"]
-        assert checkpoint.check(path, built.source.spec)["num_steps"] == 5
+        assert checkpoint.check(path, built.source.spec, table_map(built.config))["num_steps"] == 5
         assert not [each for each in path.iterdir() if each.read_bytes() == b"half"]
 
 
@@ -174,10 +174,10 @@ def saved(tmp_path_factory) -> Path:
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"is not a checkpoint \(.*\); name a step_N directory"):
-        checkpoint.check(tmp_path, None)
+        checkpoint.check(tmp_path, None, {})
     (tmp_path / "run.json").write_text('{"num_st')
     with pytest.raises(ValueError, match=r"is not a checkpoint \(.*\); name a step_N directory"):
-        checkpoint.check(tmp_path, None)
+        checkpoint.check(tmp_path, None, {})
 
 
 def test_other_features_are_refused(saved):
@@ -186,7 +186,7 @@ def test_other_features_are_refused(saved):
     with pytest.raises(
         ValueError, match=r"was trained on other features than this dataset's .* set data\.path to"
     ):
-        checkpoint.check(saved, built.source.spec)
+        checkpoint.check(saved, built.source.spec, table_map(built.config))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_truncated_file_is_named(saved, tmp_path, name, length):
     (path / name).write_bytes((path / name).read_bytes()[:length])
     wanted = rf"is not a checkpoint \({re.escape(name)} is (truncated|damaged).*\); name a step_N directory"
     with pytest.raises(ValueError, match=wanted):
-        checkpoint.check(path, None)
+        checkpoint.check(path, None, {})
 
 
 def test_bytes_that_changed_are_named_with_one_remedy(saved, tmp_path):
@@ -270,7 +270,7 @@ def test_a_lost_file_is_named(saved, tmp_path, name):
     path = copy_of(saved, tmp_path)
     (path / name).unlink()
     with pytest.raises(ValueError, match=f"{re.escape(name)} is missing"):
-        checkpoint.check(path, None)
+        checkpoint.check(path, None, {})
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path):
@@ -309,7 +309,7 @@ def test_a_newer_format_is_refused_with_what_to_do(saved, tmp_path):
     with pytest.raises(
         ValueError, match="it has format 2, and this version reads up to 1; use the"
     ):
-        checkpoint.check(path, None)
+        checkpoint.check(path, None, {})
 
 
 def test_old_checkpoints_go_and_the_best_stays_beside_the_latest(saved, tmp_path):
@@ -324,7 +324,8 @@ def test_old_checkpoints_go_and_the_best_stays_beside_the_latest(saved, tmp_path
         "step_2",
     ]
     assert (tmp_path / "best").resolve() == tmp_path / "step_2"
-    assert checkpoint.check(tmp_path / "best", open_source(compose_config(*TINY)).spec)
+    config = compose_config(*TINY)
+    assert checkpoint.check(tmp_path / "best", open_source(config).spec, table_map(config))
 
 
 def test_a_checkpoint_that_appears_late_is_waited_for(saved, tmp_path):

@@ -14,7 +14,7 @@ from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import BLOCK_BYTES
 from nn.export.tables import ExportFormat, export_tables
 from tests.helpers.command import ROOT, run_command, start_command
-from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu, table_map
 from tests.helpers.distributed import run_distributed
 from tests.nn.checkpoint.test_state import case, restored, same, save, state_of
 
@@ -90,7 +90,9 @@ def test_optimizer_state_can_be_left_out(saved, tmp_path):
 def restore_tf2(path: Path, overrides: list[str]) -> Path:
     with ranks_of_cpu():
         built = build(compose_config(*overrides))
-        checkpoint.check(path, built.source.spec, components=[Component.tables])
+        checkpoint.check(
+            path, built.source.spec, table_map(built.config), components=[Component.tables]
+        )
         checkpoint.restore(path, built.step, with_optimizer=False, components=[Component.tables])
         return save(path.parent / "again", built, 3)
 

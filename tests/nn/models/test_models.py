@@ -4,15 +4,17 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from configs.schema import CrossConfig, CrossStructure, ModelConfig, ModelName
 from dataloading.batch import Batch, jagged
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.synthetic import SyntheticSource
-from nn.embedding.collection import build_embeddings, embeddings_of, initialise_tables, table_name
+from nn.embedding.collection import build_embeddings, embeddings_of, initialise_tables
+from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
+from nn.models.dcnv2 import CrossConfig, CrossStructure, DCNv2Options
+from nn.models.dlrm import DLRMOptions
 from nn.models.ranking_model import RankingModel
-from nn.models.registry import build_dense
+from nn.models.registry import MODELS, build_dense, declared_tables
 from tests.reference import Reference, ReferenceMLP
 
 CARDINALITIES = (11, 5, 23)
@@ -40,8 +42,14 @@ SPEC = spec_of("cat_0.bin", "cat_1.bin", "cat_2.bin")
 
 def config_of(name, projection_dim=2, structure=STACKED, **changes):
     settings = {"embedding_dim": DIM, "bottom_mlp": [8, DIM], "top_mlp": [8, 6, 1]} | changes
+    if name == "dlrm":
+        return DLRMOptions(name=name, **settings)
     cross = CrossConfig(num_layers=2, projection_dim=projection_dim, structure=structure)
-    return ModelConfig(name=name, cross=cross, **settings)
+    return DCNv2Options(name=name, cross=cross, **settings)
+
+
+def tables_of(config, spec, device=CPU):
+    return build_embeddings(declared_tables(config, spec), device)
 
 
 def batch_of(spec, size=6):
@@ -63,7 +71,7 @@ def batch_of(spec, size=6):
 
 
 def model_of(config, spec=SPEC):
-    return RankingModel(build_embeddings(config, spec, CPU), build_dense(config, spec))
+    return RankingModel(tables_of(config, spec), build_dense(config, spec))
 
 
 @torch.no_grad()
@@ -98,12 +106,12 @@ def copy_into(reference: Reference, model: RankingModel):
 @pytest.mark.parametrize(
     ("config", "arguments"),
     [
-        (config_of(ModelName.dlrm), {}),
-        (config_of(ModelName.dcnv2), {"cross_layers": 2, "rank": 2}),
-        (config_of(ModelName.dcnv2, None), {"cross_layers": 2}),
-        (config_of(ModelName.dcnv2, 2, PARALLEL), {"cross_layers": 2, "rank": 2, "parallel": True}),
+        (config_of("dlrm"), {}),
+        (config_of("dcnv2"), {"cross_layers": 2, "rank": 2}),
+        (config_of("dcnv2", None), {"cross_layers": 2}),
+        (config_of("dcnv2", 2, PARALLEL), {"cross_layers": 2, "rank": 2, "parallel": True}),
         (
-            config_of(ModelName.dcnv2, bottom_mlp=[8, 5]),
+            config_of("dcnv2", bottom_mlp=[8, 5]),
             {"cross_layers": 2, "rank": 2, "bottom": [8, 5]},
         ),
     ],
@@ -130,13 +138,13 @@ def test_logits_and_gradients_are_those_of_the_plain_reference(config, arguments
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "wanted"),
+    ("options", "wanted"),
     [
-        (ModelName.dlrm, {}, 172_928 + 2_198_529),
-        (ModelName.dcnv2, {"cross": CrossConfig()}, 172_928 + 10_627_200 + 5_245_953),
+        (DLRMOptions(), 172_928 + 2_198_529),
+        (DCNv2Options(name="dcnv2"), 172_928 + 10_627_200 + 5_245_953),
     ],
 )
-def test_the_published_models_have_their_sizes(name, changes, wanted):
+def test_the_published_models_have_their_sizes(options, wanted):
     spec = FeatureSpec(
         None,
         tuple(f"num_{i}" for i in range(13)),
@@ -147,13 +155,13 @@ def test_the_published_models_have_their_sizes(name, changes, wanted):
         {},
     )
     with torch.device("meta"):
-        dense = build_dense(ModelConfig(name=name, **changes), spec)
+        dense = build_dense(options, spec)
     assert sum(p.numel() for p in dense.parameters()) == wanted
 
 
 def test_dlrm_without_numerical_features_is_pairs_of_embeddings_into_the_top_mlp():
     spec = spec_of("a", "b", "c", num_numerical=0)
-    model = model_of(config_of(ModelName.dlrm), spec)
+    model = model_of(config_of("dlrm"), spec)
     assert model.dense.bottom is None
     batch = batch_of(spec)
     vectors = embeddings_of(model.embeddings(batch.ids), ["a", "b", "c"])
@@ -164,7 +172,7 @@ def test_dlrm_without_numerical_features_is_pairs_of_embeddings_into_the_top_mlp
 @pytest.mark.parametrize("structure", list(CrossStructure))
 def test_dcnv2_without_numerical_features_crosses_the_embeddings(structure):
     spec = spec_of("a", "b", "c", num_numerical=0)
-    model = model_of(config_of(ModelName.dcnv2, structure=structure), spec)
+    model = model_of(config_of("dcnv2", structure=structure), spec)
     batch = batch_of(spec)
     x0 = embeddings_of(model.embeddings(batch.ids), ["a", "b", "c"]).matrix()
     crossed = model.dense.cross(x0)
@@ -176,7 +184,7 @@ def test_dcnv2_without_numerical_features_crosses_the_embeddings(structure):
 
 def test_a_parallel_structure_without_hidden_layers_is_refused():
     with pytest.raises(ValueError, match=r"model.cross.structure=parallel .* model.top_mlp=\[1\]"):
-        build_dense(config_of(ModelName.dcnv2, structure=PARALLEL, top_mlp=[1]), SPEC)
+        build_dense(config_of("dcnv2", structure=PARALLEL, top_mlp=[1]), SPEC)
 
 
 def test_embeddings_in_the_wanted_order_are_not_copied():
@@ -204,7 +212,7 @@ def test_gradients_pass_through_a_permuted_keyed_tensor():
 
 
 def test_ids_are_found_by_feature_name():
-    model = model_of(config_of(ModelName.dlrm))
+    model = model_of(config_of("dlrm"))
     batch = batch_of(SPEC)
     wanted = model(batch)
     batch.ids = batch.ids.permute([2, 0, 1])
@@ -212,7 +220,7 @@ def test_ids_are_found_by_feature_name():
 
 
 def test_bags_are_summed_and_empty_bags_are_zero():
-    embeddings = build_embeddings(config_of(ModelName.dlrm), spec_of("a"), CPU)
+    embeddings = tables_of(config_of("dlrm"), spec_of("a"))
     weight = embeddings.embedding_bags["a"].weight
     ids = jagged(["a"], torch.tensor([1, 2, 2]), torch.tensor([3, 0]), None, [3])
     pooled = embeddings(ids).values()
@@ -221,7 +229,7 @@ def test_bags_are_summed_and_empty_bags_are_zero():
 
 
 def test_tables_are_named_and_sized_by_the_spec():
-    embeddings = build_embeddings(config_of(ModelName.dlrm), SPEC, torch.device("meta"))
+    embeddings = tables_of(config_of("dlrm"), SPEC, torch.device("meta"))
     facts = [
         (t.name, t.feature_names, t.num_embeddings) for t in embeddings.embedding_bag_configs()
     ]
@@ -235,7 +243,7 @@ def test_tables_are_named_and_sized_by_the_spec():
 
 @pytest.mark.parametrize("feature", ["type", "keys", "training", "forward", "a.b"])
 def test_names_that_no_module_may_bear_are_changed_for_the_table_alone(feature):
-    embeddings = build_embeddings(config_of(ModelName.dlrm), spec_of(feature), CPU)
+    embeddings = tables_of(config_of("dlrm"), spec_of(feature))
     (table,) = embeddings.embedding_bag_configs()
     assert table.name != feature
     assert table.feature_names == [feature]
@@ -243,12 +251,12 @@ def test_names_that_no_module_may_bear_are_changed_for_the_table_alone(feature):
 
 def test_two_features_with_one_table_name_are_refused():
     with pytest.raises(ValueError, match=r"'a\.b' and 'a_b' would share the table name 'a_b'"):
-        build_embeddings(config_of(ModelName.dlrm), spec_of("a.b", "a_b"), CPU)
+        tables_of(config_of("dlrm"), spec_of("a.b", "a_b"))
 
 
 def test_initial_tables_depend_on_seed_and_name_and_lie_within_the_bound():
-    config = config_of(ModelName.dlrm)
-    first, second, third = (build_embeddings(config, SPEC, CPU) for _ in range(3))
+    config = config_of("dlrm")
+    first, second, third = (tables_of(config, SPEC) for _ in range(3))
     for embeddings, seed in ((first, 1), (second, 1), (third, 2)):
         initialise_tables(embeddings, seed)
     for name, bag in first.embedding_bags.items():
@@ -261,7 +269,7 @@ def test_initial_tables_depend_on_seed_and_name_and_lie_within_the_bound():
     )
 
 
-@pytest.mark.parametrize("name", list(ModelName))
+@pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("structure", list(CrossStructure))
 def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(name, structure):
     torch.manual_seed(0)
@@ -275,7 +283,7 @@ def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(name, struct
     torch.testing.assert_close(logits, wanted, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", list(ModelName))
+@pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("structure", list(CrossStructure))
 def test_the_dense_half_compiles_without_a_graph_break(name, structure):
     torch.compiler.reset()
@@ -285,7 +293,7 @@ def test_the_dense_half_compiles_without_a_graph_break(name, structure):
     torch.testing.assert_close(compiled(numerical, embeddings), dense(numerical, embeddings))
 
 
-@pytest.mark.parametrize("name", list(ModelName))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_the_dense_half_exports_for_any_batch_size(name):
     dense = build_dense(config_of(name), SPEC).eval()
     any_size = {0: torch.export.Dim("batch")}
@@ -305,9 +313,7 @@ def test_a_dot_interaction_of_one_vector_is_refused():
         exponent=1.0,
         seed=1,
     ).spec
-    config = ModelConfig(
-        name=ModelName.dlrm, embedding_dim=8, bottom_mlp=[8], top_mlp=[1], cross=CrossConfig()
-    )
+    config = DLRMOptions(embedding_dim=8, bottom_mlp=[8], top_mlp=[1])
     with pytest.raises(
         ValueError, match=r"needs two vectors to interact, got 1 .* use model.name=dcnv2"
     ):

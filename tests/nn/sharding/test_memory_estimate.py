@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.rows import ROWS
 from nn.build import build_plan, open_source, planned_hardware
-from nn.sharding.memory_estimate import RankMemory, dense_layers, plan_memory, update_bytes
+from nn.models.registry import build_meta
+from nn.sharding.memory_estimate import RankMemory, plan_memory, update_bytes
 from nn.sharding.plan import TablePlan
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config
@@ -50,7 +51,7 @@ def test_layers_are_those_of_the_network_with_padded_inputs():
     config = compose_config(*TINY)
     spec = open_source(config).spec
     # 3 numerical features padded to 8; 6 vectors make 8 + 15 products, padded to 24
-    assert dense_layers(config, spec) == [(8, 16), (16, 8), (24, 16), (16, 1)]
+    assert build_meta(config.model, spec).linear_layers() == [(8, 16), (16, 8), (24, 16), (16, 1)]
 
 
 def test_each_term_is_what_its_shapes_say():

@@ -14,6 +14,7 @@ from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingT
 from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
 from nn.embedding.collection import build_embeddings
+from nn.embedding.declared_tables import one_table_per_feature
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 from nn.sharding.planner import plan_tables, table_bytes
 from nn.sharding.sharded_embeddings import register_optimizer
@@ -65,8 +66,8 @@ def plan_of(
         exponent=1.0,
         seed=0,
     ).spec
-    model = ModelConfig(embedding_dim=dim, bottom_mlp=[dim], cross=None, embedding_dtype=dtype)
-    tables = build_embeddings(model, spec, torch.device("meta"))
+    model = ModelConfig(embedding_dim=dim, embedding_dtype=dtype)
+    tables = build_embeddings(one_table_per_feature(model, spec), torch.device("meta"))
     register_optimizer(tables, rule)
     local = local_world_size or world_size
     on_gpu = device == "cuda"
