@@ -124,7 +124,7 @@ NOT_DONE = {
     "tests/dataloading/test_parquet.py",
     "tests/dataloading/test_partition.py",
     "tests/end_to_end/test_faults.py",
-    "tests/end_to_end/test_gpu.py",
+    "tests/end_to_end/test_gpu_runs.py",
     "tests/end_to_end/test_nodes.py",
     "tests/end_to_end/test_resume.py",
     "tests/end_to_end/test_run.py",

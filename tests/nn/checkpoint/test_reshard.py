@@ -16,6 +16,7 @@ from nn.checkpoint.tensor_index import blocks, read_index
 from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.composed import TINY, build, compose_config
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import needs_gpus
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 LAYOUTS = {
@@ -152,13 +153,11 @@ def moved_on_gpus(tmp_path_factory):
     return move_all(tmp_path_factory.mktemp("moved"), worlds, moves, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-@pytest.mark.parametrize(("origin", "world"), GPU_MOVES)
+@pytest.mark.parametrize(
+    ("origin", "world"), [pytest.param(*move, marks=needs_gpus(max(move))) for move in GPU_MOVES]
+)
 def test_gpus_go_on_where_others_stopped(moved_on_gpus, kind, origin, world):
     directory, stayed, losses = moved_on_gpus
-    if torch.cuda.device_count() < max(origin, world):
-        pytest.skip(f"needs {max(origin, world)} GPUs")
     assert_all_moved(directory, kind, origin, world)
     assert losses[origin, world, kind] == pytest.approx(stayed[origin, kind], rel=GPU_TOLERANCE)
