@@ -1,21 +1,21 @@
-"""The ways a run ends early, beside `ValueError` for what the user wrote; `configs.exit_codes` tells them apart."""
+"""Exceptions that end a run early, except `ValueError` for user errors; `configs.exit_codes` has their exit codes."""
 
 
 class RankError(Exception):
-    """What one rank found wrong with its input: the others do not know, so the one that does must say it."""
+    """Error in the input of one rank; only this rank can report it."""
 
 
 class SharedError(Exception):
-    """What all ranks know to be wrong, found while they train; one of them says it."""
+    """Error during training that all ranks have; one of them reports it."""
 
 
 class LostRankError(Exception):
-    """Another rank has ended, and this one cannot go on; the text is empty where another rank has said so already."""
+    """Another rank has exited, so this rank cannot continue; the text is empty if another rank has reported it."""
 
 
 class DivergedError(Exception):
-    """The loss or a gradient stopped being a number; all ranks know, and nothing was updated with it."""
+    """The loss or a gradient is not finite; all ranks raise this, and no update has used it."""
 
 
 class StoppedError(Exception):
-    """The run was asked to end by a signal, and all ranks have left at the same step."""
+    """A signal requested the end of the run, and all ranks have stopped after the same step."""

@@ -1,4 +1,4 @@
-"""What an error means that a rank meets while all ranks work: its own fault, no memory, or that another rank is gone."""
+"""Classification of errors during training: user errors, out of memory, lost ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from nn.distributed.process_group import Ranks, is_first_reporter, is_lost_peer
 
 @contextmanager
 def report_lost_rank(ranks: Ranks) -> Iterator[None]:
-    """Say of a collective that fails in here that another rank has ended.
+    """Convert the failure of a collective in this context to `LostRankError`.
 
     Raises:
-        LostRankError: it has.
+        LostRankError: a collective failed because another rank has exited.
     """
     try:
         yield
@@ -26,37 +26,37 @@ def report_lost_rank(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def report_faults(ranks: Ranks) -> Iterator[None]:
-    """Say of an error that one rank meets by itself which rank that is.
+    """Convert errors of a single rank in this context to `RankError`, which names the rank.
 
     Raises:
-        RankError: for `ValueError`, and where memory ran out.
+        RankError: on `ValueError`, and when memory runs out.
     """
     try:
         yield
     except ValueError as error:
-        finder = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
-        raise RankError(f"{finder}{error}") from error
+        prefix = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
+        raise RankError(f"{prefix}{error}") from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         first_line = str(error).partition("\n")[0]
         raise RankError(
             f"rank {ranks.rank} is out of memory: {first_line}; lower train.batch_size, or "
-            "spread the tables over more ranks. Checkpoints of the run are whole"
+            "shard the tables over more ranks. Checkpoints of the run are complete"
         ) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host had no memory left."""
+    """Return whether a device or the host ran out of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def lost_rank_message(ranks: Ranks) -> str:
-    """What the first of the ranks that are left says of the one that is gone; nothing for the others."""
+    """Return the message about a lost rank for the first rank that reports it; an empty text for the others."""
     if not is_first_reporter("lost rank"):
         return ""
     return (
-        f"rank {ranks.rank} stopped, since another rank has ended; its message, or the launcher's, says why. The "
-        "same command with the same run_dir goes on from the latest checkpoint"
+        f"rank {ranks.rank} stopped because another rank has exited; see the message of that rank or of the launcher. The "
+        "same command with the same run_dir resumes from the latest checkpoint"
     )

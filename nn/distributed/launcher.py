@@ -1,4 +1,4 @@
-"""What a rank and the launcher that started it (torchrun) owe each other; a process without a launcher owes nothing."""
+"""Start and exit of a rank under a launcher (torchrun); no-ops without a launcher."""
 
 import ctypes
 import os
@@ -6,45 +6,46 @@ import signal
 import sys
 from typing import NoReturn
 
-STARTED_BY = os.getppid()
+PARENT_PID = os.getppid()
 # <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process."""
+    """Return whether a launcher started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_node_leader() -> bool:
-    """Whether this is the rank that says what all ranks of its node know."""
+    """Return whether this is local rank 0, which reports errors that all ranks of the node have."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def end_with_launcher() -> None:
-    """Get SIGTERM when the launcher is gone, so that the run is saved and ends (Linux only).
+    """Request SIGTERM for this process when the launcher dies, so that the run saves a checkpoint and exits (Linux only).
 
-    Otherwise its ranks would train on, nobody would see it, and the next start would find the run directory in use.
+    Otherwise the ranks would continue unnoticed, and the next start would find the run directory in use.
     """
     if not is_launched() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != STARTED_BY:  # it was gone before it was asked for
+    # The launcher may have died before the request.
+    if os.getppid() != PARENT_PID:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def ask_launcher_to_end() -> None:
-    """Let the launcher, if it is still there, end all ranks, rather than take an end for a failure and use up a restart."""
-    if is_launched() and os.getppid() == STARTED_BY:
-        os.kill(STARTED_BY, signal.SIGTERM)
+    """Ask the launcher to stop all ranks, so that it does not count the exit as a failure and use up a restart."""
+    if is_launched() and os.getppid() == PARENT_PID:
+        os.kill(PARENT_PID, signal.SIGTERM)
 
 
 def leave_launcher(exit_code: int = 0) -> NoReturn:
-    """End a rank that torchrun started, all of whose files are closed.
+    """Exit a rank that torchrun started without Python's shutdown; all files must be closed.
 
-    Torch's own threads may still run when Python takes itself down, and then abort the process ("terminate called without
-    an active exception", 2 of 14 two-rank CPU runs), which torchrun would report as a failure of the whole run. After a
-    failure, a thread may wait for ranks that are gone.
+    Threads of torch may still run during Python's shutdown and abort the process ("terminate called without an active
+    exception", 2 of 14 two-rank CPU runs). torchrun would report that as a failure of the run. After a failure, threads
+    may also wait for lost ranks.
     """
     sys.stdout.flush()
     sys.stderr.flush()

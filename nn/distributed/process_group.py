@@ -1,8 +1,7 @@
-"""Who this process is among the ranks, and the collectives that have nothing to do with tables.
+"""Process group, ranks and the collectives that do not concern tables.
 
-The tables' files (`sharding.py`, `static_exchange.py`, `planner.py`), `checkpoint.py` and this one import
-`torch.distributed`, nothing else does; the launcher's environment variables are read here, and in `launcher.py` for how
-a rank ends. Everything else takes a `Ranks`.
+This module reads the launcher's environment variables, except those that `launcher.py` needs to end a rank. Other code
+receives a `Ranks`.
 """
 
 import os
@@ -18,23 +17,23 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-# Ranks may take very different times to write their part of a checkpoint; one that is gone is noticed at once.
+# Ranks may take very different times to write their files of a checkpoint. Lost ranks are noticed at once anyway.
 HOST_TIMEOUT = timedelta(hours=2)
 
-# By name, as `open_channel` opens them; closed with the default group, or aborted with it.
+# Groups of `open_channel` by name; destroyed or aborted with the default group.
 _channels: dict[str, dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all: its numbers, its device and a few collectives.
+    """Rank, world size and device of this process, with a few collectives.
 
     Attributes:
         rank: 0 .. world_size - 1, over all nodes.
         local_rank: 0 .. local_world_size - 1, on this node.
-        world_size: processes in all.
-        local_world_size: processes on this node.
-        device: the device of this rank.
+        world_size: number of ranks over all nodes.
+        local_world_size: number of ranks on this node.
+        device: device of this rank.
     """
 
     rank: int
@@ -45,21 +44,21 @@ class Ranks:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this rank writes files and talks to the terminal."""
+        """Return whether this is rank 0, which writes files and prints to the terminal."""
         return self.rank == 0
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Collect same-shaped tensors on rank 0; None elsewhere."""
+        """Gather tensors of one shape on rank 0; return None on other ranks."""
         if self.world_size == 1:
             return [tensor]
-        parts = (
+        gathered = (
             [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_rank0 else None
         )
-        dist.gather(tensor.contiguous(), parts, dst=0)
-        return parts
+        dist.gather(tensor.contiguous(), gathered, dst=0)
+        return gathered
 
     def gather_objects(self, value: Any) -> list[Any] | None:
-        """Collect every rank's value on rank 0, None elsewhere; the values must pickle."""
+        """Gather picklable values on rank 0; return None on other ranks."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size if self.is_rank0 else None
@@ -67,25 +66,25 @@ class Ranks:
         return values
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place."""
+        """All-reduce in place with sum."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank; the value must pickle."""
+        """Broadcast a picklable value from rank 0."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
+        objects = [value]
+        dist.broadcast_object_list(objects, src=0, device=self.device)
+        return objects[0]
 
     def run_on_rank0(self, function: Callable[[], Any]) -> Any:
         """Run `function` on rank 0 and return its result on every rank.
 
         Raises:
-            ValueError: on all ranks, with rank 0's text, when `function` raised one. Without this the other ranks
-                would wait in the next collective until it times out.
+            ValueError: on all ranks with rank 0's message, if `function` raised one. Otherwise the other ranks would wait
+                in the next collective until it times out.
         """
         outcome: tuple[Any, str | None] | None = None
         if self.is_rank0:
@@ -99,39 +98,39 @@ class Ranks:
         return value
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks arrive."""
         if self.world_size > 1:
             self.all_reduce_sum(torch.zeros(1, device=self.device)).item()
 
 
 def process_rank() -> int:
-    """This process's rank as the launcher gave it, before any group exists."""
+    """Return this process's rank from the launcher's environment; needs no process group."""
     return int(os.environ.get("RANK", 0))
 
 
 def node_name() -> str:
-    """This machine's name: SLURM's, which tells nodes apart even where they share a machine, or its own."""
+    """Return SLURM's name of this node, which is unique even if nodes share a machine, or the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def launched_world() -> tuple[int, int]:
-    """Ranks in all and ranks on this node, as the launcher gave them; (1, 1) without a launcher."""
+    """Return world size and local world size from the launcher's environment; (1, 1) without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def launcher_restarts() -> int:
-    """How often the launcher starts all ranks anew when one has failed; 0 without a launcher."""
+    """Return the launcher's maximum number of restarts after failures; 0 without a launcher."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
 def ranks_from_environment(device_type: str) -> Ranks:
-    """Read what torchrun (or nothing: one process) says about this process.
+    """Read ranks and device from torchrun's environment; one rank without torchrun.
 
     Args:
         device_type: `cpu` or `cuda`.
 
     Raises:
-        ValueError: when more ranks run on this node than it has GPUs.
+        ValueError: the node has fewer GPUs than ranks.
     """
     rank = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -150,24 +149,24 @@ def ranks_from_environment(device_type: str) -> Ranks:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone, in gloo's words; NCCL waits until the launcher ends it."""
+    """Return whether gloo failed because another rank exited; with NCCL the launcher ends the waiting ranks."""
     return bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
 
 
-def is_first_reporter(what: str) -> bool:
-    """Whether this is the first rank to ask, so that what several ranks know is said once.
+def is_first_reporter(key: str) -> bool:
+    """Return whether this rank is the first to call with `key`, so that an error of several ranks is reported once.
 
-    The answer is the launcher's: its store outlives the ranks. Without one, everybody is the first.
+    The count is in the launcher's store, which outlives the ranks. Without a launcher every rank is the first.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
-    return dist.distributed_c10d._get_default_store().add(what, 1) == 1
+    return dist.distributed_c10d._get_default_store().add(key, 1) == 1
 
 
 class HostChannel:
-    """Collectives between the hosts alone, which neither wait for a GPU nor for those of another thread.
+    """Gloo group for collectives on host memory, independent of the GPU and of other threads' collectives.
 
-    A channel is for one thread at a time. All ranks must open their channels in the same order.
+    Only one thread may use a channel at a time. All ranks must open their channels in the same order.
     """
 
     def __init__(self) -> None:
@@ -180,13 +179,13 @@ class HostChannel:
         return tensor.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank; it must pickle."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
-        return box[0]
+        """Broadcast a picklable value from rank 0."""
+        objects = [value]
+        dist.broadcast_object_list(objects, src=0, group=self.group, device=torch.device("cpu"))
+        return objects[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value on every rank; the values must pickle."""
+        """All-gather picklable values."""
         values = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -194,10 +193,10 @@ class HostChannel:
 
 @contextmanager
 def process_group(ranks: Ranks) -> Iterator[None]:
-    """Open the default process group (NCCL on GPUs, gloo on CPUs) and close it.
+    """Open the default process group (NCCL on GPUs, gloo on CPUs) and destroy it at the end.
 
-    A rank that fails leaves at once: closing NCCL politely would wait for collectives that the other ranks have begun
-    and that this one will never join. They are ended by the launcher.
+    After an error the NCCL communicators are aborted: destroying them would wait for collectives that other ranks have
+    started and this rank will never join. The launcher ends the other ranks.
     """
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
@@ -206,11 +205,11 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         options = {"backend": "gloo"}
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        # A plain `python dlrm.py`: TorchRec asks for a group even when it is alone.
+        # TorchRec requires a process group even for a single process without a launcher.
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif restart != "0" and ranks.local_world_size == ranks.world_size:
-        # torchrun's store on one node still has the addresses of the ranks that it started before. On several nodes
-        # it makes a new one (c10d rendezvous), and nodes may count differently.
+        # On one node torchrun's store still contains the addresses of the ranks before the restart. On several nodes the
+        # c10d rendezvous creates a new store, and restart counts may differ between nodes.
         store, rank, world_size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"restart_{restart}", store)
         options |= {"store": store, "rank": rank, "world_size": world_size}
@@ -233,8 +232,8 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 def open_channel(ranks: Ranks, name: str) -> dist.ProcessGroup | None:
     """Open a communicator for collectives that must not wait for those of another stream; all ranks must call it.
 
-    NCCL runs what is queued on one communicator in one order. On CPUs nothing runs beside anything else, and the default
-    group does.
+    NCCL runs the collectives of one communicator in order. On CPUs collectives do not overlap, so the default group is
+    used and the result is None.
     """
     if ranks.world_size == 1 or ranks.device.type != "cuda":
         return None

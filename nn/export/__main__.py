@@ -1,4 +1,4 @@
-"""`python -m nn.export`: tables of a checkpoint to .npy, safetensors or the layout of NVIDIA's TF2 recipe."""
+"""Command `python -m nn.export`: export tables of a checkpoint as .npy, safetensors or NVIDIA's TF2 layout."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from nn.export.tables import export_tables
 
 
 def run(composed: DictConfig) -> None:
-    """Turn the composed yaml into checked options and export; say what is wrong in one line."""
+    """Check the composed options and export the tables; report errors in one line."""
     try:
         config: ExportConfig = to_config(composed)
         assert config.checkpoint is not None, "ExportConfig refuses a configuration without"

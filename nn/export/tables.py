@@ -1,11 +1,11 @@
-"""Tables of a checkpoint, written to files block by block: memory does not grow with them.
+"""Export of a checkpoint's tables to files, block by block, with memory independent of the table size.
 
-npy          <table>.id.npy int64 [rows], <table>.weight.npy [rows, columns], and a file for each optimizer state
+npy          <table>.id.npy int64 [rows], <table>.weight.npy [rows, columns], and one file per optimizer state
 safetensors  <table>.safetensors, with the same names
 tf2          sparse/feature_<i>.npy and sparse/config.json: `nn.checkpoint.tf2`
 
-Weights keep their dtype, but where a format lacks it they become float32: bfloat16 in npy, both of 16 bits in tf2.
-`id` is what a batch holds to look a row up: the row's number in the table. `export.json` says what was written.
+Weights keep their dtype if the format has it. Otherwise they are converted to float32: bfloat16 in npy, both 16-bit dtypes
+in tf2. `id` is the row's number in the table, as batches contain it. `export.json` lists the written files.
 """
 
 import json
@@ -47,12 +47,12 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Something that each row of a table has.
+    """Weights, ids or one optimizer state of all rows of a table.
 
     Attributes:
         dtype: a key of `DTYPES`.
-        size: one number a dimension, rows first.
-        blocks: its values, rows in order; read once.
+        size: one number per dimension, rows first.
+        blocks: values in the order of rows; can be iterated once.
     """
 
     dtype: str
@@ -68,20 +68,20 @@ def export_tables(
     format: ExportFormat = ExportFormat.npy,
     optimizer: bool = True,
 ) -> dict[str, list[str]]:
-    """Write tables to a new directory, which is whole or absent.
+    """Export tables to a new directory, which is complete or absent.
 
     Args:
         checkpoint: a `step_N` directory.
-        output: made here.
-        tables: names; none means all.
-        format: of the files.
-        optimizer: write optimizer state too.
+        output: directory to create.
+        tables: names of tables; empty for all.
+        format: format of the files.
+        optimizer: export optimizer state too.
 
     Returns:
-        The files of each table.
+        The names of the files by table.
 
     Raises:
-        ValueError: `output` exists, there is no such checkpoint or table, or its files cannot be read.
+        ValueError: `output` exists, the checkpoint or a table does not exist, or a file cannot be read.
     """
     if output.exists():
         raise ValueError(f"output={output} exists; name a new directory, or remove that one")
@@ -89,7 +89,7 @@ def export_tables(
         index = read_index(checkpoint)
     except ValueError as error:
         raise ValueError(
-            f"checkpoint={checkpoint} is not a checkpoint ({error}); name a step_N directory below a run's "
+            f"checkpoint={checkpoint} is not a checkpoint ({error}); name a step_N directory in a run's "
             "checkpoints/"
         ) from None
     unknown = [name for name in tables if name not in index.tables]
@@ -128,7 +128,8 @@ def _table(index: TensorIndex, table: str) -> StoredTensor:
     weight = index.tensors.get(f"tables.{table}.weight")
     if weight is None or len(weight.size) != 2:
         raise ValueError(
-            f"the checkpoint lists a table {table}, and has no weights [rows, columns] of it"
+            f"the checkpoint lists table {table} but has no weights [rows, columns] for it; copy it again, or use another "
+            "checkpoint"
         )
     return weight
 
@@ -140,7 +141,7 @@ def _ids(rows: int) -> Iterator[np.ndarray]:
 
 
 def file_stem(table: str) -> str:
-    """Return what files of a table are called: its name, whatever is no letter, digit or one of `_-.~` as %XX."""
+    """Return the table's name for use in file names: characters except letters, digits and `_-.~` become %XX."""
     return quote(table, safe="")
 
 
@@ -154,7 +155,7 @@ def _write_npy(directory: Path, table: str, columns: dict[str, Column]) -> list[
 
 def _write_array(path: Path, column: Column) -> None:
     if column.dtype == "bfloat16":
-        # numpy has none.
+        # numpy has no bfloat16.
         column = _as_float32(column)
     with path.open("xb") as stream:
         header = {
@@ -167,7 +168,7 @@ def _write_array(path: Path, column: Column) -> None:
 
 
 def _as_float32(column: Column) -> Column:
-    """Return the same numbers of 16 bits as float32, which has them all."""
+    """Convert 16-bit numbers to float32, which is exact."""
 
     def widened() -> Iterator[np.ndarray]:
         for block in column.blocks:
@@ -185,10 +186,10 @@ def _write_blocks(stream: BinaryIO, arrays: Iterable[np.ndarray]) -> None:
 
 
 def _write_safetensors(directory: Path, table: str, columns: dict[str, Column]) -> list[str]:
-    """Write the format by hand: its own library wants all arrays in memory.
+    """Write a safetensors file without its library, which needs all arrays in memory.
 
-    Eight bytes with the length of the header, the header as JSON (padded, so that arrays begin at a multiple of eight),
-    the arrays one after another. https://huggingface.co/docs/safetensors
+    The format is eight bytes with the length of the header, the header as JSON, and the arrays one after another. The
+    header is padded, so that arrays start at a multiple of eight bytes. https://huggingface.co/docs/safetensors
     """
     header, end = {}, 0
     for kind, column in columns.items():
@@ -219,7 +220,7 @@ def _write_tf2(directory: Path, index: TensorIndex) -> dict[str, list[str]]:
             column = _as_float32(column)
         elif weight.dtype != "float32":
             raise ValueError(
-                f"table {table} is {weight.dtype}, and the TF2 recipe reads float32 only"
+                f"table {table} is {weight.dtype}, but the TF2 recipe reads float32 only; use format=npy or safetensors"
             )
         name = f"{FOLDER}/{tf2_file_name(position)}"
         _write_array(directory / name, column)

@@ -34,7 +34,8 @@ PHASES = {
     "copies": r"Memcpy|Memset|copy_kernel|copy_device|multi_tensor_apply.*\bCopy<|CatArrayBatched|FillFunctor"
     r"|permute_pooled_embs|^_(stack|join)",
     "dense optimizer": r"multi_tensor_apply|Fused(Sgd|Adam|Adagrad)|^_dense",
-    "MLPs and cross": r"^_(relu|logit|cross)_(?!entropy)|nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_|at::native.*(elementwise|reduce)_kernel",
+    "MLPs and cross": r"^_(relu|logit|cross)_(?!entropy)|nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_"
+    r"|at::native.*(elementwise|reduce)_kernel",
 }
 KERNEL_PHASES = (*PHASES, OTHER)
 _PATTERNS = {phase: re.compile(pattern, re.IGNORECASE) for phase, pattern in PHASES.items()}

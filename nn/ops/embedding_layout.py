@@ -79,7 +79,7 @@ class EmbeddingLayout:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the memory is a matrix [B, prefix_columns + F * D]."""
+        """Return whether the memory is a matrix [B, prefix_columns + F * D]."""
         return all(
             (segment.stride, segment.offset)
             == (
@@ -91,7 +91,7 @@ class EmbeddingLayout:
 
     @property
     def has_column_shards(self) -> bool:
-        """Whether a feature is split by columns into several segments."""
+        """Return whether a feature is split by columns into several segments."""
         return len(self.segments) != self.num_features
 
     @property

@@ -10,7 +10,7 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_fuse(x: Tensor, weight: Tensor) -> bool:
-    """Whether the fused functions apply: on a GPU, if a linear layer with this weight accepts `x`.
+    """Return whether the fused functions apply: on a GPU, if a linear layer with this weight accepts `x`.
 
     They do not apply during export, because an exported program must also run on machines without Triton.
     """

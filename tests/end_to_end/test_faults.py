@@ -163,7 +163,7 @@ def test_the_others_end_with_one_message_when_a_rank_is_killed(rank, faults):
     start = faults.starts[f"kill rank {rank}"]
     assert (start.codes[rank], start.codes[1 - rank]) == (-signal.SIGKILL, 1), start.said
     (line,) = start.errors
-    assert line.startswith(f"error: rank {1 - rank} stopped, since another rank has ended")
+    assert line.startswith(f"error: rank {1 - rank} stopped because another rank has exited")
     assert "Traceback" not in start.said
 
 
@@ -171,7 +171,7 @@ def test_a_rank_that_waits_for_one_that_hangs_ends_soon_after_sigterm(faults):
     start = faults.starts["hang"]
     assert start.codes == [-signal.SIGKILL, 75]
     (line,) = start.errors
-    assert line.startswith("error: rank 1 stopped, since another rank has ended")
+    assert line.startswith("error: rank 1 stopped because another rank has exited")
 
 
 def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(faults):

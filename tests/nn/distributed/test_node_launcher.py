@@ -132,7 +132,7 @@ def test_a_warning_reaches_the_ranks_and_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("codes", "was_warned", "expected"),
+    ("codes", "was_preempted", "expected"),
     [
         ([-9], False, 1),
         ([75, -9], False, 1),
@@ -143,8 +143,8 @@ def test_a_warning_reaches_the_ranks_and_is_waited_for(tmp_path):
         ([-10], True, 75),
     ],
 )
-def test_the_code_of_a_node_is_the_most_telling_of_its_ranks(codes, was_warned, expected):
-    assert exit_code(codes, was_warned=was_warned) == expected
+def test_the_code_of_a_node_is_the_most_telling_of_its_ranks(codes, was_preempted, expected):
+    assert exit_code(codes, was_preempted=was_preempted) == expected
 
 
 def test_help_and_missing_arguments_are_answered_with_the_usage(capsys):
@@ -167,4 +167,7 @@ def test_ranks_are_bound_where_they_can_be(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert numa_options("node", "gpu07") == []
-    assert capsys.readouterr().err == "gpu07: no numactl here, so ranks are not bound to CPUs\n"
+    assert (
+        capsys.readouterr().err
+        == "gpu07: numactl is not installed, so ranks are not bound to CPUs\n"
+    )

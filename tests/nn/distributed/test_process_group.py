@@ -28,7 +28,7 @@ ONE_TABLE = [
 
 
 def on_two_ranks(*arguments: str) -> list[Ended]:
-    """How a command ends on each of two ranks."""
+    """The ends of a command on two ranks."""
     return run_distributed(run_command, 2, *arguments)
 
 
@@ -208,7 +208,7 @@ def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_said_once(tmp_path):
     assert (first[0], second[0]) == (1, 2)
     said = r"error: rank 1: feature 'item': id 101 at row 170 of [^\n]+\n"
     assert re.fullmatch(said, second[1])
-    waited = r"error: rank 0 stopped, since another rank has ended; its message[^\n]+\n"
+    waited = r"error: rank 0 stopped because another rank has exited; see the message[^\n]+\n"
     assert re.fullmatch(waited, first[1])
     assert not (tmp_path / "run" / "summary.json").exists()
 

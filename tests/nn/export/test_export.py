@@ -179,7 +179,7 @@ def test_tables_of_the_tf2_recipe_that_cannot_be_are_named(saved, tmp_path, kind
         (
             ["checkpoint=nowhere", "output=out"],
             "checkpoint=nowhere is not a checkpoint (there is no tensors.json in nowhere); name a step_N "
-            "directory below a run's checkpoints/",
+            "directory in a run's checkpoints/",
         ),
         (["checkpoint={saved}", "output=out", "tables=[cat_9]"], "has no table cat_9, only cat_0,"),
         (

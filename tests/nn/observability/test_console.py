@@ -1,4 +1,4 @@
-"""What is printed: lines in a pipe, a bar on a terminal, a plan that fits 80 columns."""
+"""Terminal output: lines in a pipe, a bar on a terminal, a plan that fits 80 columns."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""What a run leaves behind, read back from its directory."""
+"""Files of a run directory, read back."""
 
 import json
 import math

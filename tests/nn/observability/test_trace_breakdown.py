@@ -1,4 +1,4 @@
-"""Where the time of a step goes: names to phases, overlaps, gaps. Traces are made by hand."""
+"""Time breakdown of hand-made traces: phases by name, overlaps, gaps."""
 
 import gzip
 import json
