@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,9 +38,9 @@ from nn.build import (
     open_source,
 )
 from nn.checkpoint.directory import find_damage, newest_first, read_facts
-from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer, num_bytes
-from nn.checkpoint.state import facts_of, restore, state_of
+from nn.checkpoint.state import facts_of, restore
 from nn.distributed.process_group import HostChannel, Ranks, process_group, ranks_from_environment
 from nn.library_warnings import quiet_libraries
 from nn.training.prefetch import Prefetcher
@@ -95,13 +96,13 @@ def measured(
         directory.mkdir(parents=True, exist_ok=True)
         facts = facts_of(config, model_spec(config, source), ranks)
         manager = CheckpointManager(
-            directory, step, facts, source.spec, config.checkpoint, ranks, say=print
+            directory, step, SavedRun(facts, source.spec), config.checkpoint, ranks, getLogger()
         )
         batches = loader.batches(0, MOST_STEPS)
         run = Steps(step, Prefetcher(batches, step.path, ranks.device), ranks, channel)
         save = time_save(run, manager, baseline_s)
         batches.close()
-        total_bytes = sum(channel.gather(num_bytes(state_of(step))))
+        total_bytes = sum(channel.gather(num_bytes(step.state_dict())))
         later_pause_s = median(later_copies(manager.copy, step, ranks))
         restored = time_restore(newest_first(directory)[0], step, ranks, channel)
         return {
@@ -207,7 +208,7 @@ def later_copies(copy: StagingBuffer, step: TrainStep, ranks: Ranks) -> list[flo
     for _ in range(COPIES):
         ranks.barrier()
         started = time.perf_counter()
-        copy.take(state_of(step))
+        copy.take(step.state_dict())
         seconds.append(time.perf_counter() - started)
     return seconds
 

@@ -1,16 +1,22 @@
-"""Which checkpoint of its own `run_dir` a run goes on from, and whether it is still the same run."""
+"""What a run starts from: the latest checkpoint of its own `run_dir`, the one that `checkpoint.restore` names, or nothing.
+
+In its own directory a run resumes only as what it was: same data, same settings that decide what is learnt.
+"""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
+from logging import Logger
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from configs.schema import Config
+from configs.schema import Component, Config, Mode
 from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, changed_samples
+from dataloading.loader import Loader
+from dataloading.source import Source
+from nn.build import model_spec
 from nn.checkpoint.compatibility import feature_mismatch
 from nn.checkpoint.directory import (
     NewerFormatError,
@@ -20,12 +26,13 @@ from nn.checkpoint.directory import (
     set_aside,
     step_of,
 )
-from nn.checkpoint.state import facts_of, plain_config
+from nn.checkpoint.state import Trained, check, facts_of, plain_config, restore
 from nn.checkpoint.tensor_index import read_index
+from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.models.registry import declared_tables
-from nn.training.trainer import is_good_enough
+from nn.training.limits import is_good_enough, total_steps
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor its order.
 FREE = (
@@ -57,52 +64,60 @@ class ResumePoint:
         return self.facts["num_steps"] if self.facts else 0
 
 
-def find_resume_point(
-    config: Config,
-    spec: FeatureSpec,
-    ranks: Ranks,
-    channel: HostChannel,
-    say: Callable[[str], None],
-) -> ResumePoint:
-    """Find the latest whole checkpoint of `config.run_dir`; all ranks must call it, and read its bytes together.
+def named_resume_point(config: Config, source: Source) -> ResumePoint:
+    """Check what `checkpoint.restore` names, before any process group; a run that goes on by itself needs it no more.
 
-    Args:
-        config: the whole run, of mode train.
-        spec: the dataset as the model sees it.
-        ranks: this process.
-        channel: between the hosts.
-        say: prints a line; only rank 0's is called.
+    Raises:
+        ValueError: mode=eval names none, what it names is no checkpoint, or not of this dataset, or has nothing left to train.
+    """
+    return ResumePoint() if _has_own_checkpoint(config) else _named(config, source)
+
+
+def own_resume_point(
+    config: Config, source: Source, ranks: Ranks, logger: Logger
+) -> ResumePoint | None:
+    """Find the checkpoint of its own run directory that a run goes on from; all ranks must call it.
 
     Raises:
         ValueError: on all ranks, when what is there is of another run, or of a newer version.
     """
-    directory = Path(config.run_dir) / "checkpoints"
-    while True:
-        found = ranks.run_on_rank0(lambda: _latest(directory, say))
-        if found is None:
-            return ResumePoint()
-        path, facts = found
-        damages = channel.gather(find_damage(path, facts, ranks.rank, ranks.world_size))
-        damage = next((each for each in damages if each), None)
-        if damage is None:
-            start = ResumePoint(path, facts, is_continuation=True)
-            ranks.run_on_rank0(lambda start=start: _check_same_run(config, spec, ranks, start, say))
-            return start
-        if ranks.is_rank0:
-            _report_damage(path, damage, say)
-        ranks.barrier()
+    if not ranks.broadcast_object(_has_own_checkpoint(config)):
+        return None
+
+    start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
+    # Where all of its own are damaged it begins as it did at first.
+    return start if start.is_continuation else _named(config, source)
 
 
-def is_over(config: Config, start: ResumePoint, last_step: int) -> bool:
-    """Whether a run that goes on has come to its end already: its summary is of the step of its latest checkpoint."""
+def is_over(config: Config, loader: Loader, ranks: Ranks, start: ResumePoint) -> bool:
+    """Whether nothing is left to do in the run that is continued; all ranks must call it."""
+    if not start.is_continuation:
+        return False
+    last_step = total_steps(config, loader.steps_per_epoch)
+    return ranks.run_on_rank0(lambda: _has_finished(config, start, last_step))
+
+
+def load(config: Config, start: ResumePoint, step: Trained) -> None:
+    """Load what a run begins with; its own checkpoint is always taken whole.
+
+    Raises:
+        SharedError: it is of another model or optimizer, or cannot be read.
+    """
+    if start.path is None:
+        return
+    parts = config.checkpoint
+    is_training = config.mode is Mode.train
     try:
-        summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return False
-    if summary.get("steps") != start.num_steps:
-        return False
-    test = start.facts["trainer"]["test"]
-    return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)
+        restore(
+            start.path,
+            step,
+            with_optimizer=is_training and (start.is_continuation or parts.takes_optimizer),
+            components=tuple(Component) if start.is_continuation else parts.components,
+            grow=parts.grow and not start.is_continuation,
+            is_own=start.is_continuation,
+        )
+    except ValueError as error:
+        raise SharedError(str(error)) from error
 
 
 def can_restart(run_dir: Path, config: Config) -> bool:
@@ -116,7 +131,90 @@ def can_restart(run_dir: Path, config: Config) -> bool:
     return isinstance(before, dict) and not _differences(before, plain_config(config))
 
 
-def _latest(directory: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+def _has_own_checkpoint(config: Config) -> bool:
+    if config.mode is not Mode.train or config.run_dir is None:
+        return False
+    return bool(newest_first(Path(config.run_dir) / "checkpoints"))
+
+
+def _named(config: Config, source: Source) -> ResumePoint:
+    parts = config.checkpoint
+    if parts.restore is None and config.mode is Mode.eval:
+        raise ValueError(f"mode=eval needs a trained model: {_how_to_name_one(config.run_dir)}")
+    if parts.restore is None:
+        return ResumePoint()
+    path = Path(parts.restore)
+    facts = check(
+        path,
+        model_spec(config, source),
+        table_of_feature(declared_tables(config.model, source.spec)),
+        components=parts.components,
+        grow=parts.grow,
+        allow_changes=parts.allow_changes,
+    )
+    starts_at_zero = config.mode is Mode.train and not parts.takes_optimizer
+    return ResumePoint(path, {"num_steps": 0} if starts_at_zero else facts)
+
+
+def _how_to_name_one(run_dir: str | None) -> str:
+    """Say how to name a checkpoint; the latest of the run directory, if there is one: that may be what was meant."""
+    found = newest_first(Path(run_dir) / "checkpoints") if run_dir is not None else []
+    if not found:
+        return "set checkpoint.restore to a run's checkpoints/step_N"
+    return f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"
+
+
+def _latest_intact(
+    config: Config,
+    spec: FeatureSpec,
+    ranks: Ranks,
+    channel: HostChannel,
+    logger: Logger,
+) -> ResumePoint:
+    """Find the latest whole checkpoint of `config.run_dir`; all ranks must call it, and read its bytes together.
+
+    Args:
+        config: the whole run, of mode train.
+        spec: the dataset as the model sees it.
+        ranks: this process.
+        channel: between the hosts.
+        logger: prints on rank 0.
+
+    Raises:
+        ValueError: on all ranks, when what is there is of another run, or of a newer version.
+    """
+    directory = Path(config.run_dir) / "checkpoints"
+    while True:
+        found = ranks.run_on_rank0(lambda: _latest(directory, logger))
+        if found is None:
+            return ResumePoint()
+        path, facts = found
+        damages = channel.gather(find_damage(path, facts, ranks.rank, ranks.world_size))
+        damage = next((each for each in damages if each), None)
+        if damage is None:
+            start = ResumePoint(path, facts, is_continuation=True)
+            ranks.run_on_rank0(
+                lambda start=start: _check_same_run(config, spec, ranks, start, logger)
+            )
+            return start
+        if ranks.is_rank0:
+            _report_damage(path, damage, logger)
+        ranks.barrier()
+
+
+def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
+    """Whether a run that goes on has come to its end already: its summary is of the step of its latest checkpoint."""
+    try:
+        summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return False
+    if summary.get("steps") != start.num_steps:
+        return False
+    test = start.facts["trainer"]["test"]
+    return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)
+
+
+def _latest(directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | None:
     for path in newest_first(directory):
         try:
             return path, read_facts(path)
@@ -125,14 +223,14 @@ def _latest(directory: Path, say: Callable[[str], None]) -> tuple[Path, dict[str
                 f"{path} cannot be gone on from: {error}, or set another run_dir"
             ) from None
         except ValueError as error:
-            _report_damage(path, str(error), say)
+            _report_damage(path, str(error), logger)
     return None
 
 
-def _report_damage(path: Path, damage: str, say: Callable[[str], None]) -> None:
+def _report_damage(path: Path, damage: str, logger: Logger) -> None:
     aside = set_aside(path)
-    say(
-        f"warning: the checkpoint of step {step_of(path)} is not used: {damage}; it is {aside} now, and the run "
+    logger.warning(
+        f"the checkpoint of step {step_of(path)} is not used: {damage}; it is {aside} now, and the run "
         "goes on from the one before it, if there is one"
     )
 
@@ -142,7 +240,7 @@ def _check_same_run(
     spec: FeatureSpec,
     ranks: Ranks,
     start: ResumePoint,
-    say: Callable[[str], None],
+    logger: Logger,
 ) -> None:
     """Refuse to go on with other data or settings.
 
@@ -180,7 +278,7 @@ def _check_same_run(
         )
     is_at_its_place = facts["config"]["data"]["path"] == config.data.path
     if is_at_its_place and changed_files(facts["data_files"], now["data_files"]):
-        say(
+        logger.info(
             f"note: files of {spec.root} were touched or put back since the checkpoint of step {facts['num_steps']}; "
             f"their sizes and samples are the same. python -m preproc mode=verify path={spec.root} compares every byte "
             "with the checksums of its feature_spec.yaml"

@@ -1,8 +1,9 @@
 """One run from its typed configuration: check, plan, build, then train, evaluate or time."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from logging import Logger
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import clear, prune
-from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.manager import CheckpointManager, SavedRun
+from nn.checkpoint.state import facts_of, trainer_rows
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.failures import lost_rank_message, report_faults, report_lost_rank
+from nn.distributed.preemption import Heartbeat, StopRequest
 from nn.distributed.process_group import (
     Ranks,
     launcher_restarts,
@@ -38,11 +40,11 @@ from nn.distributed.process_group import (
     process_rank,
     ranks_from_environment,
 )
-from nn.distributed.signals import StopRequest
 from nn.models.registry import check_model
 from nn.observability.console import (
     Progress,
     make_console,
+    make_logger,
     print_hardware,
     print_header,
     print_inference,
@@ -52,14 +54,21 @@ from nn.observability.console import (
 )
 from nn.observability.profiler import Profiler, check_profile
 from nn.observability.run_directory import SUMMARY_KEYS, RunDirectory, default_run_dir, environment
-from nn.resume import ResumePoint, can_restart
+from nn.resume import (
+    ResumePoint,
+    can_restart,
+    is_over,
+    load,
+    named_resume_point,
+    own_resume_point,
+)
 from nn.sharding.memory_estimate import plan_memory
 from nn.sharding.planner import needs_dense_kernel
-from nn.start import is_over, load, named_resume_point, own_resume_point
 from nn.training.evaluator import Evaluator
 from nn.training.latency import measure
+from nn.training.limits import eval_steps, total_steps
 from nn.training.train_step import TrainStep
-from nn.training.trainer import Trainer, eval_steps, total_steps
+from nn.training.trainer import RunOutput, Saving, Trainer
 
 
 def run(config: Config, config_yaml: str) -> None:
@@ -82,14 +91,87 @@ def run(config: Config, config_yaml: str) -> None:
     check_table_dtype(config, source.spec)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
-        hardware = planned_hardware(config)
-        _, rows = build_plan(config, source, hardware)
-        print_hardware(console, config, hardware)
-        print_plan(console, rows, hardware.world_size)
-        if hardware.device_type == "cuda":
-            memory = plan_memory(config, source.spec, rows, hardware.world_size)
-            print_memory(console, memory, hardware.hbm_bytes)
+        _show_plan(config, source, console)
         return
+    with _open_session(config, config_yaml, source, console) as session:
+        if session is None:
+            return
+        if config.mode is Mode.train:
+            with _open_training(session) as (trainer, saving):
+                # Called from here, so that a stack trace is short.
+                with _finishes_writing(saving, session.ranks):
+                    summary = trainer.train()
+                _finish_training(session, trainer, saving, summary)
+        elif config.mode is Mode.eval:
+            summary = _evaluate(session)
+        else:
+            summary = _inference(session)
+        print_summary(console, summary, session.recorder.run_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What every mode works with, once all is built.
+
+    Attributes:
+        config: the complete run.
+        source: the rows.
+        loaders: of the splits that the mode reads.
+        ranks: this process.
+        recorder: the run directory.
+        console: of rank 0.
+        logger: prints on that console.
+        start: what the run starts from.
+        step: both halves, loaded with it.
+        teacher_auc: the best AUC that any model can reach, where that is known.
+    """
+
+    config: Config
+    source: Source
+    loaders: Loaders
+    ranks: Ranks
+    recorder: RunDirectory
+    console: Console
+    logger: Logger
+    start: ResumePoint
+    step: TrainStep
+    teacher_auc: float | None
+
+    def evaluator(self, heartbeat: Heartbeat | None = None) -> Evaluator:
+        """Return what scores the split to evaluate on."""
+        assert self.loaders.test is not None
+        max_steps = self.config.eval.max_steps
+        return Evaluator(self.step, self.loaders.test, self.ranks, max_steps, heartbeat)
+
+    def profiler(self) -> Profiler | None:
+        """Return what takes a profile of training, if one is asked for; the first start of a run has taken it."""
+        if not self.config.profile.steps or self.start.is_continuation:
+            return None
+        return Profiler(
+            self.config.profile,
+            self.start.num_steps,
+            self.recorder.run_dir,
+            self.console,
+            self.ranks,
+        )
+
+
+def _show_plan(config: Config, source: Source, console: Console) -> None:
+    hardware = planned_hardware(config)
+    _, rows = build_plan(config, source, hardware)
+    print_hardware(console, config, hardware)
+    print_plan(console, rows, hardware.world_size)
+    if hardware.device_type == "cuda":
+        memory = plan_memory(config, source.spec, rows, hardware.world_size)
+        print_memory(console, memory, hardware.hbm_bytes)
+
+
+@contextmanager
+def _open_session(
+    config: Config, config_yaml: str, source: Source, console: Console
+) -> Iterator[Session | None]:
+    """Check, open the process group, plan, and build; None where nothing is left to do."""
+    logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
     start = named_resume_point(config, source)
     loaders = build_loaders(config, source, ranks)
@@ -99,13 +181,13 @@ def run(config: Config, config_yaml: str) -> None:
         stack.enter_context(loaders)
         stack.enter_context(process_group(ranks))
         stack.enter_context(report_lost_rank(ranks))
-        start = own_resume_point(config, source, ranks, console) or start
+        start = own_resume_point(config, source, ranks, logger) or start
         if loaders.train is not None and is_over(config, loaders.train, ranks, start):
-            console.print(
+            logger.info(
                 f"run_dir={config.run_dir} holds the whole run already ({start.num_steps:,} steps); nothing to do. "
-                "Raise train.epochs or train.max_steps to train on, or set another run_dir",
-                soft_wrap=True,
+                "Raise train.epochs or train.max_steps to train on, or set another run_dir"
             )
+            yield None
             return
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
         plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
@@ -125,150 +207,140 @@ def run(config: Config, config_yaml: str) -> None:
                 memory = plan_memory(config, source.spec, rows, ranks.world_size)
                 recorder.write_memory(memory)
                 print_memory(console, memory, hardware.hbm_bytes)
-
-        session = Session(config, source, loaders, ranks, recorder, console, start)
         with report_faults(ranks):
             step = build_step(config, source, plan, ranks)
             stack.callback(step.close)
             if ranks.device.type == "cuda":
                 reason = step.capture_blocker
-                console.print(
+                logger.info(
                     "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
                 )
             load(config, start, step)
-            summary = WORK[config.mode](session, step, facts)
-        print_summary(console, summary, recorder.run_dir)
+            yield Session(
+                config=config,
+                source=source,
+                loaders=loaders,
+                ranks=ranks,
+                recorder=recorder,
+                console=console,
+                logger=logger,
+                start=start,
+                step=step,
+                teacher_auc=facts["teacher_auc"],
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """What every mode works with, once all is built."""
-
-    config: Config
-    source: Source
-    loaders: Loaders
-    ranks: Ranks
-    recorder: RunDirectory
-    console: Console
-    start: ResumePoint
-
-    def evaluator(self, step: TrainStep, alive: Callable[[], None] = lambda: None) -> Evaluator:
-        """What scores the split to evaluate on."""
-        assert self.loaders.test is not None
-        return Evaluator(step, self.loaders.test, self.ranks, self.config.eval.max_steps, alive)
-
-    def profiler(self) -> Profiler | None:
-        """What takes a profile of training, if one is asked for; the first start of a run has taken it."""
-        if not self.config.profile.steps or self.start.is_continuation:
-            return None
-        return Profiler(
-            self.config.profile,
-            self.start.num_steps,
-            self.recorder.run_dir,
-            self.console,
-            self.ranks,
-        )
-
-    def say(self, line: str) -> None:
-        """Print a line that no terminal's width breaks."""
-        self.console.print(line, soft_wrap=True)
-
-
-def _train(session: Session, step: TrainStep, facts: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
+    """Build the trainer, at the point that the run starts from, and what saves its state."""
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train
     assert loader is not None
     last_step = total_steps(config, loader.steps_per_epoch)
     with ExitStack() as stack:
-        checkpointer = stop = None
-        alive = _nothing
+        saving = heartbeat = None
         if config.checkpoint.save:
             stop = stack.enter_context(
                 StopRequest(ranks.world_size > 1, lambda: _as_error(lost_rank_message(ranks)))
             )
-            alive = stop.moved
-            directory = session.recorder.run_dir / "checkpoints"
-            if ranks.is_rank0:
-                clear(directory, start.num_steps if start.is_continuation else 0)
-                if start.is_continuation:
-                    # Now, not after the next save: it may be for want of room that fewer shall be kept.
-                    best = start.facts["trainer"]["best_step"]
-                    prune(directory, start.num_steps, config.checkpoint.keep, best)
-            checkpointer = CheckpointManager(
-                directory,
-                step,
-                checkpoint.facts_of(config, model_spec(config, session.source), ranks),
-                session.source.spec,
-                config.checkpoint,
-                ranks,
-                session.say,
-                alive,
-            )
+            heartbeat = stop.heartbeat
+            saving = Saving(_checkpoint_manager(session, heartbeat), stop)
         progress = stack.enter_context(
             Progress(session.console, last_step, start_step=start.num_steps)
         )
         trainer = Trainer(
-            step,
+            session.step,
             loader,
-            session.evaluator(step, alive),
-            session.recorder,
-            progress,
+            session.evaluator(heartbeat),
             config,
             ranks,
-            session.profiler(),
-            checkpointer,
-            stop,
+            RunOutput(session.recorder, progress, session.profiler()),
+            saving,
         )
         if start.is_continuation:
-            rows = checkpoint.trainer_rows(start.path) if ranks.is_rank0 else None
+            rows = trainer_rows(start.path) if ranks.is_rank0 else None
             trainer.resume_from(start.num_steps, start.facts["trainer"], rows)
         else:
             trainer.start_at(start.num_steps)
-        try:
-            summary = trainer.train()
-        except BaseException as error:
-            # Where all ranks are here, what is being written will be whole; other ranks may wait for ever.
-            is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
-            if checkpointer is not None and (is_shared or ranks.world_size == 1):
-                checkpointer.wait()
-            raise
-        summary["teacher_auc"] = facts["teacher_auc"]
-        has_trained = trainer.num_steps > start.num_steps or not start.is_continuation
-        if checkpointer is not None and has_trained:
-            trainer.save(is_last=True)
-        session.recorder.finish(summary)
-        problem = None if checkpointer is None else checkpointer.wait()
-        if problem is not None:
-            raise SharedError(
-                f"the checkpoint could not be written below {checkpointer.directory}: {problem}; the run's other "
-                "results are there. Make room and start the same command again, or set checkpoint.save=false"
-            )
-    return summary
+        yield trainer, saving
+
+
+def _checkpoint_manager(session: Session, heartbeat: Heartbeat) -> CheckpointManager:
+    """Clean up after the start before, and return what writes checkpoints from now on."""
+    config, ranks, start = session.config, session.ranks, session.start
+    directory = session.recorder.run_dir / "checkpoints"
+    if ranks.is_rank0:
+        clear(directory, start.num_steps if start.is_continuation else 0)
+        if start.is_continuation:
+            # Now, not after the next save: it may be for want of room that fewer shall be kept.
+            best = start.facts["trainer"]["best_step"]
+            prune(directory, start.num_steps, config.checkpoint.keep, best)
+    facts = facts_of(config, model_spec(config, session.source), ranks)
+    return CheckpointManager(
+        directory,
+        session.step,
+        SavedRun(facts, session.source.spec),
+        config.checkpoint,
+        ranks,
+        session.logger,
+        heartbeat,
+    )
+
+
+@contextmanager
+def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
+    """After an error, wait for the checkpoint that is being written."""
+    try:
+        yield
+    except BaseException as error:
+        # Where all ranks are here, what is being written will be complete; other ranks may wait for ever.
+        is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
+        if saving is not None and (is_shared or ranks.world_size == 1):
+            saving.manager.wait()
+        raise
+
+
+def _finish_training(
+    session: Session, trainer: Trainer, saving: Saving | None, summary: dict[str, Any]
+) -> None:
+    """Save what was trained and record the summary.
+
+    Raises:
+        SharedError: the checkpoint could not be written.
+    """
+    start = session.start
+    summary["teacher_auc"] = session.teacher_auc
+    has_trained = trainer.num_steps > start.num_steps or not start.is_continuation
+    if saving is not None and has_trained:
+        trainer.save(is_last=True)
+    session.recorder.finish(summary)
+    problem = None if saving is None else saving.manager.wait()
+    if saving is not None and problem is not None:
+        raise SharedError(
+            f"the checkpoint could not be written below {saving.manager.directory}: {problem}; the run's other "
+            "results are there. Make room and start the same command again, or set checkpoint.save=false"
+        )
 
 
 def _as_error(text: str) -> str:
     return f"error: {text}\n" if text else ""
 
 
-def _nothing() -> None:
-    """Called where nobody watches whether the loop moves."""
-
-
-def _evaluate(session: Session, step: TrainStep, facts: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(session: Session) -> dict[str, Any]:
     num_steps = session.start.num_steps
-    record = {"step": num_steps, **session.evaluator(step).run()}
+    record = {"step": num_steps, **session.evaluator().run()}
     session.recorder.write_test(record)
     with Progress(session.console, num_steps) as progress:
         progress.show_test(record)
     summary = dict.fromkeys(SUMMARY_KEYS) | {"steps": num_steps} | record
-    summary["teacher_auc"] = facts["teacher_auc"]
+    summary["teacher_auc"] = session.teacher_auc
     session.recorder.finish(summary)
     return summary
 
 
-def _inference(session: Session, step: TrainStep, facts: dict[str, Any]) -> dict[str, Any]:
+def _inference(session: Session) -> dict[str, Any]:
     config, source, ranks = session.config, session.source, session.ranks
-    step.set_training(False)
+    session.step.set_training(False)
     sizes = _sizes_to_time(config, source, ranks)
     left_out = [f"{each:,}" for each in config.inference.batch_sizes if each not in sizes]
     if left_out:
@@ -287,15 +359,12 @@ def _inference(session: Session, step: TrainStep, facts: dict[str, Any]) -> dict
             device=ranks.device,
         )
         batch = loader.batch(0).to(ranks.device)
-        results.append(measure(step, batch, config.inference, ranks))
+        results.append(measure(session.step, batch, config.inference, ranks))
     print_inference(session.console, results)
     summary = dict.fromkeys(SUMMARY_KEYS) | {"steps": session.start.num_steps}
-    summary |= {"inference": results, "teacher_auc": facts["teacher_auc"]}
+    summary |= {"inference": results, "teacher_auc": session.teacher_auc}
     session.recorder.finish(summary)
     return summary
-
-
-WORK = {Mode.train: _train, Mode.eval: _evaluate, Mode.inference: _inference}
 
 
 def _count(number: int, noun: str) -> str:

@@ -26,7 +26,7 @@ from dataloading.durable_files import (
     sync_directory,
     write_synced,
 )
-from nn.checkpoint.dcp_writer import THREADS
+from nn.checkpoint.dcp_storage import THREADS
 from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES, INDEX_FILE
 
 RUN_FILE = "run.json"

@@ -3,7 +3,9 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from logging import Logger
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,14 +17,27 @@ from dataloading.feature_spec import FeatureSpec
 from dataloading.file_states import changed_files, file_states
 from nn.checkpoint.directory import commit, newest_first, prune, step_of, unfinished
 from nn.checkpoint.staging import StagingBuffer, State, num_bytes
-from nn.checkpoint.state import TRAINER, missing_parts, state_of, write
+from nn.checkpoint.state import TRAINER, Trained, missing_parts, write
 from nn.distributed.errors import SharedError
+from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import HostChannel, Ranks
-from nn.training.train_step import TrainStep
 
 THREAD_NAME = "checkpoint-writer"
 SPARE_MEMORY = 0.8
 """Part of the memory that a node has left which copies of the state may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """The run that checkpoints are of.
+
+    Attributes:
+        facts: from `nn.checkpoint.state.facts_of`.
+        spec: the dataset as stored, whose files must stay what they are.
+    """
+
+    facts: Mapping[str, Any]
+    spec: FeatureSpec
 
 
 class CheckpointManager:
@@ -32,13 +47,12 @@ class CheckpointManager:
 
     Args:
         directory: where checkpoints lie.
-        step: both halves and their optimizers.
-        facts: of the run, from `nn.checkpoint.state.facts_of`.
-        spec: the dataset, whose files must stay what they are.
+        step: the model and its optimizers.
+        run: what is saved of the run beside them.
         config: how many to keep.
         ranks: this process.
-        say: prints a line; only rank 0's is called.
-        alive: called while the loop waits for the writer.
+        logger: for what happens while a checkpoint is written; rank 0's prints.
+        heartbeat: beats while the loop waits for the writer.
 
     Attributes:
         copy: of the state, on the host; memory is taken at the first save.
@@ -47,22 +61,21 @@ class CheckpointManager:
     def __init__(
         self,
         directory: Path,
-        step: TrainStep,
-        facts: Mapping[str, Any],
-        spec: FeatureSpec,
+        step: Trained,
+        run: SavedRun,
         config: CheckpointConfig,
         ranks: Ranks,
-        say: Callable[[str], None],
-        alive: Callable[[], None] = lambda: None,
+        logger: Logger,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.directory = directory
         self._step = step
-        self._facts = dict(facts)
-        self._spec = spec
+        self._facts = dict(run.facts)
+        self._spec = run.spec
         self._config = config
         self._ranks = ranks
-        self._say = say
-        self._alive = alive
+        self._logger = logger
+        self._heartbeat = heartbeat or Heartbeat()
         self._channel = HostChannel()
         self.copy = StagingBuffer(ranks.device)
         self._has_room: bool | None = None
@@ -98,7 +111,7 @@ class CheckpointManager:
             self._ranks.run_on_rank0(self._check_data)
         except ValueError as error:
             raise SharedError(str(error)) from None
-        state = state_of(self._step)
+        state = self._step.state_dict()
         state |= {f"{TRAINER}{name}": value for name, value in tensors.items()}
         in_background = not is_last and self._fits(state)
         if in_background:
@@ -139,7 +152,7 @@ class CheckpointManager:
     def _join(self) -> None:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.2)
-            self._alive()
+            self._heartbeat.beat()
         self._thread = None
 
     def _write(self, num_steps: int, state: State, facts: dict[str, Any], paused_s: float) -> None:
@@ -168,7 +181,7 @@ class CheckpointManager:
 
     def _write_parts(self, num_steps: int, state: State) -> str | None:
         try:
-            write(self.directory, num_steps, state, self._step, self._channel)
+            write(self.directory, num_steps, state, self._step.table_names, self._channel)
         except ValueError as error:
             return str(error)
         return None
@@ -195,8 +208,8 @@ class CheckpointManager:
             "there is none yet" if latest is None else f"the latest is of step {step_of(latest)}"
         )
         further = "" if self._is_last else ". The run goes on, and the next save tries again"
-        self._say(
-            f"warning: the checkpoint of step {num_steps} could not be written: {self._problem}; {back_to}{further}"
+        self._logger.warning(
+            f"the checkpoint of step {num_steps} could not be written: {self._problem}; {back_to}{further}"
         )
 
     def _fits(self, state: State) -> bool:
@@ -205,7 +218,7 @@ class CheckpointManager:
             needed = num_bytes(state) * self._ranks.local_world_size
             self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
             if not self._has_room and self._ranks.is_rank0:
-                self._say(
+                self._logger.info(
                     f"checkpoints: no room in host memory for a copy of {needed / 2**30:,.1f} GiB, so that "
                     "training waits while they are written"
                 )

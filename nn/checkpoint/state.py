@@ -9,11 +9,11 @@ counters, and the schedule is one of the step. The loader's position is the step
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,21 +32,40 @@ from nn.checkpoint.compatibility import (
     open_index,
     remedy,
 )
-from nn.checkpoint.dcp_reader import DcpReader
-from nn.checkpoint.dcp_writer import DcpWriter
+from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
 from nn.checkpoint.directory import FORMAT_VERSION, commit, read_facts, unfinished, wait_for
 from nn.checkpoint.staging import State
 from nn.checkpoint.tensor_index import REMEDY, blocks, read_index
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.process_group import HostChannel, Ranks
-from nn.training.train_step import TrainStep
 
 TRAINER = "trainer."
 
 
-def state_of(step: TrainStep) -> State:
-    """Return this rank's part of what a checkpoint holds; the tensors are those that are trained."""
-    return _weights(step) | _optimizer_state(step)
+class Trained(Protocol):
+    """The model and optimizers whose state a checkpoint holds, in the style of torch.distributed.checkpoint's `Stateful`.
+
+    Attributes:
+        frozen: components that keep their weights.
+    """
+
+    frozen: frozenset[Component]
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables, in the order of the features."""
+
+    def state_dict(self, *, with_optimizer: bool = True) -> State:
+        """Return this rank's shards of the state; the tensors are those that are trained."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over the values of a state of the same names and shapes."""
+
+    def state_shapes(self, *, with_optimizer: bool = True) -> dict[str, torch.Size]:
+        """Return the complete shapes of the state, of tables that lie on other ranks only too."""
+
+    def allocate_optimizer_state(self) -> None:
+        """Make the optimizer state that is otherwise made in the first step."""
 
 
 def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
@@ -83,15 +102,22 @@ def plain_config(config: Config) -> dict[str, Any]:
 
 
 def write(
-    directory: Path, num_steps: int, state: State, step: TrainStep, channel: HostChannel
+    directory: Path, num_steps: int, state: State, tables: Sequence[str], channel: HostChannel
 ) -> None:
     """Write the tensors of a checkpoint below its unfinished name; all ranks must call it.
+
+    Args:
+        directory: of the run's checkpoints.
+        num_steps: updates made so far.
+        state: this rank's shards.
+        tables: their names, in the order of the features.
+        channel: between the hosts.
 
     Raises:
         ValueError: on all ranks, when one could not write its part.
         RuntimeError: another rank has ended.
     """
-    writer = DcpWriter(unfinished(directory, num_steps), step.tables.names)
+    writer = DcpWriter(unfinished(directory, num_steps), tables)
     try:
         dcp.save(state, storage_writer=writer, process_group=channel.group)
     except dcp.CheckpointException as error:
@@ -111,10 +137,10 @@ def missing_parts(directory: Path, state: State) -> list[str]:
     return [name for name, size in sizes.items() if held.get(name) != math.prod(size)]
 
 
-def save(directory: Path, step: TrainStep, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
+def save(directory: Path, step: Trained, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
     """Write `directory/step_<num_steps>` while the caller waits, and return its path; of a run it knows the dataset only."""
     channel = HostChannel()
-    write(directory, num_steps, state_of(step), step, channel)
+    write(directory, num_steps, step.state_dict(), step.table_names, channel)
     facts = {"format_version": FORMAT_VERSION, "feature_spec": spec.fingerprint()}
     if ranks.is_rank0:
         commit(directory, num_steps, facts | {"num_steps": num_steps})
@@ -168,7 +194,7 @@ def check(
 
 def restore(
     path: Path,
-    step: TrainStep,
+    step: Trained,
     *,
     with_optimizer: bool,
     components: Collection[Component] = tuple(Component),
@@ -192,17 +218,13 @@ def restore(
     if find_tf2_tables(path) is None:
         # Rank 0 of another host may have renamed it a moment ago.
         wait_for(path / "run.json")
-    index = open_index(path, step.tables.names)
+    index = open_index(path, step.table_names)
     tensors = chosen(index, components, with_optimizer=with_optimizer, frozen=step.frozen)
-    wanted = _weights(step)
-    # A rank sees no state of tables that it has no part of, but must come to the same end as all the others.
-    shapes = {name: value.shape for name, value in wanted.items()}
     if with_optimizer:
-        _allocate_dense_state(step)
-        state = _optimizer_state(step)
-        shapes |= {f"tables.{name}": size for name, size in step.tables.optimizer_shapes().items()}
-        shapes |= {name: value.shape for name, value in state.items() if name not in shapes}
-        wanted |= state
+        step.allocate_optimizer_state()
+    wanted = step.state_dict(with_optimizer=with_optimizer)
+    # A rank sees no state of tables that it has no part of, but must come to the same end as all the others.
+    shapes = step.state_shapes(with_optimizer=with_optimizer)
     wanted = {name: value for name, value in wanted.items() if component_of(name) in components}
     shapes = {name: size for name, size in shapes.items() if component_of(name) in components}
     stored = {name: tensor.size for name, tensor in tensors.items()}
@@ -224,6 +246,7 @@ def restore(
         # Where its bytes are not what they were, the text says so already.
         advice = "" if REMEDY in problem else f"; {REMEDY}"
         raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
+    step.load_state_dict(wanted)
 
 
 def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:
@@ -240,26 +263,3 @@ def _first_problem(error: dcp.CheckpointException) -> str:
     """The error of the lowest rank that has one, and which that is if it is not the first."""
     rank, (problem, _) = min(error.failures.items(), key=lambda each: each[0])
     return f"rank {rank}: {problem}" if rank else str(problem)
-
-
-def _weights(step: TrainStep) -> State:
-    state = {f"tables.{name}": value for name, value in step.tables.weights().items()}
-    state |= {f"dense.{name}": value.detach() for name, value in step.dense.named_parameters()}
-    return state
-
-
-def _optimizer_state(step: TrainStep) -> State:
-    state = {f"tables.{name}": value for name, value in step.tables.optimizer_state().items()}
-    for name, parameter in step.dense.named_parameters():
-        for key, value in step.dense_optimizer.state[parameter].items():
-            if isinstance(value, Tensor):
-                state[f"dense_optimizer.{name}.{key}"] = value
-    return state
-
-
-def _allocate_dense_state(step: TrainStep) -> None:
-    """Let the dense optimizer make its state, which torch does in the first step: here one that changes nothing."""
-    step.dense_optimizer.zero_grad(set_to_none=False)
-    for group in step.dense_optimizer.param_groups:
-        group["lr"] = 0.0
-    step.dense_optimizer.step()

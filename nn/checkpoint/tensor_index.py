@@ -1,6 +1,6 @@
 """Tensors in the files of a checkpoint: where each lies, and its numbers, without executing anything of a file.
 
-Arrays lie in the shards as in memory: row-major, little-endian, bare. `tensors.json` says where (`nn.checkpoint.dcp_writer`):
+Arrays lie in the shards as in memory: row-major, little-endian, bare. `tensors.json` says where (`nn.checkpoint.dcp_storage`):
 
     {"format": 1,
      "tables": [names, in the order of the features],

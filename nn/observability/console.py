@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from logging import WARNING, Handler, Logger, LogRecord
 from math import isfinite
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +34,25 @@ def make_console(rank: int) -> Console:
     # A file or a pipe has no width; rich would wrap lines at 80 columns.
     width = None if sys.stdout.isatty() else 120
     return Console(quiet=rank != 0, highlight=False, markup=False, emoji=False, width=width)
+
+
+class _ConsoleHandler(Handler):
+    """Prints records as lines that no terminal's width breaks; warnings begin with that word."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: LogRecord) -> None:
+        level = "warning: " if record.levelno >= WARNING else ""
+        self._console.print(f"{level}{record.getMessage()}", soft_wrap=True)
+
+
+def make_logger(console: Console) -> Logger:
+    """Return a logger that prints to a console, and shares nothing with other loggers of the process."""
+    logger = Logger("nn")
+    logger.addHandler(_ConsoleHandler(console))
+    return logger
 
 
 def print_header(

@@ -118,6 +118,13 @@ class TableSettings:
     seed: int
 
 
+def local_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return this rank's shards of a tensor that may be sharded."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
 class ShardedEmbeddings:
     """All tables, sharded as planned, with the seed's weights.
 

@@ -1,9 +1,9 @@
 """How good the model is on a split: exact AUC and log loss over all ranks."""
 
 import time
-from collections.abc import Callable
 
 from dataloading.loader import Loader
+from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
 from nn.training.metrics import RankingMetrics
 from nn.training.prefetch import Prefetcher
@@ -18,7 +18,7 @@ class Evaluator:
         loader: of the split.
         ranks: this process.
         max_steps: batches to score; None scores all.
-        alive: called after each batch.
+        heartbeat: beats after every batch.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class Evaluator:
         loader: Loader,
         ranks: Ranks,
         max_steps: int | None,
-        alive: Callable[[], None] = lambda: None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._step = step
         self._loader = loader
         self._ranks = ranks
-        self._alive = alive
+        self._heartbeat = heartbeat or Heartbeat()
         available = loader.steps_per_epoch
         self._num_batches = available if max_steps is None else min(max_steps, available)
 
@@ -47,7 +47,7 @@ class Evaluator:
             logits = self._step.predict(batch, ids)
             prefetcher.start_next()
             metrics.update(logits, batch.labels, batch.num_valid)
-            self._alive()
+            self._heartbeat.beat()
         self._step.set_training(True)
         measured = metrics.compute()
         return {

@@ -1,6 +1,7 @@
 """One step: a pass over a batch, a look at its loss, and the updates. Nothing here knows of epochs, files or terminals."""
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks
 from nn.models.model import Model
 from nn.observability.annotations import annotate
-from nn.sharding.sharded_embeddings import ShardedEmbeddings
+from nn.sharding.sharded_embeddings import ShardedEmbeddings, local_tensors
 from nn.training.dense_optimizer import build_dense_optimizer
 from nn.training.dynamic_path import DynamicPath
 from nn.training.gradient_bucket import GradientBucket
@@ -143,6 +144,55 @@ class TrainStep:
     def close(self) -> None:
         """Release the recorded graphs; NCCL would wait for them for ever when its group is closed."""
         self.path.close()
+
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables, in the order of the features."""
+        return self.tables.names
+
+    def state_dict(self, *, with_optimizer: bool = True) -> dict[str, Tensor]:
+        """Return this rank's shards of weights and optimizer state; the tensors are those that are trained.
+
+        Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
+        `dense_optimizer.<parameter>.<state>`.
+        """
+        state = {f"tables.{name}": value for name, value in self.tables.weights().items()}
+        state |= {f"dense.{name}": value.detach() for name, value in self.dense.named_parameters()}
+        if not with_optimizer:
+            return state
+        state |= {f"tables.{name}": value for name, value in self.tables.optimizer_state().items()}
+        for name, parameter in self.dense.named_parameters():
+            for key, value in self.dense_optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    state[f"dense_optimizer.{name}.{key}"] = value
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy values into weights and optimizer state; tensors that `state_dict` returned are in place already."""
+        own = self.state_dict()
+        for name, value in state.items():
+            for target, source in zip(local_tensors(own[name]), local_tensors(value), strict=True):
+                if target.data_ptr() != source.data_ptr():
+                    target.detach().copy_(source)
+
+    def state_shapes(self, *, with_optimizer: bool = True) -> dict[str, torch.Size]:
+        """Return the complete shape of every tensor of the state, of tables that lie on other ranks only too."""
+        shapes = {
+            name: value.shape for name, value in self.state_dict(with_optimizer=False).items()
+        }
+        if with_optimizer:
+            optimizer = self.tables.optimizer_shapes().items()
+            shapes |= {f"tables.{name}": size for name, size in optimizer}
+            for name, value in self.state_dict().items():
+                shapes.setdefault(name, value.shape)
+        return shapes
+
+    def allocate_optimizer_state(self) -> None:
+        """Let the dense optimizer make its state, which torch does in the first step: here one that changes nothing."""
+        self.dense_optimizer.zero_grad(set_to_none=False)
+        for group in self.dense_optimizer.param_groups:
+            group["lr"] = 0.0
+        self.dense_optimizer.step()
 
     @property
     def learning_rate(self) -> float:

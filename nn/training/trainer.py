@@ -3,6 +3,7 @@
 import math
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
 from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import StoppedError
-from nn.distributed.preemption import PreemptionSync
+from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
-from nn.distributed.signals import StopRequest
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
@@ -23,12 +23,41 @@ from nn.observability.run_directory import RunDirectory
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
+from nn.training.limits import eval_steps, is_good_enough, total_steps
 from nn.training.metrics import RankingMetrics
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
 
 # The AUC shown while training is that of the last rows before a record; sorting more would cost time and tell no more.
 TRAIN_AUC_ROWS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutput:
+    """Where a run's records go.
+
+    Attributes:
+        recorder: the run directory.
+        progress: the terminal.
+        profiler: takes a profile of some steps, or None.
+    """
+
+    recorder: RunDirectory
+    progress: Progress
+    profiler: Profiler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What keeps a run's state.
+
+    Attributes:
+        manager: of the checkpoints.
+        stop: knows of signals that ask for an end.
+    """
+
+    manager: CheckpointManager
+    stop: StopRequest
 
 
 class Trainer:
@@ -38,13 +67,10 @@ class Trainer:
         step: both halves and their optimizers.
         train_loader: the training split.
         evaluator: the split to evaluate on.
-        recorder: the run directory.
-        progress: the terminal.
-        config: the whole run.
+        config: the complete run.
         ranks: this process.
-        profiler: takes a profile of some steps, or None.
-        checkpointer: keeps the state, or None.
-        stop: knows of signals that ask for an end; only looked at with a checkpointer.
+        output: where records go.
+        saving: keeps the state, or None.
 
     Attributes:
         num_steps: updates made so far.
@@ -56,32 +82,28 @@ class Trainer:
         step: TrainStep,
         train_loader: Loader,
         evaluator: Evaluator,
-        recorder: RunDirectory,
-        progress: Progress,
         config: Config,
         ranks: Ranks,
-        profiler: Profiler | None = None,
-        checkpointer: CheckpointManager | None = None,
-        stop: StopRequest | None = None,
+        output: RunOutput,
+        saving: Saving | None = None,
     ) -> None:
         self._step = step
         self._train_loader = train_loader
         self._evaluator = evaluator
-        self._recorder = recorder
-        self._progress = progress
+        self._recorder = output.recorder
+        self._progress = output.progress
+        self._profiler = output.profiler
         self._config = config
         self._ranks = ranks
-        self._profiler = profiler
         self._last_step = total_steps(config, train_loader.steps_per_epoch)
         self._train_metrics = RankingMetrics(ranks.device, ranks)
         self._loss_sum = 0.0
         self._loss_steps = 0
-        self._checkpointer = checkpointer
-        self._stop = stop
-        self._agreement: PreemptionSync | None = None
-        if checkpointer is not None and stop is not None:
+        self._saving = saving
+        self._preemption: PreemptionSync | None = None
+        if saving is not None:
             minutes = config.checkpoint.save_every_minutes
-            self._agreement = PreemptionSync(ranks, lambda: stop.signum, minutes)
+            self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         self.num_steps = 0
         self._is_continuation = False
         self._test: dict[str, Any] = {}
@@ -115,7 +137,7 @@ class Trainer:
 
     def save(self, *, is_last: bool = False) -> None:
         """Begin a checkpoint of what is trained so far."""
-        assert self._checkpointer is not None
+        assert self._saving is not None
         self._recorder.sync()
         rows = self._train_metrics.rows()
         state = {
@@ -128,7 +150,7 @@ class Trainer:
         }
         has_rows = rows is not None and len(rows[0])
         tensors = dict(zip(("logits", "labels"), rows, strict=True)) if has_rows else {}
-        self._checkpointer.save(self.num_steps, state, tensors, is_last=is_last)
+        self._saving.manager.save(self.num_steps, state, tensors, is_last=is_last)
 
     def train(self) -> dict[str, Any]:
         """Train to the end and return the run's summary.
@@ -166,21 +188,21 @@ class Trainer:
                 speed.resume()
             is_good = is_good_enough(self._config, self._test, self.num_steps)
             is_done = self.num_steps == last_step or is_good
-            if self._agreement is not None and not is_done:
-                self._save_or_stop(self._agreement)
+            if self._preemption is not None and not is_done:
+                self._save_or_stop(self._preemption)
         batches.close()
         if self._loss_steps:
             self._record(speed, prefetcher)
+        return self._summary(speed)
+
+    def _summary(self, speed: ThroughputMeter) -> dict[str, Any]:
         test = self._test
+        is_good = is_good_enough(self._config, test, self.num_steps)
         return {
             "recipe": self._config.recipe,
             "steps": self.num_steps,
             "epochs": self._epoch(),
-            "stopped": (
-                "eval.auc_threshold reached"
-                if is_good_enough(self._config, test, self.num_steps)
-                else "all steps done"
-            ),
+            "stopped": "eval.auc_threshold reached" if is_good else "all steps done",
             "test_auc": test.get("test_auc"),
             "test_log_loss": test.get("test_log_loss"),
             "test_rows": test.get("test_rows"),
@@ -201,16 +223,16 @@ class Trainer:
         self._progress.show_test(record)
         return record
 
-    def _save_or_stop(self, agreement: PreemptionSync) -> None:
+    def _save_or_stop(self, preemption: PreemptionSync) -> None:
         """Save where that is due; leave where a signal asks for it. All ranks come to the same decision."""
-        assert self._checkpointer is not None
-        assert self._stop is not None
-        self._stop.moved()
-        decision = agreement.after_step()
+        assert self._saving is not None
+        self._saving.stop.heartbeat.beat()
+        decision = preemption.after_step()
         if decision.signum:
             self.save(is_last=True)
-            is_saved = self._checkpointer.wait() is None
-            latest = self._checkpointer.latest
+            manager = self._saving.manager
+            is_saved = manager.wait() is None
+            latest = manager.latest
             start = "anew" if latest is None else f"from step {step_of(latest)}"
             left = "a checkpoint was left" if is_saved else "no checkpoint could be written"
             raise StoppedError(
@@ -221,7 +243,7 @@ class Trainer:
         is_due = every is not None and self._due(every)
         if is_due or decision.is_time_to_save or self._best_step == self.num_steps:
             self.save()
-            agreement.saved()
+            preemption.saved()
 
     def _count(self, trained: StepResult) -> None:
         self._loss_sum += trained.loss
@@ -275,34 +297,9 @@ class Trainer:
         return torch.cuda.max_memory_allocated(self._ranks.device)
 
 
-def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
-    """Whether the evaluation after `num_steps`, if there was one, reached `eval.auc_threshold`."""
-    threshold = config.eval.auc_threshold
-    if threshold is None or test.get("step") != num_steps or test["test_auc"] is None:
-        return False
-    return test["test_auc"] >= threshold
-
-
 def plain_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record with None for what is not a number, which JSON has no word for."""
     return {
         key: None if isinstance(value, float) and math.isnan(value) else value
         for key, value in record.items()
     }
-
-
-def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """Steps of the whole run."""
-    steps = config.train.epochs * steps_per_epoch
-    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
-
-
-def eval_steps(last_step: int, steps_per_epoch: int, per_epoch: int) -> set[int]:
-    """Steps after which to evaluate: `per_epoch` evenly spaced ones an epoch, and the last step of the run."""
-    epochs = math.ceil(last_step / steps_per_epoch)
-    points = {
-        epoch * steps_per_epoch + round(steps_per_epoch * part / per_epoch)
-        for epoch in range(epochs)
-        for part in range(1, per_epoch + 1)
-    }
-    return {point for point in points if 0 < point < last_step} | {last_step}

@@ -22,8 +22,8 @@ import torch
 from configs.schema import Config
 from nn.build import open_source
 from nn.checkpoint.directory import newest_first
+from nn.resume import named_resume_point
 from nn.run import run
-from nn.start import named_resume_point
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config
 from tests.helpers.datasets import write_clicks

@@ -55,19 +55,11 @@ ROOMS = {
         "nn.training",
     },
     "nn.resume": {
-        "nn.checkpoint",
-        "nn.distributed",
-        "nn.embedding",
-        "nn.models",
-        "nn.training",
-    },
-    "nn.start": {
         "nn.build",
         "nn.checkpoint",
         "nn.distributed",
         "nn.embedding",
         "nn.models",
-        "nn.resume",
         "nn.training",
     },
     "nn.run": {
@@ -78,7 +70,6 @@ ROOMS = {
         "nn.observability",
         "nn.resume",
         "nn.sharding",
-        "nn.start",
         "nn.training",
     },
     "preproc.column_store": set(),
@@ -122,10 +113,6 @@ ROOMS = {
 }
 # Allowed inside functions only: an operation chooses its kernel at run time, as Triton need not be there.
 LAZY_ROOMS = {("nn.ops", "nn.ops.triton")}
-# To be removed, an import at a time.
-TEMPORARY_ROOMS = {
-    ("nn.checkpoint", "nn.training"),  # until the checkpoint takes the step's state_dict
-}
 MOST_MODULES = 15
 # A folder for Parquet would import the rest of the package, and the rest would import it.
 MORE_MODULES = {"dataloading": 21}
@@ -138,8 +125,7 @@ KNOWS_RANKS = {
     "nn.checkpoint.state",
     "nn.distributed.node_launcher",
     "nn.checkpoint.staging",
-    "nn.checkpoint.dcp_reader",
-    "nn.checkpoint.dcp_writer",
+    "nn.checkpoint.dcp_storage",
 }
 # The last one tells Hydra something.
 READS_ENVIRONMENT = {
@@ -289,7 +275,7 @@ def test_every_room_is_in_the_table():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_the_rooms_that_the_table_allows(room):
-    beside = {target for source, target in LAZY_ROOMS | TEMPORARY_ROOMS if source == room}
+    beside = {target for source, target in LAZY_ROOMS if source == room}
     assert rooms_imported(lazy=True)[room] <= ROOMS[room] | beside
     lazy_only = {target for source, target in LAZY_ROOMS if source == room}
     assert not rooms_imported(lazy=False)[room] & lazy_only

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from threading import Event
 
@@ -14,11 +15,11 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.remote_device import _remote_device
 
-from nn.checkpoint.dcp_writer import DcpWriter
+from nn.checkpoint.dcp_storage import DcpWriter
 from nn.checkpoint.directory import clear, find_damage, newest_first, read_facts, step_of
-from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer
-from nn.checkpoint.state import facts_of, restore, state_of
+from nn.checkpoint.state import facts_of, restore
 from tests.crash import wait_until
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
@@ -65,7 +66,7 @@ def test_a_copy_says_that_it_lies_in_host_memory():
     """Not on the GPU that its shards came from: torch refuses a shard that is elsewhere than it says."""
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
-        state = state_of(built.step)
+        state = built.step.state_dict()
         for sharded in state.values():
             for shard in sharded.local_shards() if isinstance(sharded, ShardedTensor) else []:
                 shard.metadata.placement = _remote_device("rank:0/cuda:0")
@@ -173,7 +174,12 @@ def checkpointer_of(built: Built, directory: Path) -> CheckpointManager:
     facts = facts_of(built.config, built.source.spec, built.ranks)
     keep_one = compose_config(*TINY, "checkpoint.keep=1").checkpoint
     return CheckpointManager(
-        directory, built.step, facts, built.source.spec, keep_one, built.ranks, say=print
+        directory,
+        built.step,
+        SavedRun(facts, built.source.spec),
+        keep_one,
+        built.ranks,
+        getLogger(),
     )
 
 

@@ -153,7 +153,7 @@ def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, m
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("nn.checkpoint.dcp_writer.DcpWriter.write_data", write_half)
+            patched.setattr("nn.checkpoint.dcp_storage.DcpWriter.write_data", write_half)
             with pytest.raises(ValueError, match="No space left"):
                 save(tmp_path, built, 5)
         assert not list(tmp_path.glob("step_*"))

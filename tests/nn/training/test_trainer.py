@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.training.trainer import eval_steps, total_steps
+from nn.training.limits import eval_steps, total_steps
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config
 from tests.helpers.distributed import run_distributed

@@ -1,14 +1,15 @@
-"""What torch.distributed.checkpoint saves through: bare arrays in one file a rank, and an index in JSON (`nn.checkpoint.tensor_index`).
+"""Storage of torch.distributed.checkpoint: bare arrays in one file per rank, and an index in JSON (`nn.checkpoint.tensor_index`).
 
 Torch's own writer pickles its index, wraps each array in a zip archive, keeps no checksum that it compares, and loses
-the errors of its helper threads, so that a full disk would leave a checkpoint that looks whole.
+the errors of its helper threads, so that a full disk would leave a checkpoint that looks complete. Its reader takes
+every chunk that a rank needs a row of into memory, all of it.
 """
 
 import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,13 +18,32 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dataloading.durable_files import sync_descriptor, write_synced
-from nn.checkpoint.tensor_index import CHECKSUM_BYTES, FORMAT, INDEX_FILE
+from nn.checkpoint.tensor_index import (
+    CHECKSUM_BYTES,
+    FORMAT,
+    INDEX_FILE,
+    ChunkReader,
+    StoredTensor,
+)
 
 ALIGNMENT = 64
 """Bytes: arrays begin at its multiples, so that they can be mapped into memory."""
@@ -152,3 +172,85 @@ def _blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
 def _num_bytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+class DcpReader(dcp.StorageReader):
+    """Reads, of each tensor, the rows that this rank holds; what is stored in another dtype is rounded to the nearest.
+
+    Args:
+        tensors: what is stored, by name.
+        sizes: what each is loaded into; larger than stored in the first dimension where a table has grown, whose
+            further rows are then left as they are.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, StoredTensor], sizes: Mapping[str, torch.Size]
+    ) -> None:
+        self._tensors = tensors
+        self._sizes = sizes
+        self._chunks = {
+            (name, chunk.offsets): chunk for name, each in tensors.items() for chunk in each.chunks
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Say which chunks there are."""
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, tensor in self._tensors.items():
+            chunks = [
+                ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                for each in tensor.chunks
+            ]
+            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+            size = self._sizes.get(name, torch.Size(tensor.size))
+            described[name] = TensorStorageMetadata(properties, size, chunks)
+        return Metadata(described)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for, in the order of the files."""
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            chunk = self._chunks[_key(item)]
+            return chunk.file.name, chunk.start
+
+        for item in sorted(plan.items, key=place):
+            target = planner.resolve_tensor(item).detach()
+            self._read(item, target)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem, target: torch.Tensor) -> None:
+        chunk, dtype = self._chunks[_key(item)], self._tensors[item.storage_index.fqn].dtype
+        first, *columns = item.storage_offsets or (0,)
+        count, *widths = item.lengths or (1,)
+        where = tuple(slice(at, at + width) for at, width in zip(columns, widths, strict=True))
+        rows = target if target.dim() else target.view(1)
+        for row, block in ChunkReader(chunk, dtype).read(first, first + count):
+            values = torch.from_numpy(block).view(getattr(torch, dtype))
+            rows[row - first : row - first + len(block)] = values[(slice(None), *where)]
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one load to the next."""
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        """The index is known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """None is given."""
+        return checkpoint_id is None
+
+
+def _key(item: ReadItem) -> tuple[str, tuple[int, ...]]:
+    index = item.storage_index
+    assert index.offset is not None, f"{index.fqn}: every chunk has an offset"
+    return index.fqn, tuple(index.offset)

@@ -1,0 +1,32 @@
+"""When a run evaluates and when it ends: pure functions of the configuration and counters."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from configs.schema import Config
+
+
+def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
+    """Whether the evaluation after `num_steps`, if there was one, reached `eval.auc_threshold`."""
+    threshold = config.eval.auc_threshold
+    if threshold is None or test.get("step") != num_steps or test["test_auc"] is None:
+        return False
+    return test["test_auc"] >= threshold
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Steps of the whole run."""
+    steps = config.train.epochs * steps_per_epoch
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def eval_steps(last_step: int, steps_per_epoch: int, per_epoch: int) -> set[int]:
+    """Steps after which to evaluate: `per_epoch` evenly spaced ones an epoch, and the last step of the run."""
+    epochs = math.ceil(last_step / steps_per_epoch)
+    points = {
+        epoch * steps_per_epoch + round(steps_per_epoch * part / per_epoch)
+        for epoch in range(epochs)
+        for part in range(1, per_epoch + 1)
+    }
+    return {point for point in points if 0 < point < last_step} | {last_step}
