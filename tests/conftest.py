@@ -1,12 +1,66 @@
-"""Settings of all tests."""
+"""What every test starts from: one thread, Triton's interpreter without a GPU, the fast subset, the number of processes."""
 
 import os
+from pathlib import Path
 
+# Ranks and workers run beside each other; a second thread of one only waits for the first of another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 import torch
 
-# Tests are small and often run in parallel; a second thread would only wait for the first.
 torch.set_num_threads(1)
 
-# Triton interprets kernels where there is no GPU. It reads the variable once, at import.
+# Where no GPU compiles the kernels, Triton interprets them; it reads this once, when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+WORKERS = 2
+# Something of every room in about a minute: what `-m fast` selects.
+FAST = {
+    "configs/test_schema.py",
+    "dataloading/test_batch.py",
+    "dataloading/test_feature_spec.py",
+    "dataloading/test_partition.py",
+    "dataloading/test_synthetic.py",
+    "nn/checkpoint/test_tensor_index.py",
+    "nn/distributed/test_node_launcher.py",
+    "nn/embedding/test_optimizer.py",
+    "nn/export/test_export.py",
+    "nn/layers/test_cross_net.py",
+    "nn/layers/test_dot_interaction.py",
+    "nn/layers/test_mlp.py",
+    "nn/models/test_models.py",
+    "nn/observability/test_console.py",
+    "nn/observability/test_run_directory.py",
+    "nn/observability/test_throughput.py",
+    "nn/observability/test_trace_breakdown.py",
+    "nn/ops/test_bce_loss.py",
+    "nn/sharding/test_id_all_to_all.py",
+    "nn/sharding/test_memory_estimate.py",
+    "nn/test_versions.py",
+    "nn/training/test_latency.py",
+    "nn/training/test_lr_scheduler.py",
+    "nn/training/test_trainer.py",
+    "preproc/criteo/test_hash_table.py",
+    "preproc/table/test_pipeline.py",
+    "preproc/test_synthetic.py",
+    "preproc/verify/test_verify.py",
+    "project/test_layers.py",
+    "project/test_layout.py",
+    "project/test_words.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the fast subset."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and str(item.path.relative_to(here)) in FAST:
+            item.add_marker(pytest.mark.fast)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Several processes for all tests on CPUs; one for files that are named, and on a GPU, which tests would share."""
+    names_files = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return 0 if names_files or torch.cuda.is_available() else min(WORKERS, os.cpu_count() or 1)
