@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, Triton's interpreter without a GPU, the fast subset, the number of processes."""
+"""Settings of all tests: threads, the Triton interpreter, the fast subset, the number of processes."""
 
 import os
 from pathlib import Path
