@@ -1,12 +1,14 @@
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dataloading.batch import Batch, jagged
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.synthetic import SyntheticSource
+from nn.checkpoint.state import plain_config
 from nn.embedding.collection import build_embeddings, embeddings_of, initialise_tables
 from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
@@ -15,6 +17,9 @@ from nn.models.dcnv2 import CrossConfig, CrossStructure, DCNv2Options
 from nn.models.dlrm import DLRMOptions
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import MODELS, build_dense, declared_tables
+from nn.resume import can_restart
+from tests.helpers.command import ROOT, start_command
+from tests.helpers.composed import TINY, compose_config
 from tests.reference import Reference, ReferenceMLP
 
 CARDINALITIES = (11, 5, 23)
@@ -318,3 +323,34 @@ def test_a_dot_interaction_of_one_vector_is_refused():
         ValueError, match=r"needs two vectors to interact, got 1 .* use model.name=dcnv2"
     ):
         build_dense(config, spec)
+
+
+def test_a_recipe_of_one_model_can_name_another():
+    config = compose_config("model.name=dlrm", "model.cross.num_layers=2", recipe="dcnv2").model
+    assert type(config) is DLRMOptions
+    assert type(compose_config("model.name=dcnv2").model) is DCNv2Options
+
+
+def test_a_run_of_before_had_the_options_of_all_models(tmp_path):
+    config = compose_config(*TINY, "model.name=dlrm")
+    before = plain_config(config)
+    before["model"]["cross"] = {"num_layers": 3, "projection_dim": 512, "structure": "stacked"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
+    assert can_restart(tmp_path, config)
+    before["model"]["top_mlp"] = [8, 1]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
+    assert not can_restart(tmp_path, config)
+
+
+def test_the_options_of_a_model_need_no_torchrec():
+    found = "import sys; from nn.models.registry import MODELS, find_model; "
+    found += "[find_model(name) for name in MODELS]; print('torchrec' in sys.modules)"
+    ended = start_command("-c", found, directory=ROOT)
+    assert (ended.out, ended.err) == ("False\n", "")
+
+
+def test_a_checked_option_outside_the_model_needs_no_torch():
+    checked = "import sys; from main import launch; sys.argv = ['dlrm.py', 'optimizer.lr=-1']\n"
+    checked += "try:\n    launch('dlrm')\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    ended = start_command("-c", checked, directory=ROOT)
+    assert (ended.out, ended.err) == ("False\n", "error: optimizer.lr must be positive, got -1.0\n")

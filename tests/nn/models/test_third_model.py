@@ -1,0 +1,333 @@
+"""A third model, wholly in this file: it trains, shards, is planned, resumes, evaluates and exports as the project's own do."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+
+from configs.schema import ModelConfig, option, require_widths
+from dataloading.feature_spec import FeatureSpec
+from nn.build import build_plan, open_source, planned_hardware
+from nn.embedding.declared_tables import check_tables, one_table_per_feature
+from nn.export.tables import export_tables
+from nn.layers.mlp import MLP
+from nn.models.model import Activations, Model
+from nn.models.registry import build_dense, declared_tables
+from nn.ops.pooled_embeddings import PooledEmbeddings, join
+from nn.sharding.memory_estimate import plan_memory
+from tests.helpers.command import run_command
+from tests.helpers.composed import compose_config, losses_of_cases
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import stored_bytes, summary
+
+HERE = "tests.nn.models.test_third_model"
+
+
+@dataclass(kw_only=True, slots=True)
+class DeepFMOptions(ModelConfig):
+    """Options of DeepFM."""
+
+    hidden: list[int] = option([32, 16], "widths of the deep network's hidden layers")
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_widths("model.hidden", self.hidden)
+
+
+class DeepFM(Model):
+    """A deep network beside a factorization machine, both of the same embeddings (arXiv:1703.04247)."""
+
+    Options = DeepFMOptions
+
+    def __init__(self, num_numerical: int, num_features: int, dim: int, hidden: list[int]) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.prefix_columns = num_numerical
+        columns = num_features * dim
+        self.deep = MLP(num_numerical + columns, [*hidden, 1], final_activation=False)
+        self.linear = nn.Linear(num_numerical, 1)  # with the initial weights of PyTorch
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    @classmethod
+    def tables(cls, options: DeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return tables with names of their own, in an order of their own."""
+        return [
+            EmbeddingBagConfig(
+                name=f"factors_{feature.name}",
+                num_embeddings=feature.cardinality,
+                embedding_dim=options.embedding_dim,
+                feature_names=[feature.name],
+                pooling=PoolingType.SUM,
+                data_type=DataType[options.embedding_dtype.name.upper()],
+            )
+            for feature in reversed(spec.categorical)
+        ]
+
+    @classmethod
+    def build(cls, options: DeepFMOptions, spec: FeatureSpec) -> "DeepFM":
+        return cls(
+            len(spec.numerical), len(spec.categorical), options.embedding_dim, options.hidden
+        )
+
+    def activations(self) -> Activations:
+        columns = self.num_features * self.scale.numel()
+        return Activations(
+            backward_columns=columns,
+            reread_columns=columns,
+            products={"factorization machine": 4 * columns},
+        )
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        x = join(numerical, embeddings)
+        vectors = x[:, self.prefix_columns :].unflatten(1, (self.num_features, -1))
+        pairs = vectors.sum(1).square() - vectors.square().sum(1)
+        logits = self.deep(x).squeeze(1) + self.linear(numerical).squeeze(1)
+        return (logits + (pairs * self.scale).sum(1)).float()
+
+
+class WithoutPrefix(DeepFM):
+    """The same, without room for the numerical features before the embeddings."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.num_numerical, self.prefix_columns = self.prefix_columns, 0
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        self.prefix_columns = self.num_numerical
+        try:
+            return super().forward(numerical, embeddings)
+        finally:
+            self.prefix_columns = 0
+
+
+CASE = [
+    f"model.name={HERE}:DeepFM",
+    "model.embedding_dim=8",
+    "model.hidden=[16,8]",
+    "data.synthetic.train_rows=2048",
+    "data.synthetic.test_rows=256",
+    "data.synthetic.cardinalities=[500,40,7,300,1000]",
+    "data.synthetic.hotness=[1,2,1,1,3]",
+    "data.synthetic.num_numerical=3",
+    "train.batch_size=64",
+    "eval.batch_size=128",
+    "log.every=4",
+    "device=cpu",
+]
+TABLES = [f"factors_cat_{number}" for number in (4, 3, 2, 1, 0)]
+
+
+def trained(run_dir: Path, *overrides: str) -> Path:
+    ended = run_command(*CASE, f"run_dir={run_dir}", *overrides)
+    assert (ended.exit_code, ended.err) == (0, "")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of 12 steps."""
+    return trained(tmp_path_factory.mktemp("third") / "whole", "train.max_steps=12")
+
+
+def test_it_trains_by_the_ordinary_command_and_learns(whole):
+    assert summary(whole)["steps"] == 12
+    losses = losses_of_cases([CASE], 24)[0]
+    assert np.mean(losses[-6:]) < np.mean(losses[:6])
+
+
+def test_it_resumes_bit_by_bit(whole, tmp_path):
+    parts = trained(tmp_path / "parts", "train.max_steps=5")
+    assert stored_bytes(parts) != stored_bytes(whole)
+    trained(parts, "train.max_steps=12")
+    assert stored_bytes(parts) == stored_bytes(whole)
+
+
+def test_a_saved_model_is_evaluated_to_the_same_numbers(whole, tmp_path):
+    restore = f"checkpoint.restore={whole}/checkpoints/step_12"
+    ended = run_command(*CASE, "mode=eval", restore, f"run_dir={tmp_path}/eval")
+    assert (ended.exit_code, ended.err) == (0, "")
+    wanted = summary(whole)
+    found = summary(tmp_path / "eval")
+    for key in ("steps", "test_auc", "test_log_loss", "test_rows"):
+        assert found[key] == wanted[key], key
+
+
+def test_its_tables_are_exported_under_their_names(whole, tmp_path):
+    written = export_tables(whole / "checkpoints" / "step_12", tmp_path / "out")
+    assert list(written) == TABLES
+    weight = np.load(tmp_path / "out" / "factors_cat_3.weight.npy")
+    assert weight.shape == (300, 8)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "sharding.types=[table_wise]",
+        "sharding.types=[row_wise]",
+        "sharding.tables={cat_0:column_wise,factors_cat_2:data_parallel}",
+    ],
+)
+def test_two_ranks_learn_what_one_does(layout):
+    alone = losses_of_cases([CASE], 8)[0]
+    for losses in run_distributed(losses_of_cases, 2, [[*CASE, layout]], 8):
+        np.testing.assert_allclose(losses[0], alone, rtol=2e-5)
+
+
+def test_room_before_the_embeddings_changes_no_result():
+    without = [f"model.name={HERE}:WithoutPrefix", *CASE[1:]]
+    assert losses_of_cases([CASE], 6) == losses_of_cases([without], 6)
+
+
+def test_its_tables_and_memory_are_planned():
+    ended = run_command(*CASE, "mode=plan", "device=cuda", "sharding.hbm_gib=1")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert all(name in ended.out for name in TABLES)
+    assert "GiB at its peak on rank 0" in ended.out
+
+
+def test_the_memory_of_its_dense_half_is_what_it_declares():
+    config = compose_config(*CASE, "device=cuda", "sharding.hbm_gib=1", "train.amp=off")
+    source = open_source(config)
+    _, plan = build_plan(config, source, planned_hardware(config))
+    (memory,) = plan_memory(config, source.spec, plan, 1)
+    # 3 numerical features and 5 embeddings of 8 padded to 48; a linear layer; the scale
+    parameters = 48 * 16 + 16 + 16 * 8 + 8 + 8 + 1 + 3 + 1 + 8
+    assert memory.dense_half == parameters * 4 * 3
+    assert memory.dense_pass == 64 * 4 * (48 + 16 + 8 + 3 + 40 + 2 * 48)
+    assert memory.lookups == 64 * 4 * 40
+
+
+def test_the_help_lists_its_options_and_no_others():
+    ended = run_command("--help", *CASE)
+    assert "  model.hidden=[16,8]" in ended.out
+    assert "widths of the deep network's hidden layers" in ended.out
+    assert "model.top_mlp" not in ended.out
+
+
+def test_a_mistyped_option_of_it_is_named():
+    ended = run_command(*CASE, "model.hiden=[8]")
+    wanted = (
+        "error: there is no option model.hiden; did you mean model.hidden? --help lists them all\n"
+    )
+    assert (ended.exit_code, ended.err) == (2, wanted)
+
+
+class NoModel:
+    """A class that declares nothing."""
+
+
+class NoOptions(Model):
+    """A model without options."""
+
+
+class NoTables(DeepFM):
+    """A model that declares no tables."""
+
+    tables = Model.tables
+
+
+class NoBuild(Model):
+    """A model that is never built."""
+
+    Options = DeepFMOptions
+
+    @classmethod
+    def tables(cls, options, spec):
+        return one_table_per_feature(options, spec)
+
+
+class Buffered(DeepFM):
+    """A model whose state is not in parameters alone."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.norm = nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such.module:Class", "no_such.module cannot be imported (No module named 'no_such')"),
+        (f"{HERE}:Nobody", f"{HERE} has no class Nobody"),
+        (f"{HERE}:NoModel", "it is no subclass of nn.models.model.Model"),
+        (f"{HERE}:NoOptions", "it has no Options, a dataclass"),
+        (f"{HERE}:NoBuild", "it has no class method build(options, spec)"),
+        (f"{HERE}:NoTables", "it has no class method tables(options, spec)"),
+        (f"{HERE}:Buffered", "has a buffer norm.num_batches_tracked, and checkpoints hold"),
+        (f"{HERE}:", "the models are dlrm, dcnv2, and package.module:Class"),
+        ("dcn", "there is no model.name=dcn; did you mean dcnv2?"),
+    ],
+)
+def test_what_is_no_model_ends_the_command_in_one_line(name, message, tmp_path):
+    ended = run_command(f"model.name={name}", *CASE[1:], f"run_dir={tmp_path}/run")
+    assert (ended.exit_code, ended.out) == (2, "")
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+    assert not (tmp_path / "run").exists(), "refused before anything is written"
+
+
+def changed(**changes):
+    """Change the first table."""
+    return lambda tables: [replace(tables[0], **changes), *tables[1:]]
+
+
+def share(tables):
+    return [replace(tables[0], feature_names=["cat_4", "cat_3"]), *tables[2:]]
+
+
+def look_up_twice(tables):
+    return [*tables, replace(tables[0], name="wide")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tables: tables[1:], "feature 'cat_4' has no table"),
+        (changed(name="factors_cat_1"), "would share the table name 'factors_cat_1'"),
+        (changed(name="type"), "no module can have the table name 'type'; use 'type_'"),
+        (changed(feature_names=["cat_9"]), "is of feature 'cat_9', which the dataset lacks"),
+        (changed(num_embeddings=999), "has 999 rows, and ids of feature 'cat_4' need 1000"),
+        (share, "is shared by 2 features, which is not supported yet"),
+        (look_up_twice, "feature 'cat_4' has 2 tables, and several are not supported yet"),
+        (changed(embedding_dim=16), "8 columns and 'factors_cat_4' 16; different widths are not"),
+        (changed(num_embeddings=1001), "further rows are not supported yet"),
+        (changed(pooling=PoolingType.MEAN), "has pooling mean; only sum is supported yet"),
+        (
+            changed(data_type=DataType.BF16),
+            "is bf16; a dtype other than model.embedding_dtype=fp32",
+        ),
+        (changed(weight_init_max=0.5), "initial weights of its own, which are not supported yet"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(change, message):
+    config = compose_config(*CASE)
+    spec = open_source(config).spec
+    tables = declared_tables(config.model, spec)
+    check_tables(tables, config.model, spec)
+    with pytest.raises(ValueError, match=r"^model\.name=\S+DeepFM: ") as error:
+        check_tables(change(tables), config.model, spec)
+    assert message in str(error.value)
+
+
+def test_a_width_that_no_kernel_has_is_refused():
+    config = compose_config(*CASE)
+    spec = open_source(config).spec
+    tables = [replace(table, embedding_dim=6) for table in declared_tables(config.model, spec)]
+    with pytest.raises(ValueError, match="has 6 columns; only multiples of 4 are supported"):
+        check_tables(tables, config.model, spec)
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    config = compose_config(*CASE)
+    spec = open_source(config).spec
+    state = torch.random.get_rng_state()
+    first = build_dense(config.model, spec, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.rand(1)
+    second, third = (build_dense(config.model, spec, seed=seed) for seed in (1, 2))
+    assert torch.equal(first.linear.weight, second.linear.weight)
+    assert not torch.equal(first.linear.weight, third.linear.weight)
