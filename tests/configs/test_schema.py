@@ -1,4 +1,4 @@
-"""Options: what is refused and with which words, what each means, and that none is there for nothing."""
+"""Options: refusals and their messages, descriptions, and use of every option."""
 
 import ast
 import re
@@ -220,7 +220,7 @@ def test_a_typing_error_is_named_and_ends_the_command(override, message):
     assert message in ended.err
 
 
-def test_an_unknown_experiment_is_answered_with_those_there_are():
+def test_an_unknown_experiment_is_refused_with_the_known_ones():
     ended = run_command("experiment=nope")
     for path in (ROOT / "configs" / "experiment").glob("*.yaml"):
         assert path.stem in ended.err
@@ -245,13 +245,13 @@ def test_every_option_has_a_meaning(config):
 
 
 def all_sections(config: type) -> set[type]:
-    """Every class below `config`, itself included."""
+    """Return `config` and every class below it."""
     below = [section for section in get_type_hints(config).values() if is_dataclass(section)]
     return {config}.union(*(all_sections(section) for section in below))
 
 
-def test_no_option_is_there_for_nothing():
-    """Every field is read somewhere outside the schema."""
+def test_every_option_is_read():
+    """Every field is read outside the schema."""
     read = {
         node.attr
         for folder in ("nn", "preproc", "configs/preproc_schema.py", "main.py")

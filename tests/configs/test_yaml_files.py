@@ -1,4 +1,4 @@
-"""Every recipe composes; the published ones hold NVIDIA's or MLPerf's settings and fit the GPUs that they say they need."""
+"""Recipes and experiments: composition, settings of NVIDIA and MLPerf, and plans for the GPUs of their commands."""
 
 import re
 import sys
@@ -27,8 +27,8 @@ TABLES = {
     "criteo_t0": (882_774_575, 420.9),
     "criteo_mlperf": (204_184_588, 97.4),
 }
-# Experiment -> test AUC in full precision and AMP, million samples/s likewise, from NVIDIA's results on A100-80; of MLPerf
-# minutes to its AUC and million samples/s on 4 H200.
+# Experiment -> NVIDIA's results on A100-80: test AUC in full precision and AMP, then million samples/s in both. For MLPerf:
+# minutes to its AUC, then million samples/s on 4 H200.
 RESULTS = {
     "dlrm_criteo_t15": "0.8025 / 0.8025, 2.84 / 4.55",
     "dlrm_criteo_t3": "0.8027 / 0.8026, 10.9 / 13.8",
@@ -37,7 +37,7 @@ RESULTS = {
     "dcnv2_criteo_t3": "0.8075 / 0.8074, 3.81 / 5.75",
     "dcnv2_mlperf": "4 x H200-NVL (v5.0, batch 32,768) 6.79, 7.28",
 }
-# Experiment -> H200s in its command, and how many are too few (0: even one will do).
+# Experiment -> number of H200s in its command, and a number that is too small (0: one is enough).
 GPUS = {
     "dlrm_criteo_t15": (1, 0),
     "dlrm_criteo_t3": (2, 0),
@@ -57,7 +57,7 @@ def compose_experiment(name: str) -> Config:
 
 
 def head_of(path: Path) -> str:
-    """The comments that a file opens with, as one line."""
+    """Return the comments at the head of a file as one line."""
     lines = path.read_text().splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
@@ -70,7 +70,7 @@ def test_a_recipe_composes_and_names_itself(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_tests_compose_what_the_command_line_does(recipe):
+def test_the_helper_composes_as_the_command_line(recipe):
     overrides = [
         *TINY,
         "experiment=dcnv2_mlperf",
@@ -81,8 +81,8 @@ def test_the_tests_compose_what_the_command_line_does(recipe):
         "optimizer.lr=1e-3",
         "run_dir='a b'",
     ]
-    whole = compose_with_hydra(*overrides, recipe=recipe)
-    assert compose_config(*overrides, recipe=recipe) == typed_config(whole)
+    composed = compose_with_hydra(*overrides, recipe=recipe)
+    assert compose_config(*overrides, recipe=recipe) == typed_config(composed)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -100,8 +100,8 @@ def test_an_experiment_composes_and_names_itself(name):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_is_the_same_from_either_script(name):
-    """It sets all that the two recipes set, or the script's name would decide."""
+def test_an_experiment_is_the_same_in_both_scripts(name):
+    """The experiment sets every option that differs between the recipes."""
     first, second = (compose_config(f"experiment={name}", recipe=recipe) for recipe in RECIPES)
     assert first == second
 
@@ -121,7 +121,7 @@ def test_table_sizes_are_the_documented_ones(data):
     assert f"{gib} GiB of FP32 tables at dim 128" in head_of(CONFIGS / "data" / f"{data}.yaml")
 
 
-def test_the_stream_that_preprocessing_writes_has_the_tables_of_t15():
+def test_the_synthetic_dataset_has_the_tables_of_t15():
     [written] = [yaml.safe_load((CONFIGS / "dataset" / "synthetic.yaml").read_text())["data"]]
     streamed = compose_config("data=criteo_t15").data.synthetic
     assert written["synthetic"]["cardinalities"] == streamed.cardinalities
@@ -133,7 +133,7 @@ def test_published_experiments_hold_nvidias_settings(name):
     assert config.train.batch_size == config.eval.batch_size == 65_536
     assert (config.train.epochs, config.train.max_steps, config.eval.per_epoch) == (1, None, 1)
     assert config.train.loss_scale == 65_536
-    # Theirs is fp16 with a loss scale; bf16 takes its place, and AMP is on as in their tables.
+    # NVIDIA uses fp16 with a loss scale; here bf16 replaces it. AMP is on as in their tables.
     assert config.train.amp is Amp.bf16
     assert config.model.embedding_dim == 128
     assert config.model.bottom_mlp == [512, 256, 128]
@@ -157,7 +157,7 @@ def test_published_experiments_hold_nvidias_settings(name):
 
 
 def test_the_mlperf_experiment_holds_mlperfs_settings():
-    """Closed division: only the batch and the rate may be chosen, and 0.004 is what all submissions chose."""
+    """In the closed division only batch size and learning rate may be chosen; all submissions chose 0.004."""
     config = compose_experiment("dcnv2_mlperf")
     optimizer, cross = config.optimizer, config.model.cross
     assert (optimizer.name, optimizer.lr) == (OptimizerName.adagrad, 0.004)
@@ -199,32 +199,32 @@ def test_published_experiments_fit_the_gpus_of_their_command(name, tmp_path, mon
 
 
 @pytest.mark.parametrize("name", [name for name, (_, too_few) in GPUS.items() if too_few])
-def test_too_few_gpus_are_told_how_many_would_do(name):
+def test_too_few_gpus_are_refused_with_a_sufficient_number(name):
     count, too_few = GPUS[name]
     ended = plan_on_h200s(name, too_few, f"train.batch_size={65_536 // too_few * too_few}")
     assert (ended.exit_code, ended.out) == (2, "")
     assert ended.err.startswith("error: the tables do not fit: with ")
     assert f"{too_few} x 125.1 GiB are usable" in ended.err
-    asked = int(re.search(r"start (\d+) ranks or more", ended.err)[1])
-    assert too_few < asked <= count
+    suggested = int(re.search(r"start (\d+) ranks or more", ended.err)[1])
+    assert too_few < suggested <= count
 
 
-def test_one_gpu_holds_the_mlperf_tables_with_one_state_a_row():
+def test_one_gpu_holds_the_mlperf_tables_with_rowwise_adagrad():
     remedy = "optimizer.embedding_name=rowwise_adagrad"
     assert remedy in head_of(CONFIGS / "experiment" / "dcnv2_mlperf.yaml")
     assert plan_on_h200s("dcnv2_mlperf", 1, remedy).exit_code == 0
 
 
 @pytest.mark.parametrize("name", [name for name, (_, too_few) in GPUS.items() if not too_few])
-def test_one_gpu_is_enough_where_nothing_else_is_said(name):
+def test_one_gpu_is_enough_for_the_other_experiments(name):
     assert plan_on_h200s(name, 1).exit_code == 0
 
 
-def test_an_error_of_ours_is_not_taken_for_one_of_the_command_line(monkeypatch):
+def test_an_internal_error_is_not_reported_as_a_command_line_error(monkeypatch):
     def task(composed):
-        raise ConfigKeyError("a key that nobody gave")
+        raise ConfigKeyError("a missing key")
 
     monkeypatch.setattr(sys, "argv", ["dlrm.py"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(ConfigKeyError, match="a key that nobody gave"):
+    with pytest.raises(ConfigKeyError, match="a missing key"):
         call_composed(task, Config, "schema", "dlrm")

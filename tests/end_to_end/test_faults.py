@@ -1,4 +1,4 @@
-"""Faults, each provoked for real: how the run ends, what it says, and that only steps since the last checkpoint are lost."""
+"""Real faults: exit codes, messages, and the loss of only the steps since the last checkpoint."""
 
 import json
 import os
@@ -29,42 +29,42 @@ KILLS = 3
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The crash test's run on two ranks, left alone; the crash test's own run was equal to it, or there is none."""
+def uninterrupted(tmp_path_factory) -> Path:
+    """Run the crash test on two ranks; return its uninterrupted run."""
     directory = tmp_path_factory.mktemp("crash")
     crash(directory, seed=2, kills=KILLS, num_ranks=2)
     return directory / "uninterrupted"
 
 
-def test_a_run_that_is_killed_at_random_moments_ends_as_one_left_alone(whole):
-    assert len(list(whole.parent.glob("*_*.log"))) > KILLS
+def test_a_run_that_is_killed_at_random_moments_ends_as_an_uninterrupted_one(uninterrupted):
+    assert len(list(uninterrupted.parent.glob("*_*.log"))) > KILLS
 
 
 @dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """One start of the run that meets all faults, one after the other.
+class FaultyStart:
+    """One start of the run that meets all faults in turn.
 
     Attributes:
         codes: exit codes of the ranks.
-        said: by all ranks.
-        latest: step of the latest checkpoint that it left.
+        output: output of all ranks.
+        latest: step of the latest checkpoint at its end.
     """
 
     codes: list[int]
-    said: str
+    output: str
     latest: int
 
     @property
     def errors(self) -> list[str]:
-        return [line for line in self.said.splitlines() if line.startswith(("error", "stopped"))]
+        return [line for line in self.output.splitlines() if line.startswith(("error", "stopped"))]
 
 
 class Faults:
-    """Starts the same run again and again; each start gets as far as a new checkpoint, and then meets a fault."""
+    """Repeated starts of one run; each start writes a new checkpoint and then meets a fault."""
 
     def __init__(self, directory: Path) -> None:
         self.run_dir = directory / "run"
-        self.starts: dict[str, ResumePoint] = {}
+        self.starts: dict[str, FaultyStart] = {}
 
     def latest(self) -> int:
         return max((step_of(path) for path in newest_first(self.checkpoints)), default=0)
@@ -81,22 +81,22 @@ class Faults:
         saves: bool = True,
         ends_within_s: float = 60,
     ) -> None:
-        """Start, call `fault` with the processes and the log once there is a new checkpoint, and note how that ends.
+        """Start the run, and call `fault` with process ids and log after a new checkpoint; store the result.
 
-        Without saves it is called once there is a record.
+        Without saves `fault` is called after the first record.
         """
         log = self.run_dir.with_name(f"{name}.log")
         before = self.latest()
         overrides = [f"run_dir={self.run_dir}", *([] if saves else ["checkpoint.save_every=null"])]
         ranks = start([*RUN, *overrides], 2, log)
 
-        def has_come_so_far() -> bool:
+        def is_ready() -> bool:
             return self.latest() > before if saves else trains(ranks)
 
         try:
-            assert wait_until(has_come_so_far, 120), log.read_text()
+            assert wait_until(is_ready, 120), log.read_text()
             fault([process.pid for process in ranks.processes], log)
-            self.starts[name] = ResumePoint(
+            self.starts[name] = FaultyStart(
                 ranks.wait(ends_within_s), log.read_text(), self.latest()
             )
         finally:
@@ -108,7 +108,7 @@ def send(signum: int, rank: int) -> Callable[[list[int], Path], None]:
 
 
 def hang(pids: list[int], log: Path) -> None:
-    """As under NCCL, which does not notice that a rank is gone: the launcher's SIGTERM finds the loop in a collective."""
+    """Emulate NCCL, which does not notice a lost rank: the launcher's SIGTERM arrives while the loop is in a collective."""
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGTERM)
@@ -117,7 +117,7 @@ def hang(pids: list[int], log: Path) -> None:
 
 
 def fill_disk_of_rank_1_then_be_slow(pids: list[int], log: Path) -> None:
-    """No room for a file of one rank, as far as the system can be told so; then a rank stands still twice."""
+    """Limit the file size of one rank, as a full disk would; then stop a rank twice for a while."""
     _, hard = resource.prlimit(pids[1], resource.RLIMIT_FSIZE)
     resource.prlimit(pids[1], resource.RLIMIT_FSIZE, (8_000, hard))
     assert wait_until(lambda: "could not be written" in log.read_text(), 120), log.read_text()
@@ -131,40 +131,40 @@ def fill_disk_of_rank_1_then_be_slow(pids: list[int], log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory) -> Faults:
-    """One run on two ranks through all faults, to its end."""
+    """Run on two ranks through all faults to the end."""
     faults = Faults(tmp_path_factory.mktemp("faults"))
     faults.meet("SIGTERM", send(signal.SIGTERM, rank=1))
     faults.meet("SIGUSR1", send(signal.SIGUSR1, rank=0))
     faults.meet("kill rank 0", send(signal.SIGKILL, rank=0))
     faults.meet("kill rank 1", send(signal.SIGKILL, rank=1))
-    # A loop that waits for what is being written may wait long: there only the launcher's SIGKILL ends it.
+    # A loop that waits for a checkpoint may wait long, and only the launcher's SIGKILL ends it. So this start saves nothing.
     faults.meet("hang", hang, saves=False)
     faults.meet("to the end", fill_disk_of_rank_1_then_be_slow, ends_within_s=300)
     return faults
 
 
-def test_a_run_that_met_every_fault_ends_bit_by_bit_as_one_left_alone(whole, faults):
-    assert faults.starts["to the end"].codes == [0, 0], faults.starts["to the end"].said
-    assert differences(whole, faults.run_dir) == []
+def test_a_run_that_met_every_fault_ends_bit_by_bit_as_an_uninterrupted_one(uninterrupted, faults):
+    assert faults.starts["to the end"].codes == [0, 0], faults.starts["to the end"].output
+    assert differences(uninterrupted, faults.run_dir) == []
     assert len((faults.run_dir / "restarts.jsonl").read_text().splitlines()) == 5
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_rank_leaves_a_checkpoint_and_asks_for_a_requeue(name, faults):
+def test_a_signal_to_one_rank_leaves_a_checkpoint_and_ends_with_75(name, faults):
     start = faults.starts[name]
-    assert start.codes == [75, 75], start.said
+    assert start.codes == [75, 75], start.output
     (line,) = start.errors
-    said = rf"stopped by {name} after step (\d+), where a checkpoint was left; the same command with run_dir="
-    assert int(re.match(said, line)[1]) == start.latest
+    message = rf"stopped by {name} after step (\d+), where a checkpoint was left; the same command with run_dir="
+    assert int(re.match(message, line)[1]) == start.latest
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_end_with_one_message_when_a_rank_is_killed(rank, faults):
     start = faults.starts[f"kill rank {rank}"]
-    assert (start.codes[rank], start.codes[1 - rank]) == (-signal.SIGKILL, 1), start.said
+    assert (start.codes[rank], start.codes[1 - rank]) == (-signal.SIGKILL, 1), start.output
     (line,) = start.errors
     assert line.startswith(f"error: rank {1 - rank} stopped because another rank has exited")
-    assert "Traceback" not in start.said
+    assert "Traceback" not in start.output
 
 
 def test_a_rank_that_waits_for_one_that_hangs_ends_soon_after_sigterm(faults):
@@ -174,9 +174,9 @@ def test_a_rank_that_waits_for_one_that_hangs_ends_soon_after_sigterm(faults):
     assert line.startswith("error: rank 1 stopped because another rank has exited")
 
 
-def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(faults):
-    said = faults.starts["to the end"].said
-    warnings = [line for line in said.splitlines() if "could not be written" in line]
+def test_a_full_disk_of_one_rank_is_reported_once_and_the_run_continues(faults):
+    output = faults.starts["to the end"].output
+    warnings = [line for line in output.splitlines() if "could not be written" in line]
     for line in warnings:
         assert "rank 1: [Errno 27] File too large; the latest is of step" in line
     steps = [int(re.search(r"of step (\d+) could", line)[1]) for line in warnings]
@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_on_one_rank_is_said_once_and_all_go_on(faults):
 
 
 def start_torchrun(run_dir: Path, log: Path, *options: str) -> subprocess.Popen:
-    """Start the crash test's run on two ranks as a user would."""
+    """Start the crash test's run on two ranks under torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *options]
     command = [sys.executable, *torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -195,9 +195,7 @@ def start_torchrun(run_dir: Path, log: Path, *options: str) -> subprocess.Popen:
         )
 
 
-def test_torchrun_restarts_ranks_that_were_killed_and_not_those_that_a_signal_has_ended(
-    whole, tmp_path
-):
+def test_torchrun_restarts_killed_ranks_but_not_preempted_ones(uninterrupted, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     launcher = start_torchrun(run_dir, log, "--max-restarts=3")
 
@@ -223,15 +221,15 @@ def test_torchrun_restarts_ranks_that_were_killed_and_not_those_that_a_signal_ha
     assert len(restarts()) == 1
     ranks = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
     assert ranks.wait(120) == [0, 0], ranks.log.read_text()
-    assert differences(whole, run_dir) == []
+    assert differences(uninterrupted, run_dir) == []
 
 
-def is_whole(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     return find_damage(path, read_facts(path), 0, 1) is None
 
 
-def test_ranks_whose_launcher_is_gone_leave_a_checkpoint_and_end(whole, tmp_path):
-    """torchrun does not know SIGUSR1, and dies of it."""
+def test_ranks_without_a_launcher_leave_a_checkpoint_and_end(uninterrupted, tmp_path):
+    """SIGUSR1 kills torchrun, which has no handler for it."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     launcher = start_torchrun(run_dir, log)
     try:
@@ -242,16 +240,16 @@ def test_ranks_whose_launcher_is_gone_leave_a_checkpoint_and_end(whole, tmp_path
         launcher.wait()
     assert len(ranks) == 2
     assert wait_until(lambda: all(map(has_ended, ranks)), 60)
-    said = log.read_text()
-    left_at = re.search(r"stopped by SIGTERM after step (\d+), where a checkpoint was left", said)
-    assert left_at, said
+    output = log.read_text()
+    left_at = re.search(r"stopped by SIGTERM after step (\d+), where a checkpoint was left", output)
+    assert left_at, output
     assert f"step_{left_at[1]}" in {path.name for path in newest_first(run_dir / "checkpoints")}
     again = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
     assert again.wait(120) == [0, 0], again.log.read_text()
-    assert differences(whole, run_dir) == []
+    assert differences(uninterrupted, run_dir) == []
 
 
-def test_a_signal_while_a_run_starts_ends_it_as_one_that_trains(tmp_path):
+def test_a_signal_during_the_start_ends_the_run_with_75(tmp_path):
     command = [sys.executable, str(ROOT / "dlrm.py"), *SHORT, f"run_dir={tmp_path / 'run'}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
@@ -262,16 +260,16 @@ def test_a_signal_while_a_run_starts_ends_it_as_one_that_trains(tmp_path):
 
     assert wait_until(has_a_handler, 60)
     process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert said == (
+    assert stderr == (
         "stopped by SIGUSR1 before anything was trained; the same command starts again\n"
     )
 
 
 @contextmanager
 def small_disk(directory: Path) -> Iterator[Path]:
-    """A file system of 600 KiB at `directory`; needs root."""
+    """Mount a file system of 600 KiB at `directory`; needs root."""
     directory.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "recsys-test", str(directory)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
@@ -282,7 +280,7 @@ def small_disk(directory: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(directory)], check=True)
 
 
-def test_a_disk_that_is_really_full_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
+def test_a_full_disk_costs_only_the_checkpoint(tmp_path, monkeypatch):
     with small_disk(tmp_path / "run" / "checkpoints") as directory:
         filler = directory / "filler"
 
@@ -308,10 +306,10 @@ def test_a_disk_that_is_really_full_costs_no_more_than_the_checkpoint(tmp_path, 
         assert ended.out.count("could not be written") == 1
         lines = (directory / "saved.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [4, 12, 16, 20, 24, 28, 32]
-        assert is_whole(directory / "step_32")
+        assert is_intact(directory / "step_32")
 
 
-def test_a_file_that_cannot_grow_costs_no_more_than_the_checkpoint(tmp_path, monkeypatch):
+def test_a_file_size_limit_costs_only_the_checkpoint(tmp_path, monkeypatch):
     directory = tmp_path / "run" / "checkpoints"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -336,7 +334,7 @@ def test_a_file_that_cannot_grow_costs_no_more_than_the_checkpoint(tmp_path, mon
     assert not list(directory.glob(".step*"))
 
 
-def test_a_run_that_is_stopped_and_cannot_save_says_where_it_goes_on(tmp_path, monkeypatch):
+def test_a_preempted_run_that_cannot_save_names_the_step_it_resumes_from(tmp_path, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def stop_without_room() -> None:
@@ -350,17 +348,17 @@ def test_a_run_that_is_stopped_and_cannot_save_says_where_it_goes_on(tmp_path, m
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ended.exit_code == 75
-    told = re.fullmatch(
+    message = re.fullmatch(
         r"stopped by SIGTERM after step (\d+), where no checkpoint could be written; the same command with "
         rf"run_dir={tmp_path / 'run'} goes on from step 8\n",
         ended.err,
     )
-    assert told, ended.err
-    assert f"checkpoint of step {told[1]} could not be written" in ended.out
+    assert message, ended.err
+    assert f"checkpoint of step {message[1]} could not be written" in ended.out
     assert "tries again" not in ended.out
 
 
-def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monkeypatch):
+def test_out_of_memory_is_reported_and_costs_the_steps_since_the_checkpoint(tmp_path, monkeypatch):
     at_step(monkeypatch, 6, lambda: torch.empty(2**46))
     ended = run_command(*SHORT, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 2
@@ -368,30 +366,30 @@ def test_running_out_of_memory_says_so_and_costs_the_steps_since(tmp_path, monke
         r"error: rank 0 is out of memory: .*; lower train\.batch_size, or .*\n", ended.err
     )
     path, *_ = newest_first(tmp_path / "run" / "checkpoints")
-    assert (path.name, is_whole(path)) == ("step_4", True)
+    assert (path.name, is_intact(path)) == ("step_4", True)
 
 
-def test_a_bad_number_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
+def test_a_nan_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
     root = write_clicks(tmp_path / "clicks")
     on_files = [option for option in SHORT if not option.startswith("data.")]
     run = [*on_files, f"data.path={root}", "data.shuffle_block=0", "train.batch_size=32"]
     assert run_command(*run, f"run_dir={tmp_path / 'whole'}").exit_code == 0
     numbers = root / "train" / "numerical.bin"
     before = numbers.read_bytes()
-    plant(numbers, 2 * 170, float("nan"), "float32")  # row 170 is of step 5
+    plant(numbers, 2 * 170, float("nan"), "float32")  # step 5 reads row 170
     ended = run_command(*run, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 3
     assert ended.err.startswith("error: the loss is nan at step 5 ")
     path, *_ = newest_first(tmp_path / "run" / "checkpoints")
-    assert (path.name, is_whole(path)) == ("step_4", True)
+    assert (path.name, is_intact(path)) == ("step_4", True)
     numbers.write_bytes(before)
     again = [*run, f"run_dir={tmp_path / 'run'}", "checkpoint.allow_changes=true"]
     assert run_command(*again).exit_code == 0
-    assert stored_bytes(tmp_path / "whole") == stored_bytes(tmp_path / "run")
-    assert records(tmp_path / "whole") == records(tmp_path / "run")
+    assert stored_bytes(tmp_path / "uninterrupted") == stored_bytes(tmp_path / "run")
+    assert records(tmp_path / "uninterrupted") == records(tmp_path / "run")
 
 
-def test_the_clock_saves_too(tmp_path, monkeypatch):
+def test_checkpoints_are_saved_by_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr("nn.distributed.preemption.ASK_EVERY_S", 0.01)
     clock = [
         "checkpoint.save_every=null",

@@ -22,7 +22,7 @@ from tests.nn.sharding.test_sharded_embeddings import case
 
 
 def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list[float]]]:
-    """Of each case: whether the dense pass was captured, and losses before and after scoring a test batch."""
+    """Return per case whether the passes were captured, and the losses before and after a prediction."""
     results = []
     with process_group(ranks_from_environment("cuda")):
         for case in cases:
@@ -40,7 +40,7 @@ def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list
 
 
 @pytest.mark.parametrize("world_size", worlds(1, 2, 4))
-def test_a_captured_step_computes_what_an_uncaptured_one_does(world_size):
+def test_a_captured_step_equals_a_launched_one(world_size):
     chosen = [
         [*case(model, hotness, rule, "table_wise"), *ON_GPU, f"train.compile={compiled}"]
         for model, hotness, rule, compiled in (
@@ -66,8 +66,8 @@ MIXED = (
 
 
 @pytest.mark.parametrize("world_size", worlds(1, 2, 4))
-def test_tables_learn_the_same_captured_and_not_over_epochs_with_tails(world_size):
-    """Replicated tables and cut ones, under fp16, whose gradients are scaled and judged late; with tables of all dtypes."""
+def test_captured_and_launched_tables_are_equal_over_epochs_with_partial_batches(world_size):
+    """Replicated and column-wise tables of all dtypes under fp16, whose gradients are scaled and checked late."""
     kinds = list(product(["adagrad", "adam"], ["fp32", "bf16", "fp16"]))
     cases = [
         [
@@ -86,7 +86,7 @@ def test_tables_learn_the_same_captured_and_not_over_epochs_with_tails(world_siz
     learnt = run_distributed(losses_and_changes_of_cases, world_size, cases, TWO_EPOCHS_STEPS)[0]
     for kind, captured, plain in zip(kinds, learnt[::2], learnt[1::2], strict=True):
         assert captured[0] == pytest.approx(plain[0], rel=2e-5), kind
-        # Of 16 bits, a weight whose sum differs in its last bit is now and then rounded the other way.
+        # In 16 bits, a weight whose sum differs in its last bit is sometimes rounded the other way.
         tolerance = 5e-3 if kind[1] == "fp32" else 5e-2
         assert worst_difference(plain[1], captured[1]) < tolerance, kind
 
@@ -94,7 +94,7 @@ def test_tables_learn_the_same_captured_and_not_over_epochs_with_tails(world_siz
 def predicted_between_steps(
     cases: list[list[str]],
 ) -> list[tuple[list[float], list[torch.Tensor], int]]:
-    """Of each case: losses, logits of batches of two sizes between the steps, and how many forward graphs are left."""
+    """Return per case losses, logits of batches of two sizes between the steps, and the number of forward graphs left."""
     results = []
     with process_group(ranks_from_environment("cuda")):
         for case in cases:
@@ -122,7 +122,7 @@ def replace_batch_size(built, size: int):
 
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))
-def test_recordings_that_share_memory_do_not_disturb_each_other(world_size):
+def test_graphs_that_share_memory_do_not_disturb_each_other(world_size):
     each = [*case("dlrm", "multi_hot", "adam", "table_wise"), *ON_GPU]
     cases = [[*each, f"train.capture={capture}"] for capture in ("true", "false")]
     captured, plain = run_distributed(predicted_between_steps, world_size, cases)[0]
@@ -132,8 +132,8 @@ def test_recordings_that_share_memory_do_not_disturb_each_other(world_size):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def losses_while_another_feed_runs(cases: list[list[str]]) -> list[list[float]]:
-    """Of each case: losses of training with batches that wait while batches of the same size are scored."""
+def losses_around_another_prefetcher(cases: list[list[str]]) -> list[list[float]]:
+    """Return per case the losses of training whose batches wait while batches of the same size are scored."""
     results = []
     with process_group(ranks_from_environment("cuda")):
         for case in cases:
@@ -148,8 +148,8 @@ def losses_while_another_feed_runs(cases: list[list[str]]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))
-def test_a_waiting_batch_keeps_its_ids_while_others_are_scored(world_size):
+def test_a_waiting_batch_keeps_its_ids_during_an_evaluation(world_size):
     same_size = [*gpu_cases("off")[0], "eval.batch_size=64", "train.batch_size=64"]
     cases = [[*same_size, f"train.capture={capture}"] for capture in ("true", "false")]
-    recorded, launched = run_distributed(losses_while_another_feed_runs, world_size, cases)[0]
-    assert recorded == pytest.approx(launched, rel=2e-5)
+    captured, launched = run_distributed(losses_around_another_prefetcher, world_size, cases)[0]
+    assert captured == pytest.approx(launched, rel=2e-5)

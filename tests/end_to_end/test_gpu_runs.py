@@ -19,8 +19,8 @@ RESUMED = [
     ("dcnv2", "adagrad", "off"),
     ("dlrm", "rowwise_adagrad", "bf16"),
 ]
-# Of every number in the records. The same ranks do the same sums, so that what is left is the order of atomic additions in
-# libraries.
+# Tolerance of every number in the records. The same ranks do the same sums, so only the order of atomic additions in libraries
+# differs.
 RESUME_TOLERANCE = {"off": 2e-5, "bf16": 2e-3}
 
 
@@ -40,26 +40,28 @@ def started_on_gpus(recipe: str, rule: str, amp: str, run_dir: Path, last_step: 
 
 @pytest.mark.parametrize(("recipe", "rule", "amp"), RESUMED)
 @pytest.mark.parametrize("world_size", worlds(1, 2))
-def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, world_size, recipe, rule, amp):
-    """Through the captured step, from a checkpoint that was copied and written while later steps ran."""
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, world_size, recipe, rule, amp):
+    """The step is captured, and later steps ran while the checkpoint was copied and written."""
 
     def start(name: str, last_step: int) -> str:
         case = (recipe, rule, amp, tmp_path / name, last_step)
         return run_distributed(started_on_gpus, world_size, *case)[0]
 
-    assert "step: a CUDA graph" in start("whole", 24)
-    start("parts", 11)
-    # As if it had been killed there.
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_11")
-    assert "step_8, 8 steps" in start("parts", 24)
-    whole, parts = (
+    assert "step: a CUDA graph" in start("uninterrupted", 24)
+    start("resumed", 11)
+    # Without the last checkpoint the run looks as if killed after step 11.
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_11")
+    assert "step_8, 8 steps" in start("resumed", 24)
+    uninterrupted, resumed = (
         [record for record in records(tmp_path / name) if "loss" in record]
-        for name in ("whole", "parts")
+        for name in ("uninterrupted", "resumed")
     )
-    assert [record["step"] for record in parts] == list(range(1, 25))
-    losses = [[record["loss"] for record in run] for run in (whole, parts)]
+    assert [record["step"] for record in resumed] == list(range(1, 25))
+    losses = [[record["loss"] for record in run] for run in (uninterrupted, resumed)]
     assert losses[1] == pytest.approx(losses[0], rel=RESUME_TOLERANCE[amp])
-    stored = [contents(tmp_path / name / "checkpoints", 24) for name in ("whole", "parts")]
+    stored = [
+        contents(tmp_path / name / "checkpoints", 24) for name in ("uninterrupted", "resumed")
+    ]
     assert stored[0].keys() == stored[1].keys()
     equal = [name for name, value in stored[0].items() if np.array_equal(value, stored[1][name])]
     print(
@@ -73,7 +75,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, world_size, recipe, ru
 
 
 @needs_one_gpu
-def test_inference_takes_the_batch_sizes_of_training_and_evaluation_too(tmp_path):
+def test_inference_accepts_the_batch_sizes_of_training_and_evaluation(tmp_path):
     sizes = ["inference.batch_sizes=[1,64,128]", "inference.steps=3", "inference.warmup_steps=1"]
     run_dir = tmp_path / "run"
     ended = run_command(*TINY, *ON_GPU, "mode=inference", f"run_dir={run_dir}", *sizes)
@@ -89,7 +91,7 @@ def profiled_on_gpus(run_dir: str) -> int:
 
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))
-def test_a_profile_knows_the_kernels_of_a_step(tmp_path, world_size):
+def test_a_profile_assigns_the_kernels_of_a_step(tmp_path, world_size):
     run_dir = tmp_path / "run"
     codes = run_distributed(profiled_on_gpus, world_size, str(run_dir))
     assert codes == [0] * world_size

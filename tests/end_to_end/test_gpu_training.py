@@ -18,10 +18,10 @@ from tests.helpers.gpus import (
 )
 from tests.nn.sharding.test_sharded_embeddings import case
 
-# Of losses, and of what each table learnt in lengths of its change. fp32: sums in another order, which Adam's quotient
-# magnifies where a gradient is next to nothing. bf16: embeddings and their gradients are rounded to 8 bits on their way.
+# Tolerances of losses, and of table changes relative to their norm. fp32: sums are in another order, and Adam's quotient
+# magnifies the difference where a gradient is close to 0. bf16: the all-to-all rounds embeddings and gradients to 8 bits.
 TOLERANCE = {"off": (2e-5, 5e-3), "bf16": (2e-2, 5e-2)}
-# In bf16 each rank's part of a pooled sum is rounded, of row-wise tables.
+# Row-wise tables: in bf16 the partial pooled sum of each rank is rounded.
 ROW_WISE_FACTOR = {"off": 1, "bf16": 2}
 
 
@@ -33,12 +33,12 @@ def one_gpu() -> dict[str, list]:
 
 
 def assert_alike(expected, measured, amp: str) -> None:
-    of_loss, of_tables = TOLERANCE[amp]
+    loss_tolerance, table_tolerance = TOLERANCE[amp]
     for options, (losses, changes), (their_losses, their_changes) in zip(
         CASES, expected, measured, strict=True
     ):
-        assert their_losses == pytest.approx(losses, rel=of_loss), "-".join(options)
-        allowed = of_tables * (ROW_WISE_FACTOR[amp] if "row_wise" in options else 1)
+        assert their_losses == pytest.approx(losses, rel=loss_tolerance), "-".join(options)
+        allowed = table_tolerance * (ROW_WISE_FACTOR[amp] if "row_wise" in options else 1)
         assert worst_difference(changes, their_changes) < allowed, "-".join(options)
 
 
@@ -72,13 +72,13 @@ def test_bf16_and_fp16_stay_close_to_fp32(one_gpu):
             assert losses == pytest.approx(expected, rel=3e-2), "-".join(options)
             for name, (length, *_) in wanted.items():
                 assert changes[name][0] == pytest.approx(length, rel=0.15), "-".join(options)
-            # The others divide by the gradient's own size, and rounding decides the sign of the smallest.
+            # The other optimizers divide by the gradient's magnitude, and rounding decides the sign of the smallest gradients.
             if options[2] == "sgd":
                 assert worst_difference(wanted, changes) < 0.2, "-".join(options)
 
 
 @pytest.mark.parametrize("world_size", worlds(2, 4))
-def test_many_gpus_train_two_epochs_with_their_tails_as_one(world_size):
+def test_many_gpus_train_two_epochs_with_partial_batches_as_one(world_size):
     kinds = list(product(["sgd", "adagrad", "rowwise_adagrad", "adam"], ["fp32", "bf16"]))
     cases = [
         [

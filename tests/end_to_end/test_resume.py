@@ -1,4 +1,4 @@
-"""A run that was ended and started again ends as if nothing had happened, bit by bit, and its records have no seam."""
+"""Resumed runs: bitwise equality with uninterrupted runs, records without gaps, and refusals."""
 
 import fcntl
 import io
@@ -32,7 +32,7 @@ from tests.helpers.runs import at_step, differences, records, stored_bytes, summ
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 CASES = list(product(["dlrm", "dcnv2"], RATES))
-# Records, evaluations and saves at steps that have nothing to do with each other; the epoch's last batch is partial.
+# Records, evaluations and saves are at unrelated steps; the last batch of an epoch is partial.
 RUN = [
     *TINY,
     *("data.synthetic.train_rows=730", "log.every=5", "log.tensorboard=false", "train.epochs=2"),
@@ -44,19 +44,20 @@ ON_FILES = [option for option in RUN if not option.startswith("data.")]
 
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch) -> None:
-    """The picture takes longer than the training."""
+    """Skip curves.png, which takes longer than the training."""
     monkeypatch.setattr("nn.observability.run_directory.draw_curves", lambda *_: None)
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL, which would end the tests too: nothing of ours catches it."""
+    """Stand-in for SIGKILL, which would end the tests too; the program does not catch it."""
 
 
 @contextmanager
-def broken_off_at(step: int) -> Iterator[None]:
-    """Leave a training in the middle of a step, with nothing closed in good order.
+def killed_at(step: int) -> Iterator[None]:
+    """Leave a training in the middle of a step without closing anything.
 
-    What is being written then is finished first: the writer would go on in this process, and lose the ranks it talks to.
+    A checkpoint that is being written is finished first. Its writer would otherwise continue in this process without the ranks
+    that it communicates with.
     """
 
     def end() -> None:
@@ -73,17 +74,17 @@ def train(run_dir: Path, *overrides: str) -> Ended:
     return run_command(*RUN, f"run_dir={run_dir}", *overrides)
 
 
-def train_and_break_off(after_step: int, run_dir: Path) -> None:
-    with broken_off_at(after_step):
+def train_and_kill(after_step: int, run_dir: Path) -> None:
+    with killed_at(after_step):
         train(run_dir)
 
 
-def train_case(recipe: str, rule: str, run_dir: Path, break_off_at: int | None) -> None:
-    """One start of a run without the command line, whose reading would take longer than the training."""
+def train_case(recipe: str, rule: str, run_dir: Path, kill_at: int | None) -> None:
+    """Start a run without the command line, whose parsing would take longer than the training."""
     config = replace(configuration(recipe, rule), run_dir=str(run_dir))
     with (
         patch("nn.observability.run_directory.draw_curves"),
-        nullcontext() if break_off_at is None else broken_off_at(break_off_at),
+        nullcontext() if kill_at is None else killed_at(kill_at),
         redirect_stdout(io.StringIO()),
     ):
         run(config, "")
@@ -97,39 +98,40 @@ def configuration(recipe: str, rule: str) -> Config:
 
 @pytest.mark.parametrize(("recipe", "rule"), CASES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_in_parts_ends_bit_by_bit_where_the_whole_one_does(num_ranks, recipe, rule, tmp_path):
-    def start(name: str, break_off_at: int | None = None) -> None:
-        arguments = (recipe, rule, tmp_path / name, break_off_at)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(num_ranks, recipe, rule, tmp_path):
+    def start(name: str, kill_at: int | None = None) -> None:
+        arguments = (recipe, rule, tmp_path / name, kill_at)
         if num_ranks == 1:
             train_case(*arguments)
         else:
             run_distributed(train_case, num_ranks, *arguments)
 
-    start("whole")
-    start("parts", break_off_at=11)
-    assert newest_first(tmp_path / "parts" / "checkpoints")[0].name == "step_8"
-    start("parts")
-    assert len((tmp_path / "parts" / "restarts.jsonl").read_text().splitlines()) == 1
-    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+    start("uninterrupted")
+    start("resumed", kill_at=11)
+    assert newest_first(tmp_path / "resumed" / "checkpoints")[0].name == "step_8"
+    start("resumed")
+    assert len((tmp_path / "resumed" / "restarts.jsonl").read_text().splitlines()) == 1
+    assert differences(tmp_path / "uninterrupted", tmp_path / "resumed") == []
 
 
-def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     case = ("dlrm", "adam")
-    train_case(*case, tmp_path / "whole", None)
+    train_case(*case, tmp_path / "uninterrupted", None)
     run_distributed(train_case, 2, *case, tmp_path / "run", 11)
     train_case(*case, tmp_path / "run", None)
-    whole, run = (records(tmp_path / name) for name in ("whole", "run"))
-    assert [record["step"] for record in run] == [record["step"] for record in whole]
+    uninterrupted, run = (records(tmp_path / name) for name in ("uninterrupted", "run"))
+    assert [record["step"] for record in run] == [record["step"] for record in uninterrupted]
     for key in ("loss", "test_auc", "test_log_loss", "train_auc"):
         one, other = (
-            [record[key] for record in run_records if key in record] for run_records in (whole, run)
+            [record[key] for record in run_records if key in record]
+            for run_records in (uninterrupted, run)
         )
         assert other == pytest.approx(one, rel=1e-5), key
 
 
-def test_a_start_says_where_it_goes_on_and_leaves_a_line_of_it(tmp_path):
+def test_a_resumed_run_prints_and_records_its_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
-    train_and_break_off(11, run_dir)
+    train_and_kill(11, run_dir)
     ended = train(run_dir)
     assert f"goes on    {run_dir / 'checkpoints' / 'step_8'}, 8 steps" in ended.out
     (line,) = (run_dir / "restarts.jsonl").read_text().splitlines()
@@ -138,20 +140,22 @@ def test_a_start_says_where_it_goes_on_and_leaves_a_line_of_it(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
+def uninterrupted(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert train(run_dir).err == ""
     return run_dir
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(whole, tmp_path):
-    train_and_break_off(3, tmp_path / "run")
+def test_a_run_killed_before_its_first_checkpoint_restarts(uninterrupted, tmp_path):
+    train_and_kill(3, tmp_path / "run")
     assert records(tmp_path / "run")
     assert train(tmp_path / "run").err == ""
-    assert differences(whole, tmp_path / "run") == []
+    assert differences(uninterrupted, tmp_path / "run") == []
 
 
-def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(whole, tmp_path, monkeypatch):
+def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(
+    uninterrupted, tmp_path, monkeypatch
+):
     def end(*_):
         wait_for_writer()
         raise Killed
@@ -161,13 +165,13 @@ def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(whole, tmp_pa
         with pytest.raises(Killed):
             train(tmp_path / "run")
     assert train(tmp_path / "run").err == ""
-    assert summary(tmp_path / "run") == summary(whole)
+    assert summary(tmp_path / "run") == summary(uninterrupted)
 
 
-def test_a_finished_run_is_trained_on_for_more_epochs(whole, tmp_path):
+def test_a_finished_run_resumes_for_more_epochs(uninterrupted, tmp_path):
     assert train(tmp_path / "run", "train.epochs=1").err == ""
     assert train(tmp_path / "run").err == ""
-    assert stored_bytes(tmp_path / "run") == stored_bytes(whole)
+    assert stored_bytes(tmp_path / "run") == stored_bytes(uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -183,28 +187,28 @@ def test_a_finished_run_is_trained_on_for_more_epochs(whole, tmp_path):
         ),
     ],
 )
-def test_another_run_in_its_directory_is_refused_with_what_differs(whole, change, difference):
-    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    ended = train(whole, "optimizer.lr=24", "train.epochs=3", change)
+def test_changed_settings_are_refused_by_name(uninterrupted, change, difference):
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
+    ended = train(uninterrupted, "optimizer.lr=24", "train.epochs=3", change)
     assert ended.exit_code == 2
-    lr = json.loads((whole / "checkpoints/step_24/run.json").read_text())["config"]["optimizer"][
-        "lr"
-    ]
+    lr = json.loads((uninterrupted / "checkpoints/step_24/run.json").read_text())["config"][
+        "optimizer"
+    ]["lr"]
     assert difference.replace("24.0", str(lr)) in ended.err
     assert "Set another run_dir" in ended.err
     assert "checkpoint.allow_changes=true to go on with the new ones" in ended.err
-    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
-def test_changed_settings_are_taken_when_that_is_asked_for(tmp_path):
+def test_changed_settings_are_accepted_with_allow_changes(tmp_path):
     assert train(tmp_path / "run", "train.max_steps=6").err == ""
     more = ["train.max_steps=8", "data.shuffle_block=0", "checkpoint.allow_changes=true"]
     assert train(tmp_path / "run", *more).err == ""
     assert summary(tmp_path / "run")["steps"] == 8
 
 
-def test_records_of_the_second_start_replace_those_after_the_checkpoint(tmp_path):
-    train_and_break_off(23, tmp_path / "run")
+def test_records_after_the_checkpoint_are_replaced(tmp_path):
+    train_and_kill(23, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     with path.open("a") as stream:
         stream.write('{"step": 23, "lo')
@@ -226,11 +230,11 @@ def truncate(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def broken_off(tmp_path_factory) -> Path:
-    """A run that was broken off after its checkpoints of steps 18 (the best) and 20."""
-    run_dir = tmp_path_factory.mktemp("broken_off") / "run"
+def killed(tmp_path_factory) -> Path:
+    """Return a run that was killed after its checkpoints of steps 18 (the best) and 20."""
+    run_dir = tmp_path_factory.mktemp("killed") / "run"
     with patch("nn.observability.run_directory.draw_curves"):
-        train_and_break_off(22, run_dir)
+        train_and_kill(22, run_dir)
     return run_dir
 
 
@@ -245,25 +249,25 @@ def broken_off(tmp_path_factory) -> Path:
         (Path.unlink, "run.json"),
     ],
 )
-def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
-    whole, broken_off, tmp_path, damage, name
+def test_a_damaged_checkpoint_costs_the_steps_since_the_previous_one(
+    uninterrupted, killed, tmp_path, damage, name
 ):
     run_dir = tmp_path / "run"
-    shutil.copytree(broken_off, run_dir, symlinks=True)
+    shutil.copytree(killed, run_dir, symlinks=True)
     damage(run_dir / "checkpoints" / "step_20" / name)
     ended = train(run_dir)
     assert (ended.exit_code, ended.err) == (0, "")
     assert "warning: the checkpoint of step 20 is not used: " in ended.out
     assert "step_18, 18 steps" in ended.out
     assert (run_dir / "checkpoints" / "step_20.damaged").is_dir()
-    assert differences(whole, run_dir) == []
+    assert differences(uninterrupted, run_dir) == []
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_begins_as_it_did_at_first(tmp_path):
-    """With the checkpoint that it was started from, not with the seed's weights."""
+def test_a_run_with_only_damaged_checkpoints_restarts_as_at_first(tmp_path):
+    """Restart from the checkpoint of `checkpoint.restore`, not from the seed's weights."""
     assert train(tmp_path / "before", "train.max_steps=4").err == ""
     first = f"checkpoint.restore={tmp_path / 'before' / 'checkpoints' / 'step_4'}"
-    for name in ("whole", "run"):
+    for name in ("uninterrupted", "run"):
         assert train(tmp_path / name, first, "train.max_steps=8").err == ""
     (tmp_path / "run" / "summary.json").unlink()
     damaged = newest_first(tmp_path / "run" / "checkpoints")
@@ -272,10 +276,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_as_it_did_at_first(tmp_p
     ended = train(tmp_path / "run", first, "train.max_steps=8")
     assert (ended.exit_code, ended.err) == (0, "")
     assert ended.out.count("is not used: ") == len(damaged) > 0
-    assert differences(tmp_path / "whole", tmp_path / "run") == []
+    assert differences(tmp_path / "uninterrupted", tmp_path / "run") == []
 
 
-def test_a_finished_run_whose_checkpoints_are_all_damaged_says_so(tmp_path):
+def test_a_finished_run_with_only_damaged_checkpoints_is_refused(tmp_path):
     run_dir = tmp_path / "run"
     assert train(run_dir, "train.max_steps=4").err == ""
     (run_dir / "checkpoints" / "step_4" / "run.json").unlink()
@@ -291,15 +295,15 @@ def test_a_finished_run_whose_checkpoints_are_all_damaged_says_so(tmp_path):
     assert train(run_dir).err == ""
 
 
-def test_the_best_checkpoint_stays_beside_the_latest(whole):
-    tests = [record for record in records(whole) if "test_auc" in record]
+def test_the_best_checkpoint_is_kept_beside_the_latest(uninterrupted):
+    tests = [record for record in records(uninterrupted) if "test_auc" in record]
     best = max(tests, key=lambda each: each["test_auc"])["step"]
-    assert (whole / "checkpoints" / "best").resolve().name == f"step_{best}"
-    names = {path.name for path in (whole / "checkpoints").glob("step_*")}
+    assert (uninterrupted / "checkpoints" / "best").resolve().name == f"step_{best}"
+    names = {path.name for path in (uninterrupted / "checkpoints").glob("step_*")}
     assert names == {f"step_{best}", "step_20", "step_24"}
 
 
-def test_a_newer_format_is_not_gone_on_from(tmp_path):
+def test_a_newer_format_is_refused(tmp_path):
     assert train(tmp_path / "run", "train.max_steps=4").err == ""
     path = tmp_path / "run" / "checkpoints" / "step_4" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
@@ -314,14 +318,14 @@ def test_a_newer_format_is_not_gone_on_from(tmp_path):
 
 @pytest.fixture
 def on_files(tmp_path) -> tuple[Path, list[str]]:
-    """A dataset and a run on it that was broken off after its checkpoint of step 4."""
+    """Return a dataset and the command of a run on it that ended after step 4."""
     root = write_clicks(tmp_path / "clicks")
     files = [*ON_FILES, f"data.path={root}", "train.epochs=3", f"run_dir={tmp_path / 'run'}"]
     assert run_command(*files, "train.max_steps=4").err == ""
     return root, files
 
 
-def test_a_dataset_file_that_changed_since_is_named(on_files):
+def test_a_changed_dataset_file_is_named(on_files):
     root, files = on_files
     path = root / "train" / "item.bin"
     data = bytearray(path.read_bytes())
@@ -337,8 +341,8 @@ def test_a_dataset_file_that_changed_since_is_named(on_files):
     assert run_command(*files, "checkpoint.allow_changes=true").exit_code == 0
 
 
-def test_a_dataset_that_was_put_back_is_the_same_dataset(on_files):
-    """What the message of a dataset that changed asks for must be enough."""
+def test_a_restored_dataset_is_accepted(on_files):
+    """The remedy in the message of a changed dataset must work."""
     root, files = on_files
     path = root / "train" / "item.bin"
     data = path.read_bytes()
@@ -352,14 +356,14 @@ def test_a_dataset_that_was_put_back_is_the_same_dataset(on_files):
     assert "step 4; their sizes and samples are the same. python -m preproc mode=v" in ended.out
 
 
-def test_a_copy_of_the_dataset_is_the_same_dataset(on_files, tmp_path):
+def test_a_copy_of_the_dataset_is_accepted(on_files, tmp_path):
     _, files = on_files
     copy = write_clicks(tmp_path / "copy")
     moved = [f"data.path={copy}" if option.startswith("data.path=") else option for option in files]
     assert run_command(*moved).err == ""
 
 
-def test_larger_tables_need_a_new_run_and_the_message_says_how(on_files, tmp_path):
+def test_larger_tables_need_a_new_run_as_the_message_explains(on_files, tmp_path):
     _, files = on_files
     grown = write_clicks(tmp_path / "grown", num_items=120)
     path = tmp_path / "run" / "checkpoints" / "step_4"
@@ -382,11 +386,11 @@ def test_larger_tables_need_a_new_run_and_the_message_says_how(on_files, tmp_pat
         f"begin a new run: checkpoint.restore={path} with another run_dir and checkpoint.grow=true"
         in ended.err
     )
-    as_told = [f"checkpoint.restore={path}", f"run_dir={tmp_path / 'larger'}"]
-    assert run_command(*asked, *as_told).err == ""
+    remedy = [f"checkpoint.restore={path}", f"run_dir={tmp_path / 'larger'}"]
+    assert run_command(*asked, *remedy).err == ""
 
 
-def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
+def test_a_dataset_file_that_changes_during_a_run_ends_it_before_the_next_save(
     on_files, monkeypatch
 ):
     root, files = on_files
@@ -403,10 +407,10 @@ def test_a_dataset_file_that_changes_under_a_run_ends_it_before_the_next_save(
     assert (checkpoints / "step_6").exists() or (checkpoints / "step_4").exists()
 
 
-def test_fewer_checkpoints_are_kept_from_the_start_on(tmp_path, monkeypatch):
-    """Not from the next save on: it may be for want of room that fewer shall be kept."""
+def test_a_smaller_keep_removes_checkpoints_at_the_start(tmp_path, monkeypatch):
+    """Removal must not wait for the next save, since the disk may be full."""
     checkpoints = tmp_path / "run" / "checkpoints"
-    with broken_off_at(11):
+    with killed_at(11):
         train(tmp_path / "run", "checkpoint.keep=9")
     assert len(newest_first(checkpoints)) > 2
     best = (checkpoints / "best").resolve().name
@@ -416,8 +420,8 @@ def test_fewer_checkpoints_are_kept_from_the_start_on(tmp_path, monkeypatch):
     assert set(seen) == {"step_8", best}
 
 
-def test_one_run_directory_serves_one_process_at_a_time(tmp_path):
-    train_and_break_off(11, tmp_path / "run")
+def test_a_run_directory_is_locked(tmp_path):
+    train_and_kill(11, tmp_path / "run")
     descriptor = os.open(tmp_path / "run", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -435,12 +439,12 @@ def test_restarts_need_a_named_run_directory(monkeypatch):
     assert "run_dir must be named under --max-restarts=3" in ended.err
 
 
-def test_training_leaves_every_generator_where_it_was(tmp_path, monkeypatch):
-    """So there is none to save. (Building a model moves torch's, whose numbers are then overwritten.)"""
+def test_training_does_not_advance_any_random_generator(tmp_path, monkeypatch):
+    """No generator has state to save. (Building a model advances torch's, but its numbers are overwritten.)"""
     states = []
 
     def look() -> None:
-        name, keys, *rest = np.random.get_state()  # noqa: NPY002, it is what a library would use
+        name, keys, *rest = np.random.get_state()  # noqa: NPY002, since libraries use this generator
         numbers = [torch.get_rng_state().tolist(), name, keys.tolist(), rest]
         states.append([random.getstate(), *numbers])
 
@@ -452,20 +456,20 @@ def test_training_leaves_every_generator_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("has_checkpoints", [False, True])
-def test_evaluation_asks_for_a_trained_model_and_names_the_latest_of_the_run(
-    tmp_path, has_checkpoints
-):
-    told = "set checkpoint.restore to a run's checkpoints/step_N"
+def test_evaluation_requires_a_checkpoint_and_names_the_latest(tmp_path, has_checkpoints):
+    remedy = "set checkpoint.restore to a run's checkpoints/step_N"
     if has_checkpoints:
         for name in ("step_8", "step_16", "step_24.damaged", "best"):
             (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        told = f"set checkpoint.restore={tmp_path}/checkpoints/step_16, and another run_dir, or none, for the results"
+        remedy = f"set checkpoint.restore={tmp_path}/checkpoints/step_16, and another run_dir, or none, for the results"
     config = compose_config(*TINY, "mode=eval", f"run_dir={tmp_path}")
-    with pytest.raises(ValueError, match=rf"^mode=eval needs a trained model: {re.escape(told)}$"):
+    with pytest.raises(
+        ValueError, match=rf"^mode=eval needs a trained model: {re.escape(remedy)}$"
+    ):
         named_resume_point(config, open_source(config))
 
 
-def test_a_run_from_when_workers_were_called_threads_goes_on(tmp_path):
+def test_a_run_with_the_old_option_threads_resumes(tmp_path):
     run_dir = tmp_path / "run"
     assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=8").exit_code == 0
     path = run_dir / "checkpoints" / "step_8" / "run.json"

@@ -1,4 +1,4 @@
-"""Whole runs from the command line: what they leave, what the other modes do, and how they refuse."""
+"""Complete runs from the command line: run directories, modes and refusals."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def summary_of(run_dir: Path) -> dict:
 
 
 def refused(*arguments: str) -> str:
-    """Run a command that must be refused with one line; return it without its `error: `."""
+    """Run a command that must be refused with one line; return the line without `error: `."""
     ended = run_command(*arguments)
     assert ended.exit_code == 2, ended
     assert re.fullmatch(r"error: [^\n]+\n", ended.err), ended.err
@@ -32,7 +32,7 @@ def refused(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def dlrm(tmp_path_factory) -> tuple[Ended, Path]:
-    """`python dlrm.py` from another directory."""
+    """Run `python dlrm.py` from another directory."""
     directory = tmp_path_factory.mktemp("dlrm")
     ended = start_command(str(ROOT / "dlrm.py"), *SHORT, "run_dir=run", directory=directory)
     return ended, directory / "run"
@@ -43,7 +43,7 @@ def clicks(tmp_path_factory) -> Path:
     return write_clicks(tmp_path_factory.mktemp("run") / "clicks")
 
 
-def test_dlrm_trains_and_says_how_it_went(dlrm):
+def test_dlrm_trains_and_prints_its_results(dlrm):
     ended, run_dir = dlrm
     assert (ended.exit_code, ended.err) == (0, "")
     summary = summary_of(run_dir)
@@ -91,7 +91,7 @@ def test_the_run_directory_is_complete(dlrm):
     } <= set(summary_of(run_dir))
 
 
-def test_two_ranks_under_torchrun_end_where_one_does(dlrm, tmp_path):
+def test_two_ranks_under_torchrun_reach_the_metrics_of_one(dlrm, tmp_path):
     _, run_dir = dlrm
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     ended = start_command(
@@ -114,7 +114,7 @@ def test_dcnv2_trains_into_a_directory_of_its_own(tmp_path, monkeypatch):
     assert "dcnv2, 3 numerical" in ended.out
 
 
-def test_main_takes_the_name_of_a_recipe_and_a_plan_leaves_nothing(tmp_path, monkeypatch):
+def test_main_accepts_a_config_name_and_a_plan_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ended = run_command(
         "--config-name",
@@ -145,7 +145,7 @@ def test_a_plan_opens_no_process_group_and_no_run_directory(tmp_path, monkeypatc
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_says_what_does_not_fit_and_what_to_change():
+def test_a_plan_that_does_not_fit_names_tables_and_remedies():
     message = refused(
         *["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=16"],
         *["data=criteo_t3", "model.embedding_dim=128", "model.bottom_mlp=[64,128]"],
@@ -155,7 +155,7 @@ def test_a_plan_says_what_does_not_fit_and_what_to_change():
     assert "Either start " in message
 
 
-def test_evaluating_a_checkpoint_gives_what_training_ended_with(dlrm, tmp_path):
+def test_evaluating_a_checkpoint_reproduces_the_metrics_of_training(dlrm, tmp_path):
     _, run_dir = dlrm
     restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
     ended = run_command(*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}")
@@ -167,19 +167,19 @@ def test_evaluating_a_checkpoint_gives_what_training_ended_with(dlrm, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_in_two_parts_ends_where_the_whole_one_does(dlrm, tmp_path):
+def test_an_interrupted_run_reaches_the_metrics_of_an_uninterrupted_one(dlrm, tmp_path):
     _, run_dir = dlrm
     first = run_command(*SHORT, "train.max_steps=13", f"run_dir={tmp_path / 'first'}")
     restore = f"checkpoint.restore={tmp_path / 'first' / 'checkpoints' / 'step_13'}"
     second = run_command(*SHORT, restore, f"run_dir={tmp_path / 'second'}")
     assert first.exit_code == second.exit_code == 0, second.err
     assert "13 steps" in second.out
-    whole, parts = summary_of(run_dir), summary_of(tmp_path / "second")
+    uninterrupted, resumed = summary_of(run_dir), summary_of(tmp_path / "second")
     for name in ("steps", "epochs", "test_auc", "test_log_loss"):
-        assert parts[name] == whole[name]
+        assert resumed[name] == uninterrupted[name]
 
 
-def test_a_restored_run_was_not_untrained(dlrm, tmp_path):
+def test_a_restored_run_has_no_untrained_auc(dlrm, tmp_path):
     _, run_dir = dlrm
     restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
     more = [
@@ -192,13 +192,13 @@ def test_a_restored_run_was_not_untrained(dlrm, tmp_path):
     assert summary_of(tmp_path / "run")["untrained_test_auc"] is None
 
 
-def test_gpu_memory_to_plan_with_makes_no_gpu_run(tmp_path):
+def test_hbm_gib_does_not_select_a_gpu(tmp_path):
     ended = run_command(*TINY, "device=auto", "sharding.hbm_gib=139", f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 0, ended.err
     assert "step: a CUDA graph" not in ended.out
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_no_result(tmp_path, monkeypatch):
+def test_a_failed_save_at_the_end_keeps_the_results(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise CheckpointException("save", {0: (OSError(28, "No space left on device"), [])})
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_no_result(tmp_path, monkeypat
     assert summary_of(tmp_path / "run")["test_auc"] > 0
 
 
-def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch):
+def test_an_interrupt_ends_with_one_line(tmp_path, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -222,14 +222,14 @@ def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch):
     assert "Traceback" not in ended.err
 
 
-def test_a_plan_says_what_it_is_for():
-    asked = ["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=100"]
-    out = run_command(*TINY, *asked, "device=cuda").out
+def test_a_plan_names_its_hardware():
+    hardware = ["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=100"]
+    out = run_command(*TINY, *hardware, "device=cuda").out
     assert re.search(r"plan for +2 x cuda on 1 node", out)
     assert re.search(r"memory +100.0 GiB a rank, 90.0 GiB of it for tables", out)
 
 
-def test_a_run_that_is_over_is_not_restored_for_training(dlrm, tmp_path):
+def test_a_finished_run_is_not_restored_for_training(dlrm, tmp_path):
     _, run_dir = dlrm
     path = run_dir / "checkpoints" / "step_32"
     message = refused(*SHORT, f"checkpoint.restore={path}", f"run_dir={tmp_path / 'run'}")
@@ -259,7 +259,7 @@ def test_a_run_that_is_over_is_not_restored_for_training(dlrm, tmp_path):
         (["sharding.tables={cat_9:row_wise}"], "sharding.tables names cat_9, but the tables are"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(changes, message, tmp_path):
+def test_invalid_options_are_refused_with_one_line_and_write_nothing(changes, message, tmp_path):
     assert re.search(message, refused(*TINY, f"run_dir={tmp_path / 'run'}", *changes))
     assert not (tmp_path / "run").exists()
 
@@ -278,36 +278,36 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(changes, messa
         ),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_in_one_line_too(change, message, tmp_path):
-    told = refused(*SHORT, f"run_dir={tmp_path / 'run'}", change)
-    assert message in told
-    assert "search path" not in told
+def test_a_value_of_the_wrong_type_is_refused_with_one_line(change, message, tmp_path):
+    line = refused(*SHORT, f"run_dir={tmp_path / 'run'}", change)
+    assert message in line
+    assert "search path" not in line
     assert not (tmp_path / "run").exists()
 
 
-def test_an_empty_run_directory_is_no_new_one():
+def test_an_empty_run_dir_is_refused():
     assert refused(*SHORT, "run_dir=").startswith(
         "run_dir is empty, perhaps a variable that is not"
     )
 
 
-def test_an_error_of_the_system_without_a_file_is_told_without_one(monkeypatch, tmp_path):
+def test_a_system_error_without_a_file_is_reported(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("nn.run.run", full)
-    told = refused(*SHORT, f"run_dir={tmp_path / 'run'}")
-    assert told == "No space left on device: while a file of the run was read or written"
+    line = refused(*SHORT, f"run_dir={tmp_path / 'run'}")
+    assert line == "No space left on device: while a file of the run was read or written"
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_batch_is_refused(monkeypatch, tmp_path):
+def test_ranks_that_do_not_divide_the_batch_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
     assert message.startswith("batch size 64 does not divide evenly over 3 ranks; want a positive")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_is_over_is_left_as_it_is(dlrm):
+def test_a_finished_run_is_left_unchanged(dlrm):
     _, run_dir = dlrm
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     ended = run_command(*SHORT, f"run_dir={run_dir}")
@@ -316,7 +316,7 @@ def test_a_run_that_is_over_is_left_as_it_is(dlrm):
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
-def test_the_run_directory_of_other_work_is_refused_and_left_as_it_is(dlrm, tmp_path):
+def test_the_run_directory_of_another_run_is_refused_and_left_unchanged(dlrm, tmp_path):
     _, run_dir = dlrm
     restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
     evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
@@ -337,7 +337,7 @@ def test_a_truncated_file_is_named_before_anything_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_id_ends_the_run_and_leaves_nothing_that_looks_whole(tmp_path):
+def test_a_bad_id_ends_the_run_without_summary_or_checkpoint(tmp_path):
     root = write_clicks(tmp_path / "clicks")
     plant(root / "train" / "item.bin", 170, 101, "int8")
     run_dir = tmp_path / "run"
@@ -350,7 +350,7 @@ def test_a_bad_id_ends_the_run_and_leaves_nothing_that_looks_whole(tmp_path):
     assert not list((run_dir / "checkpoints").glob("step_8"))
 
 
-def test_a_loss_that_is_no_number_ends_with_its_own_exit_code(clicks, tmp_path):
+def test_a_loss_that_is_not_finite_has_its_own_exit_code(clicks, tmp_path):
     ended = run_command(
         *[*ON_FILES, f"data.path={clicks}", f"run_dir={tmp_path / 'run'}"],
         *["optimizer.name=sgd", "optimizer.lr=1e30"],

@@ -1,4 +1,4 @@
-"""Nothing that reads a file executes it, and no name in a file leads out of its directory: docs/security.md."""
+"""Untrusted files are not executed, and names in them do not lead out of their directory: docs/security.md."""
 
 import ast
 import io
@@ -31,7 +31,7 @@ TRAP = "trap was sprung"
 
 
 class Trap:
-    """Its pickle makes a file when it is read."""
+    """Object whose pickle creates a directory when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,20 +55,20 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def saved(original, tmp_path) -> Path:
-    """A checkpoint that may be damaged."""
+    """Return a copy of the checkpoint that may be damaged."""
     return shutil.copytree(original, tmp_path / "step_1")
 
 
 def shards(path: Path) -> list[Path]:
-    """The files with a checkpoint's numbers."""
+    """Return the files with the tensors of a checkpoint."""
     index = json.loads((path / INDEX_FILE).read_text())
     named = {chunk["file"] for tensor in index["tensors"].values() for chunk in tensor["chunks"]}
     return [path / entry for entry in sorted(named)]
 
 
-def read_in_every_way(path: Path, directory: Path) -> list[str]:
-    """Check, restore and export a checkpoint; return what each complained about."""
-    complaints = []
+def read_all_ways(path: Path, directory: Path) -> list[str]:
+    """Check, restore and export a checkpoint; return the error messages."""
+    messages = []
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
         for read in (
@@ -79,20 +79,20 @@ def read_in_every_way(path: Path, directory: Path) -> list[str]:
             try:
                 read()
             except ValueError as error:
-                complaints.append(str(error))
-    return complaints
+                messages.append(str(error))
+    return messages
 
 
-def test_the_index_of_torchs_own_writer_is_never_opened(saved, tmp_path):
+def test_the_pickled_index_of_torch_is_never_opened(saved, tmp_path):
     (saved / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / TRAP)))
-    assert read_in_every_way(saved, tmp_path) == []
+    assert read_all_ways(saved, tmp_path) == []
     assert not (tmp_path / TRAP).exists()
 
 
 @pytest.mark.parametrize("name", [INDEX_FILE, "run.json"])
-def test_a_pickle_in_the_place_of_json_is_refused(saved, tmp_path, name):
+def test_a_pickle_instead_of_json_is_refused(saved, tmp_path, name):
     (saved / name).write_bytes(pickle.dumps(Trap(tmp_path / TRAP)))
-    assert len(read_in_every_way(saved, tmp_path)) >= 1
+    assert len(read_all_ways(saved, tmp_path)) >= 1
     assert not (tmp_path / TRAP).exists()
 
 
@@ -104,11 +104,11 @@ def archive_with(trap: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("form", [lambda trap: trap, archive_with], ids=["bare", "in an archive"])
-def test_a_pickle_in_the_place_of_numbers_stays_bytes(saved, tmp_path, form):
+def test_a_pickle_instead_of_numbers_is_not_loaded(saved, tmp_path, form):
     trap = form(pickle.dumps(Trap(tmp_path / TRAP)))
     for path in shards(saved):
         path.write_bytes((trap * (path.stat().st_size // len(trap) + 1))[: path.stat().st_size])
-    read_in_every_way(saved, tmp_path)
+    read_all_ways(saved, tmp_path)
     assert not (tmp_path / TRAP).exists()
 
 
@@ -135,13 +135,13 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:
 @pytest.mark.parametrize(
     "name", ["../secret", "{outside}/secret", "link", "..", "", "a/../b", "\0"]
 )
-def test_no_checkpoint_names_a_file_outside_its_directory(saved, tmp_path, name):
+def test_a_checkpoint_with_a_file_outside_its_directory_is_refused(saved, tmp_path, name):
     (tmp_path / "secret").write_bytes(bytes(2**16))
     (saved / "link").symlink_to(tmp_path / "secret")
     edit(saved, lambda tensor: tensor["chunks"][0].update(file=name.format(outside=tmp_path)))
     with pytest.raises(ValueError, match=r"plain name of a file in|a link that leads out of"):
         read_index(saved)
-    assert len(read_in_every_way(saved, tmp_path)) == 3
+    assert len(read_all_ways(saved, tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_no_checkpoint_names_a_file_outside_its_directory(saved, tmp_path, name)
         lambda tensor: tensor["chunks"][0].update(crc32=[]),
     ],
 )
-def test_an_index_that_cannot_be_is_refused(saved, change):
+def test_an_invalid_index_is_refused(saved, change):
     edit(saved, change)
     with pytest.raises(ValueError, match=INDEX_FILE):
         read_index(saved)
@@ -182,7 +182,7 @@ def yaml_trap(path: Path) -> str:
     return f"!!python/object/apply:os.mkdir ['{path}']"
 
 
-def test_yaml_makes_plain_values_only(tmp_path):
+def test_yaml_creates_plain_values_only(tmp_path):
     root = write_clicks(tmp_path / "clicks")
     with (root / "feature_spec.yaml").open("a") as stream:
         stream.write(f"\nfurther: {yaml_trap(tmp_path / TRAP)}\n")
@@ -202,7 +202,7 @@ def test_yaml_makes_plain_values_only(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../feature_spec.yaml", "{outside}/feature_spec.yaml", "link.yaml"]
 )
-def test_the_spec_lies_inside_the_dataset(tmp_path, name):
+def test_a_spec_outside_the_dataset_is_refused(tmp_path, name):
     root = write_clicks(tmp_path / "clicks")
     (root / "feature_spec.yaml").rename(tmp_path / "feature_spec.yaml")
     (root / "link.yaml").symlink_to(tmp_path / "feature_spec.yaml")
@@ -214,7 +214,7 @@ def test_the_spec_lies_inside_the_dataset(tmp_path, name):
 
 
 @pytest.mark.parametrize("recipe", ["../elsewhere", "/elsewhere", "..", ""])
-def test_the_name_of_a_recipe_is_no_path(recipe):
+def test_a_recipe_name_that_is_a_path_is_refused(recipe):
     ended = run_command(f"recipe='{recipe}'", "mode=plan")
     assert ended.exit_code == 2
     assert "names a folder below runs/" in ended.err
@@ -224,7 +224,7 @@ def files_below(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
 
 
-def test_names_of_features_become_no_paths(tmp_path):
+def test_feature_names_do_not_become_paths(tmp_path):
     root = write_clicks(tmp_path / "room/clicks")
     spec = yaml.safe_load((root / "feature_spec.yaml").read_text())
     hostile = "../../../outside/x"
@@ -263,7 +263,7 @@ FAKE = {
         "-x\ny",
     ],
 )
-def test_slurm_hands_arguments_on_as_they_are(tmp_path, argument):
+def test_slurm_arguments_are_not_interpreted_by_a_shell(tmp_path, argument):
     for name, text in FAKE.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -279,13 +279,13 @@ def test_slurm_hands_arguments_on_as_they_are(tmp_path, argument):
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        given = (tmp_path / "srun.txt").read_text().split("\0")
-        assert given[-4:-1] == ["dlrm.py", f"run_dir={argument}", argument]
-        assert bool(image) == (f"--container-image={argument}" in given)
+        received = (tmp_path / "srun.txt").read_text().split("\0")
+        assert received[-4:-1] == ["dlrm.py", f"run_dir={argument}", argument]
+        assert bool(image) == (f"--container-image={argument}" in received)
     assert not (tmp_path / "sprung").exists()
 
 
-# What executes what it reads, or hands text to a shell.
+# Functions that execute their input, or pass text to a shell.
 DANGEROUS = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "joblib.load"),
     *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"),
@@ -293,7 +293,7 @@ DANGEROUS = {
 }
 
 
-def test_no_source_of_ours_executes_what_it_reads():
+def test_no_module_executes_its_input():
     for module, source in sources().items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom):
