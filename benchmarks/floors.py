@@ -19,9 +19,9 @@ from configs.schema import Amp, Config, TableDtype
 from dataloading.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
 from nn.embedding.declared_tables import pooled_columns
+from nn.embedding.table_rules import table_rule
 from nn.models.registry import build_meta, declared_tables
-from nn.sharding.memory_estimate import DENSE_STATES
-from nn.sharding.planner import STATE_BYTES
+from nn.training.dense_optimizer import dense_rule
 
 # Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
 # 256 MiB per rank on four GPUs (bytes that leave a rank). Not measured: TF32, which is taken as half of bf16 as in the data
@@ -173,8 +173,8 @@ def count_hbm(
     model = build_meta(config.model, spec)
     activations = model.activations()
     saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
-    states = DENSE_STATES[config.effective_optimizer.name]
-    state_per_value, state_per_row = STATE_BYTES[config.effective_optimizer.table_name]
+    states = dense_rule(config.effective_optimizer.name).states_per_weight
+    rule = table_rule(config.effective_optimizer.table_name)
     return {
         "batch": batch
         * (
@@ -183,7 +183,9 @@ def count_hbm(
         ),
         "rows read": unique * dim * weight_bytes,
         "pooled embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * remote_share),
-        "rows updated": unique * 2 * (dim * (weight_bytes + state_per_value) + state_per_row),
+        "rows updated": unique
+        * 2
+        * (dim * (weight_bytes + rule.bytes_per_element) + rule.bytes_per_row),
         "activations": batch * saved * _activation_bytes(config) * 2,
         "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
     }

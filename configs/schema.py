@@ -7,7 +7,7 @@ so every check here runs before a file is opened or a process group exists.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING
@@ -63,7 +63,7 @@ class TableDtype(Enum):
     fp16 = "fp16"
 
 
-class OptimizerName(Enum):
+class OptimizerName(StrEnum):
     """Optimizers that exist both for tables and for the dense component."""
 
     sgd = "sgd"
@@ -109,6 +109,12 @@ def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless `condition` holds: an option has an invalid value."""
     if not condition:
         raise ValueError(message)
+
+
+def is_import_path(text: str) -> bool:
+    """Return whether `text` has the form `package.module:NAME`, which names an object outside the project."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(each.isidentifier() for each in (*module.split("."), name))
 
 
 def is_file_name(text: str) -> bool:
@@ -235,10 +241,14 @@ class ModelConfig:
 class OptimizerConfig:
     """Optimizers of the dense component and of the tables; the tables' is fused into their backward pass."""
 
-    name: OptimizerName = option(OptimizerName.sgd, "sgd, adagrad, rowwise_adagrad or adam")
+    name: str = option(
+        "sgd",
+        "sgd, adagrad, rowwise_adagrad or adam, or package.module:NAME of a DenseRule",
+    )
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps")
-    embedding_name: OptimizerName | None = option(
-        None, "optimizer of the tables; null: optimizer.name"
+    embedding_name: str | None = option(
+        None,
+        "optimizer of the tables, or package.module:NAME of a TableRule; null: optimizer.name",
     )
     embedding_lr: float | None = option(
         None, "peak learning rate of the tables; null: optimizer.lr"
@@ -248,6 +258,11 @@ class OptimizerConfig:
     beta2: float = option(0.999, "decay of adam's second moment")
 
     def __post_init__(self) -> None:
+        self.name = _check_optimizer_name("optimizer.name", self.name)
+        if self.embedding_name is not None:
+            self.embedding_name = _check_optimizer_name(
+                "optimizer.embedding_name", self.embedding_name
+            )
         require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
         require(
             self.embedding_lr is None or self.embedding_lr > 0,
@@ -259,7 +274,7 @@ class OptimizerConfig:
             require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
 
     @property
-    def table_name(self) -> OptimizerName:
+    def table_name(self) -> str:
         """Optimizer of the tables."""
         return self.name if self.embedding_name is None else self.embedding_name
 
@@ -267,6 +282,15 @@ class OptimizerConfig:
     def table_lr(self) -> float:
         """Peak learning rate of the tables."""
         return self.lr if self.embedding_lr is None else self.embedding_lr
+
+
+def _check_optimizer_name(key: str, name: str) -> str:
+    names = ", ".join(OptimizerName)
+    require(
+        name in list(OptimizerName) or is_import_path(name),
+        f"{key}: Invalid value '{name}', expected one of [{names}], or package.module:NAME",
+    )
+    return str(name)
 
 
 @dataclass(kw_only=True, slots=True)

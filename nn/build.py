@@ -17,11 +17,13 @@ from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.collection import build_embeddings, keep_float32
 from nn.embedding.multi_hot import MultiHot
+from nn.embedding.table_rules import table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
 from nn.sharding.sharded_embeddings import ShardedEmbeddings, TableSettings, register_optimizer
+from nn.training.dense_optimizer import dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
 GIB = 2**30
@@ -76,6 +78,27 @@ def check_table_dtype(config: Config, spec: FeatureSpec) -> None:
             f"model.embedding_dtype={dtype.name} wants a fixed number of ids a row, and {ragged[0]} has a "
             "varying one: FBGEMM updates such tables, and does not round as this recipe does; set "
             "model.embedding_dtype=fp32"
+        )
+
+
+def check_optimizers(config: Config, spec: FeatureSpec) -> None:
+    """Refuse optimizers that are not there or cannot train these tables.
+
+    Raises:
+        ValueError: `package.module:NAME` names no optimizer; FBGEMM would update tables and does not have theirs; or the
+            tables' optimizer has no kernel and is to train on a GPU.
+    """
+    dense_rule(config.effective_optimizer.name)
+    rule = table_rule(config.effective_optimizer.table_name)
+    ragged = [each.name for each in spec.categorical if each.hotness is None]
+    if rule.fbgemm is None and ragged:
+        raise ValueError(
+            f"table optimizer {rule.name} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
+            f"tables, and has no {rule.name}; choose a built-in optimizer with optimizer.embedding_name"
+        )
+    if rule.kernel is None and device_type(config) == "cuda":
+        raise ValueError(
+            f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
         )
 
 
@@ -152,7 +175,7 @@ def build_plan(
         _meta_tables(config, source),
         multi_hot.expanded_spec(source.spec),
         config.sharding,
-        config.effective_optimizer.table_name,
+        table_rule(config.effective_optimizer.table_name),
         hardware,
         config.train.batch_size // hardware.world_size,
         multi_hot.expansion_bytes(),
@@ -276,5 +299,5 @@ def _loader(
 def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
     tables = declared_tables(config.model, source.spec)
     embeddings = build_embeddings(tables, torch.device("meta"))
-    register_optimizer(embeddings, config.effective_optimizer.table_name)
+    register_optimizer(embeddings, table_rule(config.effective_optimizer.table_name))
     return embeddings

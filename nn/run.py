@@ -20,6 +20,7 @@ from nn.build import (
     build_loaders,
     build_plan,
     build_step,
+    check_optimizers,
     check_table_dtype,
     device_type,
     hardware_of,
@@ -40,6 +41,7 @@ from nn.distributed.process_group import (
     process_rank,
     ranks_from_environment,
 )
+from nn.embedding.table_rules import table_rule
 from nn.models.registry import check_model
 from nn.observability.console import (
     Progress,
@@ -63,7 +65,7 @@ from nn.resume import (
     own_resume_point,
 )
 from nn.sharding.memory_estimate import plan_memory
-from nn.sharding.planner import needs_dense_kernel
+from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator
 from nn.training.latency import measure
 from nn.training.limits import eval_steps, total_steps
@@ -89,6 +91,7 @@ def run(config: Config, config_yaml: str) -> None:
     source = open_source(config)
     check_model(config.model, source.spec)
     check_table_dtype(config, source.spec)
+    check_optimizers(config, source.spec)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
         _show_plan(config, source, console)
@@ -162,7 +165,7 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
     print_hardware(console, config, hardware)
     print_plan(console, rows, hardware.world_size)
     if hardware.device_type == "cuda":
-        memory = plan_memory(config, source.spec, rows, hardware.world_size)
+        memory = plan_memory(config, source.spec, rows, hardware.world_size, _dense_states(config))
         print_memory(console, memory, hardware.hbm_bytes)
 
 
@@ -204,7 +207,9 @@ def _open_session(
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size)
             if ranks.device.type == "cuda":
-                memory = plan_memory(config, source.spec, rows, ranks.world_size)
+                memory = plan_memory(
+                    config, source.spec, rows, ranks.world_size, _dense_states(config)
+                )
                 recorder.write_memory(memory)
                 print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):
@@ -466,14 +471,19 @@ def _head(config: Config, source: Source, run_dir: Path, start: ResumePoint) -> 
     facts |= {
         "batch": f"{config.train.batch_size:,} rows over all ranks, "
         + _count(config.train.epochs, "epoch"),
-        "optimizer": f"{optimizer.name.value} {optimizer.lr:g}, {config.model.embedding_dtype.value} tables "
-        f"{optimizer.table_name.value} {optimizer.table_lr:g}, amp {config.train.amp.value}",
+        "optimizer": f"{optimizer.name} {optimizer.lr:g}, {config.model.embedding_dtype.value} tables "
+        f"{optimizer.table_name} {optimizer.table_lr:g}, amp {config.train.amp.value}",
     }
     if config.train.freeze:
         facts["frozen"] = ", ".join(each.name for each in config.train.freeze)
-    if needs_dense_kernel(config.effective_optimizer.table_name, device_type(config)):
+    rule = table_rule(config.effective_optimizer.table_name)
+    if rule.fbgemm is not None and rule.needs_dense_kernel(device_type(config)):
         facts["note"] = (
-            "FBGEMM has no fused adam for tables on a CPU; the tables take the dense kernel and the "
-            "same rule after the backward pass, which needs memory for a gradient as large as they are"
+            f"FBGEMM has no fused {rule.name} for tables on a CPU; the tables take the dense kernel and the "
+            "same optimizer after the backward pass, which needs memory for a gradient as large as they are"
         )
     return facts
+
+
+def _dense_states(config: Config) -> int:
+    return dense_rule(config.effective_optimizer.name).states_per_weight

@@ -32,7 +32,7 @@ class LocalEmbeddingBags:
     Args:
         parts: in the order of their ids and of their columns in what is looked up.
         num_samples: G.
-        config: rule of the update.
+        config: optimizer of the tables.
         scalars: of the update.
         dtype: of what is looked up and of its gradients.
         device: of the parts.
@@ -75,7 +75,7 @@ class LocalEmbeddingBags:
                 id_starts=self._id_starts,
                 columns=self._columns,
                 key_bases=self._key_bases,
-                rule=config,
+                config=config,
             )
 
     @cached_property

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.schema import OptimizerConfig, OptimizerName
+from configs.schema import OptimizerConfig
+from nn.embedding.table_rules import table_rule
 
 # D: columns of a part, N: ids in all
 
@@ -18,7 +19,7 @@ class LocalTable:
         feature: whose ids are its rows.
         hotness: ids a sample.
         weight: [rows, D], contiguous.
-        state: what the rule keeps beside it, as `nn.embedding.optimizer` names and shapes it: momentum1, momentum2. Float32.
+        state: what the optimizer keeps beside it, as its `TableRule` names and shapes it. Float32.
         first_column: of the table that `weight` begins at, even.
         rounding_key: of the table, see `nn.ops.stochastic_rounding`; not looked at where weights are float32.
     """
@@ -45,10 +46,10 @@ class SortedIds:
 
 
 class UpdateScalars:
-    """What changes in an update from step to step, in device memory, where a recorded update reads it anew.
+    """What changes in an update from step to step, in device memory, where each replay of a captured update reads it.
 
     Attributes:
-        values: learning rate, both of Adam's bias corrections, and what gradients are multiplied by; float32 [4].
+        values: learning rate, 1 / (1 - beta ** step) of either beta where the optimizer uses the step, and what gradients are multiplied by; float32 [4].
         step: updates before this one, int32 [1].
     """
 
@@ -56,7 +57,7 @@ class UpdateScalars:
         self, config: OptimizerConfig, gradient_scale: float, device: torch.device
     ) -> None:
         self._beta1, self._beta2 = config.beta1, config.beta2
-        self._has_bias = config.table_name is OptimizerName.adam
+        self._has_bias = table_rule(config.table_name).uses_step
         self.values = torch.ones(4, device=device)
         self.values[3] = gradient_scale
         self.step = torch.zeros(1, dtype=torch.int32, device=device)

@@ -5,14 +5,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
-from configs.schema import OptimizerConfig, OptimizerName
+from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
+from nn.embedding.table_rules import TableRule, table_rule
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
+from nn.user_objects import load_user_object
 
 SAMPLES = 32
 """What a program of the lookup takes."""
@@ -22,8 +26,6 @@ WARPS = 4
 
 LENGTH = 32
 """Ids of a block."""
-
-ROWWISE = OptimizerName.rowwise_adagrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ class TritonLauncher:
         id_starts: where each part's ids start.
         columns: where each part's columns start, and at the end their number.
         key_bases: rows of all parts before.
-        rule: of the update.
+        config: optimizer of the tables.
+
+    Raises:
+        ValueError: the optimizer has no kernel.
     """
 
     def __init__(
@@ -63,21 +68,23 @@ class TritonLauncher:
         id_starts: Sequence[int],
         columns: Sequence[int],
         key_bases: Sequence[int],
-        rule: OptimizerConfig,
+        config: OptimizerConfig,
     ) -> None:
         device = parts[0].weight.device
         self._num_samples = num_samples
-        self._rule = rule
+        self._config, self._rule = config, table_rule(config.table_name)
+        self._branch = branch_of(self._rule)
         self._weights = parts[0].weight
         assert all(part.weight.dtype == self._weights.dtype for part in parts)
         self._weight_offset = _offsets([part.weight for part in parts])
-        first = parts[0].state
-        # A rule without state gets the weights' address, which it does not read.
-        self._state = [first.get(name, self._weights) for name in ("momentum1", "momentum2")]
+        self._state = [parts[0].state[name] for name in self._rule.state_names]
         self._state_offset = [
-            _offsets([part.state[name] for part in parts]) if name in first else self._weight_offset
-            for name in ("momentum1", "momentum2")
+            _offsets([part.state[name] for part in parts]) for name in self._rule.state_names
         ]
+        # The kernel takes two states; in place of one that is not there it gets the weights' address, and does not read it.
+        while len(self._state) < 2:
+            self._state.append(self._weights)
+            self._state_offset.append(self._weight_offset)
 
         def on_device(values: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(list(values), dtype=dtype, device=device)
@@ -104,9 +111,11 @@ class TritonLauncher:
         return _levels(self._counts, LENGTH, self._block_d, self._weights.device)
 
     def _every_offset(self) -> Tensor:
-        """Of whole rows; row-wise state has an element a row and wants no alignment."""
-        state = [each for each in self._state_offset if self._rule.table_name is not ROWWISE]
-        return torch.cat([self._weight_offset, *state])
+        """Of rows of weights and states; a state with one number per row requires no alignment."""
+        states = zip(self._rule.states, self._state_offset, strict=False)
+        return torch.cat(
+            [self._weight_offset, *(offset for field, offset in states if not field.per_row)]
+        )
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
         """See `LocalEmbeddingBags.look_up`."""
@@ -159,13 +168,13 @@ class TritonLauncher:
                 scalars.values,
                 scalars.step,
                 is_good,
-                self._rule.eps,
-                self._rule.beta1,
+                self._config.eps,
+                self._config.beta1,
                 # In single precision 1 - 0.999 keeps four digits only.
-                1 - self._rule.beta1,
-                self._rule.beta2,
-                1 - self._rule.beta2,
-                RULE=self._rule.table_name.value,
+                1 - self._config.beta1,
+                self._config.beta2,
+                1 - self._config.beta2,
+                **self._branch,
                 LEVEL=min(number, 1),
                 ONE_HOT=self._one_hot,
                 ALIGN=self._align,
@@ -175,6 +184,28 @@ class TritonLauncher:
                 num_warps=WARPS,
             )
             keys, values, counts = level.sums_keys, level.sums, level.sums_counts
+
+
+def branch_of(rule: TableRule) -> dict[str, Any]:
+    """Return what `_segment_update` is compiled with for an optimizer: its `@triton.jit` function, and kinds of states.
+
+    Raises:
+        ValueError: it has none, or that is another thing.
+    """
+    if rule.kernel is None:
+        raise ValueError(
+            f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
+        )
+    kernel = load_user_object(rule.kernel, f"the kernel of table optimizer {rule.name}")
+    if not isinstance(kernel, KernelInterface):
+        raise ValueError(
+            f"the kernel of table optimizer {rule.name} is {rule.kernel}, a {type(kernel).__name__}; name a "
+            "@triton.jit function"
+        )
+    kinds = ["row" if field.per_row else "element" for field in rule.states]
+    return {"UPDATE": kernel} | dict(
+        zip(("STATE1", "STATE2"), [*kinds, "none", "none"], strict=False)
+    )
 
 
 def _offsets(tensors: Sequence[Tensor]) -> Tensor:

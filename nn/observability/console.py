@@ -97,7 +97,7 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
         "plan for": f"{hardware.world_size} x {hardware.device_type} on {nodes} "
         + ("node" if nodes == 1 else "nodes"),
         "memory": f"{per_rank / GIB:,.1f} GiB per rank, {usable / GIB:,.1f} GiB of it for tables",
-        "optimizer": f"{config.model.embedding_dtype.value} tables {config.effective_optimizer.table_name.value}",
+        "optimizer": f"{config.model.embedding_dtype.value} tables {config.effective_optimizer.table_name}",
     }
     console.print(Text(config.recipe, style="bold"))
     _print_columns(console, _grid(lines))

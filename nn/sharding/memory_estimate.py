@@ -8,7 +8,7 @@ buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from configs.schema import Amp, Config, OptimizerName
+from configs.schema import Amp, Config
 from dataloading.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import pooled_columns
 from nn.models.model import Model
@@ -18,13 +18,6 @@ from nn.sharding.plan import TablePlan
 # B: rows of the global batch, b: rows of a rank, F: categorical features, D: columns of a table
 
 ID_BYTES = 8
-DENSE_STATES = {
-    OptimizerName.sgd: 0,
-    OptimizerName.adagrad: 1,
-    OptimizerName.rowwise_adagrad: 1,
-    OptimizerName.adam: 2,
-}
-"""Numbers of state that the dense half's rule keeps beside each weight."""
 BATCHES_ON_DEVICE = 3
 """The batch being trained, the next one, and the graph's own copy."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -38,7 +31,7 @@ class RankMemory:
     Attributes:
         tables: weights and optimizer state, as planned.
         expansion: what makes several ids of each stored one (`data.multi_hot`), as planned.
-        dense_tables: gradients of the tables without a fused rule, as large as their weights.
+        dense_tables: gradients of the replicated tables, as large as their weights.
         dense_half: weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights.
         batches: numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent.
         lookups: embeddings at home, those that are sent, and their gradients that come back.
@@ -66,7 +59,11 @@ class RankMemory:
 
 
 def plan_memory(
-    config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], world_size: int
+    config: Config,
+    spec: FeatureSpec,
+    plan: Sequence[TablePlan],
+    world_size: int,
+    dense_states: int,
 ) -> list[RankMemory]:
     """Estimate the peak of every rank's GPU while training.
 
@@ -75,6 +72,7 @@ def plan_memory(
         spec: the dataset as stored; `plan` knows what is looked up.
         plan: where the tables live.
         world_size: ranks.
+        dense_states: numbers of state that the dense half's optimizer keeps per weight.
     """
     global_batch = config.train.batch_size
     batch = global_batch // world_size
@@ -82,8 +80,7 @@ def plan_memory(
     activation_bytes = 4 if amp is Amp.off else 2
     model = build_meta(config.model, spec)
     activations = model.activations()
-    states = DENSE_STATES[config.effective_optimizer.name]
-    dense_half = model.num_parameters() * (4 * (2 + states) + (0 if amp is Amp.off else 2))
+    dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     row = 4 * (len(spec.numerical) + 1) + ID_BYTES * sum(x.mean_hotness for x in spec.categorical)
     # Bytes per sample of its own embeddings.
     embedding_bytes = pooled_columns(declared_tables(config.model, spec)) * _sent_bytes(config)
@@ -107,7 +104,7 @@ def plan_memory(
                 dense_tables=sum(
                     4 * table.num_embeddings * table.embedding_dim
                     for table in plan
-                    if table.kernel == "dense" and rank in table.ranks
+                    if table.sharding == "data_parallel" and rank in table.ranks
                 ),
                 dense_half=dense_half,
                 batches=int(BATCHES_ON_DEVICE * batch * row + 3 * ids * ID_BYTES),

@@ -29,10 +29,11 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
-from configs.schema import OptimizerName, ShardingConfig, ShardingType
+from configs.schema import ShardingConfig, ShardingType
 from dataloading.feature_spec import FeatureSpec
 from nn.embedding.collection import keep_float32
 from nn.embedding.declared_tables import ids_per_sample, table_of_feature
+from nn.embedding.table_rules import TableRule, less_state, with_column_cuts
 from nn.sharding.plan import Hardware, TablePlan
 
 GIB = 2**30
@@ -45,17 +46,16 @@ INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
 HOST_BYTES_PER_MS = 200e9 / 1e3
 HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
 
-# Optimizer state, always float32: bytes a table element, and bytes a table row.
-STATE_BYTES = {
-    OptimizerName.sgd: (0, 0),
-    OptimizerName.adagrad: (4, 0),
-    OptimizerName.rowwise_adagrad: (0, 4),
-    OptimizerName.adam: (8, 0),
-}
 FP32_BYTES = 4
 
 # Layouts that part a table's rows: over all ranks, or over those of one node.
 ROWS_CUT = (ShardingType.row_wise, ShardingType.table_row_wise)
+
+EXPANDED = (
+    "data.multi_hot expands its ids on the rank that holds its rows, and the further ids would be "
+    "rows of other ranks"
+)
+NOT_FUSED = "FBGEMM, which updates row-wise tables, has no {}"
 
 REPLICATED_FROM = 32_768
 """Samples of a rank from which small tables are replicated: with fewer, the sort and the update of the copies cost more
@@ -97,7 +97,7 @@ class TableEnumerator(EmbeddingEnumerator):
         batch_size: rows a rank.
         constraints: of each table.
         expansion_bytes: table -> bytes on every rank that holds a part of it.
-        rule: update rule of the tables.
+        rule: optimizer of the tables.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TableEnumerator(EmbeddingEnumerator):
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
         expansion_bytes: Mapping[str, int],
-        rule: OptimizerName,
+        rule: TableRule,
     ) -> None:
         super().__init__(topology=topology, batch_size=batch_size, constraints=constraints)
         self._on_gpu = topology.compute_device == "cuda"
@@ -125,16 +125,11 @@ class TableEnumerator(EmbeddingEnumerator):
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
 
 
-def needs_dense_kernel(rule: OptimizerName, device_type: str) -> bool:
-    """Whether FBGEMM lacks the fused form of the tables' rule on this device (Adam on CPUs)."""
-    return rule is OptimizerName.adam and device_type == "cpu"
-
-
 def plan_tables(
     embeddings: EmbeddingBagCollection,
     spec: FeatureSpec,
     config: ShardingConfig,
-    rule: OptimizerName,
+    rule: TableRule,
     hardware: Hardware,
     batch_size: int,
     expansion_bytes: Mapping[str, int],
@@ -146,7 +141,7 @@ def plan_tables(
             replicated become float32.
         spec: the dataset; gives each table's hotness, where ids are expanded that after it.
         config: what the user allows and overrides.
-        rule: update rule of the tables.
+        rule: optimizer of the tables.
         hardware: what to plan for.
         batch_size: rows a rank.
         expansion_bytes: feature -> bytes that expanding its ids takes on every rank that holds a part of its table;
@@ -192,7 +187,7 @@ def plan_tables(
         ) from error
     finally:
         logging.disable(logging.NOTSET)
-    if needs_dense_kernel(rule, hardware.device_type):
+    if rule.needs_dense_kernel(hardware.device_type):
         # Only now: the planner refuses the dense kernel for tables that are not replicated, the trainer does not.
         for sharding in plan.plan["embeddings"].values():
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
@@ -243,7 +238,7 @@ def _constraints(
     embeddings: EmbeddingBagCollection,
     spec: FeatureSpec,
     config: ShardingConfig,
-    rule: OptimizerName,
+    rule: TableRule,
     hardware: Hardware,
     batch_size: int,
     expanded: set[str],
@@ -269,21 +264,16 @@ def _constraints(
             types = [ShardingType.table_wise]
         else:
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
-        if table.name in expanded and any(each in types for each in ROWS_CUT):
-            types = _without_rows_cut(table.name, types, overridden=chosen is not None)
-        if rule is OptimizerName.rowwise_adagrad and ShardingType.column_wise in types:
-            if chosen is not None:
-                raise ValueError(
-                    f"sharding.tables sets {table.name} to column_wise, but rowwise_adagrad keeps "
-                    "one state a row, and a row cut in pieces would train differently; choose "
-                    "table_wise, row_wise or data_parallel, or optimizer.embedding_name=adagrad"
+        if any(each in types for each in ROWS_CUT):
+            if table.name in expanded:
+                types = _without_rows_cut(
+                    table.name, types, EXPANDED, overridden=chosen is not None
                 )
-            types = [each for each in types if each is not ShardingType.column_wise]
-            if not types:
-                raise ValueError(
-                    "sharding.types=[column_wise] leaves rowwise_adagrad no layout: it keeps one state "
-                    "a row, and a row cut in pieces would train differently; add table_wise or row_wise"
-                )
+            if rule.fbgemm is None:
+                why = NOT_FUSED.format(rule.name)
+                types = _without_rows_cut(table.name, types, why, overridden=chosen is not None)
+        if not rule.columns_may_be_cut and ShardingType.column_wise in types:
+            types = _without_column_cuts(table.name, types, rule, overridden=chosen is not None)
         # Every slice is looked up anew, so only tables that are hard to place whole are cut unasked.
         size = _bytes_of(table, rule)
         parts = max(size / most_bytes, hotness[table.name] / most_lookups)
@@ -316,19 +306,37 @@ def _replicated_or_not(
     return [ShardingType.data_parallel] if is_small else rest
 
 
-def _without_rows_cut(
-    table: str, types: list[ShardingType], *, overridden: bool
+def _without_column_cuts(
+    table: str, types: list[ShardingType], rule: TableRule, *, overridden: bool
 ) -> list[ShardingType]:
-    """Layouts of a table whose ids are expanded where it lies.
+    """Return the layouts of a table whose optimizer depends on complete rows.
 
     Raises:
-        ValueError: there is none that leaves its rows together.
+        ValueError: there is none that leaves its rows complete.
+    """
+    why = "keeps one state a row, and a row cut in pieces would train differently"
+    if overridden:
+        raise ValueError(
+            f"sharding.tables sets {table} to column_wise, but {rule.name} {why}; choose table_wise, row_wise or "
+            f"data_parallel, or optimizer.embedding_name={with_column_cuts(rule)}"
+        )
+    rest = [each for each in types if each is not ShardingType.column_wise]
+    if not rest:
+        raise ValueError(
+            f"sharding.types=[column_wise] leaves {rule.name} no layout: it {why}; add table_wise or row_wise"
+        )
+    return rest
+
+
+def _without_rows_cut(
+    table: str, types: list[ShardingType], why: str, *, overridden: bool
+) -> list[ShardingType]:
+    """Return the layouts of a table that leave its rows together.
+
+    Raises:
+        ValueError: there is none.
     """
     named = ", ".join(each.value for each in types)
-    why = (
-        "data.multi_hot expands its ids on the rank that holds its rows, and the further ids would be "
-        "rows of other ranks"
-    )
     if overridden:
         raise ValueError(
             f"sharding.tables sets {table} to {named}, but {why}; choose table_wise, column_wise or "
@@ -353,14 +361,14 @@ def _column_width(embedding_dim: int, parts: float, world_size: int) -> int:
 
 
 def table_bytes(
-    num_embeddings: int, embedding_dim: int, rule: OptimizerName, *, weight_bytes: int = FP32_BYTES
+    num_embeddings: int, embedding_dim: int, rule: TableRule, *, weight_bytes: int = FP32_BYTES
 ) -> int:
     """Weight and optimizer bytes of a table, or of one shard of it; `weight_bytes` is that of one weight."""
-    a_value, a_row = STATE_BYTES[rule]
-    return num_embeddings * (embedding_dim * (weight_bytes + a_value) + a_row)
+    a_row = embedding_dim * (weight_bytes + rule.bytes_per_element) + rule.bytes_per_row
+    return num_embeddings * a_row
 
 
-def _bytes_of(table: EmbeddingBagConfig, rule: OptimizerName) -> int:
+def _bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:
     return table_bytes(
         table.num_embeddings, table.embedding_dim, rule, weight_bytes=_weight_bytes(table)
     )
@@ -370,22 +378,21 @@ def _weight_bytes(table: EmbeddingBagConfig) -> int:
     return data_type_to_dtype(table.data_type).itemsize
 
 
-def update_passes(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> float:
+def update_passes(embeddings: EmbeddingBagCollection, rule: TableRule) -> float:
     """Passes over a row's bytes that its update makes, in units of the lookup's one.
 
     The gradient is read, the weight and each state of its size are read and written. The planner's default of 2 would
     leave a hundred-hot table whole.
     """
     weight_bytes = min(map(_weight_bytes, embeddings.embedding_bag_configs()))
-    a_value, _ = STATE_BYTES[rule]
-    return 3 + 2 * a_value // weight_bytes
+    return 3 + 2 * rule.bytes_per_element // weight_bytes
 
 
 def _rows(
     plan: ShardingPlan,
     embeddings: EmbeddingBagCollection,
     spec: FeatureSpec,
-    rule: OptimizerName,
+    rule: TableRule,
     expansion_bytes: Mapping[str, int],
 ) -> list[TablePlan]:
     hotness = ids_per_sample(embeddings.embedding_bag_configs(), spec)
@@ -419,7 +426,7 @@ def _rows(
 def _does_not_fit(
     embeddings: EmbeddingBagCollection,
     config: ShardingConfig,
-    rule: OptimizerName,
+    rule: TableRule,
     hardware: Hardware,
     expansion_bytes: Mapping[str, int],
     error: PlannerError,
@@ -428,7 +435,7 @@ def _does_not_fit(
         each.name: _bytes_of(each, rule) + expansion_bytes.get(each.name, 0)
         for each in embeddings.embedding_bag_configs()
     }
-    state = f"{rule.value} state" + " and what expands their ids" * bool(expansion_bytes)
+    state = f"{rule.name} state" + " and what expands their ids" * bool(expansion_bytes)
     usable = _usable_bytes(hardware, config)
     total = sum(sizes.values())
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
@@ -443,9 +450,10 @@ def _does_not_fit(
         remedies.append(f"start {enough} ranks or more")
     if several and forbidden:
         remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
-    if rule in (OptimizerName.adagrad, OptimizerName.adam):
+    if less_state(rule):
         remedies.append(
-            "choose an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd)"
+            "choose an optimizer with less state "
+            f"(optimizer.embedding_name={' or '.join(less_state(rule))})"
         )
     is_float32 = all(
         _weight_bytes(each) == FP32_BYTES for each in embeddings.embedding_bag_configs()

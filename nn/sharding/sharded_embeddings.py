@@ -8,6 +8,7 @@ pass, and by the same optimizer right after it for replicated tables and for all
 it. World size 1 takes the same path.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -27,9 +28,8 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim import RowWiseAdagrad
 
-from configs.schema import Amp, OptimizerConfig, OptimizerName
+from configs.schema import Amp, OptimizerConfig
 from dataloading.batch import Batch
 from dataloading.feature_spec import FeatureSpec
 from nn.distributed.process_group import Ranks, open_channel
@@ -38,28 +38,12 @@ from nn.embedding.id_expansion import expand_jagged
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import TableOptimizer
+from nn.embedding.table_rules import TableRule, table_rule
 from nn.layers.initialization import fill_uniform_
 from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.ops.stochastic_rounding import rounding_key
 from nn.sharding.planner import TableSharder
 from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
-
-# FBGEMM's kernel of each rule, and the class by which TorchRec's planner knows how much state the rule keeps.
-FUSED_OPTIMIZERS = {
-    OptimizerName.sgd: (EmbOptimType.EXACT_SGD, torch.optim.SGD),
-    OptimizerName.adagrad: (EmbOptimType.EXACT_ADAGRAD, torch.optim.Adagrad),
-    OptimizerName.rowwise_adagrad: (EmbOptimType.EXACT_ROWWISE_ADAGRAD, RowWiseAdagrad),
-    OptimizerName.adam: (EmbOptimType.ADAM, torch.optim.Adam),
-}
-
-# Optimizer state as TorchRec calls it -> as checkpoints call it.
-STATE_NAMES = {"momentum1": "momentum1", "exp_avg_sq": "momentum2"}
-STATES_OF_OPTIMIZER = {
-    OptimizerName.sgd: (),
-    OptimizerName.adagrad: ("momentum1",),
-    OptimizerName.rowwise_adagrad: ("momentum1",),
-    OptimizerName.adam: ("momentum1", "momentum2"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +74,14 @@ class Exchange:
         self.pending.record_stream(stream)
 
 
-def register_optimizer(embeddings: EmbeddingBagCollection, rule: OptimizerName) -> None:
-    """Tell the unsharded tables their update rule, so that the planner can price its state.
+def register_optimizer(embeddings: EmbeddingBagCollection, rule: TableRule) -> None:
+    """Tell the unsharded tables their optimizer, so that the planner can price its state.
 
     TorchRec's own helper would also make an optimizer of each table, and passes arguments on by torch's names, of which
     FBGEMM does not know all (`betas`).
     """
-    _, optimizer_class = FUSED_OPTIMIZERS[rule]
     for table in embeddings.parameters():
-        table._optimizer_classes = [optimizer_class]
+        table._optimizer_classes = [rule.planner_class]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +133,7 @@ class ShardedEmbeddings:
         # Under fp16 the loss scale is taken off before the tables see a gradient, in the dtype that embeddings travel
         # in: fp16 would lose the small ones. So only bf16 halves the all-to-all.
         is_bf16 = ranks.device.type == "cuda" and settings.amp is Amp.bf16
-        self._rule = config.table_name
+        self._rule = table_rule(config.table_name)
         self._config = config
         self._ranks = ranks
         self._seed = settings.seed
@@ -287,7 +270,7 @@ class ShardedEmbeddings:
                         weight = _shard_at(weights[f"{table.name}.weight"], column)
                         state = {
                             name: _shard_at(states[f"{table.name}.{name}"], column)
-                            for name in STATES_OF_OPTIMIZER[self._rule]
+                            for name in self._rule.state_names
                         }
                         key = rounding_key(self._seed, table.name)
                         owned.append(
@@ -339,7 +322,7 @@ class ShardedEmbeddings:
             self.dense_optimizer.zero_grad(set_to_none=True)
             for group in self.dense_optimizer.param_groups:
                 group["lr"] = lr
-            if self._rule is OptimizerName.adam:
+            if self._rule.uses_step:
                 for state in self.dense_optimizer.state.values():
                     state["iter"].fill_(step)
 
@@ -350,7 +333,7 @@ class ShardedEmbeddings:
         """
         for kernel in self._kernels:
             kernel.set_learning_rate(lr)
-            if self._rule is OptimizerName.adam:
+            if self._rule.uses_step:
                 kernel.iter_cpu.fill_(step)
                 kernel.iter.fill_(step)
 
@@ -384,21 +367,21 @@ class ShardedEmbeddings:
         }
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return `<table>.momentum1` (and 2) of every table whose rule keeps state, laid out as its weight."""
+        """Return `<table>.<state>` of every table, such as `cat_0.momentum1`, laid out as its weight."""
         state = {}
+        names = {each.fused_name or each.name: each.name for each in self._rule.states}
         for parameter, values in self.module.fused_optimizer.state_dict()["state"].items():
             table = parameter.split(".")[-2]
             for name, value in values.items():
-                state[f"{table}.{STATE_NAMES[name.split('.')[-1]]}"] = value
+                state[f"{table}.{names[name.split('.')[-1]]}"] = value
         return state | self._dense_state()
 
     def optimizer_shapes(self) -> dict[str, torch.Size]:
         """Return the shape of what `optimizer_state` returns, of tables that lie on other ranks only too."""
-        by_row = self._rule is OptimizerName.rowwise_adagrad
         return {
-            name.removesuffix("weight") + state: weight.shape[:1] if by_row else weight.shape
+            name.removesuffix("weight") + state: shape
             for name, weight in self.weights().items()
-            for state in STATES_OF_OPTIMIZER[self._rule]
+            for state, shape in self._rule.state_shapes(weight.shape).items()
         }
 
     def _dense_state(self) -> dict[str, Tensor]:
@@ -414,20 +397,23 @@ class ShardedEmbeddings:
         state = {}
         for table in self._dense_tables:
             weight = weights[f"{table}.weight"]
-            for name in STATES_OF_OPTIMIZER[self._rule]:
-                local = by_table[table][name] if table in by_table else None
+            for field in self._rule.states:
+                local = by_table[table][field.name] if table in by_table else None
                 if isinstance(weight, ShardedTensor):
-                    state[f"{table}.{name}"] = _like_weight(weight, local)
-                else:
-                    state[f"{table}.{name}"] = local
+                    local = _like_weight(weight, local, per_row=field.per_row)
+                state[f"{table}.{field.name}"] = local
         return state
 
 
 def _sharder(config: OptimizerConfig, is_bf16: bool) -> TableSharder:
-    """Shards tables with FBGEMM's fused kernel of the optimizer."""
+    """Shards tables with FBGEMM's fused kernel of the optimizer.
+
+    Without one all tables take the dense kernel, which has no optimizer of its own.
+    """
+    fused = table_rule(config.table_name).fbgemm
     return TableSharder(
-        fused_params={
-            "optimizer": FUSED_OPTIMIZERS[config.table_name][0],
+        fused_params=({} if fused is None else {"optimizer": fused})
+        | {
             "learning_rate": config.table_lr,
             "eps": config.eps,
             "beta1": config.beta1,
@@ -466,20 +452,44 @@ def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
     return found.tensor.detach()
 
 
-def _like_weight(weight: ShardedTensor, local: Tensor | None) -> ShardedTensor:
-    """Lay a rank's state [its rows, its columns], float32, out as the shards of its table's weight."""
-    shards = weight.local_shards()
+def _like_weight(weight: ShardedTensor, local: Tensor | None, *, per_row: bool) -> ShardedTensor:
+    """Lay a rank's state out as the shards of its table's weight, float32.
+
+    Args:
+        weight: of the table.
+        local: [its rows, its columns], or [its rows] with `per_row`, whose table is not cut by columns.
+        per_row: whether the state has one number per row.
+    """
+    dims = 1 if per_row else 2
     metadata = weight.metadata()
-    properties = replace(metadata.tensor_properties, dtype=torch.float32)
+    shards = [
+        replace(
+            shard,
+            shard_offsets=shard.shard_offsets[:dims],
+            shard_sizes=shard.shard_sizes[:dims],
+        )
+        for shard in metadata.shards_metadata
+    ]
+    local_shards = [
+        shards[metadata.shards_metadata.index(each.metadata)] for each in weight.local_shards()
+    ]
     # Of a table with fewer rows than ranks, the last ranks hold a shard without rows, which has no optimizer.
     if local is None:
-        parts = [torch.empty_like(shard.tensor, dtype=torch.float32) for shard in shards]
+        states = [
+            torch.empty(shard.shard_sizes, device=weight.local_shards()[0].tensor.device)
+            for shard in local_shards
+        ]
     else:
-        parts = local.view(-1).split([shard.tensor.numel() for shard in shards])
+        states = local.view(-1).split([math.prod(shard.shard_sizes) for shard in local_shards])
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         [
-            Shard(part.view_as(shard.tensor), shard.metadata)
-            for part, shard in zip(parts, shards, strict=True)
+            Shard(state.view(shard.shard_sizes), shard)
+            for state, shard in zip(states, local_shards, strict=True)
         ],
-        replace(metadata, tensor_properties=properties),
+        replace(
+            metadata,
+            shards_metadata=shards,
+            size=metadata.size[:dims],
+            tensor_properties=replace(metadata.tensor_properties, dtype=torch.float32),
+        ),
     )

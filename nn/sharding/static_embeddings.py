@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema import OptimizerConfig, OptimizerName
+from configs.schema import OptimizerConfig
 from nn.distributed.process_group import Ranks
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_expansion import IdExpansion
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
+from nn.embedding.table_rules import ADDITION
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
 
@@ -244,16 +245,15 @@ def _embedding_bags(
 def _gradient_sums(
     tables: RankTables, gradients: Sequence[Tensor], batch_size: int
 ) -> LocalEmbeddingBags:
-    """Sums of the replicated tables' gradients: adding to one is descending it by SGD with a rate of -1."""
-    adding = OptimizerConfig(name=OptimizerName.sgd)
-    minus_one = UpdateScalars(adding, 1.0, tables.ranks.device)
+    """Sums of the replicated tables' gradients."""
+    minus_one = UpdateScalars(ADDITION, 1.0, tables.ranks.device)
     minus_one.set(0, -1.0)
     sums = [
         LocalTable(table.feature, table.hotness, gradient, {})
         for table, gradient in zip(tables.placement.replicated, gradients, strict=True)
     ]
     return LocalEmbeddingBags(
-        sums, batch_size, adding, minus_one, tables.dtype, tables.ranks.device
+        sums, batch_size, ADDITION, minus_one, tables.dtype, tables.ranks.device
     )
 
 

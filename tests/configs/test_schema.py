@@ -70,6 +70,12 @@ REFUSED = [
     (DCNv2Options, {"embedding_dim": 18}, "model.embedding_dim must be a positive multiple of 4, got 18"),
     (ModelConfig, {"embedding_dim": 0}, "model.embedding_dim must be a positive multiple of 4, got 0"),
     (ModelConfig, {"embedding_dim": 18}, "model.embedding_dim must be a positive multiple of 4, got 18"),
+    (
+        OptimizerConfig,
+        {"embedding_name": "lion"},
+        "optimizer.embedding_name: Invalid value 'lion', expected one of [sgd, adagrad, rowwise_adagrad, adam], or "
+        "package.module:NAME",
+    ),
     (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
     (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr must be positive, got nan"),
     (OptimizerConfig, {"embedding_lr": -1.0}, "optimizer.embedding_lr must be positive or null, got -1.0"),

@@ -6,6 +6,7 @@ import pytest
 
 from configs.schema import OptimizerName, ShardingType
 from nn.distributed.process_group import ranks_from_environment
+from nn.embedding.table_rules import TABLE_RULES
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -179,7 +180,7 @@ def test_tables_of_expanded_ids_are_not_cut_by_rows():
 def test_rowwise_adagrad_tables_may_be_cut_by_rows():
     row, *_ = rows_of(
         [1000],
-        rule=OptimizerName.rowwise_adagrad,
+        rule=TABLE_RULES[OptimizerName.rowwise_adagrad],
         world_size=4,
         local_world_size=2,
         tables={"cat_0": "table_row_wise"},

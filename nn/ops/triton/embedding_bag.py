@@ -77,6 +77,32 @@ def _source(
 
 
 @triton.jit
+def _state_pointer(
+    state,
+    state_offset,
+    part,
+    row,
+    offset,
+    updates,
+    inside,
+    ALIGN: tl.constexpr,
+    STATE: tl.constexpr,
+):
+    """The state of a row, and the mask to load and store it with."""
+    mask = updates
+    if STATE == "row":
+        state += tl.load(state_offset + part) + row
+    elif STATE == "element":
+        state += tl.multiple_of(tl.load(state_offset + part), ALIGN)[:, None] + offset
+        mask = inside
+    else:
+        tl.static_assert(
+            STATE == "none", "a state of a table optimizer has one number per row or per element"
+        )
+    return state, mask
+
+
+@triton.jit
 def _segment_update(
     weights,
     state1,
@@ -109,7 +135,9 @@ def _segment_update(
     rest1,
     beta2,
     rest2,
-    RULE: tl.constexpr,
+    UPDATE: tl.constexpr,
+    STATE1: tl.constexpr,
+    STATE2: tl.constexpr,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -117,6 +145,7 @@ def _segment_update(
     LENGTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    tl.static_assert(UPDATE is not None, "a table optimizer without a branch of this kernel")
     if tl.load(is_good) == 0:
         return
     # A block a warp, and its part, its ends, and the ends of its part's ids.
@@ -208,31 +237,28 @@ def _segment_update(
         place = weights + table[:, None] + offset
         weight = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         sum_of_row = total * scale
-        if RULE == "sgd":
-            weight -= rate * sum_of_row
-        elif RULE == "rowwise_adagrad":
-            place1 = state1 + tl.load(state1_offset + part) + row
-            squares = tl.sum(sum_of_row * sum_of_row, 1) / width
-            state = tl.load(place1, mask=updates, other=0.0) + squares
-            tl.store(place1, state, mask=updates)
-            weight -= (rate / (tl.sqrt(state) + eps))[:, None] * sum_of_row
-        elif RULE == "adagrad":
-            place1 = state1 + tl.multiple_of(tl.load(state1_offset + part), ALIGN)[:, None] + offset
-            state = tl.load(place1, mask=inside, other=0.0) + sum_of_row * sum_of_row
-            tl.store(place1, state, mask=inside)
-            weight -= rate * sum_of_row / (tl.sqrt(state) + eps)
-        else:
-            place1 = state1 + tl.multiple_of(tl.load(state1_offset + part), ALIGN)[:, None] + offset
-            place2 = state2 + tl.multiple_of(tl.load(state2_offset + part), ALIGN)[:, None] + offset
-            mean = tl.load(place1, mask=inside, other=0.0)
-            variance = tl.load(place2, mask=inside, other=0.0)
-            mean = beta1 * mean + rest1 * sum_of_row
-            variance = beta2 * variance + rest2 * sum_of_row * sum_of_row
-            tl.store(place1, mean, mask=inside)
-            tl.store(place2, variance, mask=inside)
-            mean = mean * tl.load(scalars + 1)
-            variance = variance * tl.load(scalars + 2)
-            weight -= rate * mean / (tl.sqrt(variance) + eps)
+        at1, mask1 = _state_pointer(
+            state1, state1_offset, part, row, offset, updates, inside, ALIGN, STATE1
+        )
+        at2, mask2 = _state_pointer(
+            state2, state2_offset, part, row, offset, updates, inside, ALIGN, STATE2
+        )
+        weight = UPDATE(
+            weight,
+            sum_of_row,
+            at1,
+            mask1,
+            at2,
+            mask2,
+            width,
+            rate,
+            scalars,
+            eps,
+            beta1,
+            rest1,
+            beta2,
+            rest2,
+        )
         if row_dtype != tl.float32:
             weight = round_stochastically(
                 weight, random_bits(of_step, row, pair, column), row_dtype

@@ -80,7 +80,7 @@ def results(
             id_starts=group._id_starts,
             columns=group._columns,
             key_bases=group._key_bases,
-            rule=group._config,
+            config=group._config,
         )
     if not fused:
         group._kernels = None

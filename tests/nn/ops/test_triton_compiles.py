@@ -34,16 +34,24 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("compiled") == 12
+    # An optimizer without a branch, and a state of a kind that the kernel does not know.
+    assert done.stdout.count("refused True") == 2
 
 
 def run() -> None:
+    from triton.compiler import CompilationError
+
+    from configs.schema import OptimizerName
+    from nn.embedding.table_rules import TABLE_RULES
+    from nn.embedding.triton_launcher import branch_of
+    from nn.ops.triton import row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _relu_backward
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
-    for weights, rule, level in (
+    for weights, name, level in (
         ("*fp32", "adam", 0),
         ("*fp32", "rowwise_adagrad", 1),
         ("*bf16", "sgd", 0),
@@ -51,7 +59,16 @@ def run() -> None:
         ("*fp16", "adam", 0),
         ("*fp16", "rowwise_adagrad", 0),
     ):
-        build(_segment_update, {"weights": weights}, **update, RULE=rule, LEVEL=level)
+        branch = branch_of(TABLE_RULES[OptimizerName[name]])
+        build(_segment_update, {"weights": weights}, **update, **branch, LEVEL=level)
+    for branch in (
+        {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
+        {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},
+    ):
+        try:
+            build(_segment_update, {"weights": "*fp32"}, **update, **branch, LEVEL=0)
+        except CompilationError as error:
+            print("refused", "table optimizer" in str(error.__cause__ or error))
     for weights in ("*fp32", "*bf16"):
         build(_pooled_lookup, {"weights": weights}, ALIGN=16, BLOCK=32, BLOCK_D=128)
     for index in range(3):

@@ -10,6 +10,7 @@ from nn.build import build_plan, open_source, planned_hardware
 from nn.models.registry import build_meta
 from nn.sharding.memory_estimate import RankMemory, plan_memory, update_bytes
 from nn.sharding.plan import TablePlan
+from nn.training.dense_optimizer import dense_rule
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config
 
@@ -23,7 +24,8 @@ def ranks_of(recipe: str, *overrides: str, world_size: int = 1) -> list[RankMemo
     )
     source = open_source(config)
     _, plan = build_plan(config, source, planned_hardware(config))
-    return plan_memory(config, source.spec, plan, world_size)
+    states = dense_rule(config.effective_optimizer.name).states_per_weight
+    return plan_memory(config, source.spec, plan, world_size, states)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_each_term_is_what_its_shapes_say():
         TablePlan("rows", 300, 8, 3.0, "row_wise", "fused", (0, 1), (50, 50)),
         TablePlan("copied", 7, 8, 1.0, "data_parallel", "dense", (0, 1), (9, 9)),
     ]
-    first, second = plan_memory(config, spec, tables, world_size=2)
+    first, second = plan_memory(config, spec, tables, 2, 1)
     assert (first.tables, second.tables) == (1259, 259)
     assert first.dense_tables == second.dense_tables == 4 * 7 * 8
     assert first.expansion == second.expansion == 7

@@ -15,6 +15,7 @@ from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
 from nn.embedding.collection import build_embeddings
 from nn.embedding.declared_tables import one_table_per_feature
+from nn.embedding.table_rules import TABLE_RULES, TableRule
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 from nn.sharding.planner import plan_tables, table_bytes
 from nn.sharding.sharded_embeddings import register_optimizer
@@ -22,12 +23,7 @@ from tests.helpers.composed import TINY, compose_config, losses_of_cases
 
 GIB = 2**30
 H200 = 139 * GIB
-SGD, ADAGRAD, ROWWISE, ADAM = (
-    OptimizerName.sgd,
-    OptimizerName.adagrad,
-    OptimizerName.rowwise_adagrad,
-    OptimizerName.adam,
-)
+SGD, ADAGRAD, ROWWISE, ADAM = (TABLE_RULES[name] for name in OptimizerName)
 WHOLE_OR_COPIED = [ShardingType.table_wise, ShardingType.data_parallel]
 
 # fmt: off
@@ -46,7 +42,7 @@ def plan_of(
     *,
     hotness: list[int] | None = None,
     dim: int = 128,
-    rule: OptimizerName = SGD,
+    rule: TableRule = SGD,
     device: str = "cuda",
     world_size: int = 1,
     local_world_size: int | None = None,
@@ -464,6 +460,6 @@ def test_column_wise_alone_leaves_rowwise_adagrad_nothing_to_choose():
             [1000, 50],
             dim=16,
             world_size=2,
-            rule=OptimizerName.rowwise_adagrad,
+            rule=ROWWISE,
             types=[ShardingType.column_wise],
         )

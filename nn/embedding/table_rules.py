@@ -1,0 +1,259 @@
+"""Optimizers of tables, one record per optimizer: everything that differs between them is here.
+
+A new one is a `TableRule` here, or in a module outside the project that `optimizer.embedding_name=package.module:NAME` names,
+and a branch of the kernel (`nn.ops.triton.row_updates` has the built-in ones).
+
+The arithmetic is FBGEMM's in all three places: in its fused kernels, in ours, and in the plain torch of this file. So
+neither plan nor path changes what a run computes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor
+from torchrec.optim import RowWiseAdagrad
+
+from configs.schema import OptimizerConfig, OptimizerName
+from nn.user_objects import load_user_object
+
+Update = Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], dict[str, Any]], None]
+"""Change tables [rows, columns] and their states in place by gradients of the same shape, all float32.
+
+The last argument has `lr`, `eps`, `beta1` and `beta2`. A state has the fields of the record, and where the optimizer uses
+the step `iter`, the number of updates before this one, to be counted up.
+"""
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StateField:
+    """A state that an optimizer keeps beside a table, float32.
+
+    Attributes:
+        name: in checkpoints and exports.
+        per_row: one number per row, otherwise one per element.
+        fused_name: as TorchRec calls it where FBGEMM keeps it; None: as `name`.
+    """
+
+    name: str
+    per_row: bool = False
+    fused_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRule:
+    """All that planner, step, kernels, estimates and checkpoints know of a table optimizer.
+
+    Attributes:
+        name: for people.
+        update: in plain torch.
+        kernel: its branch of the Triton kernel, a `@triton.jit` function, as `package.module:NAME`, since Triton may not be
+            installed where there is no GPU; None: it trains on CPUs only.
+        states: at most two.
+        fbgemm: FBGEMM's fused kernel of it; None: ragged features and row-wise tables, which take that kernel, are refused.
+        fused_on_cpu: whether FBGEMM has that kernel for CPUs too.
+        uses_step: whether an update depends on the number of updates before.
+        columns_may_be_cut: whether a row that is cut by columns trains as the whole row does.
+        leaves_untouched_rows: whether `update` itself leaves rows as they are whose gradient is zero, state included;
+            otherwise `TableOptimizer` restores them.
+    """
+
+    name: str
+    update: Update
+    kernel: str | None = None
+    states: tuple[StateField, ...] = ()
+    fbgemm: EmbOptimType | None = None
+    fused_on_cpu: bool = True
+    uses_step: bool = False
+    columns_may_be_cut: bool = True
+    leaves_untouched_rows: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.states) > 2:
+            raise ValueError(
+                f"table optimizer {self.name} has {len(self.states)} states, at most 2 are supported"
+            )
+        if {"weight", "iter"} & {each.name for each in self.states}:
+            raise ValueError(
+                f"table optimizer {self.name} calls a state weight or iter; both have a meaning already"
+            )
+        if self.columns_may_be_cut and any(each.per_row for each in self.states):
+            raise ValueError(
+                f"table optimizer {self.name} keeps a state per row, so a row cut by columns would have several; set "
+                "columns_may_be_cut=False"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names in checkpoints."""
+        return tuple(each.name for each in self.states)
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of state that each element of a table has."""
+        return FP32_BYTES * sum(not each.per_row for each in self.states)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of state that each row has beside those of its elements."""
+        return FP32_BYTES * sum(each.per_row for each in self.states)
+
+    @property
+    def planner_class(self) -> type[torch.optim.Optimizer]:
+        """An optimizer with as much state, by which TorchRec's planner knows how much that is."""
+        per_element = sum(not each.per_row for each in self.states)
+        if not per_element and self.states:
+            return RowWiseAdagrad
+        return (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)[per_element]
+
+    def needs_dense_kernel(self, device_type: str) -> bool:
+        """Tell whether FBGEMM has no fused kernel of this optimizer for `cpu` or `cuda`."""
+        return self.fbgemm is None or (device_type == "cpu" and not self.fused_on_cpu)
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        """Return the shape of each state of a table [rows, columns]."""
+        return {each.name: shape[:1] if each.per_row else shape for each in self.states}
+
+    def new_state(self, table: Tensor) -> dict[str, Tensor]:
+        """Return the states of a table that was never updated, and `iter` where the step is used."""
+        shapes = self.state_shapes(table.shape)
+        if self.uses_step:
+            shapes["iter"] = torch.Size()
+        return {name: table.new_zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}
+
+
+def _sgd(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    torch._foreach_add_(tables, gradients, alpha=-group["lr"])
+
+
+def _adagrad(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    totals = [state["momentum1"] for state in states]
+    torch._foreach_addcmul_(totals, gradients, gradients)
+    divisors = torch._foreach_sqrt(totals)
+    torch._foreach_add_(divisors, group["eps"])
+    torch._foreach_addcdiv_(tables, gradients, divisors, value=-group["lr"])
+
+
+def _rowwise_adagrad(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        total = state["momentum1"].add_(gradient.square().mean(dim=1))
+        rate = group["lr"] / (total.sqrt() + group["eps"])
+        table.sub_(gradient * rate.unsqueeze(1))
+
+
+def _adam(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        touched = gradient.ne(0).any(dim=1, keepdim=True).to(gradient.dtype)  # [rows, 1], 1 or 0
+        mean = state["momentum1"].lerp_(gradient, touched * (1 - group["beta1"]))
+        variance = state["momentum2"].lerp_(gradient.square(), touched * (1 - group["beta2"]))
+        # in double: 1 - 0.999 keeps four digits only in single precision
+        count = state["iter"].add_(1).double()
+        mean = mean / (1 - group["beta1"] ** count)
+        variance = variance / (1 - group["beta2"] ** count)
+        table.sub_(mean / (variance.sqrt() + group["eps"]) * (touched * group["lr"]))
+
+
+KERNELS = "nn.ops.triton.row_updates"
+
+TABLE_RULES: dict[str, TableRule] = {
+    OptimizerName.sgd: TableRule(
+        name="sgd",
+        update=_sgd,
+        kernel=f"{KERNELS}:sgd",
+        fbgemm=EmbOptimType.EXACT_SGD,
+        leaves_untouched_rows=True,
+    ),
+    OptimizerName.adagrad: TableRule(
+        name="adagrad",
+        update=_adagrad,
+        kernel=f"{KERNELS}:adagrad",
+        states=(StateField("momentum1"),),
+        fbgemm=EmbOptimType.EXACT_ADAGRAD,
+        leaves_untouched_rows=True,
+    ),
+    OptimizerName.rowwise_adagrad: TableRule(
+        name="rowwise_adagrad",
+        update=_rowwise_adagrad,
+        kernel=f"{KERNELS}:rowwise_adagrad",
+        states=(StateField("momentum1", per_row=True),),
+        fbgemm=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        columns_may_be_cut=False,
+        leaves_untouched_rows=True,
+    ),
+    OptimizerName.adam: TableRule(
+        name="adam",
+        update=_adam,
+        kernel=f"{KERNELS}:adam",
+        states=(StateField("momentum1"), StateField("momentum2", fused_name="exp_avg_sq")),
+        fbgemm=EmbOptimType.ADAM,
+        fused_on_cpu=False,
+        uses_step=True,
+        leaves_untouched_rows=True,
+    ),
+}
+
+ADDITION = OptimizerConfig(name=OptimizerName.sgd)
+"""With a rate of -1 it adds gradients to rows."""
+
+
+@cache
+def table_rule(name: str) -> TableRule:
+    """Return the record of a table optimizer.
+
+    Args:
+        name: of a built-in one, or `package.module:NAME`.
+
+    Raises:
+        ValueError: `package.module:NAME` cannot be imported, or is no `TableRule`.
+    """
+    if name in TABLE_RULES:
+        return TABLE_RULES[name]
+    found = load_user_object(name, "optimizer.embedding_name")
+    if not isinstance(found, TableRule):
+        raise ValueError(
+            f"optimizer.embedding_name={name} is a {type(found).__name__}, and the tables require a TableRule "
+            "(nn.embedding.table_rules); name one, or a built-in optimizer"
+        )
+    return found
+
+
+def less_state(rule: TableRule) -> list[str]:
+    """Return the built-in optimizers without state per element, where `rule` has some; those with the most first."""
+    if not rule.bytes_per_element:
+        return []
+    smaller = [each for each in TABLE_RULES.values() if not each.bytes_per_element]
+    return [each.name for each in sorted(smaller, key=lambda each: -each.bytes_per_row)]
+
+
+def with_column_cuts(rule: TableRule) -> str:
+    """Return the built-in optimizer with as many states as `rule` whose tables may be cut by columns."""
+    return next(
+        each.name
+        for each in TABLE_RULES.values()
+        if each.columns_may_be_cut and len(each.states) == len(rule.states)
+    )

@@ -1,0 +1,111 @@
+"""Kernel branches of the built-in table optimizers: what `_segment_update` does to a row once its gradient is summed.
+
+A branch takes the row's weights and the sum of its gradients, float32 [WARPS, columns], and returns the new weights. It loads
+and stores the optimizer's states itself: `state1` and `state2` are pointers with the masks to use, [WARPS, columns], or
+[WARPS] where a state has one number per row. They are of no use where the optimizer has no such state.
+
+The numbers of a step: `rate`; `scalars`, of which [1] and [2] are 1 / (1 - beta ** step) of either beta; `rest1` and `rest2`
+are 1 - beta, which keeps four digits only where single precision computes it. `width` [WARPS] is the number of columns.
+
+`nn.embedding.table_rules` has the same arithmetic in plain torch.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sgd(
+    weight,
+    gradient,
+    state1,
+    mask1,
+    state2,
+    mask2,
+    width,
+    rate,
+    scalars,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+):
+    """Descend the gradient."""
+    return weight - rate * gradient
+
+
+@triton.jit
+def adagrad(
+    weight,
+    gradient,
+    state1,
+    mask1,
+    state2,
+    mask2,
+    width,
+    rate,
+    scalars,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+):
+    """Divide by the root of the sum of squares of each element."""
+    total = tl.load(state1, mask=mask1, other=0.0) + gradient * gradient
+    tl.store(state1, total, mask=mask1)
+    return weight - rate * gradient / (tl.sqrt(total) + eps)
+
+
+@triton.jit
+def rowwise_adagrad(
+    weight,
+    gradient,
+    state1,
+    mask1,
+    state2,
+    mask2,
+    width,
+    rate,
+    scalars,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+):
+    """Divide by the root of the sum of each row's mean squares."""
+    mean_square = tl.sum(gradient * gradient, 1) / width
+    total = tl.load(state1, mask=mask1, other=0.0) + mean_square
+    tl.store(state1, total, mask=mask1)
+    return weight - (rate / (tl.sqrt(total) + eps))[:, None] * gradient
+
+
+@triton.jit
+def adam(
+    weight,
+    gradient,
+    state1,
+    mask1,
+    state2,
+    mask2,
+    width,
+    rate,
+    scalars,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+):
+    """Step along the corrected mean, divided by the root of the corrected variance."""
+    mean = tl.load(state1, mask=mask1, other=0.0)
+    variance = tl.load(state2, mask=mask2, other=0.0)
+    mean = beta1 * mean + rest1 * gradient
+    variance = beta2 * variance + rest2 * gradient * gradient
+    tl.store(state1, mean, mask=mask1)
+    tl.store(state2, variance, mask=mask2)
+    mean = mean * tl.load(scalars + 1)
+    variance = variance * tl.load(scalars + 2)
+    return weight - rate * mean / (tl.sqrt(variance) + eps)
