@@ -78,11 +78,11 @@ class TableRule:
             raise ValueError(
                 f"table optimizer {self.name} has {len(self.states)} states, at most 2 are supported"
             )
-        if {"weight", "iter"} & {each.name for each in self.states}:
+        if {"weight", "iter"} & {field.name for field in self.states}:
             raise ValueError(
                 f"table optimizer {self.name} calls a state weight or iter; both have a meaning already"
             )
-        if self.columns_may_be_cut and any(each.per_row for each in self.states):
+        if self.columns_may_be_cut and any(field.per_row for field in self.states):
             raise ValueError(
                 f"table optimizer {self.name} keeps a state per row, so a row cut by columns would have several; set "
                 "columns_may_be_cut=False"
@@ -91,22 +91,22 @@ class TableRule:
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names in checkpoints."""
-        return tuple(each.name for each in self.states)
+        return tuple(field.name for field in self.states)
 
     @property
     def bytes_per_element(self) -> int:
         """Bytes of state that each element of a table has."""
-        return FP32_BYTES * sum(not each.per_row for each in self.states)
+        return FP32_BYTES * sum(not field.per_row for field in self.states)
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes of state that each row has beside those of its elements."""
-        return FP32_BYTES * sum(each.per_row for each in self.states)
+        return FP32_BYTES * sum(field.per_row for field in self.states)
 
     @property
     def planner_class(self) -> type[torch.optim.Optimizer]:
         """An optimizer with as much state, by which TorchRec's planner knows how much that is."""
-        per_element = sum(not each.per_row for each in self.states)
+        per_element = sum(not field.per_row for field in self.states)
         if not per_element and self.states:
             return RowWiseAdagrad
         return (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)[per_element]
@@ -117,7 +117,7 @@ class TableRule:
 
     def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the shape of each state of a table [rows, columns]."""
-        return {each.name: shape[:1] if each.per_row else shape for each in self.states}
+        return {field.name: shape[:1] if field.per_row else shape for field in self.states}
 
     def new_state(self, table: Tensor) -> dict[str, Tensor]:
         """Return the states of a table that was never updated, and `iter` where the step is used."""
@@ -246,14 +246,14 @@ def less_state(rule: TableRule) -> list[str]:
     """Return the built-in optimizers without state per element, where `rule` has some; those with the most first."""
     if not rule.bytes_per_element:
         return []
-    smaller = [each for each in TABLE_RULES.values() if not each.bytes_per_element]
-    return [each.name for each in sorted(smaller, key=lambda each: -each.bytes_per_row)]
+    smaller = [other for other in TABLE_RULES.values() if not other.bytes_per_element]
+    return [other.name for other in sorted(smaller, key=lambda other: -other.bytes_per_row)]
 
 
 def with_column_cuts(rule: TableRule) -> str:
     """Return the built-in optimizer with as many states as `rule` whose tables may be cut by columns."""
     return next(
-        each.name
-        for each in TABLE_RULES.values()
-        if each.columns_may_be_cut and len(each.states) == len(rule.states)
+        other.name
+        for other in TABLE_RULES.values()
+        if other.columns_may_be_cut and len(other.states) == len(rule.states)
     )
