@@ -186,7 +186,7 @@ def test_bytes_are_those_of_weights_and_state(rule, size, device):
 
 @pytest.mark.parametrize("dtype", list(TableDtype))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("rule", list(OptimizerName))
+@pytest.mark.parametrize("rule", TABLE_RULES.values(), ids=list(TABLE_RULES))
 def test_the_planner_counts_the_same_bytes(rule, device, dtype):
     """TorchRec's own estimate decides what fits; it agrees with ours within 2 %."""
     weight_bytes = 4 if dtype is TableDtype.fp32 else 2
