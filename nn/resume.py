@@ -263,7 +263,7 @@ def _check_same_run(
         spec,
         table_of_feature(declared_tables(config.model, spec)),
         grow=False,
-        how_to_grow="begin a new run with larger tables: "
+        how_to_grow="start a new run with larger tables: "
         f"checkpoint.restore={start.path} checkpoint.grow=true and another run_dir",
     )
     if problem is not None:

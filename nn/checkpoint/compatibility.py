@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors a run takes, and whether they fit."""
+"""Selection of the tensors that a run loads from a checkpoint, and checks of their shapes and of the dataset."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +11,10 @@ from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 
 
 def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
-    """Return what a checkpoint of ours holds, or one of the TF2 recipe.
+    """Read the index of a checkpoint of this recipe or of the TF2 recipe.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `path` is neither.
     """
     folder = find_tf2_tables(path)
     return read_index(path) if folder is None else tf2_index(folder, tables)
@@ -27,13 +27,13 @@ def chosen(
     with_optimizer: bool,
     frozen: Collection[Component] = (),
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of these halves: their weights, and the state of their optimizers where it is wanted.
+    """Return the weights of some components and, optionally, the state of their optimizers.
 
     Args:
-        index: of the checkpoint.
-        components: to load.
-        with_optimizer: take optimizer state too.
-        frozen: halves that have none.
+        index: index of the checkpoint.
+        components: components to load.
+        with_optimizer: include optimizer state.
+        frozen: components without optimizer state.
     """
     return {
         name: tensor
@@ -44,7 +44,7 @@ def chosen(
 
 
 def component_of(name: str) -> Component | None:
-    """Tell which half a tensor belongs to; None if to neither."""
+    """Return the component of a tensor; None for tensors of the training loop."""
     kind = name.partition(".")[0]
     return {
         "tables": Component.tables,
@@ -54,7 +54,7 @@ def component_of(name: str) -> Component | None:
 
 
 def is_weight(name: str) -> bool:
-    """Tell weights from optimizer state."""
+    """Return whether a tensor is a weight; False for optimizer state."""
     kind, *_, last = name.split(".")
     return kind == "dense" or (kind == "tables" and last == "weight")
 
@@ -62,12 +62,12 @@ def is_weight(name: str) -> bool:
 def differences(
     stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, grow: bool
 ) -> list[str]:
-    """Say how the shapes of tensors that are stored differ from those that are wanted.
+    """Describe the differences between the shapes in a checkpoint and the shapes in a run.
 
     Args:
-        stored: by name.
-        wanted: by name.
-        grow: allow tables to have more rows than are stored.
+        stored: shapes in the checkpoint by name.
+        wanted: shapes in the run by name.
+        grow: allow tables of the run to have more rows.
     """
     return [
         *(
@@ -78,7 +78,7 @@ def differences(
             and not (grow and name.startswith("tables.") and _is_grown(stored[name], size))
         ),
         *(f"no {name}" for name in wanted if name not in stored),
-        *(f"{name}, which is not wanted" for name in stored if name not in wanted),
+        *(f"unexpected {name}" for name in stored if name not in wanted),
     ]
 
 
@@ -90,24 +90,26 @@ def remedy(
     grow: bool,
     is_own: bool,
 ) -> str:
-    """Say what to do about `differences`.
+    """Return what the user can do about `differences`.
 
     Args:
-        path: of the checkpoint.
-        stored: shapes by name.
-        wanted: shapes by name.
-        grow: tables were allowed to have more rows than are stored.
-        is_own: it is the run's own, which can only go on as it is.
+        path: directory of the checkpoint.
+        stored: shapes in the checkpoint by name.
+        wanted: shapes in the run by name.
+        grow: whether tables of the run may have more rows.
+        is_own: whether the checkpoint is the run's own; such a run can only be resumed without changes.
     """
-    begin = (
-        f"begin a new run: checkpoint.restore={path} with another run_dir and " if is_own else ""
+    new_run = (
+        f"start a new run: checkpoint.restore={path} with another run_dir and " if is_own else ""
     )
     if not grow and not differences(stored, wanted, grow=True):
-        how = f"{begin or 'set '}checkpoint.grow=true"
-        return f"if the ids that both have mean the same, {how}"
+        option = f"{new_run or 'set '}checkpoint.grow=true"
+        return f"if the ids that both have mean the same, {option}"
     parts = "checkpoint.parts=[dense,tables]"
     without = [
-        half for half in Component if _has_state(wanted, half) and not _has_state(stored, half)
+        component
+        for component in Component
+        if _has_state(wanted, component) and not _has_state(stored, component)
     ]
     rest = {
         name: size
@@ -116,17 +118,17 @@ def remedy(
     }
     if without and not differences(stored, rest, grow=grow):
         return (
-            f"it has no optimizer state of {' and '.join(each.name for each in without)}, which may have been frozen "
-            f"(train.freeze) or learnt by sgd when it was saved; to train on from its weights, {begin or 'set '}{parts}"
+            f"it has no optimizer state of {' and '.join(component.name for component in without)}, which may have been "
+            f"frozen (train.freeze) or trained with sgd; to continue training from its weights, {new_run or 'set '}{parts}"
         )
     return (
-        "use the model, embedding_dim and optimizer that it was trained with, or take the weights that fit: "
-        f"{begin}{parts} or one of the two"
+        "use the model, embedding_dim and optimizer that it was trained with, or load only the weights that fit: "
+        f"{new_run}{parts} or one of the two"
     )
 
 
-def _has_state(names: Collection[str], half: Component) -> bool:
-    return any(component_of(name) is half and not is_weight(name) for name in names)
+def _has_state(names: Collection[str], component: Component) -> bool:
+    return any(component_of(name) is component and not is_weight(name) for name in names)
 
 
 def _is_grown(stored: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -142,15 +144,15 @@ def feature_mismatch(
     grow: bool,
     how_to_grow: str = "set checkpoint.grow=true",
 ) -> str | None:
-    """Say why a checkpoint may not be loaded for this dataset, and what to do; None if it may.
+    """Return why a checkpoint cannot be loaded for a dataset, with the remedy; None if it can.
 
     Args:
-        index: of the checkpoint.
-        fingerprint: of the dataset that it was trained on.
-        spec: this dataset.
-        tables: feature -> its table.
-        grow: allow tables to have more rows than are stored.
-        how_to_grow: what to do where that is all that is lacking.
+        index: index of the checkpoint.
+        fingerprint: fingerprint of the dataset that the checkpoint was trained on.
+        spec: feature spec of this dataset.
+        tables: table name by feature.
+        grow: allow tables of this dataset to have more rows.
+        how_to_grow: remedy if larger tables are the only difference.
     """
     if fingerprint == spec.fingerprint():
         return None
@@ -159,37 +161,37 @@ def feature_mismatch(
     }
     stored_rows = {name: each.size[0] for name, each in weights.items() if each is not None}
     if len(stored_rows) == len(weights):
-        # With the rows that the checkpoint has: is there another difference?
+        # Equal fingerprints with the checkpoint's row counts mean that only row counts differ.
         categorical = tuple(
             replace(feature, cardinality=stored_rows[feature.name]) for feature in spec.categorical
         )
         if replace(spec, categorical=categorical).fingerprint() == fingerprint:
-            return _why_other_rows(categorical, spec, grow, how_to_grow)
+            return _row_count_mismatch(categorical, spec, grow, how_to_grow)
     return (
         "was trained on other features than this dataset's (names, order, cardinalities or hotness "
-        "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if they "
-        "mean the same"
+        "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if the "
+        "features mean the same"
     )
 
 
-def _why_other_rows(
+def _row_count_mismatch(
     stored: Sequence, spec: FeatureSpec, grow: bool, how_to_grow: str
 ) -> str | None:
     pairs = list(zip(stored, spec.categorical, strict=True))
-    shrunk = [each for each in pairs if each[0].cardinality > each[1].cardinality]
+    shrunk = [(old, new) for old, new in pairs if old.cardinality > new.cardinality]
     if not shrunk and grow:
         return None
-    changed = shrunk or [each for each in pairs if each[0].cardinality < each[1].cardinality]
+    changed = shrunk or [(old, new) for old, new in pairs if old.cardinality < new.cardinality]
     listed = ", ".join(
         f"{old.name} {old.cardinality:,} instead of {new.cardinality:,}" for old, new in changed[:4]
     )
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
     if shrunk:
         return (
-            f"has tables of more rows than this dataset ({listed}{more}), and a table can grow but not "
+            f"has tables with more rows than this dataset ({listed}{more}), but tables can only grow, not "
             "shrink; set data.path to the dataset it was trained on"
         )
     return (
-        f"has tables of fewer rows than this dataset ({listed}{more}); if the ids that both have mean "
-        f"the same, {how_to_grow}, and the further rows begin with the seed's weights"
+        f"has tables with fewer rows than this dataset ({listed}{more}); if the ids that both have mean "
+        f"the same, {how_to_grow}; the additional rows are initialized from the seed"
     )

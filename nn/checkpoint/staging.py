@@ -1,4 +1,4 @@
-"""A copy of a run's state in host memory, which can be written while the original trains on."""
+"""Staging of a run's state in host memory, so that training continues while a checkpoint is written."""
 
 import mmap
 import weakref
@@ -13,17 +13,17 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
 
 REGISTERED_BYTES = 2**24
-"""Tensors from this size on lie in pages of their own, which are pinned as they are."""
+"""Tensors of at least this size are staged in mmapped pages, which are pinned in place."""
 TOUCHING_THREADS = 8
 
 State = dict[str, Tensor | ShardedTensor]
 
 
 class StagingBuffer:
-    """Memory for the copies, taken at the first one and used again; on GPUs it is pinned.
+    """Host buffers for copies of the state, allocated at the first copy and reused; pinned for GPUs.
 
     Args:
-        device: where the state lives.
+        device: device of the state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class StagingBuffer:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def take(self, state: State) -> State:
-        """Return a copy of this rank's part of a state; valid until the next call."""
+        """Return a copy of this rank's shards and tensors; valid until the next call."""
         copied = {
             name: self._of_shards(name, value)
             if isinstance(value, ShardedTensor)
@@ -44,13 +44,14 @@ class StagingBuffer:
 
     def _of_shards(self, name: str, sharded: ShardedTensor) -> ShardedTensor:
         shards = [
-            Shard(self._of_tensor((name, index), each.tensor), _on_host(each.metadata))
-            for index, each in enumerate(sharded.local_shards())
+            Shard(self._of_tensor((name, index), shard.tensor), _on_host(shard.metadata))
+            for index, shard in enumerate(sharded.local_shards())
         ]
-        whole = sharded.metadata()
-        whole = replace(whole, shards_metadata=[_on_host(each) for each in whole.shards_metadata])
-        # The base's constructor: the class's own wants a process group. Saving asks for shards and metadata only.
-        copied = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
+        metadata = sharded.metadata()
+        on_host = [_on_host(shard) for shard in metadata.shards_metadata]
+        metadata = replace(metadata, shards_metadata=on_host)
+        # The constructor of `ShardedTensor` needs a process group; the base's does not. Saving uses shards and metadata only.
+        copied = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, metadata)
         return cast(ShardedTensor, copied)
 
     def _of_tensor(self, key: tuple[str, int], value: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class StagingBuffer:
 
 
 def _on_host(shard: ShardMetadata) -> ShardMetadata:
-    """Where a shard is, but in its rank's host memory."""
+    """Return a shard's metadata with placement in its rank's host memory."""
     assert shard.placement is not None, "TorchRec places every shard on a rank"
     return ShardMetadata(
         shard.shard_offsets, shard.shard_sizes, f"rank:{shard.placement.rank()}/cpu"
@@ -70,11 +71,11 @@ def _on_host(shard: ShardMetadata) -> ShardMetadata:
 
 
 def num_bytes(state: State) -> int:
-    """Bytes of this rank's part of a state."""
+    """Return the bytes of this rank's shards and tensors."""
     return sum(
-        each.nbytes
+        tensor.nbytes
         for value in state.values()
-        for each in (
+        for tensor in (
             [shard.tensor for shard in value.local_shards()]
             if isinstance(value, ShardedTensor)
             else [value]
@@ -83,20 +84,21 @@ def num_bytes(state: State) -> int:
 
 
 def _host_memory(value: Tensor) -> Tensor:
-    """Memory like a tensor, on the host; pinned for one on a GPU."""
+    """Allocate host memory of a tensor's shape and dtype; pinned if the tensor is on a GPU."""
     if value.device.type != "cuda":
         return torch.empty(value.shape, dtype=value.dtype)
     if value.nbytes < REGISTERED_BYTES:
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    # torch would round pinned memory up to a power of two: up to twice the tables. Large pages are pinned in half the time.
+    # torch rounds pinned memory up to a power of two, which may double it. Pinning huge pages takes half the time.
     pages = mmap.mmap(-1, value.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    # Kernels without huge pages refuse the advice.
+    with suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=value.dtype).view(value.shape)
     with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
         list(pool.map(Tensor.zero_, memory.view(-1).chunk(TOUCHING_THREADS)))
     cudart, address = torch.cuda.cudart(), memory.data_ptr()
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
-    # The pages go back when the tensor does; at the end of the process they do by themselves.
+    # The pages are unregistered when the tensor is freed; the end of the process does it by itself.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return memory

@@ -1,4 +1,4 @@
-"""Tables of NVIDIA's TensorFlow 2 recipe: `sparse/feature_<i>.npy`, one float32 [rows, columns] a feature, in its order.
+"""Tables of NVIDIA's TensorFlow 2 recipe: `sparse/feature_<i>.npy`, one float32 [rows, columns] per feature.
 
 Layout: DeepLearningExamples, DLRM_and_DCNv2, `nn/sparse_model.py` (`save_checkpoint`, `save_config`).
 """
@@ -16,12 +16,12 @@ CONFIG_FILE = "config.json"
 
 
 def tf2_file_name(index: int) -> str:
-    """Return the name of the file of the feature that stands at `index`."""
+    """Return the file name of feature number `index`."""
     return f"feature_{index}.npy"
 
 
 def find_tf2_tables(path: Path) -> Path | None:
-    """Return the folder with the tables, if `path` is such a checkpoint or its folder `sparse`."""
+    """Return the folder with the tables if `path` is a TF2 checkpoint or its folder `sparse`; otherwise None."""
     for folder in (path, path / FOLDER):
         if (folder / tf2_file_name(0)).is_file():
             return folder
@@ -29,18 +29,18 @@ def find_tf2_tables(path: Path) -> Path | None:
 
 
 def tf2_index(folder: Path, tables: Sequence[str]) -> TensorIndex:
-    """Say where the tables lie; reads the files' headers only.
+    """Build the index of the tables from the headers of their files.
 
     Args:
-        folder: of the files.
-        tables: our names, in the order of the features.
+        folder: folder of the files.
+        tables: names of the tables in this recipe, in the order of the features.
 
     Raises:
-        ValueError: a file is missing, one too many, malformed or no matrix of float32.
+        ValueError: a file is missing, unexpected, malformed or not a float32 matrix.
     """
     if (folder / tf2_file_name(len(tables))).exists():
         raise ValueError(
-            f"{folder} holds more tables than the {len(tables)} of this dataset "
+            f"{folder} has more tables than the {len(tables)} of this dataset "
             f"({tf2_file_name(len(tables))}); set data.path to the dataset it was trained on"
         )
     tensors = {
@@ -53,15 +53,17 @@ def tf2_index(folder: Path, tables: Sequence[str]) -> TensorIndex:
 def _stored_table(path: Path) -> StoredTensor:
     try:
         with path.open("rb") as stream:
-            # numpy's own parser of the header, which takes literals only; the array, which may be pickled, stays unread.
+            # numpy's parser of headers evaluates literals only. The array is not read here, since it may be pickled.
             np.lib.format.read_magic(stream)
             shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
             start = stream.tell()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no table of the TF2 recipe ({error})") from None
+        raise ValueError(
+            f"{path} is not a table of the TF2 recipe ({error}); copy it again, or remove it from the checkpoint"
+        ) from None
     if dtype != np.dtype("<f4") or len(shape) != 2 or fortran_order:
         raise ValueError(
-            f"{path} holds {dtype} {shape}{' in column order' * fortran_order}, want a row-major float32 "
+            f"{path}: got {dtype} {shape}{' in column order' * fortran_order}, want row-major float32 "
             "[rows, columns]"
         )
     stored = StoredTensor("float32", shape, (Chunk((0, 0), shape, path, start),))
@@ -73,7 +75,7 @@ def _stored_table(path: Path) -> StoredTensor:
 
 
 def tf2_config(sizes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """Return what `sparse/config.json` says beside the tables: their sizes [rows, columns], and that recipe's defaults."""
+    """Return the content of `sparse/config.json`: sizes [rows, columns] of the tables and the TF2 recipe's defaults."""
     return {
         "use_mde_embeddings": True,
         "embedding_dim": [columns for _, columns in sizes],

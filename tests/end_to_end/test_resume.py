@@ -374,16 +374,16 @@ def test_larger_tables_need_a_new_run_as_the_message_explains(on_files, tmp_path
     ended = run_command(*asked)
     assert ended.exit_code == 2
     assert ended.err == (
-        f"error: run_dir={tmp_path / 'run'} has tables of fewer rows than this dataset (item 100 instead of "
-        "120); if the ids that both have mean the same, begin a new run with larger tables: "
-        f"checkpoint.restore={path} checkpoint.grow=true and another run_dir, and the further rows begin with "
-        "the seed's weights\n"
+        f"error: run_dir={tmp_path / 'run'} has tables with fewer rows than this dataset (item 100 instead of "
+        "120); if the ids that both have mean the same, start a new run with larger tables: "
+        f"checkpoint.restore={path} checkpoint.grow=true and another run_dir; the additional rows are "
+        "initialized from the seed\n"
     )
     ended = run_command(*asked, "checkpoint.allow_changes=true")
     assert ended.exit_code == 2
     assert f"error: {path} holds another model or optimizer: tables.item.weight (100, " in ended.err
     assert (
-        f"begin a new run: checkpoint.restore={path} with another run_dir and checkpoint.grow=true"
+        f"start a new run: checkpoint.restore={path} with another run_dir and checkpoint.grow=true"
         in ended.err
     )
     remedy = [f"checkpoint.restore={path}", f"run_dir={tmp_path / 'larger'}"]

@@ -180,7 +180,7 @@ def test_a_frozen_half_needs_no_optimizer_state(saved, half, rule, tmp_path):
                 checkpoint.restore(path, thawed.step, with_optimizer=True)
             assert str(caught.value).endswith(
                 f"; it has no optimizer state of {half.name}, which may have been frozen (train.freeze) or "
-                "learnt by sgd when it was saved; to train on from its weights, set checkpoint.parts=[dense,tables]"
+                "trained with sgd; to continue training from its weights, set checkpoint.parts=[dense,tables]"
             )
 
 
@@ -228,7 +228,11 @@ def test_a_tables_further_rows_begin_as_the_seeds(saved, rule, world_size, layou
             False,
             "cat_1 40 instead of 47, cat_3 300 instead of 301.* set checkpoint.grow=true",
         ),
-        ([499, 47, 7, 301, 1000], True, "cat_0 500 instead of 499.* can grow but not shrink"),
+        (
+            [499, 47, 7, 301, 1000],
+            True,
+            "cat_0 500 instead of 499.* tables can only grow, not shrink",
+        ),
     ],
 )
 def test_other_numbers_of_rows_are_refused(saved, cardinalities, grow, text):
