@@ -91,6 +91,7 @@ def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn
 def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
     """Return the dotted keys that a yaml file of `configs/` sets in some of its sections."""
     content = OmegaConf.load(Path(__file__).parent / f"{config_name}.yaml")
+    assert isinstance(content, DictConfig)
     return [key for name in sections for key in _dotted(content.get(name), name)]
 
 
@@ -99,4 +100,4 @@ def _dotted(content: Any, prefix: str) -> Iterator[str]:
         yield prefix
         return
     for key, value in content.items():
-        yield from _dotted(value, f"{prefix}.{key}")
+        yield from _dotted(value, f"{prefix}.{key!s}")

@@ -37,11 +37,12 @@ def to_config(composed: DictConfig) -> Any:
         ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
     """
     schema = OmegaConf.get_type(composed)
+    assert schema is not None  # composed with a schema
     for key in unknown_keys(composed, schema):
         raise no_option(key, _options(schema))
     composed = copy.deepcopy(composed)
     for name in open_sections(schema):
-        common = {declared.name for declared in fields(OmegaConf.get_type(composed[name]))}
+        common = {key.partition(".")[0] for key in _options(get_type_hints(schema)[name])}
         for key in set(composed[name]) - common:
             del composed[name][key]
     return OmegaConf.to_object(composed)
@@ -130,6 +131,6 @@ def unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterat
     known = {declared.name: types[declared.name] for declared in fields(schema)}
     for key in composed:
         if key not in known:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key!s}"
         elif is_dataclass(known[key]) and key not in opened and OmegaConf.is_dict(composed[key]):
             yield from unknown_keys(composed[key], known[key], f"{prefix}{key}.")

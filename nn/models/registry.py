@@ -59,7 +59,9 @@ def _undeclared(found: Any) -> str | None:
     if not isinstance(found, type) or not issubclass(found, Model):
         return "it is no subclass of nn.models.model.Model"
     options = getattr(found, "Options", None)
-    if not (is_dataclass(options) and issubclass(options, ModelConfig)):
+    if not (
+        isinstance(options, type) and is_dataclass(options) and issubclass(options, ModelConfig)
+    ):
         return "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
     for method in ("tables", "build"):
         if getattr(found, method).__func__ is getattr(Model, method).__func__:
@@ -87,11 +89,15 @@ def model_options(composed: DictConfig) -> ModelConfig:
         ValueError: a value that cannot be, an option that does not exist, or no such model.
     """
     options = find_model(composed.name).Options
-    own = OmegaConf.create(OmegaConf.to_container(composed, resolve=True))
     known = {declared.name for declared in fields(options)}
-    for key in [key for key in own if key not in known and _is_of_another(key, own[key])]:
-        del own[key]
-    return to_section(own, options, "model")
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    own = {
+        key: value
+        for key, value in values.items()
+        if key in known or not _is_of_another(str(key), value)
+    }
+    return to_section(OmegaConf.create(own), options, "model")
 
 
 def _is_of_another(key: str, value: Any) -> bool:
@@ -105,8 +111,8 @@ def _is_of_another(key: str, value: Any) -> bool:
         found = get_type_hints(options).get(key)
         if found is None:
             continue
-        if is_dataclass(found) and isinstance(value, DictConfig):
-            for unknown in unknown_keys(value, found, f"model.{key}."):
+        if isinstance(found, type) and is_dataclass(found) and isinstance(value, dict):
+            for unknown in unknown_keys(OmegaConf.create(value), found, f"model.{key}."):
                 raise no_option(unknown, [option for option, _ in describe(options, "model.")])
         return True
     return False

@@ -208,6 +208,11 @@ def test_the_help_lists_its_options_and_no_others():
     assert "model.top_mlp" not in ended.out
 
 
+def test_its_options_may_refer_to_others():
+    config = compose_config(*CASE, "model.hidden=['${model.embedding_dim}',4]")
+    assert config.model.hidden == [8, 4]
+
+
 def test_a_mistyped_option_of_it_is_named():
     ended = run_command(*CASE, "model.hiden=[8]")
     wanted = (
