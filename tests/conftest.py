@@ -24,7 +24,7 @@ FAST = {
     "dataloading/test_partition.py",
     "dataloading/test_synthetic.py",
     "nn/checkpoint/test_tensor_index.py",
-    "nn/distributed/test_node_launcher.py",
+    "nn/distributed/test_process_group.py",
     "nn/embedding/test_optimizer.py",
     "nn/export/test_export.py",
     "nn/layers/test_cross_net.py",

@@ -58,9 +58,9 @@ class DotInteraction(nn.Module):
             if isinstance(embeddings, Tensor):
                 embeddings = PooledEmbeddings.of(embeddings, self.num_embeddings)
             return _fused(bottom, embeddings, self.num_outputs)
-        if not isinstance(embeddings, Tensor):
-            embeddings = embeddings.matrix()
-        return self.forward_plain(bottom, embeddings)
+        if isinstance(embeddings, Tensor):
+            return self.forward_plain(bottom, embeddings)
+        return self.forward_plain(bottom, embeddings.matrix())
 
     def forward_plain(self, bottom: Tensor | None, embeddings: Tensor) -> Tensor:
         """Compute `forward` with unfused PyTorch operations on any device, with embeddings [B, F*D]."""

@@ -38,7 +38,7 @@ class CudaGraph(Generic[Outputs]):
     ) -> None:
         # The recording knows addresses only, so whatever memory the function owns must live as long.
         self._function: Callable[..., Outputs] | None = function
-        self._inputs = [given.clone() for given in inputs]
+        self._inputs: list[Tensor] = [given.clone() for given in inputs]
         current = torch.cuda.current_stream()
         stream = _shared_stream(torch.cuda.current_device()) if stream is None else stream
         stream.wait_stream(current)
@@ -63,6 +63,7 @@ class CudaGraph(Generic[Outputs]):
 
     def replay(self) -> Outputs:
         """Queue the function on the inputs loaded last; its outputs are overwritten by the next call."""
+        assert self.outputs is not None, "the recording is closed"
         self._graph.replay()
         return self.outputs
 

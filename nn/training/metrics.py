@@ -14,8 +14,15 @@ PIECE_ROWS = 1 << 22
 class Collectives(Protocol):
     """What `RankingMetrics` needs of the process group."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
         """Return every rank's tensor, all of one shape, in rank order on rank 0; None elsewhere."""
@@ -25,7 +32,7 @@ class Collectives(Protocol):
         """Return the sum over ranks, on every rank."""
         ...
 
-    def broadcast_object(self, obj: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's object on every rank."""
         ...
 
@@ -117,7 +124,7 @@ class RankingMetrics:
         counts[self.collectives.rank] = len(kept[0])
         num_rows = self.collectives.all_reduce_sum(counts).tolist()
         logits, labels = (self._gather(each, num_rows) for each in kept)
-        return None if logits is None else (logits, labels)
+        return None if logits is None or labels is None else (logits, labels)
 
     def compute(self) -> dict[str, float | int]:
         """Return the metrics over all ranks, the same numbers on each of them; all must call it.
@@ -181,6 +188,7 @@ class RankingMetrics:
     def _gather(self, scores: Tensor, num_scores: list[int]) -> Tensor | None:
         """Join the ranks' scores, `num_scores[r]` of rank r, on rank 0; None elsewhere."""
         padded = pad(scores, (0, max(num_scores) - scores.numel()))
+        assert self.collectives is not None, "several ranks have a process group"
         parts = self.collectives.gather(padded)
         if parts is None:
             return None

@@ -44,8 +44,8 @@ def draw(
 
     with rc_context(STYLE):
         height = 1.7 + 0.215 * max(len(columns), 6)
-        figure = Figure(figsize=(13.5, height), dpi=110, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+        figure = Figure(figsize=(13.5, height), dpi=110)
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
         rows = "    ".join(
             f"{name} {split.rows:,} rows, {100 * split.clicks / max(split.rows, 1):.2f} % clicks"
             for name, split in splits.items()

@@ -1,6 +1,7 @@
 """Sizes that keep files readable: no function over 60 lines, no constructor with more than 7 arguments."""
 
 from tests.project.layout import ROOT, long_functions, modules_of, wide_constructors
+from tests.project.test_layers import LAZY_ROOMS, ROOMS, TEMPORARY_ROOMS, rooms_imported
 
 # Compiled kernels, whose compilers want one function.
 KERNELS = {
@@ -48,3 +49,12 @@ def test_what_is_mended_leaves_the_lists():
     modules = modules_of(ROOT)
     assert sorted(NOT_SPLIT - {name for _, name in long_functions(modules)}) == []
     assert sorted(NOT_NARROWED - {name for _, name in wide_constructors(modules)}) == []
+
+
+def test_the_table_of_rooms_allows_nothing_that_is_not_imported():
+    used = rooms_imported(lazy=True)
+    assert {room: sorted(allowed - used[room]) for room, allowed in ROOMS.items()} == {
+        room: [] for room in ROOMS
+    }
+    for source, target in LAZY_ROOMS | TEMPORARY_ROOMS:
+        assert target in used[source]
