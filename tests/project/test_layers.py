@@ -45,7 +45,7 @@ ROOMS = {
         "nn.sharding",
         "nn.user_objects",
     },
-    "nn.export": {"nn.checkpoint", "nn.distributed"},
+    "nn.export": {"nn.checkpoint"},
     "nn.library_warnings": set(),
     "nn.versions": set(),
     "nn.build": {
