@@ -98,5 +98,7 @@ class Model(nn.Module):
             if isinstance(layer, nn.Linear)
             for parameter in layer.parameters()
         }
-        others = sum(each.numel() for each in self.parameters() if id(each) not in linear)
+        others = sum(
+            parameter.numel() for parameter in self.parameters() if id(parameter) not in linear
+        )
         return others + sum(before * after + after for before, after in self.linear_layers())

@@ -11,7 +11,7 @@ class RankingModel(nn.Module):
     """Tables and dense half on one device.
 
     Args:
-        embeddings: tables in the dense half's feature order, one feature each.
+        embeddings: tables in the order of the features of the dense half, one feature per table.
         dense: `DLRM`, `DCNv2` or any module with their forward.
     """
 

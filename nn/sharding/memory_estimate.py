@@ -1,8 +1,8 @@
-"""What a GPU will hold at its fullest moment: the tables, which the planner prices, and everything a step needs beside them.
+"""Estimate of the peak of a GPU's memory: the tables, as planned, and everything that a step needs beside them.
 
-A table's size is exact. The rest is counted from shapes, as the step of `nn/training/train_step.py` allocates it; `benchmarks/README.md`
-sets the sum beside measured peaks. Not counted, since torch's allocator does not hold them: the CUDA context, NCCL's
-buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
+A table's size is exact. The rest is computed from shapes, as the step of `nn/training/train_step.py` allocates it;
+`benchmarks/README.md` compares the sum with measured peaks. Not included, since torch's allocator does not hold them: the
+CUDA context, NCCL's buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,11 @@ from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
 from nn.sharding.plan import TablePlan
 
-# B: rows of the global batch, b: rows of a rank, F: categorical features, D: columns of a table
-
 ID_BYTES = 8
 BATCHES_ON_DEVICE = 3
 """The batch being trained, the next one, and the graph's own copy."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
-"""Torch's default on Hopper, a stream: the step's and the graph's."""
+"""Torch's default on Hopper, per stream; there are two, the step's and the graph's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +28,15 @@ class RankMemory:
 
     Attributes:
         tables: weights and optimizer state, as planned.
-        expansion: what makes several ids of each stored one (`data.multi_hot`), as planned.
+        expansion: further ids of every stored id (`data.multi_hot`), as planned.
         dense_tables: gradients of the replicated tables, as large as their weights.
         dense_half: weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights.
         batches: numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent.
-        lookups: embeddings at home, those that are sent, and their gradients that come back.
-        dense_pass: activations and all gradients, in the graph's own memory: the most at any time.
-        update: ids sorted with their positions, out of place, and the parts of sums that cross the edge of a block.
-        evaluation: embeddings of an evaluation with another batch size, and what it needs beyond the graph's memory.
-        workspaces: of cuBLAS.
+        lookups: local embeddings, those that are sent, and the gradients that return.
+        dense_pass: peak of activations and gradients, in the graph's own memory.
+        update: ids sorted out of place with their positions, and partial sums of rows that cross blocks.
+        evaluation: embeddings of an evaluation with another batch size, and its activations beyond the graph's memory.
+        workspaces: workspaces of cuBLAS.
     """
 
     tables: int
@@ -54,8 +52,8 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        """Sum of all purposes."""
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def plan_memory(
@@ -68,7 +66,7 @@ def plan_memory(
     """Estimate the peak of every rank's GPU while training.
 
     Args:
-        config: the whole run.
+        config: configuration of the run.
         spec: the dataset as stored; `plan` knows what is looked up.
         plan: where the tables live.
         world_size: ranks.
@@ -84,8 +82,8 @@ def plan_memory(
     row = 4 * (len(spec.numerical) + 1) + ID_BYTES * sum(x.mean_hotness for x in spec.categorical)
     # Bytes per sample of its own embeddings.
     embedding_bytes = pooled_columns(declared_tables(config.model, spec)) * _sent_bytes(config)
-    home = batch * embedding_bytes
-    dense_pass = _dense_pass(config, model, batch * activation_bytes, home)
+    local = batch * embedding_bytes
+    dense_pass = _dense_pass(config, model, batch * activation_bytes, local)
     eval_batch = config.eval.batch_size // world_size
     eval_columns = max((sum(layer) for layer in model.linear_layers()), default=0)
     eval_columns += activations.forward_columns
@@ -95,12 +93,12 @@ def plan_memory(
         sent, ids = _work_of(config, rank, plan, global_batch, batch)
         eval_sent, eval_ids = _work_of(config, rank, plan, config.eval.batch_size, eval_batch)
         evaluation = eval_batch * embedding_bytes + 3 * eval_ids * ID_BYTES
-        # Alone, a rank's lookups are at home already.
+        # Alone, a rank's lookups are at local already.
         evaluation += eval_sent if world_size > 1 else 0
         memories.append(
             RankMemory(
                 tables=_sum_of(rank, plan),
-                expansion=sum(each.expansion_bytes for each in plan if rank in each.ranks),
+                expansion=sum(table.expansion_bytes for table in plan if rank in table.ranks),
                 dense_tables=sum(
                     4 * table.num_embeddings * table.embedding_dim
                     for table in plan
@@ -108,7 +106,7 @@ def plan_memory(
                 ),
                 dense_half=dense_half,
                 batches=int(BATCHES_ON_DEVICE * batch * row + 3 * ids * ID_BYTES),
-                lookups=home + (2 * sent if world_size > 1 else 0),
+                lookups=local + (2 * sent if world_size > 1 else 0),
                 dense_pass=dense_pass,
                 update=3 * ids * (ID_BYTES + 4) + update_bytes(ids, widest_table),
                 evaluation=(eval_batch != batch) * evaluation
@@ -120,36 +118,36 @@ def plan_memory(
 
 
 def update_bytes(num_ids: int, columns: int) -> int:
-    """Memory of the update's levels, and a number of 4 bytes an id by which tables are told apart.
+    """Return the memory of the update's levels, and 4 bytes per id that tell tables apart.
 
-    See `nn.embedding.triton_launcher`: a block of 32 ids has 5 numbers, and leaves two sums with 9 bytes beside each, which are the
-    next level's ids.
+    See `nn.embedding.triton_launcher`: a block of 32 ids has 5 numbers, and leaves two sums with 9 bytes beside them, which
+    are the ids of the next level.
     """
-    a_block = 4 * 5 + 2 * (4 * columns + 9)
+    block_bytes = 4 * 5 + 2 * (4 * columns + 9)
     blocks = num_ids / 32 * 16 / 15
-    return round(blocks * a_block) + 4 * num_ids
+    return round(blocks * block_bytes) + 4 * num_ids
 
 
 def _sent_bytes(config: Config) -> int:
-    """Bytes of an embedding's element as it is looked up; fp16 travels as fp32."""
+    """Return the bytes of an element of an embedding that is looked up; fp16 is sent as fp32."""
     return 2 if config.train.amp is Amp.bf16 else 4
 
 
 def _work_of(
     config: Config, rank: int, plan: Sequence[TablePlan], global_batch: int, batch: int
 ) -> tuple[int, int]:
-    """Return bytes that a rank looks up in a step for all ranks, and the ids it needs for that and its own copies."""
+    """Return the bytes that a rank looks up for all ranks per step, and its ids, those of replicated tables included."""
     elements = ids = 0.0
     for table in plan:
         if rank not in table.ranks:
             continue
-        is_copy = table.sharding == "data_parallel"
-        rows = batch if is_copy else global_batch
+        is_replicated = table.sharding == "data_parallel"
+        rows = batch if is_replicated else global_batch
         split = len(table.ranks)
         columns = table.embedding_dim / (split if table.sharding == "column_wise" else 1)
-        elements += 0 if is_copy else rows * columns
-        rows_cut = table.sharding in ("row_wise", "table_row_wise")
-        ids += rows * table.hotness / (split if rows_cut else 1)
+        elements += 0 if is_replicated else rows * columns
+        is_row_wise = table.sharding in ("row_wise", "table_row_wise")
+        ids += rows * table.hotness / (split if is_row_wise else 1)
     return round(elements) * _sent_bytes(config), round(ids)
 
 
@@ -162,14 +160,14 @@ def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
     )
 
 
-def _dense_pass(config: Config, model: Model, column_bytes: int, home: int) -> int:
+def _dense_pass(config: Config, model: Model, column_bytes: int, local: int) -> int:
     """Return the bytes of the fullest of three moments; memory of the first is reused by the later ones.
 
     Args:
-        config: the whole run.
+        config: configuration of the run.
         model: the dense half.
         column_bytes: of one column of activations.
-        home: gradients of the embeddings of this rank's rows, bytes.
+        local: gradients of the embeddings of this rank's rows, bytes.
     """
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
@@ -177,7 +175,7 @@ def _dense_pass(config: Config, model: Model, column_bytes: int, home: int) -> i
     widest = max((max(layer) for layer in layers), default=0)
     gradients = 2 * widest  # of one layer's output and of its input
     top = (saved + gradients) * column_bytes
-    interaction = home + (layers[0][1] if layers else 0) * column_bytes
-    # Under fp16 they are looked over for overflows at the end: their absolute values, and two answers a number.
-    checked = home * 5 // 2 if config.train.amp is Amp.fp16 else 0
+    interaction = local + (layers[0][1] if layers else 0) * column_bytes
+    # Under fp16 they are checked for overflows at the end: absolute values, and two booleans per number.
+    checked = local * 5 // 2 if config.train.amp is Amp.fp16 else 0
     return max(top, interaction, checked)

@@ -193,7 +193,7 @@ def test_the_memory_of_its_dense_half_is_what_it_declares():
     config = compose_config(*CASE, "device=cuda", "sharding.hbm_gib=1", "train.amp=off")
     source = open_source(config)
     _, plan = build_plan(config, source, planned_hardware(config))
-    (memory,) = plan_memory(config, source.spec, plan, 1)
+    (memory,) = plan_memory(config, source.spec, plan, 1, dense_states=1)  # adagrad
     # 3 numerical features and 5 embeddings of 8 padded to 48; a linear layer; the scale
     parameters = 48 * 16 + 16 + 16 * 8 + 8 + 8 + 1 + 3 + 1 + 8
     assert memory.dense_half == parameters * 4 * 3
