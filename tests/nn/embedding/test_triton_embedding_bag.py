@@ -8,6 +8,7 @@ import torch
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.table_rules import table_rule
 
 # Rows, columns and hotness of each part: runs of equal ids longer than many blocks, within one, and none; a cut table.
 PARTS = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
@@ -33,7 +34,7 @@ def make_group(
             "momentum1": torch.randn(weight.shape) * 0.01,
             "momentum2": torch.rand(weight.shape) * 0.01,
         },
-    }[rule]
+    }.get(rule, lambda weight: table_rule(rule).new_state(weight))
     torch.manual_seed(2)
     parts = []
     for index, (rows, columns, hotness) in enumerate(PARTS):

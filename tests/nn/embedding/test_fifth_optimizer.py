@@ -1,0 +1,194 @@
+"""A table optimizer is one record and one branch of the kernel: a fifth one, defined in this file alone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from configs.schema import OptimizerConfig
+from nn.build import build_plan, check_optimizers, open_source, planned_hardware
+from nn.embedding.table_rules import StateField, TableRule, table_rule
+from nn.export.tables import export_tables
+from nn.training.dense_optimizer import DenseRule
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.nn.checkpoint.test_state import restored, save
+from tests.nn.embedding.test_triton_embedding_bag import compare
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # where torch has no CUDA
+    triton = None
+
+NUM_STEPS = 6
+HERE = "tests.nn.embedding.test_fifth_optimizer"
+
+
+def _momentum(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        state["velocity"].mul_(group["beta1"]).add_(gradient)
+        state["peak"].copy_(torch.maximum(state["peak"], gradient.abs().amax(dim=1)))
+        table.sub_(group["lr"] * state["velocity"] / (state["peak"] + group["eps"])[:, None])
+
+
+if triton is not None:
+
+    @triton.jit
+    def momentum_branch(
+        weight,
+        gradient,
+        state1,
+        mask1,
+        state2,
+        mask2,
+        width,
+        rate,
+        scalars,
+        eps,
+        beta1,
+        rest1,
+        beta2,
+        rest2,
+    ):
+        velocity = beta1 * tl.load(state1, mask=mask1, other=0.0) + gradient
+        tl.store(state1, velocity, mask=mask1)
+        largest = tl.max(tl.abs(gradient), 1)
+        peak = tl.maximum(tl.load(state2, mask=mask2, other=0.0), largest)
+        tl.store(state2, peak, mask=mask2)
+        return weight - rate * velocity / (peak + eps)[:, None]
+
+
+MOMENTUM = TableRule(
+    name="momentum",
+    update=_momentum,
+    kernel=f"{HERE}:momentum_branch",
+    states=(StateField("velocity"), StateField("peak", per_row=True)),
+    columns_may_be_cut=False,
+)
+
+
+def _sign(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        state["mean"].lerp_(gradient, 1 - group["beta1"])
+        table.sub_(group["lr"] * state["mean"].sign())
+
+
+SIGN = TableRule(name="sign", update=_sign, states=(StateField("mean"),))
+
+
+def _nadam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(parameters, lr=config.lr)
+
+
+NADAM = DenseRule(name="nadam", build=_nadam, states_per_weight=2)
+
+
+def options(rule: str, *overrides: str) -> list[str]:
+    return [
+        *(*TINY, f"optimizer.embedding_name={HERE}:{rule}", "optimizer.name=adagrad"),
+        *("optimizer.lr=0.05", "optimizer.embedding_lr=0.002", "optimizer.eps=0.01"),
+        *("data.synthetic.hotness=[3,1,2,5,1]", "log.tensorboard=false", *overrides),
+    ]
+
+
+def trained(overrides: list[str]) -> tuple[list[float], list[str]]:
+    """Losses, and the names of the tables' state."""
+    with ranks_of_cpu():
+        built = build(compose_config(*overrides))
+        return built.train(0, NUM_STEPS), sorted(built.step.tables.optimizer_state())
+
+
+def trained_and_saved(directory: Path, overrides: list[str]) -> tuple[str, list[float]]:
+    """A checkpoint after half of the steps, and the losses of the others."""
+    with ranks_of_cpu():
+        built = build(compose_config(*overrides))
+        built.train(0, NUM_STEPS // 2)
+        path = save(directory, built, NUM_STEPS // 2)
+        return str(path), built.train(NUM_STEPS // 2, NUM_STEPS // 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "layouts"),
+    [
+        ("MOMENTUM", "cat_0:table_wise,cat_1:data_parallel,cat_2:table_wise"),
+        ("SIGN", "cat_0:table_wise,cat_1:data_parallel,cat_2:column_wise"),
+    ],
+)
+def test_two_ranks_train_as_one(rule, layouts):
+    """Within the rounding of sums in another order."""
+    one, names = trained(options(rule))
+    assert f"cat_0.{table_rule(f'{HERE}:{rule}').state_names[0]}" in names
+    assert one[-1] != one[0]
+    two = run_distributed(trained, 2, options(rule, f"sharding.tables={{{layouts}}}"))
+    assert two[0] == two[1]
+    assert two[0][0] == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_restored_run_resumes_bit_by_bit_and_the_state_is_exported(num_ranks, tmp_path):
+    overrides = options("MOMENTUM", "sharding.tables={cat_1:data_parallel}")
+    path, rest = run_distributed(trained_and_saved, num_ranks, tmp_path / "saved", overrides)[0]
+    assert run_distributed(resumed, num_ranks, Path(path), overrides)[0] == rest
+    export_tables(Path(path), tmp_path / "npy")
+    assert np.load(tmp_path / "npy/cat_0.velocity.npy").shape == (500, 8)
+    assert np.load(tmp_path / "npy/cat_1.peak.npy").shape == (40,)
+
+
+def resumed(path: Path, overrides: list[str]) -> list[float]:
+    with ranks_of_cpu():
+        return restored(path, *overrides).train(NUM_STEPS // 2, NUM_STEPS // 2)
+
+
+def test_what_fbgemm_would_update_is_refused():
+    with pytest.raises(
+        ValueError, match="row_wise, but FBGEMM, which updates row-wise tables, has no sign"
+    ):
+        run_plan("SIGN", "sharding.tables={cat_0:row_wise}", "sharding.world_size=2")
+    with pytest.raises(
+        ValueError, match="cat_0 to column_wise, but momentum keeps one state a row"
+    ):
+        run_plan("MOMENTUM", "sharding.tables={cat_0:column_wise}", "sharding.world_size=2")
+    config = compose_config(*options("SIGN"))
+    spec = open_source(config).spec
+    ragged = replace(spec.categorical[0], hotness=None)
+    with pytest.raises(
+        ValueError, match="sign requires fixed hotness, but feature cat_0 is ragged"
+    ):
+        check_optimizers(config, replace(spec, categorical=(ragged, *spec.categorical[1:])))
+
+
+def run_plan(rule: str, *overrides: str) -> None:
+    config = compose_config(*options(rule, *overrides))
+    build_plan(config, open_source(config), planned_hardware(config))
+
+
+def test_a_dense_optimizer_may_lie_outside_too():
+    losses, _ = trained([*options("SIGN"), f"optimizer.name={HERE}:NADAM"])
+    assert losses[0] != losses[-1]
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+def test_its_interpreted_branch_equals_plain_torch():
+    compare(f"{HERE}:MOMENTUM", 40, "cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_its_branch_equals_plain_torch_on_a_gpu():
+    compare(f"{HERE}:MOMENTUM", 20_000, "cuda", torch.float32)
