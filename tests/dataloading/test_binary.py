@@ -97,7 +97,7 @@ def test_what_nvidias_description_says_is_read(tmp_path):
         columns = source.read(split, runs_of([[0, num_rows]]))
         assert columns.numerical.tolist() == [list(numericals(row)) for row in range(num_rows)]
         assert columns.labels.tolist() == [label(row) for row in range(num_rows)]
-        assert [each.tolist() for each in columns.ids] == [
+        assert [column.tolist() for column in columns.ids] == [
             [ids(row)[f] for row in range(num_rows)] for f in (0, 1)
         ]
         assert columns.numerical.dtype == columns.labels.dtype == np.float32
@@ -114,7 +114,7 @@ def test_wider_dtypes_are_read(tmp_path):
             packed = b"".join(struct.pack("<q", ids(row)[f]) for row in range(num_rows))
             (root / split / f"cat_{f}.bin").write_bytes(packed)
     columns = BinarySource(FeatureSpec.load(root)).read("train", runs_of([[2, 5]]))
-    assert [each.tolist() for each in columns.ids] == [
+    assert [column.tolist() for column in columns.ids] == [
         [ids(row)[f] for row in (2, 3, 4)] for f in (0, 1)
     ]
 
@@ -157,7 +157,9 @@ def test_rows_come_back_in_the_order_of_the_runs(tmp_path, pairs):
     assert columns.lengths[2].tolist() == [*wrote["lengths"][rows], 0, 0]
     assert columns.lengths[:2] == [None, None]
     assert columns.values.dtype == np.int64  # one table has more than 2**31 rows
-    assert columns.values.tolist() == [number for each in columns.ids for number in each.tolist()]
+    assert columns.values.tolist() == [
+        number for column in columns.ids for number in column.tolist()
+    ]
     assert not columns.numerical[len(rows) :].any()
     assert not columns.labels[len(rows) :].any()
 

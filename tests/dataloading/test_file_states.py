@@ -1,4 +1,4 @@
-"""Whether a dataset is still the same: every file counts, a copy is the same, and what differs is named."""
+"""Comparison of dataset states: every file counts, a copy is equal, and differing files are named."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def test_a_copy_has_other_times_and_the_same_samples(spec, tmp_path):
     copy = FeatureSpec.load(tmp_path / "copy")
     assert changed_samples(file_samples(spec), file_samples(copy)) == []
     changed = changed_files(file_states(spec), file_states(copy))
-    assert [each.split()[0] for each in changed] == sorted(file_states(spec))
+    assert [name.split()[0] for name in changed] == sorted(file_states(spec))
 
 
 def test_a_file_that_was_written_to_or_replaced_is_named(spec):

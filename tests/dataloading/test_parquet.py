@@ -66,7 +66,7 @@ def parquet(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["in memory", "by row groups"])
 def kept(request, monkeypatch) -> None:
-    """Whether a split of this size stays decoded."""
+    """Return whether a split of this size stays decoded."""
     if request.param == "by row groups":
         monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", 0)
 
@@ -147,7 +147,7 @@ def test_checksums_are_those_of_the_files(parquet):
 
 def test_a_model_trains_on_it(tmp_path):
     root = write(tmp_path / "data", "parquet")
-    on_files = [each for each in TINY if not each.startswith("data.")]
+    on_files = [option for option in TINY if not option.startswith("data.")]
     run = tmp_path / "run"
     ended = run_command(
         *on_files,

@@ -1,4 +1,4 @@
-"""Which rows a rank reads at a step: over ranks and steps each row exactly once, whatever the shape.
+"""Rows of a rank at a step: over ranks and steps every row is read exactly once, for any shape.
 
 pytest tests/dataloading/test_partition.py
 """
@@ -60,12 +60,12 @@ def test_ranks_agree_on_the_shape_of_a_batch(num_rows, batch, world):
             )
             for rank in range(world)
         ]
-        valid = [each.num_valid for each in ranks]
-        assert {(each.padded_to, each.global_valid) for each in ranks} == {
+        valid = [of_rank.num_valid for of_rank in ranks]
+        assert {(of_rank.padded_to, of_rank.global_valid) for of_rank in ranks} == {
             (-(-sum(valid) // world), sum(valid))
         }
         assert valid == sorted(valid, reverse=True)
-        assert [len(numbers(each)) for each in ranks] == valid
+        assert [len(numbers(of_rank)) for of_rank in ranks] == valid
         assert sum(valid) == min(batch, num_rows - step * batch)
 
 
@@ -74,7 +74,7 @@ def test_the_tail_is_shared_as_the_docstring_says():
         rows_at(2, num_rows=19, batch_size=8, rank=rank, world_size=2, shuffle=None)
         for rank in (0, 1)
     ]
-    assert [(numbers(each), each.padded_to, each.global_valid) for each in tail] == [
+    assert [(numbers(of_rank), of_rank.padded_to, of_rank.global_valid) for of_rank in tail] == [
         ([16, 17], 2, 3),
         ([18], 2, 3),
     ]

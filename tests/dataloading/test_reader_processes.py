@@ -79,7 +79,7 @@ def forked():
 def contents(batch) -> list:
     lengths = batch.ids.lengths().tolist()
     columns = (batch.numerical, batch.labels, batch.ids.values())
-    return [*(each.clone() for each in columns), lengths, batch.num_valid, batch.global_valid]
+    return [*(value.clone() for value in columns), lengths, batch.num_valid, batch.global_valid]
 
 
 def same(one: list, other: list) -> bool:
@@ -109,7 +109,7 @@ def test_processes_read_what_threads_read(kind, source, forked, workers, prefetc
             # Two epochs and a bit, with their partial batches; then from the middle, as a run that goes on.
             for start in (0, 2):
                 num_steps = 2 * plain.steps_per_epoch + 1
-                found = [contents(each) for each in loader.batches(start, num_steps)]
+                found = [contents(batch) for batch in loader.batches(start, num_steps)]
                 wanted = [contents(plain.batch(start + step)) for step in range(num_steps)]
                 assert len(found) == num_steps
                 assert all(map(same, found, wanted))
@@ -143,7 +143,7 @@ def test_an_error_reaches_the_consumer_at_its_batch_and_spares_later_reads(tmp_p
     loader = forked(BinarySource(spec), "train", batch_size=10)
     seen = []
     with pytest.raises(ValueError, match=f"feature 'row': id 111 at row 33 of {path} lies outside"):
-        seen.extend(each.ids["row"].values()[0].item() for each in loader.batches(num_steps=5))
+        seen.extend(batch.ids["row"].values()[0].item() for batch in loader.batches(num_steps=5))
     assert seen == [0, 10, 20]
     assert len(list(loader.batches(0, 3))) == 3
 
@@ -211,8 +211,8 @@ def test_where_no_process_can_be_started_none_is_left(source, monkeypatch):
 
 def test_where_a_later_loader_finds_no_room_the_readers_of_the_first_end(source, monkeypatch):
     train, test = (Loader(source, split, batch_size=5) for split in ("train", "test"))
-    for each in (train, test):
-        each.device = torch.device("cuda", 0)
+    for loader in (train, test):
+        loader.device = torch.device("cuda", 0)
     made = Slots.__init__
     pids = []
 
@@ -281,7 +281,7 @@ def test_readers_end_with_the_process_that_forked_them():
     command = [sys.executable, "-c", textwrap.dedent(script)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == -signal.SIGKILL
-    pids = [int(each) for each in ended.stdout.split()]
+    pids = [int(word) for word in ended.stdout.split()]
     assert len(pids) == 4
     assert wait_until(lambda: all(has_ended(pid) for pid in pids), 10)
 
@@ -307,7 +307,7 @@ def test_processes_read_row_groups_and_threads_those_larger_than_a_batch(
     loader = forked(open_dataset(spec), "train", workers=2, **options)
     assert len(loader.reader_pids) == 2
     num_steps = 2 * plain.steps_per_epoch + 1
-    found = [contents(each) for each in loader.batches(0, num_steps)]
+    found = [contents(batch) for batch in loader.batches(0, num_steps)]
     assert all(map(same, found, [contents(plain.batch(step)) for step in range(num_steps)]))
     small = forked(open_dataset(spec), "train", batch_size=4)
     assert bool(small.reader_pids) == fits
@@ -334,9 +334,9 @@ def test_a_whole_run_is_the_same_with_either(tmp_path, monkeypatch):
     results, pids = [], []
 
     def enter(loaders: Loaders) -> Loaders:
-        for each in (loaders.train, loaders.test):
-            each.fork_readers()
-            pids.extend(each.reader_pids)
+        for loader in (loaders.train, loaders.test):
+            loader.fork_readers()
+            pids.extend(loader.reader_pids)
         return loaders
 
     options = [*TINY, "train.max_steps=24", "eval.per_epoch=1", "data.workers=2"]

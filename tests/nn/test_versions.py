@@ -83,10 +83,12 @@ def test_a_command_says_so_before_it_imports_any_of_them(installed):
 
 def test_the_project_installs_the_first_tested_trio():
     project = tomllib.loads(PYPROJECT.read_text())["project"]
-    pins = dict(each.split("==") for each in project["dependencies"] if "==" in each)
+    pins = dict(
+        requirement.split("==") for requirement in project["dependencies"] if "==" in requirement
+    )
     extras = project["optional-dependencies"]
     for extra, package in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
-        fbgemm = dict(each.split("==") for each in extras[extra])[package]
+        fbgemm = dict(requirement.split("==") for requirement in extras[extra])[package]
         assert (pins["torch"], pins["torchrec"], fbgemm) == tuple(f"{v}.*" for v in TESTED[0])
 
 
@@ -117,7 +119,7 @@ def test_what_no_user_can_act_on_is_not_said(quiet):
 
 def test_everything_else_is_still_said(quiet):
     warnings.warn("this run loses rows", UserWarning, stacklevel=1)
-    assert [str(each.message) for each in quiet] == ["this run loses rows"]
+    assert [str(warning.message) for warning in quiet] == ["this run loses rows"]
     root = logging.getLogger()
     assert root.filter(root.makeRecord("", 30, "", 0, "a rank is slow", (), None))
     assert logging.getLogger("torchrec.distributed.utils").isEnabledFor(logging.ERROR)

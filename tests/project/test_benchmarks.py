@@ -1,4 +1,4 @@
-"""What the training benchmark reads from a run and prints, and the picture drawn from it."""
+"""The training benchmark: results read from a run, printed tables, and the plot."""
 
 import json
 import re
@@ -25,10 +25,10 @@ ROW = Row("dlrm", 1, "none", "none")
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """The result of a row that is small enough for a CPU."""
+    """Return the result of a row that is small enough for a CPU."""
     run_dir = tmp_path_factory.mktemp("benchmarks") / "run"
     options = [
-        *(each for each in TINY if not each.startswith("train.batch_size")),
+        *(option for option in TINY if not option.startswith("train.batch_size")),
         "train.batch_size=16",
         "data.synthetic.train_rows=800",
         *command_of(ROW, run_dir, run_dir, 300)[8:],
@@ -65,7 +65,7 @@ def test_a_row_without_a_gpu_has_neither_memory_nor_kernels(result):
 
 
 def on_gpus(result, **ms_of_all_to_all: float):
-    """`result` with a breakdown as GPUs leave it: a product, and an all-to-all of so many ms on each rank."""
+    """Return `result` with a breakdown of GPUs: a matrix product, and an all-to-all with its ms per rank."""
     ranks = [
         {
             "on_gpu": True,
@@ -92,7 +92,7 @@ def test_the_tables_are_markdown_with_as_many_cells_as_columns(result):
     assert "lookup" not in head
 
 
-def test_a_dataset_has_the_tables_of_the_row_and_is_made_once(tmp_path, monkeypatch):
+def test_a_dataset_has_the_tables_of_the_row_and_is_generated_once(tmp_path, monkeypatch):
     (tmp_path / "configs/data").mkdir(parents=True)
     (tmp_path / "configs/data/tiny.yaml").write_text(
         "synthetic: {train_rows: 9, test_rows: 9, num_numerical: 2, cardinalities: [50, 7], hotness: [1, 3]}\n"
@@ -128,17 +128,17 @@ def test_a_measurement_leaves_nothing_running(tmp_path):
     assert wait_until(lambda: has_ended(pid), 60)
 
 
-def test_peers_in_the_picture_are_those_of_the_page():
+def test_peers_in_the_plot_are_those_of_the_page():
     page = (ROOT / "benchmarks/README.md").read_text()
     table = page.split("Peers on the same kind of GPU")[1].split("\n\n")[1]
-    numbers = {float(each) for each in re.findall(r"\d+\.\d+", table)}
+    numbers = {float(number) for number in re.findall(r"\d+\.\d+", table)}
     drawn = {
-        value for kinds in PEERS.values() for each in kinds.values() for value in each.values()
+        value for kinds in PEERS.values() for speeds in kinds.values() for value in speeds.values()
     }
     assert drawn <= numbers
 
 
-def test_the_picture_is_drawn_from_whatever_rows_are_there(tmp_path):
+def test_the_plot_is_drawn_from_the_rows_that_exist(tmp_path):
     for gpus, name in ((1, "dlrm_t15_1"), (4, "dlrm_t15_4_weak")):
         speeds = {"min": gpus * 9e6, "median": gpus * 10e6, "max": gpus * 11e6}
         content = {"world_size": gpus, "samples_per_s": speeds}
@@ -149,7 +149,7 @@ def test_the_picture_is_drawn_from_whatever_rows_are_there(tmp_path):
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_checkpoint_is_timed_from_its_copy_to_its_restoring(tmp_path):
+def test_a_checkpoint_is_timed_from_copy_to_restore(tmp_path):
     config = compose_config(*TINY, f"run_dir={tmp_path}")
     source = open_source(config)
     with ranks_of_cpu() as ranks:

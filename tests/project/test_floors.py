@@ -1,4 +1,4 @@
-"""The least time of a step, against counts made by hand and numbers that others published."""
+"""Lower bounds of a step, against counts made by hand and published numbers."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_flops_of_a_small_dlrm():
     assert counted == {"MLPs and cross": 10 * layers, "dot interaction": 10 * 3 * 6 * 8}
 
 
-def test_mlperfs_dcnv2_takes_the_flops_that_its_rules_count():
+def test_mlperfs_dcnv2_has_the_flops_of_its_rules():
     config = compose_row("dcnv2", *MLPERF)
     counted = count_flops(config, open_source(config).spec, batch=1)
     # 16.03 M multiplications a sample, six operations each (less the numbers' own gradient)
@@ -114,7 +114,7 @@ def test_fp32_and_fp16_send_embeddings_in_four_bytes():
         assert sent["embeddings"] == sent["gradients"] == 10 * 2 * 8 * size / 2
 
 
-def test_what_other_ranks_own_goes_there_and_comes_back():
+def test_bytes_of_other_ranks_are_sent_and_received():
     given = composed()
     assert set(count_all_to_all(*given, batch=10, world_size=1).values()) == {0}
     sent = count_all_to_all(*given, batch=10, world_size=4)
@@ -126,7 +126,9 @@ def test_what_other_ranks_own_goes_there_and_comes_back():
     assert (
         count_all_to_all(*given, batch=10, world_size=4, expands=True)["ids"] == 0.75 * 10 * 4 * 2
     )
-    alone, four = (count_hbm(*given, batch=10, unique=7, world_size=each) for each in (1, 4))
+    alone, four = (
+        count_hbm(*given, batch=10, unique=7, world_size=world_size) for world_size in (1, 4)
+    )
     assert four["pooled embeddings"] == alone["pooled embeddings"] / 5 * 8
 
 
@@ -152,7 +154,7 @@ def test_unique_rows_of_a_steep_law():
     assert unique_rows(3, 1, 2, 2.0) == pytest.approx(wanted)
 
 
-def test_the_bags_of_expanded_ids_bring_always_the_same_rows():
+def test_equal_first_ids_expand_to_the_same_rows():
     generator = np.random.default_rng(1)
     rows = 5000
     bags = np.concatenate(
@@ -167,7 +169,7 @@ def test_the_bags_of_expanded_ids_bring_always_the_same_rows():
     assert expected < unique_rows(rows, 400, 10, 0)
 
 
-def test_a_row_whose_ids_are_expanded_stores_one_id_a_feature():
+def test_expanded_features_store_one_id_per_row():
     given = compose_row("dlrm", *SMALL[:1], *SMALL[2:], "data.multi_hot.hotness=[1,3]")
     floor = floor_of(given, model_spec(given, open_source(given)), 2, exponent=1.05)
     assert floor.all_to_all["ids"] == 0.5 * 32 * 4 * 2
@@ -190,12 +192,12 @@ def test_the_floor_is_the_slowest_of_three_resources():
 
 def test_ranks_share_the_work():
     config, spec = composed()
-    alone, two = (floor_of(config, spec, each, exponent=1.05) for each in (1, 2))
+    alone, two = (floor_of(config, spec, world_size, exponent=1.05) for world_size in (1, 2))
     assert two.flops["MLPs and cross"] == alone.flops["MLPs and cross"] / 2
     assert two.hbm["rows updated"] == alone.hbm["rows updated"] / 2
     assert two.hbm["dense half"] == alone.hbm["dense half"]
     slower = composed("train.amp=off"), composed("train.amp=off", "train.tf32=false")
-    rates = [floor_of(*each, 1, exponent=0).flops_per_s for each in slower]
+    rates = [floor_of(*config_and_spec, 1, exponent=0).flops_per_s for config_and_spec in slower]
     assert alone.flops_per_s == 2 * rates[0] > 2 * rates[1]
 
 

@@ -1,4 +1,4 @@
-"""What is shipped: a wheel with every yaml, and an image whose recipe names only what exists."""
+"""The wheel with every yaml, the dependencies, and the files that the Dockerfile names."""
 
 import os
 import re
@@ -76,13 +76,13 @@ def requirements() -> list[Requirement]:
         PROJECT["build-system"]["requires"],
         PROJECT["tool"]["uv"]["override-dependencies"],
     ]
-    return [Requirement(each) for requirements in lists for each in requirements]
+    return [Requirement(requirement) for requirements in lists for requirement in requirements]
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
 def test_every_dependency_has_an_upper_bound(requirement):
     """No lock file is committed, so the next major version would be installed on the day it appears."""
-    operators = {each.operator for each in requirement.specifier}
+    operators = {clause.operator for clause in requirement.specifier}
     assert operators & {"<", "=="}
 
 
@@ -105,7 +105,7 @@ def copied() -> list[str]:
 
 
 def test_the_image_copies_what_exists_and_all_that_runs():
-    assert [each for each in copied() if not (ROOT / each).exists()] == []
+    assert [path for path in copied() if not (ROOT / path).exists()] == []
     assert {*PACKAGES, *SCRIPTS, "pyproject.toml"} <= set(copied())
 
 
@@ -119,7 +119,7 @@ def test_the_image_is_plain_python_of_a_supported_version():
 
 def test_the_image_installs_the_cuda_extra_and_runs_as_nobody_special():
     instructions = dockerfile()
-    installs = [" ".join(each) for each in instructions if "sync" in each]
+    installs = [" ".join(instruction) for instruction in instructions if "sync" in instruction]
     assert len(installs) == 1
     assert "uv sync --extra cuda --no-dev" in installs[0]
     assert "cuda" in PROJECT["project"]["optional-dependencies"]

@@ -1,4 +1,4 @@
-"""The peers of the preprocessing benchmark do the job that they are compared on, and the benchmark sees if they do not."""
+"""The preprocessing benchmark: bytes of the peers, and detection of differences and failures."""
 
 import sys
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_files_that_differ_are_named(tmp_path):
     assert differing(tmp_path / "ours", tmp_path / "theirs") == ["missing.bin", "other.bin"]
 
 
-def test_a_command_that_takes_too_much_memory_is_stopped(tmp_path):
+def test_a_command_that_exceeds_the_memory_limit_is_stopped(tmp_path):
     command = [sys.executable, "-c", "x = bytearray(300 << 20); import time; time.sleep(60)"]
     result = measure(command, tmp_path / "work", 0.2)
     assert result.outcome == "stopped: over 0.2 GiB"

@@ -1,4 +1,4 @@
-"""`python -m nn.distributed.node_launcher` with ranks that end in every way: what it ends with, whether it starts them again, where they write."""
+"""`python -m nn.distributed.node_launcher` with ranks that end in every way: exit codes, restarts and logs."""
 
 import multiprocessing as mp
 import os
@@ -38,7 +38,7 @@ time.sleep(60 if how == "wait" or (how == "exit" and rank == 0 and start == 0) e
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A running `python -m nn.distributed.node_launcher`, and the file that it and its ranks print to."""
+    """A running `python -m nn.distributed.node_launcher`, with the log of its output and its ranks' output."""
 
     process: BaseProcess
     log: Path
@@ -103,7 +103,7 @@ def test_an_error_that_would_come_again_is_not_tried_again(tmp_path):
 
 
 def test_a_rank_that_was_killed_is_started_again_and_meets_the_others(tmp_path):
-    """Rank 0 is where the others meet."""
+    """Rank 0 holds the rendezvous of the process group."""
     code, out = ended(tmp_path, "kill", "0")
     assert code == 0, out
     assert {f"rank {rank} start {start}" for rank in (0, 1) for start in (0, 1)} <= {
@@ -121,7 +121,7 @@ def test_a_warning_reaches_the_ranks_and_is_waited_for(tmp_path):
     with started(tmp_path, "wait") as node:
         logs = tmp_path / "logs"
         deadline = time.monotonic() + 60
-        while sum(each.stat().st_size > 0 for each in logs.glob("**/stderr.log")) < 2:
+        while sum(path.stat().st_size > 0 for path in logs.glob("**/stderr.log")) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         # To the node's process alone, as where SLURM follows processes by cgroups.

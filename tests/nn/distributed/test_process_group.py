@@ -1,4 +1,4 @@
-"""Ranks: who they are, and that what one of them finds out reaches all."""
+"""Ranks: their numbers, collectives, and errors of one rank that all ranks report."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.helpers.composed import TINY, ranks_of_cpu
 from tests.helpers.datasets import plant, write_clicks
 from tests.helpers.distributed import run_distributed
 
-ON_FILES = [each for each in TINY if not each.startswith("data.")]
+ON_FILES = [option for option in TINY if not option.startswith("data.")]
 ONE_TABLE = [
     *TINY,
     "data.synthetic.cardinalities=[500]",
@@ -33,7 +33,7 @@ def on_two_ranks(*arguments: str) -> list[Ended]:
 
 
 def refused_by_both(*arguments: str) -> str:
-    """The one line of a command that both ranks refuse and the first one explains."""
+    """Run a command that both ranks refuse; return the one line that rank 0 prints."""
     first, second = on_two_ranks(*arguments)
     assert (first.exit_code, second.exit_code) == (2, 2), (first, second)
     assert second.err == ""
@@ -42,7 +42,7 @@ def refused_by_both(*arguments: str) -> str:
 
 
 def use_collectives() -> dict:
-    """Every collective of `Ranks`, once."""
+    """Call every collective of `Ranks` once."""
     with ranks_of_cpu() as ranks:
         numbers = torch.tensor([ranks.rank, 10])
         parts = ranks.gather(numbers)
@@ -81,11 +81,11 @@ def test_two_ranks_share_what_they_know_and_what_the_first_refuses():
     assert (first["who"], second["who"]) == ((0, 0, 2, True), (1, 1, 2, False))
     assert first["gathered"] == [[0, 10], [1, 10]]
     assert second["gathered"] is None
-    for each in (first, second):
-        assert each["sum"] == [1, 20]
-        assert each["broadcast"] == {"rank": 0}
-        assert each["called"] == "made by 0"
-        assert each["message"] == "rank 0 cannot"
+    for run in (first, second):
+        assert run["sum"] == [1, 20]
+        assert run["broadcast"] == {"rank": 0}
+        assert run["called"] == "made by 0"
+        assert run["message"] == "rank 0 cannot"
 
 
 def test_the_group_is_closed_when_a_run_fails():
@@ -131,10 +131,10 @@ def test_a_used_run_directory_ends_both_ranks(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The run directory of a model that two ranks trained; its only table lies on one of them."""
+    """Train a model with one table on two ranks; return its run directory."""
     run_dir = tmp_path_factory.mktemp("distributed") / "run"
     ended = on_two_ranks(*ONE_TABLE, "train.max_steps=2", f"run_dir={run_dir}")
-    assert [(each.exit_code, each.err) for each in ended] == [(0, ""), (0, "")]
+    assert [(result.exit_code, result.err) for result in ended] == [(0, ""), (0, "")]
     return run_dir
 
 
@@ -164,16 +164,16 @@ def test_a_checkpoint_of_another_optimizer_ends_both_ranks(trained, tmp_path):
 def test_latencies_of_two_ranks_are_those_of_batches_that_divide(tmp_path):
     sizes = ["inference.batch_sizes=[1,64]", "inference.steps=3", "inference.warmup_steps=1"]
     ended = on_two_ranks(*TINY, "mode=inference", *sizes, f"run_dir={tmp_path / 'run'}")
-    assert [(each.exit_code, each.err) for each in ended] == [(0, ""), (0, "")]
+    assert [(result.exit_code, result.err) for result in ended] == [(0, ""), (0, "")]
     assert "left out: batch sizes 1, which split 'test' of 256 rows or 2 ranks" in ended[0].out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert [each["batch_size"] for each in summary["inference"]] == [64]
+    assert [result["batch_size"] for result in summary["inference"]] == [64]
     assert ended[1].out == ""
 
 
 @pytest.fixture
 def bad_number(tmp_path) -> Path:
-    """A dataset with a numerical that is no number, in the second rank's part of step 2."""
+    """Return a dataset with a NaN among the rows of rank 1 at step 2."""
     root = write_clicks(tmp_path / "clicks")
     plant(root / "train" / "numerical.bin", 2 * 170, np.nan, "float32")
     return root
@@ -214,7 +214,7 @@ def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_said_once(tmp_path):
 
 
 def test_an_error_of_a_node_is_said_on_that_node(monkeypatch):
-    """The dataset may be missing on one node only, whose ranks then are the only ones to know."""
+    """A dataset may be missing on one node only; only its ranks meet the error."""
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_RANK", "0")

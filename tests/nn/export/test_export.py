@@ -1,4 +1,4 @@
-"""Tables leave a checkpoint whole, however they were sharded, without being in memory as a whole."""
+"""Export of complete tables from checkpoints with any sharding, in bounded memory."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def train_and_save(directory: Path, overrides: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints of two ranks, tables in all layouts, by update rule."""
+    """Return the checkpoints of two ranks per optimizer, with tables in all layouts."""
     directory = tmp_path_factory.mktemp("saved")
     return {
         rule: run_distributed(train_and_save, 2, directory / rule, [*case(rule), MIXED])[0]
@@ -41,7 +41,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def whole(saved) -> dict[str, dict[str, np.ndarray]]:
-    """The same on one rank, where each table is one tensor."""
+    """Return the same checkpoints of one rank, where a table is one tensor."""
     states = {}
     with ranks_of_cpu():
         for rule, path in saved.items():
@@ -57,7 +57,7 @@ def test_npy_files_hold_ids_rows_and_optimizer_state(saved, whole, rule, tmp_pat
     assert list(written) == [f"cat_{index}" for index in range(5)]
     for table, files in written.items():
         assert sorted(files) == sorted(f"{table}.{kind}.npy" for kind in ["id", "weight", *states])
-        arrays = {each: np.load(tmp_path / "out" / each, allow_pickle=False) for each in files}
+        arrays = {name: np.load(tmp_path / "out" / name, allow_pickle=False) for name in files}
         rows = len(whole[rule][f"{table}.weight"])
         assert np.array_equal(arrays[f"{table}.id.npy"], np.arange(rows))
         for kind in ["weight", *states]:
@@ -71,7 +71,7 @@ def test_npy_files_hold_ids_rows_and_optimizer_state(saved, whole, rule, tmp_pat
 def test_safetensors_files_are_read_by_their_own_library(saved, whole, tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     export_tables(saved["adam"], tmp_path / "out", ["cat_1"], format=ExportFormat.safetensors)
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "cat_1.safetensors",
         "export.json",
     }
@@ -101,7 +101,7 @@ def restore_tf2(path: Path, overrides: list[str]) -> Path:
 def test_the_tf2_recipes_tables_go_out_and_come_back_bit_by_bit(saved, whole, layout, tmp_path):
     export_tables(saved["adagrad"], tmp_path / "tf2", format=ExportFormat.tf2)
     sparse = tmp_path / "tf2/sparse"
-    names = {each.name for each in sparse.iterdir()}
+    names = {path.name for path in sparse.iterdir()}
     assert names == {"config.json", *(f"feature_{index}.npy" for index in range(5))}
     first = np.load(sparse / "feature_0.npy", mmap_mode="r", allow_pickle=False)
     assert np.array_equal(first, whole["adagrad"]["cat_0.weight"])
@@ -191,7 +191,7 @@ def test_tables_of_the_tf2_recipe_that_cannot_be_are_named(saved, tmp_path, kind
     ],
 )
 def test_the_command_says_what_is_wrong(saved, tmp_path, arguments, text):
-    arguments = [each.replace("{saved}", str(saved["sgd"])) for each in arguments]
+    arguments = [option.replace("{saved}", str(saved["sgd"])) for option in arguments]
     ended = start_command("-m", "nn.export", *arguments, directory=tmp_path)
     assert ended.exit_code == 2
     assert ended.err.startswith("error: ")
@@ -212,13 +212,13 @@ def test_the_command_exports_without_torch(saved, tmp_path):
 def test_nothing_is_left_where_an_export_fails(saved, tmp_path):
     path = tmp_path / "step_3"
     path.mkdir()
-    for each in saved["adam"].iterdir():
-        (path / each.name).write_bytes(each.read_bytes())
+    for entry in saved["adam"].iterdir():
+        (path / entry.name).write_bytes(entry.read_bytes())
     shard = path / "rank_00001.bin"
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     with pytest.raises(ValueError, match="truncated"):
         export_tables(path, tmp_path / "out")
-    assert [each.name for each in tmp_path.iterdir()] == ["step_3"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
 
 
 MEASURE = """
@@ -233,7 +233,7 @@ print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """A checkpoint whose one large table takes 128 MiB, cut by columns."""
+    """Return a checkpoint with one column-wise table of 128 MiB."""
     overrides = [
         *TINY,
         "data.synthetic.cardinalities=[500000,9]",
@@ -255,6 +255,6 @@ def test_memory_does_not_grow_with_the_tables(large, tmp_path, format):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     size = 4 * 64 * 500_000
     assert (
-        sum(each.stat().st_size for each in (tmp_path / "out").rglob("*") if each.is_file()) > size
+        sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()) > size
     )
     assert int(done.stdout) < 4 * BLOCK_BYTES < size

@@ -1,4 +1,4 @@
-"""The picture of a run: that it is drawn for any run, and that what it shows is what was recorded."""
+"""curves.png: it is drawn for any run, and shows the recorded values."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def records_of(num_train: int, num_test: int) -> list[dict]:
 
 
 def write(path: Path, records: list[dict], header: dict = HEADER) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in (header, *records)))
+    path.write_text("".join(json.dumps(record) + "\n" for record in (header, *records)))
     return path
 
 
@@ -72,7 +72,7 @@ def test_records_differ_from_the_environment_and_a_line_cut_short_is_left_out(tm
         file.write('{"step": 30, "lo')
     header, records = read_records(metrics)
     assert header == HEADER
-    assert [each["step"] for each in records] == [10, 20]
+    assert [record["step"] for record in records] == [10, 20]
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
@@ -86,7 +86,7 @@ def test_a_series_holds_the_records_with_a_number():
     steps, values = series(records_of(3, 2), "train_auc")
     assert steps.tolist() == [20, 30]
     assert values.tolist() == [0.7, 0.7]
-    assert [len(each) for each in series([], "loss")] == [0, 0]
+    assert [len(value) for value in series([], "loss")] == [0, 0]
 
 
 def test_smoothing_keeps_a_level_to_its_ends_and_takes_out_noise():
@@ -127,7 +127,7 @@ def test_a_short_run_is_shown_whole_and_a_level_line_has_room():
     low, high = limits((steps, np.zeros(3)))
     assert low < 0 < high
     assert limits((np.array([]), np.array([]))) is None
-    assert all(math.isfinite(each) for each in limits((steps, np.full(3, 24.0))))
+    assert all(math.isfinite(value) for value in limits((steps, np.full(3, 24.0))))
 
 
 def test_matplotlib_is_imported_by_drawing_only():

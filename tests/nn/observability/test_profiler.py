@@ -1,4 +1,4 @@
-"""A profile taken with one option: what it writes, what it refuses, and that it is off unless asked for."""
+"""Profiles: their files, refusals, and that they are off by default."""
 
 import json
 
@@ -27,7 +27,10 @@ def profiled(tmp_path_factory):
 
 
 def test_a_profile_holds_the_steps_asked_for_and_the_parts_of_each(profiled):
-    names = [each.name for each in read_trace(profiled[0] / "profile/rank0.json.gz").annotations]
+    names = [
+        annotation.name
+        for annotation in read_trace(profiled[0] / "profile/rank0.json.gz").annotations
+    ]
     parts = {STEP, "data wait", "lookup", "sort", "dense half", "backward", "update"}
     assert {name: names.count(name) for name in parts} == dict.fromkeys(parts, 3)
 
@@ -36,7 +39,7 @@ def test_the_summary_is_written_and_printed(profiled):
     run_dir, ended = profiled
     (rank,) = json.loads((run_dir / "profile/summary.json").read_text())
     assert (rank["num_steps"], rank["on_gpu"]) == (3, False)
-    exposed = sum(each["exposed_ms"] for each in rank["phases"])
+    exposed = sum(phase["exposed_ms"] for phase in rank["phases"])
     total = exposed + rank["overlap_ms"] + rank["idle_ms"]
     assert total == pytest.approx(rank["step_ms"])
     text = (run_dir / "profile/summary.txt").read_text()
@@ -94,7 +97,7 @@ def profiled_on_ranks(run_dir: str) -> int:
 
 def test_every_rank_leaves_a_trace_and_the_summary_has_all(tmp_path):
     assert run_distributed(profiled_on_ranks, 2, str(tmp_path / "run")) == [0, 0]
-    names = sorted(each.name for each in (tmp_path / "run/profile").iterdir())
+    names = sorted(path.name for path in (tmp_path / "run/profile").iterdir())
     assert names == ["rank0.json.gz", "rank1.json.gz", "summary.json", "summary.txt"]
     assert len(json.loads((tmp_path / "run/profile/summary.json").read_text())) == 2
     assert "rank 0 of 2" in (tmp_path / "run/profile/summary.txt").read_text()

@@ -35,7 +35,7 @@ def open_recorder(run_dir: Path, **changes) -> RunDirectory:
 
 
 def strict_json(text: str):
-    """Python reads NaN, other readers of JSON do not."""
+    """Parse JSON without NaN, which Python accepts and other readers refuse."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
@@ -58,7 +58,7 @@ def test_numbers_keep_seven_digits_and_no_json_reader_meets_a_nan():
 
 
 def test_planned_memory_is_written_with_its_sum(tmp_path):
-    terms = {each.name: index for index, each in enumerate(fields(RankMemory))}
+    terms = {field.name: index for index, field in enumerate(fields(RankMemory))}
     with open_recorder(tmp_path) as recorder:
         recorder.write_memory([RankMemory(**terms)])
     assert strict_json((tmp_path / "memory.json").read_text()) == [

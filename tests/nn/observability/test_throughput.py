@@ -1,4 +1,4 @@
-"""Samples a second, on a clock that the test turns."""
+"""Samples per second, with a fake clock."""
 
 import math
 
@@ -8,7 +8,7 @@ from nn.observability.throughput import ThroughputMeter
 
 
 class Clock:
-    """Stands in for `time`."""
+    """Fake of the module `time`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -69,7 +69,7 @@ def test_steps_of_a_pause_are_not_counted_and_a_window_of_them_has_no_speed(cloc
     speed.count(100)
     clock.now += 60
     assert speed.window() == {"samples_per_s": 200, "step_ms": 500}
-    assert all(math.isnan(each) for each in window(speed, clock, 2, 100, 9.0).values())
+    assert all(math.isnan(value) for value in window(speed, clock, 2, 100, 9.0).values())
     speed.resume()
     window(speed, clock, 2, 100, 0.25)
     assert speed.run() == {"samples_per_s": 400, "step_ms": 250}

@@ -23,7 +23,10 @@ MLP, EXCHANGE = "MLPs and cross", "all-to-all"
 
 
 def traced(*kernels: tuple[str, float, float], annotations=((STEP, 0, 1000),)) -> Trace:
-    return Trace(tuple(Span(*each) for each in kernels), tuple(Span(*each) for each in annotations))
+    return Trace(
+        tuple(Span(*kernel) for kernel in kernels),
+        tuple(Span(*annotation) for annotation in annotations),
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_exposed_times_overlap_and_idle_time_add_up_to_the_step():
             annotations=((STEP, 0, 50), (STEP, 50, 200), (DATA_WAIT, 80, 100)),
         )
     )
-    parts = sum(each.exposed_ms for each in measured.phases)
+    parts = sum(phase.exposed_ms for phase in measured.phases)
     assert parts + measured.overlap_ms + measured.idle_ms == pytest.approx(measured.step_ms)
     assert measured.num_steps == 2
     assert measured.step_ms == pytest.approx(0.08)

@@ -100,8 +100,8 @@ def test_random_bits_depend_on_seed_table_step_row_and_column_and_on_nothing_els
 
 def test_random_bits_are_even_and_not_alike_across_steps_rows_and_columns():
     steps = [
-        random_bits(rounding_key(1, "a"), NOW + each, torch.arange(500), 0, 16)
-        for each in range(40)
+        random_bits(rounding_key(1, "a"), NOW + step, torch.arange(500), 0, 16)
+        for step in range(40)
     ]
     drawn = torch.stack(steps).double() / 2**16  # [40, 500, 16]
     assert drawn.mean().item() == pytest.approx(0.5, abs=0.002)
@@ -109,7 +109,7 @@ def test_random_bits_are_even_and_not_alike_across_steps_rows_and_columns():
     assert (counts / counts.mean() - 1).abs().max() < 0.03
     centred = drawn - 0.5
     shifted = [(centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1])]
-    shifted += [(centred[..., each:], centred[..., :-each]) for each in (1, 2, 3)]
+    shifted += [(centred[..., lag:], centred[..., :-lag]) for lag in (1, 2, 3)]
     for one, other in shifted:
         assert abs((one * other).mean().item() * 12) < 0.01
 

@@ -98,7 +98,7 @@ def test_on_a_gpu_the_fused_functions_are_as_exact_as_plain_torch(name, dtype):
             fused, plain = (
                 outcome(forward, module, x) for forward in (module, module.forward_plain)
             )
-        assert [each.dtype for each in fused] == [each.dtype for each in plain]
+        assert [tensor.dtype for tensor in fused] == [tensor.dtype for tensor in plain]
         assert_as_exact_as_plain(fused, plain, name, x)
 
 

@@ -41,7 +41,7 @@ def worst_difference(
     weight = draw(batch_size, module.num_outputs)
     results = []
     for interact in (module.forward_plain, None):
-        leaves = [each.clone().requires_grad_() for each in inputs]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         bottom, embeddings = leaves if has_bottom else (None, leaves[0])
         if interact is None:
             out = fused_dot_interaction(bottom, embeddings, layout, module.num_outputs)

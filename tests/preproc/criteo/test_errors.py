@@ -1,4 +1,4 @@
-"""Bad input to `python -m preproc`: one message each, and nothing left behind."""
+"""Bad input of `python -m preproc`: one message, and no files left."""
 
 import errno
 import json
@@ -48,7 +48,7 @@ def spoiled(tmp_path: Path, line: str, number: int = 42) -> Path:
 
 @pytest.fixture
 def output(tmp_path):
-    """Where the dataset would be; afterwards neither it nor anything hidden beside it is there."""
+    """Return the output directory; at the end check that neither it nor a hidden sibling exists."""
     yield tmp_path / "out"
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
@@ -341,7 +341,7 @@ def test_a_directory_with_other_things_in_it_is_not_written_to(tmp_path):
     ],
 )
 def test_an_option_that_cannot_be_is_refused(output, overrides, message):
-    fails(message, *[each.replace("OUT", str(output)) for each in overrides])
+    fails(message, *[option.replace("OUT", str(output)) for option in overrides])
 
 
 def test_a_memory_limit_that_is_no_size_is_refused(tmp_path, output):

@@ -1,4 +1,4 @@
-"""What `python -m preproc` makes of Criteo logs, against a reference in plain Python."""
+"""Preprocessing of Criteo logs, against a reference in plain Python."""
 
 import gzip
 import math

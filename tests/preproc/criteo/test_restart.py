@@ -391,7 +391,9 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
             super().__init__(most_entries)
             alive.append(weakref.ref(self))
             Watched.made += 1
-            Watched.most_alive = max(Watched.most_alive, sum(each() is not None for each in alive))
+            Watched.most_alive = max(
+                Watched.most_alive, sum(reference() is not None for reference in alive)
+            )
 
     monkeypatch.setattr("preproc.criteo.encode.Lookup", Watched)
     options = ["memory_limit=2GB", "threads=1"]

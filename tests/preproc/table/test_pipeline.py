@@ -29,7 +29,7 @@ def build(output: Path, table: dict, *overrides: str) -> dict[str, bytes]:
 def _hydra(value) -> str:
     """Write a value in the grammar of Hydra's overrides."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_hydra(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_hydra(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_hydra, value)) + "]"
     if isinstance(value, str):

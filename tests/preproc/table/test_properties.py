@@ -215,7 +215,7 @@ def test_a_parsed_piece_stays_within_what_is_counted_for_it(category):
     found = PARSER(text)
     non_hex_bytes = sum(part.num_bytes for part in found.non_hex)
     assert bool(non_hex_bytes) == (len(category) not in (0, 8))
-    kept_bytes = len(text) + sum(each.nbytes for each in found.columns) + non_hex_bytes
+    kept_bytes = len(text) + sum(column.nbytes for column in found.columns) + non_hex_bytes
     assert kept_bytes < MEMORY_BYTES / BLOCK_BYTES * len(text)
 
 

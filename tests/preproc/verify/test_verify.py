@@ -51,8 +51,8 @@ def found(path: Path, capsys) -> tuple[int, list[str]]:
         status = 0
     except SystemExit as end:
         status = end.code
-    lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("wrong: ")]
-    return status, [each.removeprefix(f"wrong: {path}/") for each in lines]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wrong: ")]
+    return status, [line.removeprefix(f"wrong: {path}/") for line in lines]
 
 
 def forget_checksums(path: Path) -> None:
@@ -102,8 +102,8 @@ def test_without_metadata_the_file_that_differs_from_most_is_named(dataset, dama
     path = dataset / "train" / damaged
     path.write_bytes(path.read_bytes()[: -path.stat().st_size // 2])
     _, lines = found(dataset, capsys)
-    assert any(each.startswith(f"train/{damaged}: truncated") for each in lines)
-    assert {each.split(":")[0] for each in lines} <= {f"train/{damaged}", "train/tags.bin"}
+    assert any(line.startswith(f"train/{damaged}: truncated") for line in lines)
+    assert {line.split(":")[0] for line in lines} <= {f"train/{damaged}", "train/tags.bin"}
 
 
 def test_all_wrong_ids_are_counted_and_the_first_is_located(dataset, capsys):
@@ -115,12 +115,12 @@ def test_all_wrong_ids_are_counted_and_the_first_is_located(dataset, capsys):
 
 def test_an_id_of_several_a_row_is_located_by_its_row(dataset, capsys):
     plant(dataset / "test/pair.bin", 2 * 33 + 1, 9, "int8")
-    assert any("the first 9 at row 33" in each for each in found(dataset, capsys)[1])
+    assert any("the first 9 at row 33" in finding for finding in found(dataset, capsys)[1])
 
 
 def test_an_id_of_a_ragged_feature_is_located_by_its_row(dataset, capsys):
     plant(dataset / "test/tags.bin", 2 * 21 + 1, 300, "<i2")
-    assert any("the first 300 at row 21" in each for each in found(dataset, capsys)[1])
+    assert any("the first 300 at row 21" in finding for finding in found(dataset, capsys)[1])
 
 
 def test_places_are_right_behind_the_first_chunk(dataset, capsys, monkeypatch):
@@ -129,7 +129,7 @@ def test_places_are_right_behind_the_first_chunk(dataset, capsys, monkeypatch):
     plant(dataset / "train/tags.offsets.bin", 30, 50, "<i8")
     _, lines = found(dataset, capsys)
     assert "train/user.bin: 1 ids of 'user' outside [0, 40), the first 77 at row 41" in lines
-    assert any("decrease, the first 50 at row 29" in each for each in lines)
+    assert any("decrease, the first 50 at row 29" in line for line in lines)
 
 
 def test_an_offset_that_decreases_is_located(dataset, capsys):
@@ -147,7 +147,7 @@ def test_offsets_that_end_elsewhere_accuse_the_ids_length(dataset, capsys):
 
 def test_offsets_start_at_zero(dataset, capsys):
     plant(dataset / "train/tags.offsets.bin", 0, 1, "<i8")
-    assert any("decrease, the first 1 at row 0" in each for each in found(dataset, capsys)[1])
+    assert any("decrease, the first 1 at row 0" in finding for finding in found(dataset, capsys)[1])
 
 
 def test_a_numerical_that_is_no_number_is_located(dataset, capsys):
@@ -221,7 +221,7 @@ def in_parquet(tmp_path) -> Path:
 
 
 def replace_column(path: Path, name: str, row: int, value: object) -> None:
-    """Write a Parquet file anew with one value changed, in row groups of 8 rows."""
+    """Rewrite a Parquet file with one value changed, in row groups of 8 rows."""
     table = pq.read_table(path)
     index = table.schema.get_field_index(name)
     values = table.column(name).to_pylist()
@@ -269,8 +269,8 @@ def test_a_truncated_parquet_file_is_named_and_the_others_are_still_read(in_parq
     path.write_bytes(path.read_bytes()[:-9])
     replace_column(in_parquet / "test/part_0.parquet", "user", 3, 99 - 50)
     _, lines = found(in_parquet, capsys)
-    assert any(each.startswith("train/part_0.parquet: not a whole Parquet file") for each in lines)
-    assert any("the first 49 at row 3" in each for each in lines)
+    assert any(line.startswith("train/part_0.parquet: not a whole Parquet file") for line in lines)
+    assert any("the first 49 at row 3" in line for line in lines)
 
 
 def test_a_path_is_asked_for():
