@@ -51,7 +51,7 @@ THREADS = 4
 
 
 class FileRange(NamedTuple):
-    """Where a chunk lies: file, first byte, and a CRC-32 for each of its blocks."""
+    """Location of a chunk: file, first byte, and one CRC-32 per block."""
 
     file: str
     start: int
@@ -86,10 +86,10 @@ class DcpWriter(dcp.StorageWriter):
                 )
                 array = value.detach().contiguous()
                 blocks = list(_blocks(array, start))
-                jobs.append((item, start, [pool.submit(file.write, *each) for each in blocks]))
+                jobs.append((item, start, [pool.submit(file.write, *block) for block in blocks]))
                 start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             for item, begin, writing in jobs:
-                place = FileRange(path.name, begin, [each.result() for each in writing])
+                place = FileRange(path.name, begin, [write.result() for write in writing])
                 results.append(WriteResult(item.index, _num_bytes(item), place))
             file.sync()
         done: Future[list[WriteResult]] = Future()
@@ -98,7 +98,7 @@ class DcpWriter(dcp.StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index; called on rank 0 when every rank has written."""
-        places = {each.index: each.storage_data for rank in results for each in rank}
+        places = {result.index: result.storage_data for rank in results for result in rank}
         tensors: dict[str, Any] = {}
         for name, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
@@ -197,8 +197,8 @@ class DcpReader(dcp.StorageReader):
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, tensor in self._tensors.items():
             chunks = [
-                ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-                for each in tensor.chunks
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for chunk in tensor.chunks
             ]
             properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
             size = self._sizes.get(name, torch.Size(tensor.size))

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: each one is whole or bears another name, and a damaged one is noticed.
+"""Directory of checkpoints: a checkpoint `step_N` is complete, and damage is detected.
 
 step_N/              whole: every file synced, then renamed to this
 .step_N.unfinished/  being written, or left by a run that was killed; never read, removed at the next start
@@ -36,18 +36,18 @@ APPEARS_WITHIN_S = 60.0
 
 
 class NewerFormatError(ValueError):
-    """A checkpoint of a later version, which is whole."""
+    """The checkpoint was written by a later version and is intact."""
 
 
 def unfinished(directory: Path, num_steps: int) -> Path:
-    """Where a checkpoint lies until it is whole."""
+    """Return the directory of a checkpoint until it is complete."""
     return directory / f".step_{num_steps}.unfinished"
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory, which need not exist."""
-    found = [each for each in directory.glob("step_*") if re.fullmatch(r"step_\d+", each.name)]
-    return sorted(found, key=step_of, reverse=True)
+    """Return the checkpoints of a directory, newest first; the directory may be missing."""
+    paths = [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
@@ -63,7 +63,7 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
     """
     source, target = unfinished(directory, num_steps), directory / f"step_{num_steps}"
     index = (source / INDEX_FILE).read_bytes()
-    files = {each.name: each.stat().st_size for each in sorted(source.iterdir())}
+    files = {path.name: path.stat().st_size for path in sorted(source.iterdir())}
     facts = facts | {"files": files, "index_crc32": zlib.crc32(index)}
     facts["crc32"] = _crc32(facts)
     write_synced(source / RUN_FILE, json.dumps(facts, indent=2) + "\n")
@@ -81,16 +81,16 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
 
 def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:
     """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to."""
-    present = [each for each in newest_first(directory) if step_of(each) <= num_steps]
+    present = [path for path in newest_first(directory) if step_of(path) <= num_steps]
     for path in present[keep:]:
         if step_of(path) != best_step:
             _remove(path)
-    if any(step_of(each) == best_step for each in present):
+    if any(step_of(path) == best_step for path in present):
         replace_link(directory / BEST, f"step_{best_step}", directory / f".{BEST}.tmp")
 
 
 def clear(directory: Path, num_steps: int) -> None:
-    """Remove what a killed run left unfinished, and the checkpoints of steps after `num_steps`, which come anew."""
+    """Remove unfinished checkpoints of a killed run and the checkpoints after step `num_steps`, to be written again."""
     for path in directory.glob(".step_*.unfinished"):
         shutil.rmtree(path, ignore_errors=True)
     for path in newest_first(directory):
@@ -101,7 +101,7 @@ def clear(directory: Path, num_steps: int) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nobody takes it for one."""
+    """Rename a damaged checkpoint, so that no run resumes from it."""
     target = path.with_name(f"{path.name}.damaged")
     replace_directory(path, target)
     return target
@@ -126,10 +126,10 @@ def wait_for(path: Path) -> bool:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return run.json, after seeing that it is whole and that all files are there in their length.
+    """Return run.json after checking its checksum and the existence and size of all files.
 
     Raises:
-        ValueError: what is wrong.
+        ValueError: run.json or a file is missing or damaged.
     """
     try:
         facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
@@ -178,7 +178,7 @@ def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) ->
             for start, num_bytes, crc32 in _blocks_of(chunk, tensor["dtype"])
         ][part::num_parts]
         with ThreadPoolExecutor(THREADS) as pool:
-            return next((each for each in pool.map(_damage_of_block, blocks) if each), None)
+            return next((damage for damage in pool.map(_damage_of_block, blocks) if damage), None)
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
 
@@ -186,8 +186,8 @@ def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) ->
 def _blocks_of(chunk: dict[str, Any], dtype: str) -> list[tuple[int, int, int]]:
     """(first byte, bytes, CRC-32) of each block of a chunk."""
     num_bytes = DTYPES[dtype].itemsize
-    for each in chunk["sizes"]:
-        num_bytes *= each
+    for size in chunk["sizes"]:
+        num_bytes *= size
     return [
         (chunk["start"] + at, min(CHECKSUM_BYTES, num_bytes - at), crc32)
         for at, crc32 in zip(range(0, num_bytes, CHECKSUM_BYTES), chunk["crc32"], strict=True)

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the loop waits for a copy in host memory, a thread writes the files."""
+"""Checkpoint writer: training waits for a copy in host memory only, and a thread writes the files."""
 
 import json
 import shutil
@@ -96,7 +96,7 @@ class CheckpointManager:
 
         Args:
             num_steps: updates made so far.
-            trainer: what the training loop goes on from, fit for JSON.
+            trainer: state of the training loop, for JSON.
             tensors: further tensors of the training loop, on rank 0 only.
             is_last: nothing is trained after this, so that no copy is needed.
 
@@ -141,7 +141,7 @@ class CheckpointManager:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's writer is still at work."""
+        """Return whether this rank's writer is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
@@ -213,7 +213,7 @@ class CheckpointManager:
         )
 
     def _fits(self, state: State) -> bool:
-        """Whether every node has room for the copies; asked once, before any rank has taken some."""
+        """Return whether every node has memory for the copies; checked once, before any rank allocates them."""
         if self._has_room is None:
             needed = num_bytes(state) * self._ranks.local_world_size
             self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
@@ -240,5 +240,5 @@ class CheckpointManager:
 def _free_bytes() -> int:
     """Memory that this node can still give, its file cache included."""
     with open("/proc/meminfo") as stream:
-        (line,) = [each for each in stream if each.startswith("MemAvailable:")]
+        (line,) = [line for line in stream if line.startswith("MemAvailable:")]
     return int(line.split()[1]) * 1024

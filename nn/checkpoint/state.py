@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how it gets into both halves and out of them, through torch.distributed.checkpoint.
+"""Content of a checkpoint, and its restore into both components and their optimizers under any sharding.
 
 Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
 `dense_optimizer.<parameter>.<state>`. A table may therefore be split differently, or replicated, when it is read back.
@@ -69,10 +69,10 @@ class Trained(Protocol):
 
 
 def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
-    """Return what run.json says of a whole run.
+    """Return the content of run.json for a run.
 
     Args:
-        config: the whole run.
+        config: options of the run.
         spec: the dataset as the model sees it.
         ranks: this process.
     """
@@ -93,9 +93,9 @@ def plain_config(config: Config) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
+            return {key: plain(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [plain(each) for each in value]
+            return [plain(item) for item in value]
         return value.value if isinstance(value, Enum) else value
 
     return plain(asdict(config))

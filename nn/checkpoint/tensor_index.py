@@ -1,4 +1,4 @@
-"""Tensors in the files of a checkpoint: where each lies, and its numbers, without executing anything of a file.
+"""Index and reader of the tensors in a checkpoint's files; nothing in a file is executed.
 
 Arrays lie in the shards as in memory: row-major, little-endian, bare. `tensors.json` says where (`nn.checkpoint.dcp_storage`):
 
@@ -50,14 +50,14 @@ REMEDY = "copy it again, or take another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor that lies in one file, row-major.
+    """Rectangular part of a tensor in one file, row-major.
 
     Attributes:
-        offsets: of its first element in the tensor, one a dimension.
-        sizes: one a dimension.
-        file: where it lies.
-        start: byte in the file at which it begins.
-        crc32: of each `CHECKSUM_BYTES` of it; empty if unknown.
+        offsets: position of its first element in the tensor, one number per dimension.
+        sizes: one number per dimension.
+        file: path of the file.
+        start: first byte in the file.
+        crc32: checksums, one per `CHECKSUM_BYTES`; empty if unknown.
     """
 
     offsets: tuple[int, ...]
@@ -69,12 +69,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk; its chunks cover it.
+    """Tensor on disk; its chunks cover every element once.
 
     Attributes:
         dtype: a key of `DTYPES`.
-        size: one number a dimension.
-        chunks: in any order.
+        size: one number per dimension.
+        chunks: chunks in any order.
     """
 
     dtype: str
@@ -89,11 +89,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """What a checkpoint holds.
+    """Tables and tensors of a checkpoint.
 
     Attributes:
-        tables: their names, in the order of the features.
-        tensors: by name, as `nn.checkpoint.state` names them.
+        tables: names of the tables, in the order of the features.
+        tensors: tensors by the names of `nn.checkpoint.state`.
     """
 
     tables: tuple[str, ...]
@@ -133,27 +133,27 @@ def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> Stor
     if dtype not in DTYPES:
         raise ValueError(f"{name}: got dtype {dtype!r}, want one of {', '.join(DTYPES)}")
     chunks = []
-    for each in entry["chunks"]:
-        offsets, sizes = _counts(each["offsets"]), _counts(each["sizes"])
+    for chunk in entry["chunks"]:
+        offsets, sizes = _counts(chunk["offsets"]), _counts(chunk["sizes"])
         if len(offsets) != len(size) or any(
             offset + length > whole
             for offset, length, whole in zip(offsets, sizes, size, strict=True)
         ):
             raise ValueError(f"{name}: a chunk of {sizes} at {offsets} lies outside of {size}")
-        (start,) = _counts([each["start"]])
-        file = file_inside(directory, each["file"])
+        (start,) = _counts([chunk["start"]])
+        file = file_inside(directory, chunk["file"])
         num_bytes = math.prod(sizes) * DTYPES[dtype].itemsize
-        checksums = _counts(each["crc32"])[: -(-num_bytes // CHECKSUM_BYTES)]
+        checksums = _counts(chunk["crc32"])[: -(-num_bytes // CHECKSUM_BYTES)]
         if len(checksums) * CHECKSUM_BYTES < num_bytes:
             raise ValueError(f"{name}: got {len(checksums)} checksums for {num_bytes} bytes")
         chunks.append(Chunk(offsets, sizes, file, start, checksums))
-    if sum(math.prod(each.sizes) for each in chunks) != math.prod(size) or _any_overlap(chunks):
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or _any_overlap(chunks):
         raise ValueError(f"{name}: its {len(chunks)} chunks do not cover {size}, each element once")
     return StoredTensor(dtype, size, tuple(chunks))
 
 
 def _any_overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two chunks share an element."""
+    """Return whether two chunks share an element."""
     return any(
         all(
             max(first, second) < min(first + length, second + other)
@@ -167,7 +167,9 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
 
 def _counts(values: Any) -> tuple[int, ...]:
     """Return a list of integers that are not negative as a tuple."""
-    if not isinstance(values, list) or not all(type(each) is int and each >= 0 for each in values):
+    if not isinstance(values, list) or not all(
+        type(value) is int and value >= 0 for value in values
+    ):
         raise ValueError(f"got {values!r}, want integers that are not negative")
     return tuple(values)
 
@@ -193,9 +195,9 @@ def file_inside(directory: Path, name: object) -> Path:
 
 
 class ChunkReader:
-    """A chunk that is being read; the checksums of what is read as a whole are compared.
+    """Reader of one chunk; compares the checksum of every block that is read completely.
 
-    Rows are those of the chunk; a number without dimensions has one.
+    Rows are rows of the chunk; a tensor without dimensions has one row.
 
     Args:
         chunk: to read.
@@ -252,7 +254,7 @@ class ChunkReader:
 
 
 def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-    """Yield a whole tensor, rows in order, however it was sharded: arrays [n, ...] of about `block_bytes`.
+    """Yield the rows of a tensor in order, for any sharding, as arrays [n, ...] of about `block_bytes`.
 
     Raises:
         ValueError: a file cannot be read.

@@ -59,7 +59,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self.heartbeat.beat()
-        self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
+        self._before = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
         if self._may_get_stuck:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
@@ -97,11 +97,11 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now.
+    """Agreement of all ranks after a step.
 
     Attributes:
-        signum: of the signal that asks a rank to stop, or 0.
-        is_time_to_save: rank 0's clock says so.
+        signum: number of a signal that asks a rank to stop, or 0.
+        is_time_to_save: whether the interval of checkpoints has passed on rank 0.
     """
 
     signum: int

@@ -1,4 +1,4 @@
-"""Ids arrive one a sample; here they become what they stand for (`nn.embedding.multi_hot`), before their tables are looked up."""
+"""Expansion of one-hot ids to multi-hot ids (`nn.embedding.multi_hot`) before the lookup."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +10,13 @@ from nn.embedding.multi_hot import expand
 
 
 class IdExpansion:
-    """Expands the ids of some features for a fixed number of samples.
+    """Expansion of the ids of some features for a fixed number of samples.
 
     Args:
-        features: in the order of their ids.
+        features: features in the order of their ids.
         num_samples: G.
-        stored: feature -> ids a sample that arrive.
-        tables: feature -> further ids of each id, int32 [num_embeddings, hotness - 1]; of features that are expanded.
+        stored: number of input ids per sample, by feature.
+        tables: additional ids of every id by feature, int32 [num_embeddings, hotness - 1]; only features that are expanded.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class IdExpansion:
             )
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Map ids, feature after feature, each [G, stored], to the same with as many ids a sample as are looked up."""
+        """Expand ids; input and output have one block per feature, [G, stored] and [G, hotness]."""
         if not self._is_needed:
             return ids
         if self._launch is not None:
             return self._launch(ids)
         parts = [
-            each if table is None else expand(each, table).flatten()
-            for each, table in zip(ids.split(self._sizes), self._tables, strict=True)
+            stored if table is None else expand(stored, table).flatten()
+            for stored, table in zip(ids.split(self._sizes), self._tables, strict=True)
         ]
         return torch.cat([part.to(ids.dtype) for part in parts])
 
 
 def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """Expand the ids of a batch whose rows may have none, such as the padded rows at an epoch's end."""
+    """Expand the ids of a batch that may have rows without ids, such as padding rows."""
     keys = ids.keys()
     if not any(key in tables for key in keys):
         return ids

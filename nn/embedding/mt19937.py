@@ -1,4 +1,4 @@
-"""numpy's legacy generator from any place of its stream, so that threads can draw parts of it side by side.
+"""Jump-ahead for numpy's legacy generator, so that threads can draw from different positions of one stream.
 
 The Mersenne Twister's words x[0], x[1], ... obey a linear recurrence over bits whose characteristic polynomial p has degree
 19,937. With t**n mod p = sum of g[i] t**i, word x[k + n] is the xor of the x[k + i] whose g[i] is 1, for every k: that
@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 def generator_at(state: State) -> np.random.RandomState:
-    """Return a generator of its own that goes on from `state`."""
+    """Return a new generator with state `state`."""
     generator = np.random.RandomState(0)
     generator.set_state(state)
     return generator
@@ -35,10 +35,10 @@ def words(generator: np.random.RandomState, count: int) -> np.ndarray:
 
 
 class Jump:
-    """Moves states on by a fixed number of words.
+    """Jump-ahead of states by a fixed number of words.
 
     Args:
-        num_words: how far.
+        num_words: distance in 32-bit words.
     """
 
     def __init__(self, num_words: int) -> None:

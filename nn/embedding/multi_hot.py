@@ -1,8 +1,8 @@
-"""Several ids out of one, made where the table lies: MLPerf's synthetic multi-hot Criteo from a one-hot dataset.
+"""Expansion of one-hot ids on the ranks of their tables: MLPerf's synthetic multi-hot Criteo from a one-hot dataset.
 
 MLPerf's reference gives every row of a table `hotness - 1` further ids, drawn uniformly with numpy's legacy generator:
 `np.random.seed(0)`, then for each table in order `randint(0, rows, size=(rows, hotness - 1))`. The ids of a sample are so
-a pure function of its one-hot ids: the dataset stays one-hot on disk and on its way to the tables (160 bytes a row for
+a pure function of its one-hot ids: the dataset stays one-hot on disk and on its way to the tables (160 bytes per row for
 912), and the owner of a table expands what arrives.
 
 `randint` masks 32-bit words of the Mersenne Twister to the next power of two and rejects what lies outside the table.
@@ -38,15 +38,15 @@ SURE = 0.995
 
 
 class MultiHot:
-    """What data.multi_hot asks for, of one dataset.
+    """Multi-hot expansion of one dataset by the options `data.multi_hot`.
 
     Args:
-        spec: the dataset as it is stored.
-        config: ids a stored id stands for, and the seed.
-        threads: to draw further ids with.
+        spec: feature spec of the stored dataset.
+        config: hotness per feature, and the seed.
+        threads: number of threads that draw additional ids.
 
     Attributes:
-        hotness: feature -> ids to look up for its stored one; only of features that are expanded.
+        hotness: hotness after expansion by feature; only features that are expanded.
 
     Raises:
         ValueError: not one entry a feature, or a feature to expand that is not stored one-hot.
@@ -142,7 +142,7 @@ class MultiHot:
 
 
 def expand(ids: Tensor, lookup_table: Tensor) -> Tensor:
-    """Put the further ids behind each id: [n] to int32 [n, hotness].
+    """Append the additional ids to every id: [n] to int32 [n, hotness].
 
     Args:
         ids: one-hot ids of a feature.
@@ -166,7 +166,7 @@ def _check_expandable(feature: CategoricalFeature, hotness: int) -> None:
 
 
 def _power_of_two(rows: int) -> int:
-    """What `randint` masks a word to: the least power of two that is not below `rows`."""
+    """Return the smallest power of two that is not below `rows`; `randint` masks words to it."""
     return 1 << (rows - 1).bit_length()
 
 
