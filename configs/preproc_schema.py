@@ -11,7 +11,7 @@ from configs.table_schema import TableConfig
 
 
 class Mode(Enum):
-    """What the command does."""
+    """Modes of the command."""
 
     fit = "fit"
     transform = "transform"
@@ -20,7 +20,7 @@ class Mode(Enum):
 
 
 class Format(Enum):
-    """What `mode=convert` writes."""
+    """Output format of `mode=convert`."""
 
     binary = "binary"
     parquet = "parquet"
@@ -28,7 +28,7 @@ class Format(Enum):
 
 
 class Layout(Enum):
-    """What is turned into a dataset directory."""
+    """Kind of input."""
 
     criteo = "criteo"
     table = "table"
@@ -36,28 +36,28 @@ class Layout(Enum):
 
 
 class EngineName(Enum):
-    """What runs the SQL."""
+    """Engine that runs the SQL."""
 
     duckdb = "duckdb"
     spark = "spark"
 
 
 class Split(Enum):
-    """Which lines of `source` train and which test."""
+    """Division of `source` into training and test lines."""
 
     fraction = "fraction"
     last_file = "last_file"
 
 
 class VocabularyRows(Enum):
-    """Which rows are counted to build the vocabularies."""
+    """Rows that are counted for the vocabularies."""
 
     train = "train"
     all = "all"
 
 
 class OnBad(Enum):
-    """What happens to a row that cannot be read."""
+    """Reaction to a row that cannot be read."""
 
     fail = "fail"
     skip = "skip"
@@ -65,7 +65,7 @@ class OnBad(Enum):
 
 
 class NumericalType(Enum):
-    """How numerical features are stored."""
+    """Storage dtype of numerical features."""
 
     float16 = "float16"
     float32 = "float32"
@@ -73,14 +73,14 @@ class NumericalType(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class StreamConfig:
-    """The built-in click stream, under the keys that training knows it by."""
+    """The built-in synthetic clicks, under the same keys as in training."""
 
     synthetic: SyntheticConfig = MISSING
 
 
 @dataclass(kw_only=True, slots=True)
 class PreprocConfig:
-    """One dataset directory out of raw logs or of the synthetic stream, or a look at one that stands."""
+    """Options of one run of `python -m preproc`."""
 
     mode: Mode = option(
         Mode.fit,
@@ -103,7 +103,7 @@ class PreprocConfig:
     )
     output: str | None = option(None, "dataset directory to write (required)")
     overwrite: bool = option(False, "replace a dataset that output already holds")
-    threads: int | None = option(None, "threads to work with; null: one a core")
+    threads: int | None = option(None, "worker threads; null: one per core")
     source: Any = option(
         None, "raw logs: a file, a glob or a list of them; .tsv, .gz or .zst; day_2 before day_10"
     )
@@ -112,12 +112,15 @@ class PreprocConfig:
         "fraction: the first train_fraction of the lines train, the rest test; last_file: of the "
         "last file the first half tests and the second half validates, all other files train",
     )
-    train_fraction: float = option(0.9, "part of the lines that trains, with split=fraction")
+    train_fraction: float = option(
+        0.9, "fraction of the lines in the training split, with split=fraction"
+    )
     test_source: Any = option(
         None, "files of the test split, written like source; then all of source trains"
     )
     frequency_limit: int = option(
-        0, "a value seen less often gets id 0, as missing and unseen ones do; 0 keeps every value"
+        0,
+        "a value that occurs less often gets id 0, like missing and unseen ones; 0 keeps every value",
     )
     vocabulary: VocabularyRows = option(
         VocabularyRows.train,
@@ -134,13 +137,14 @@ class PreprocConfig:
         "a row that cannot be read: fail; skip it; or quarantine it in output/bad_rows.tsv",
     )
     memory_limit: str | None = option(
-        None, "memory the run may take, such as 8GB; what needs more spills; null: 80 % of all"
+        None,
+        "memory limit of the run, such as 8GB; larger data spills to disk; null: 80 % of the machine's",
     )
     temp_directory: str | None = option(
-        None, "where columns are staged and DuckDB spills; null: beside output"
+        None, "directory for temporary columns and for DuckDB to spill to; null: beside output"
     )
     plot: bool = option(True, "draw the report as output/report.png")
-    seed: int = option(1, "seed of shuffle and of the synthetic stream")
+    seed: int = option(1, "seed of shuffle and of the synthetic clicks")
     data: StreamConfig = MISSING
 
     def __post_init__(self) -> None:
@@ -190,7 +194,7 @@ class PreprocConfig:
             )
         require(
             bool(self.data.synthetic.cardinalities),
-            "dataset=synthetic needs data.synthetic.cardinalities, one entry a table",
+            "dataset=synthetic needs data.synthetic.cardinalities, one entry per table",
         )
 
     def _check_criteo(self) -> None:
@@ -202,6 +206,6 @@ class PreprocConfig:
             value = getattr(self, name)
             patterns = value if isinstance(value, list) else [value]
             require(
-                value is None or all(isinstance(each, str) and each for each in patterns),
+                value is None or all(isinstance(pattern, str) and pattern for pattern in patterns),
                 f"{name} must be a file, a glob or a list of them, got {value}",
             )

@@ -114,7 +114,7 @@ def require(condition: bool, message: str) -> None:
 def is_import_path(text: str) -> bool:
     """Return whether `text` has the form `package.module:NAME`, which names an object outside the project."""
     module, colon, name = text.partition(":")
-    return bool(colon) and all(each.isidentifier() for each in (*module.split("."), name))
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
 
 
 def is_file_name(text: str) -> bool:
@@ -511,13 +511,13 @@ class CheckpointConfig:
 
     @property
     def takes_optimizer(self) -> bool:
-        """Whether the run resumes at the checkpoint's step."""
+        """Return whether the run resumes at the checkpoint's step."""
         return CheckpointPart.optimizer in self.parts
 
 
 @dataclass(kw_only=True, slots=True)
 class LogConfig:
-    """What a run reports while it trains."""
+    """Records of a run while it trains."""
 
     every: int = option(100, "steps between records of loss, AUC and speed")
     tensorboard: bool = option(True, "write TensorBoard events into run_dir/tensorboard")

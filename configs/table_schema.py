@@ -1,4 +1,4 @@
-"""What a table dataset is: sources, columns, transformations, splits; the `table` section of its yaml.
+"""The description of a table dataset: sources, columns, transformations, splits; the `table` section of its yaml.
 
 It is read from plain yaml by `TableConfig.of`, which refuses what it does not know: names of columns
 are the user's, so they are no options that a schema could list.
@@ -70,7 +70,7 @@ class Categorical:
         cross: names of columns whose values together are the value; instead of an expression.
         separator: the value is text that holds several values, with this between them.
         list: the value is a list (of Parquet) that holds several values.
-        hotness: ids a row of a list, the rest cut off or filled with id 0; null: ragged.
+        hotness: ids per row of a list, the rest cut off or filled with id 0; null: ragged.
         frequency_limit: values seen less often get id 0; null: the run's `frequency_limit`.
         max_size: most values that are kept, the most frequent ones.
         buckets: no vocabulary; a value's id is a hash of it, 1 to this.
@@ -88,13 +88,13 @@ class Categorical:
 
     @property
     def is_list(self) -> bool:
-        """Whether a row may hold several values."""
+        """Return whether a row may hold several values."""
         return self.list or bool(self.separator)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SplitRule:
-    """Which rows train.
+    """Division of the rows into splits.
 
     Attributes:
         by: fraction (the first rows train), last_file (its halves test and validate), random (by
@@ -178,7 +178,8 @@ class TableConfig:
             not self.query or bool(self.order_by),
             "table.order_by: the rows of a query have no order; set it to columns that give one",
         )
-        names = [each.name for each in (*self.categorical, *self.numerical)] + [self.label.name]
+        names = [feature.name for feature in (*self.categorical, *self.numerical)]
+        names.append(self.label.name)
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"table: feature {twice[:1]} is named twice")
         for name in names:
@@ -187,11 +188,11 @@ class TableConfig:
                 f"table: feature {name!r} cannot name a file: no slash, no leading dot; set expression to the column",
             )
         require(bool(self.categorical), "table.categorical: none; want at least one")
-        for each in self.numerical:
-            for transform in each.transforms:
-                _check_transform(f"table.numerical: {each.name}", transform)
-        for each in self.categorical:
-            _check_categorical(f"table.categorical: {each.name}", each)
+        for numerical in self.numerical:
+            for transform in numerical.transforms:
+                _check_transform(f"table.numerical: {numerical.name}", transform)
+        for categorical in self.categorical:
+            _check_categorical(f"table.categorical: {categorical.name}", categorical)
         rule = self.split
         require(
             rule.by in SPLITS, f"table.split.by: got {rule.by!r}, want one of {', '.join(SPLITS)}"
@@ -248,7 +249,7 @@ def _check_categorical(where: str, each: Categorical) -> None:
 
 def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
     require(isinstance(content, Mapping), f"{where}: got {content!r}, want a mapping")
-    known = [each.name for each in fields(kind)]
+    known = [declared.name for declared in fields(kind)]
     for key in content:
         require(key in known, f"{where}.{key}: no such key; want one of {', '.join(known)}")
     return content

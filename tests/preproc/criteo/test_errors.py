@@ -336,7 +336,7 @@ def test_a_directory_with_other_things_in_it_is_not_written_to(tmp_path):
         ),
         (
             ["output=OUT", "dataset=synthetic", "data.synthetic.cardinalities=[]"],
-            "dataset=synthetic needs data.synthetic.cardinalities, one entry a table",
+            "dataset=synthetic needs data.synthetic.cardinalities, one entry per table",
         ),
     ],
 )
