@@ -1,6 +1,6 @@
 """DCNv2: main.py with configs/dcnv2.yaml."""
 
-from main import launch
+from main import command
 
 if __name__ == "__main__":
-    launch("dcnv2")
+    command("dcnv2")()

@@ -1,6 +1,6 @@
 """DLRM: main.py with configs/dlrm.yaml."""
 
-from main import launch
+from main import command
 
 if __name__ == "__main__":
-    launch("dlrm")
+    command("dlrm")()

@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import call_composed
+from configs.command_line import composed_command
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -38,26 +40,33 @@ from nn.distributed.launcher import (
 SILENT_RANK_WAIT_S = 2.0
 
 
-def launch(config_name: str) -> None:
-    """Run the recipe `configs/<config_name>.yaml` with the overrides of the command line."""
+@contextmanager
+def _process() -> Iterator[None]:
+    """Set up the process as a rank, and end it as the launcher expects."""
     # OpenMP's threads otherwise spin while they wait, and starve the loader's where cores are few. Read when torch is
     # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_with_launcher()
     signal.signal(signal.SIGUSR1, _stop_at_once)
     try:
-        call_composed(
-            _run,
-            Config,
-            "schema",
-            config_name,
-            groups=("experiment", "data"),
-            section_classes={"model": _model_options},
-        )
+        yield
     except ValueError as error:
         _end_together(str(error), USER_ERROR_EXIT_CODE)
     if is_launched():
         leave_launcher()
+
+
+def command(config_name: str) -> Callable[[], None]:
+    """Return the function that runs the recipe `configs/<config_name>.yaml` with the overrides of the command line."""
+    composed = composed_command(
+        _run,
+        Config,
+        "schema",
+        config_name,
+        groups=("experiment", "data"),
+        section_classes={"model": _model_options},
+    )
+    return _process()(composed)
 
 
 def _model_options(model: DictConfig) -> type:
@@ -67,31 +76,17 @@ def _model_options(model: DictConfig) -> type:
     return find_model(model.name).Options
 
 
-def _run(composed: DictConfig) -> None:
-    # Only now: torch and TorchRec take seconds to import, and `--help` and typing errors need neither.
-    from nn.library_warnings import quiet_libraries
-    from nn.versions import require_stack
-
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """End the process with a message and an exit code for every error that a run may raise."""
     try:
-        to_config(composed)
-        require_stack()
-        quiet_libraries()
-        if sys.stdout.isatty() and is_node_leader():
-            # Five to ten seconds; the next line overwrites it.
-            print("loading torch and TorchRec ...", end="\r", flush=True)
-        from nn.models.registry import typed_config
-
-        config = typed_config(composed)
-        composed.model = OmegaConf.structured(config.model)
-        from nn.run import run
-
-        run(config, OmegaConf.to_yaml(composed, resolve=True))
+        yield
     except RankError as error:
         _end(str(error), USER_ERROR_EXIT_CODE)
     except LostRankError as error:
         _end(str(error) or None, LOST_RANK_EXIT_CODE)
     except (ValueError, SharedError) as error:
-        # Every rank of a node, if not of all nodes, has met the same error; one of them says it.
+        # Every rank of a node, if not of all nodes, has met the same error; one of them prints it.
         _end_together(str(error), USER_ERROR_EXIT_CODE)
     except OSError as error:
         where = error.filename or "while a file of the run was read or written"
@@ -106,6 +101,27 @@ def _run(composed: DictConfig) -> None:
             "checkpoint, if there is one"
         )
         _end_together(text, INTERRUPTED_EXIT_CODE)
+
+
+@_exit_codes()
+def _run(composed: DictConfig) -> None:
+    # Only now: torch and TorchRec take seconds to import, and `--help` and typing errors need neither.
+    from nn.library_warnings import quiet_libraries
+    from nn.versions import require_stack
+
+    to_config(composed)
+    require_stack()
+    quiet_libraries()
+    if sys.stdout.isatty() and is_node_leader():
+        # Five to ten seconds; the next line overwrites it.
+        print("loading torch and TorchRec ...", end="\r", flush=True)
+    from nn.models.registry import typed_config
+
+    config = typed_config(composed)
+    composed.model = OmegaConf.structured(config.model)
+    from nn.run import run
+
+    run(config, OmegaConf.to_yaml(composed, resolve=True))
 
 
 def _stop_at_once(signum: int, frame: FrameType | None) -> None:
@@ -135,4 +151,4 @@ def _end(message: str | None, exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    launch("dlrm")
+    command("dlrm")()

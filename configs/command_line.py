@@ -1,8 +1,11 @@
 """Compose options from a command line, with one line per error; the same for every command."""
 
+import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,18 +36,20 @@ def register(schema: type, name: str, section_classes: SectionClasses = NO_SECTI
     register_option_help(schema, section_classes)
 
 
-def call_composed(
+def composed_command(
     task: Callable[[DictConfig], None],
     schema: type,
     schema_name: str,
     config_name: str,
     groups: Sequence[str] = (),
     section_classes: SectionClasses = NO_SECTIONS,
-) -> None:
-    """Compose `configs/<config_name>.yaml` with the overrides of the command line, and call `task` with the result.
+) -> Callable[[], None]:
+    """Return a function that composes `configs/<config_name>.yaml` with the command line and calls `task` with the result.
+
+    It is Hydra's own, with errors translated around it: no function of ours stands between it and `task` in a stack trace.
 
     Args:
-        task: function to call with the composed options.
+        task: function to call with the composed options, which it passes to `to_config`.
         schema: typed options.
         schema_name: name of the schema in the yaml files.
         config_name: name of the yaml file to compose.
@@ -52,34 +57,33 @@ def call_composed(
         section_classes: of each open section of the schema, what finds its class; for the help alone.
 
     Raises:
-        ValueError: an option does not exist, or has an invalid value.
+        ValueError: from the returned function: an option does not exist, or has an invalid value.
     """
-    # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    likely = _keys_of_yaml(config_name, open_sections(schema))
-    check_overrides(sys.argv[1:], schema, groups, likely)
-    register(schema, schema_name, section_classes)
-    is_composed, problem = False, None
 
-    @hydra.main(version_base="1.3", config_path="pkg://configs", config_name=config_name)
-    def compose_and_call(composed: DictConfig) -> None:
-        nonlocal is_composed, problem
-        is_composed = True
+    @contextmanager
+    def one_line_errors() -> Iterator[None]:
+        # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+        likely = _keys_of_yaml(config_name, open_sections(schema))
+        check_overrides(sys.argv[1:], schema, groups, likely)
+        register(schema, schema_name, section_classes)
         try:
-            OmegaConf.to_container(composed, resolve=True)
-        except OmegaConfBaseException as error:  # an interpolation refers to a missing key
-            problem = error
-            return
-        task(composed)
+            yield
+        except (HydraException, OmegaConfBaseException) as error:
+            if _was_called(task, error):  # a bug, not an error of the user
+                raise
+            raise ValueError(one_line(error)) from None
 
-    try:
-        compose_and_call()
-    except (HydraException, OmegaConfBaseException) as error:
-        if is_composed:  # a bug, not an error of the user
-            raise
-        problem = error
-    if problem is not None:
-        raise ValueError(one_line(problem)) from None
+    with_hydra = hydra.main(
+        version_base="1.3", config_path="pkg://configs", config_name=config_name
+    )
+    return one_line_errors()(with_hydra(task))
+
+
+def _was_called(function: Callable, error: BaseException) -> bool:
+    """Tell whether an error was raised inside a function."""
+    code = inspect.unwrap(function).__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:

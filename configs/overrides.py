@@ -36,6 +36,10 @@ def to_config(composed: DictConfig) -> Any:
     Raises:
         ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
     """
+    try:
+        OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:  # an interpolation refers to a missing key
+        raise ValueError(one_line(error)) from None
     schema = OmegaConf.get_type(composed)
     assert schema is not None  # composed with a schema
     for key in unknown_keys(composed, schema):

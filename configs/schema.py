@@ -1,7 +1,7 @@
 """Every option of the recipe: type, default, meaning and check. Imports neither torch nor hydra.
 
 Values live in `configs/**/*.yaml`; this file says what may be set and what it means. `python dlrm.py --help` prints the
-text given to `option` beside each key. `main.launch` turns the composed yaml into these classes (`configs/overrides.py`),
+text given to `option` beside each key. `main.command` turns the composed yaml into these classes (`configs/overrides.py`),
 so every check here runs before a file is opened or a process group exists.
 """
 

@@ -1,4 +1,4 @@
-"""What a run starts from: the latest checkpoint of its own `run_dir`, the one that `checkpoint.restore` names, or nothing.
+"""The checkpoint that a run starts from: the latest checkpoint of its own `run_dir`, the one that `checkpoint.restore` names, or nothing.
 
 In its own directory a run resumes only as what it was: same data, same settings that decide what is learnt.
 """
@@ -46,7 +46,7 @@ MISSING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run begins.
+    """The point at which a run begins.
 
     Attributes:
         path: checkpoint to load, or None.
@@ -76,7 +76,7 @@ def named_resume_point(config: Config, source: Source) -> ResumePoint:
 def own_resume_point(
     config: Config, source: Source, ranks: Ranks, logger: Logger
 ) -> ResumePoint | None:
-    """Find the checkpoint of its own run directory that a run goes on from; all ranks must call it.
+    """Find the checkpoint of its own run directory that a run resumes from; all ranks must call it.
 
     Raises:
         ValueError: on all ranks, when what is there is of another run, or of a newer version.
@@ -90,7 +90,7 @@ def own_resume_point(
 
 
 def is_over(config: Config, loader: Loader, ranks: Ranks, start: ResumePoint) -> bool:
-    """Whether nothing is left to do in the run that is continued; all ranks must call it."""
+    """Tell whether nothing is left to do in the run that is continued; all ranks must call it."""
     if not start.is_continuation:
         return False
     last_step = total_steps(config, loader.steps_per_epoch)
@@ -121,7 +121,7 @@ def load(config: Config, start: ResumePoint, step: Trained) -> None:
 
 
 def can_restart(run_dir: Path, config: Config) -> bool:
-    """Whether a run directory holds a run of the same settings that was killed before its first checkpoint."""
+    """Tell whether a run directory holds a run of the same settings that was killed before its first checkpoint."""
     if (run_dir / "summary.json").exists():
         return False
     try:
@@ -203,7 +203,7 @@ def _latest_intact(
 
 
 def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
-    """Whether a run that goes on has come to its end already: its summary is of the step of its latest checkpoint."""
+    """Tell whether a run that resumes has ended already: its summary is of the step of its latest checkpoint."""
     try:
         summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
     except (OSError, json.JSONDecodeError):

@@ -114,7 +114,7 @@ def run(config: Config, config_yaml: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What every mode works with, once all is built.
+    """The objects of a run that every mode works with.
 
     Attributes:
         config: the complete run.
@@ -194,13 +194,7 @@ def _open_session(
             return
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
         plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
-        facts = environment(
-            config.recipe,
-            ranks.device,
-            world_size=ranks.world_size,
-            num_hosts=ranks.world_size // ranks.local_world_size,
-        )
-        facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_rank0 else None
+        facts = _environment(config, source, ranks)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start))
         recorder.write_plan(rows)
         print_header(console, facts, _head(config, source, recorder.run_dir, start))
@@ -216,10 +210,8 @@ def _open_session(
             step = build_step(config, source, plan, ranks)
             stack.callback(step.close)
             if ranks.device.type == "cuda":
-                reason = step.capture_blocker
-                logger.info(
-                    "step: a CUDA graph" if reason is None else f"step: no CUDA graph, {reason}"
-                )
+                blocker = step.capture_blocker
+                logger.info(f"step: {f'no CUDA graph, {blocker}' if blocker else 'a CUDA graph'}")
             load(config, start, step)
             yield Session(
                 config=config,
@@ -233,6 +225,17 @@ def _open_session(
                 step=step,
                 teacher_auc=facts["teacher_auc"],
             )
+
+
+def _environment(config: Config, source: Source, ranks: Ranks) -> dict[str, Any]:
+    facts = environment(
+        config.recipe,
+        ranks.device,
+        world_size=ranks.world_size,
+        num_hosts=ranks.world_size // ranks.local_world_size,
+    )
+    facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_rank0 else None
+    return facts
 
 
 @contextmanager
@@ -298,7 +301,7 @@ def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Where all ranks are here, what is being written will be complete; other ranks may wait for ever.
+        # Where all ranks are here, what is being written will be complete; other ranks may wait forever.
         is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
         if saving is not None and (is_shared or ranks.world_size == 1):
             saving.manager.wait()

@@ -6,7 +6,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from configs.command_line import call_composed, end_command
+from configs.command_line import composed_command, end_command
 from configs.exit_codes import INTERRUPTED_EXIT_CODE
 from configs.overrides import to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
@@ -86,6 +86,6 @@ def run(composed: DictConfig) -> None:
 
 if __name__ == "__main__":
     try:
-        call_composed(run, PreprocConfig, "preproc_schema", "preproc", groups=("dataset",))
+        composed_command(run, PreprocConfig, "preproc_schema", "preproc", groups=("dataset",))()
     except ValueError as error:
         end_command(f"error: {error}")

@@ -91,7 +91,7 @@ def start(
 def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, log: str) -> None:
     import torch
 
-    from main import launch
+    from main import command
     from nn.observability import run_directory as recorder
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -106,7 +106,7 @@ def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, lo
     sys.argv = ["dlrm.py", *arguments]
     exit_code = 0
     try:
-        launch("dlrm")
+        command("dlrm")()
     except SystemExit as end:
         exit_code = end.code
     except BaseException:

@@ -189,7 +189,9 @@ class DcpReader(dcp.StorageReader):
         self._tensors = tensors
         self._sizes = sizes
         self._chunks = {
-            (name, chunk.offsets): chunk for name, each in tensors.items() for chunk in each.chunks
+            (name, chunk.offsets): chunk
+            for name, tensor in tensors.items()
+            for chunk in tensor.chunks
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

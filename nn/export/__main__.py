@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import call_composed, end_command
+from configs.command_line import composed_command, end_command
 from configs.exit_codes import INTERRUPTED_EXIT_CODE
 from configs.export_schema import ExportConfig
 from configs.overrides import to_config
@@ -36,6 +36,6 @@ def run(composed: DictConfig) -> None:
 
 if __name__ == "__main__":
     try:
-        call_composed(run, ExportConfig, "export_schema", "export")
+        composed_command(run, ExportConfig, "export_schema", "export")()
     except ValueError as error:
         end_command(f"error: {error}")

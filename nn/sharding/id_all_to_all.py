@@ -50,7 +50,7 @@ class IdAllToAll:
         owned_by_rank: features that each rank looks up, in its order; a feature may go to several ranks, or twice to
             one, if its table is cut.
         replicated: features looked up at home.
-        hotness: feature -> ids a row, in the order of the batch.
+        hotness: feature -> ids per row, in the order of the batch.
         batch_size: rows of this rank, B.
         rank: this rank.
         device: where the ids are.

@@ -86,7 +86,7 @@ def register_optimizer(embeddings: EmbeddingBagCollection, rule: TableRule) -> N
 
 @dataclass(frozen=True, slots=True)
 class TableSettings:
-    """How the tables are trained.
+    """The settings that the tables are trained with.
 
     Attributes:
         optimizer: of both halves; the tables' part of it.

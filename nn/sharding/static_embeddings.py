@@ -36,7 +36,7 @@ class ColumnShard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank looks up what.
+    """The tables that every rank looks up.
 
     Attributes:
         owned_by_rank: of each rank, in its order.
@@ -95,7 +95,8 @@ class StaticEmbeddings:
         tables: of this rank.
         batch_size: B.
         replicated_gradients: gradient [rows, D] of each replicated table, zero at the beginning of a step.
-        prefix_columns: columns that the dense half puts before each sample's embeddings; left free for them where nothing is sent.
+        prefix_columns: columns that the dense half puts before each sample's embeddings; left free for them where
+            nothing is sent.
 
     Attributes:
         layout: of what `look_up` returns.
@@ -175,7 +176,7 @@ class StaticEmbeddings:
 
     @cached_property
     def _returned(self) -> Tensor:
-        """Where gradients arrive; evaluation has none."""
+        """The buffer in which gradients arrive; evaluation has none."""
         return torch.empty_like(self._sent)
 
     def look_up(self, ids: LocalIds) -> Tensor:

@@ -1,4 +1,4 @@
-"""How good the model is on a split: exact AUC and log loss over all ranks."""
+"""Evaluation of the model on a split: exact AUC and log loss over all ranks."""
 
 import time
 

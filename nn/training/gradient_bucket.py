@@ -16,7 +16,7 @@ class GradientBucket:
         further: shapes of further gradients that are summed over ranks with them.
 
     Attributes:
-        vector: all of them, and one number more that whoever sums them may use.
+        vector: all of them, and one number more, for the caller that sums them.
         further: views, of the shapes asked for.
         signal: view of that number, [].
     """
@@ -25,7 +25,7 @@ class GradientBucket:
         self, parameters: Iterable[nn.Parameter], further: Sequence[torch.Size] = ()
     ) -> None:
         parameters = list(parameters)
-        shapes = [each.shape for each in parameters] + list(further) + [torch.Size(())]
+        shapes = [parameter.shape for parameter in parameters] + list(further) + [torch.Size(())]
         sizes = [shape.numel() for shape in shapes]
         self.vector: Tensor = parameters[0].new_zeros(sum(sizes))
         views = [
@@ -61,5 +61,5 @@ class GradientBucket:
             ranks.all_reduce_sum(self.vector)
 
     def are_finite(self) -> Tensor:
-        """Whether no gradient overflowed: a boolean on the device."""
+        """Return whether no gradient overflowed, as a boolean on the device."""
         return torch.isfinite(self.vector).all()

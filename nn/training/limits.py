@@ -1,4 +1,4 @@
-"""When a run evaluates and when it ends: pure functions of the configuration and counters."""
+"""Steps at which a run evaluates and ends: pure functions of the configuration and counters."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from configs.schema import Config
 
 
 def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
-    """Whether the evaluation after `num_steps`, if there was one, reached `eval.auc_threshold`."""
+    """Tell whether the evaluation after `num_steps`, if there was one, reached `eval.auc_threshold`."""
     threshold = config.eval.auc_threshold
     if threshold is None or test.get("step") != num_steps or test["test_auc"] is None:
         return False

@@ -13,7 +13,7 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
 
     Args:
         step: updates made before this one; 0 for the first.
-        config: lengths of the phases; without `decay_start_step` the rate is held for ever.
+        config: lengths of the phases; without `decay_start_step` the rate is held forever.
     """
     count = step + 1
     if count <= config.warmup_steps:

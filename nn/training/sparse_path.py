@@ -47,12 +47,12 @@ class SparsePath(Protocol):
         """Return the logits [B] of a batch, without gradients; overwritten by the next call."""
 
     def close(self) -> None:
-        """Release the recorded graphs; NCCL would wait for them for ever when its group is closed."""
+        """Release the recorded graphs; NCCL would wait for them forever when its group is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """What a pass over a batch works with beside the tables.
+    """The objects and settings of a pass over a batch, beside the tables.
 
     Attributes:
         dense: the dense half, on its device.

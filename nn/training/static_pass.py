@@ -49,29 +49,16 @@ class StaticPass:
         self._queue = _tables_queue(device) if device.type == "cuda" else None
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Learn from a batch.
+        """Learn from a batch, and return its logits [B], detached.
 
         Args:
             ids: at their tables.
             numerical: [B, N].
             labels: [B].
-
-        Returns:
-            Logits [B], detached.
         """
-        context, gradients, loss_scale = (
-            self._context,
-            self._context.gradients,
-            self._context.loss_scale,
-        )
-        with self._beside():
-            with annotate("lookup"):
-                values = self._tables.look_up(ids)
-            arrived = self._event()
-            if context.update_tables:
-                with annotate("sort"):
-                    sorted_owned, sorted_replicated = self._tables.sort(ids)
-        gradients.clear()
+        context, loss_scale = self._context, self._context.loss_scale
+        values, arrived, sorted_owned, sorted_replicated = self._look_up(ids)
+        context.gradients.clear()
 
         def receive(gradient: Tensor) -> None:
             """Runs in the backward pass, as soon as the embeddings' gradient is there."""
@@ -105,7 +92,7 @@ class StaticPass:
         with annotate("backward"):
             (share * loss_scale).backward()
         if loss_scale == 1:
-            gradients.sum(context.ranks)
+            context.gradients.sum(context.ranks)
         else:
             finite = self._sum_and_judge(local_gradient)
             with self._beside():
@@ -118,6 +105,18 @@ class StaticPass:
         if ids.release is not None:
             ids.release()
         return logits.detach()
+
+    def _look_up(self, ids: LocalIds) -> tuple[Tensor, torch.cuda.Event | None, Any, Any]:
+        """Return the embeddings, when they are there, and for the updates the ids of owned and replicated tables, sorted."""
+        sorted_owned = sorted_replicated = None
+        with self._beside():
+            with annotate("lookup"):
+                values = self._tables.look_up(ids)
+            arrived = self._event()
+            if self._context.update_tables:
+                with annotate("sort"):
+                    sorted_owned, sorted_replicated = self._tables.sort(ids)
+        return values, arrived, sorted_owned, sorted_replicated
 
     def _sum_and_judge(self, local_gradient: Tensor) -> Tensor:
         """Sum the gradients over ranks, take the loss scale off, and return whether none overflowed anywhere."""

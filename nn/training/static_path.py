@@ -191,9 +191,9 @@ class StaticPath:
 
 
 def _close(passes: dict[int, Pass]) -> None:
-    for each in passes.values():
-        if each.graph is not None:
-            each.graph.close()
+    for made in passes.values():
+        if made.graph is not None:
+            made.graph.close()
     passes.clear()
 
 

@@ -44,12 +44,12 @@ class StepResult:
 
 
 def loss_scale(config: Config) -> float:
-    """What the loss is multiplied by before the backward pass: only fp16 needs it."""
+    """Return what the loss is multiplied by before the backward pass: only fp16 needs it."""
     return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
 
 
 def capture_blocker(config: Config, tables: ShardedEmbeddings, ranks: Ranks) -> str | None:
-    """What keeps the step from being a CUDA graph, or None."""
+    """Return what keeps the step from being a CUDA graph, or None."""
     if ranks.device.type != "cuda":
         return "no GPU"
     if not config.train.capture:
@@ -142,7 +142,7 @@ class TrainStep:
         self.dense.train(mode)
 
     def close(self) -> None:
-        """Release the recorded graphs; NCCL would wait for them for ever when its group is closed."""
+        """Release the recorded graphs; NCCL would wait for them forever when its group is closed."""
         self.path.close()
 
     @property

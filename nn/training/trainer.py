@@ -34,7 +34,7 @@ TRAIN_AUC_ROWS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RunOutput:
-    """Where a run's records go.
+    """The destinations of a run's records.
 
     Attributes:
         recorder: the run directory.
@@ -49,7 +49,7 @@ class RunOutput:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What keeps a run's state.
+    """The objects that keep a run's state.
 
     Attributes:
         manager: of the checkpoints.
@@ -112,13 +112,13 @@ class Trainer:
         self.best_auc = math.nan
 
     def start_at(self, num_steps: int) -> None:
-        """Go on from a model that has `num_steps` updates behind it, as a run of its own."""
+        """Start from a model that has `num_steps` updates behind it, as a run of its own."""
         self.num_steps = num_steps
 
     def resume_from(
         self, num_steps: int, state: Mapping[str, Any], rows: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Go on as the run that saved `state` after `num_steps` would have.
+        """Resume as the run that saved `state` after `num_steps` would have.
 
         Args:
             num_steps: updates made so far.

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from omegaconf.errors import ConfigKeyError
 
-from configs.command_line import call_composed
+from configs.command_line import composed_command
 from configs.schema import Amp, Config, OptimizerName, SchedulerConfig
 from nn.models.registry import typed_config
 from tests.helpers.command import Ended, run_command
@@ -227,4 +227,4 @@ def test_an_internal_error_is_not_reported_as_a_command_line_error(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dlrm.py"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ConfigKeyError, match="a missing key"):
-        call_composed(task, Config, "schema", "dlrm")
+        composed_command(task, Config, "schema", "dlrm")()

@@ -10,12 +10,10 @@ KERNELS = {
 }
 # To be split; a function that is leaves the list, and none comes in.
 NOT_SPLIT = {
-    "nn.run._open_session",
     "dataloading.dataset_directory.write_dataset",
     "dataloading.split_files.parse_chunks",
     "nn.observability.trace_breakdown.break_down",
     "nn.sharding.planner.plan_tables",
-    "nn.training.static_pass.run",
     "preproc.criteo.pipeline._write",
     "preproc.dataset_writer.finish_dataset",
     "preproc.table.pipeline.build",

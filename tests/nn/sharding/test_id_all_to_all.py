@@ -1,4 +1,4 @@
-"""When the recorded exchange may use its memory again; what it computes is shown on GPUs (tests/end_to_end/test_gpu_capture.py)."""
+"""Reuse of the recorded exchange's memory; what it computes is shown on GPUs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
