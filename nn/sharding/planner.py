@@ -174,24 +174,31 @@ def plan_tables(
         debug=False,
         stats=[],
     )
+    try:
+        plan = _run_planner(planner, embeddings)
+    except PlannerError as error:
+        raise ValueError(
+            _does_not_fit(embeddings, config, rule, hardware, expansion_bytes, error)
+        ) from error
+    if rule.needs_dense_kernel(hardware.device_type):
+        # Only now: the planner refuses the dense kernel for tables that are not replicated, the trainer does not.
+        for sharding in plan.plan["embeddings"].values():
+            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+    return plan, _rows(plan, embeddings, spec, rule, expansion_bytes)
+
+
+def _run_planner(
+    planner: EmbeddingShardingPlanner, embeddings: EmbeddingBagCollection
+) -> ShardingPlan:
     # The planner wants the tables inside a module, and names them by their path.
     holder = torch.nn.Module()
     holder.embeddings = embeddings
     # It also warns of every replicated table that it found no shards.
     logging.disable(logging.WARNING)
     try:
-        plan = planner.plan(holder, [TableSharder()])
-    except PlannerError as error:
-        raise ValueError(
-            _does_not_fit(embeddings, config, rule, hardware, expansion_bytes, error)
-        ) from error
+        return planner.plan(holder, [TableSharder()])
     finally:
         logging.disable(logging.NOTSET)
-    if rule.needs_dense_kernel(hardware.device_type):
-        # Only now: the planner refuses the dense kernel for tables that are not replicated, the trainer does not.
-        for sharding in plan.plan["embeddings"].values():
-            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
-    return plan, _rows(plan, embeddings, spec, rule, expansion_bytes)
 
 
 def replicated_tables(plan: ShardingPlan) -> list[str]:

@@ -12,7 +12,6 @@ KERNELS = {
 NOT_SPLIT = {
     "dataloading.dataset_directory.write_dataset",
     "dataloading.split_files.parse_chunks",
-    "nn.sharding.planner.plan_tables",
     "preproc.criteo.pipeline._write",
     "preproc.dataset_writer.finish_dataset",
     "preproc.table.pipeline.build",
