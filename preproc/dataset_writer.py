@@ -6,6 +6,7 @@ record is not written again by the next run.
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from dataloading.dataset_directory import write_spec
 from dataloading.durable_files import put_in_place, sync_directory, sync_file, sync_stream
-from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.split_files import SplitFiles
 from preproc.column_store import bytes_of
 
@@ -62,79 +63,70 @@ def checksum(path: Path) -> dict[str, Any]:
     return {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
 
 
-def finish_dataset(
-    directory: Path,
-    output: Path,
-    *,
-    categorical: list[CategoricalFeature],
-    numerical: tuple[str, ...],
-    numerical_dtype: str,
-    label: str,
-    rows: Mapping[str, int],
-    files: Mapping[str, dict[str, Any]],
-    metadata: Mapping[str, Any],
-) -> None:
-    """Write the spec of `directory`, whose files are complete, and rename it to `output`.
+def finish_dataset(spec: FeatureSpec, files: Mapping[str, dict[str, Any]], output: Path) -> None:
+    """Write the spec of a directory whose files are complete, and rename the directory to `output`.
 
     Args:
-        directory: holds every file.
-        output: what stands there is replaced.
-        categorical: features in the model's order.
-        numerical: names in channel order.
-        numerical_dtype: float16 or float32.
-        label: name of the label.
-        rows: rows of each split.
-        files: bytes and CRC-32 of each file of a split; those of all others, if missing, are taken here.
-        metadata: plain yaml values; `rows` and `files` are added.
+        spec: names, rows per split and metadata of the dataset in its `root`; files per split, mean hotness and the
+            metadata `rows` and `files` are filled in.
+        files: bytes and CRC-32 per file of a split. Those of other files are computed here unless they are listed.
+        output: a dataset at this path is replaced.
     """
-    splits = {}
-    for split in rows:
-        folder = directory / split
-        splits[split] = SplitFiles(
-            rows[split],
-            folder / "numerical.bin" if numerical else None,
-            folder / "label.bin",
-            {feature.name: folder / f"{feature.name}.bin" for feature in categorical},
-            {
-                feature.name: folder / f"{feature.name}.offsets.bin"
-                for feature in categorical
-                if feature.hotness is None
-            },
+    directory = spec.root
+    assert directory is not None
+    splits = {name: _files_of(spec, name) for name in spec.splits}
+    categorical = tuple(
+        replace(
+            feature,
+            mean_hotness=feature.hotness
+            or splits["train"].mean_hotness(feature.name, feature.dtype),
         )
-    ordered = [
-        path.relative_to(directory).as_posix()
-        for split in splits.values()
-        for path in [split.label, split.numerical, *split.ids.values(), *split.offsets.values()]
-        if path is not None
-    ]
-    records = {name: dict(files[name]) for name in ordered}
-    measured = tuple(
-        CategoricalFeature(
-            feature.name,
-            feature.cardinality,
-            feature.dtype,
-            feature.hotness,
-            feature.hotness or splits["train"].mean_hotness(feature.name, feature.dtype),
-        )
-        for feature in categorical
+        for feature in spec.categorical
     )
+    metadata = {
+        **spec.metadata,
+        "rows": {name: split.num_rows for name, split in splits.items()},
+        "files": _synced_files(directory, splits, files),
+    }
+    complete = replace(spec, categorical=categorical, splits=splits, metadata=metadata)
+    write_spec(complete, directory)
+    sync_directory(directory)
+    put_in_place(directory, output)
+
+
+def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
+    """Return the files of a split by our writer's names."""
+    assert spec.root is not None
+    folder = spec.root / split
+    return SplitFiles(
+        spec.splits[split].num_rows,
+        folder / "numerical.bin" if spec.numerical else None,
+        folder / "label.bin",
+        {feature.name: folder / f"{feature.name}.bin" for feature in spec.categorical},
+        {
+            feature.name: folder / f"{feature.name}.offsets.bin"
+            for feature in spec.categorical
+            if feature.hotness is None
+        },
+    )
+
+
+def _synced_files(
+    directory: Path, splits: Mapping[str, SplitFiles], files: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Sync what is not synced yet and return `metadata.files`: files of the splits, then all others by name."""
+    records = {}
+    for split in splits.values():
+        for path in (split.label, split.numerical, *split.ids.values(), *split.offsets.values()):
+            if path is not None:
+                name = path.relative_to(directory).as_posix()
+                records[name] = dict(files[name])
     for path in sorted(directory.rglob("*")):  # vocabularies, report, bad rows
         name = path.relative_to(directory).as_posix()
-        # A run that was killed at this very place may have left a spec, whole or in part.
+        # A run that was killed at this point may have left a spec, complete or partial.
         if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
             sync_file(path)
             records[name] = dict(files.get(name) or checksum(path))
         elif path.is_dir():
             sync_directory(path)
-    spec = FeatureSpec(
-        directory,
-        numerical,
-        np.dtype(numerical_dtype),
-        label,
-        measured,
-        splits,
-        {**metadata, "rows": dict(rows), "files": records},
-    )
-    write_spec(spec, directory)
-    sync_directory(directory)
-    put_in_place(directory, output)
+    return records

@@ -22,24 +22,21 @@ from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
 from dataloading.durable_files import sync_file
 from dataloading.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
+from preproc.complete_dataset import WrittenColumns, complete_dataset
 from preproc.criteo.as_table import criteo_table
 from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
 from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
 from preproc.criteo.shuffle import shuffle_rows, worker_bytes
-from preproc.dataset_writer import GrowingFile, finish_dataset
-from preproc.fitted_state import save_fitted
+from preproc.dataset_writer import GrowingFile
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_files, find_gap, refuse_copies
 from preproc.report.console import (
     ColumnSummary,
     Progress,
     SplitSummary,
-    print_columns,
     print_result,
-    print_splits,
 )
-from preproc.report.files import write_report
-from preproc.vocabulary_sql import CATEGORICAL, LABEL, NUMERICAL
+from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
 from preproc.work_directory import (
     Work,
     check_disk,
@@ -90,14 +87,14 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         except ValueError:
             work.forget()  # other options or other files are another dataset
             raise
-        _write(config, output, work, store, splits, progress)
+        _write(config, work, store, splits, progress)
     print_result(progress.console, progress, output, sum(rows))
 
 
 def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dict[str, Any]:
     """Return what the dataset depends on, apart from the files themselves."""
-    keys = ("split", "train_fraction", "frequency_limit", "vocabulary", "numerical_dtype")
-    keys += ("shuffle", "on_bad", "seed", "plot")
+    keys = ["split", "train_fraction", "frequency_limit", "vocabulary", "numerical_dtype"]
+    keys += ["shuffle", "on_bad", "seed", "plot"]
     options = {key: getattr(config, key) for key in keys}
     return {key: getattr(value, "name", value) for key, value in options.items()} | {
         "source_files": num_files,
@@ -174,35 +171,18 @@ def split_rows(
 
 def _write(
     config: PreprocConfig,
-    output: Path,
     work: Work,
     store: ColumnStore,
     splits: dict[str, range],
     progress: Progress,
 ) -> None:
-    """Write everything that follows from the staged columns, and put the dataset in place."""
-    num_rows = max(rows.stop for rows in splits.values())
-    memory = memory_bytes(config)
-    threads = config.threads or os.cpu_count() or 1
-    # Half of what the base leaves for DuckDB, half for arrays; far too little is for DuckDB to say.
-    spare = max(memory - BASE_BYTES, memory // 2)
+    """Write the dataset of a complete column store, and put it in place."""
     dataset = work.dataset
+    num_rows = max(rows.stop for rows in splits.values())
+    counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
-    with connect(config, work.directory, spare // 2) as connection:
-        _shuffle(config, work, store, len(splits["train"]), threads, progress)
-        counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
-        _view_non_hex(connection, work, store, len(splits["train"]) if config.shuffle else 0)
-        workers = max(1, min(threads, spare // COLUMN_BYTES))
-        encoder = ColumnEncoder(
-            connection,
-            dataset,
-            splits,
-            counted,
-            config.frequency_limit,
-            max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
-        )
-        encoded = _encode_all(encoder, work, store, workers, progress)
+    encoded = _encode(config, work, store, splits, counted, progress)
     clicks = _write_plain(dataset, work, store, splits, progress)
     columns = _missing_numericals(store, counted) | {
         name: ColumnSummary(
@@ -220,37 +200,48 @@ def _write(
         )
         for split, rows in splits.items()
     }
-    bad_rows = work.state["parse"]["bad"]
     if config.on_bad is OnBad.quarantine:
         shutil.copyfile(work.directory / "bad_rows.tsv", dataset / "bad_rows.tsv")
-    # Nothing of the numericals is fitted: their transforms have no statistics.
-    save_fitted(dataset, criteo_table(config), {name: [[], []] for name in NUMERICAL})
-    write_report(
-        dataset,
-        columns,
-        summaries,
-        counted=config.vocabulary.name,
-        frequency_limit=config.frequency_limit,
-        bad_rows=bad_rows,
-        plot=config.plot,
-    )
-    finish_dataset(
-        dataset,
-        output,
+    written = WrittenColumns(
         categorical=[CategoricalFeature.of(name, encoded[name].kept + 1) for name in CATEGORICAL],
-        numerical=NUMERICAL,
-        numerical_dtype=config.numerical_dtype.name,
-        label=LABEL,
-        rows={split: len(rows) for split, rows in splits.items()},
         files=work.state["files"],
-        metadata={
-            "frequency_limit": config.frequency_limit,
-            "vocabulary_rows": config.vocabulary.name,
-        }
-        | ({"shuffle_seed": config.seed} if config.shuffle else {}),
+        columns=columns,
+        splits=summaries,
+        # The transforms of the numericals have no statistics.
+        statistics={name: [[], []] for name in NUMERICAL},
+        counted=config.vocabulary.name,
+        bad_rows=work.state["parse"]["bad"],
     )
-    print_columns(progress.console, columns, summaries, f"{config.vocabulary.name} rows")
-    print_splits(progress.console, summaries)
+    complete_dataset(written, config, criteo_table(config), dataset, progress)
+
+
+def _encode(
+    config: PreprocConfig,
+    work: Work,
+    store: ColumnStore,
+    splits: dict[str, range],
+    counted: range,
+    progress: Progress,
+) -> dict[str, EncodedColumn]:
+    """Shuffle the training rows, if asked for, and write the ids of all categorical columns."""
+    memory = memory_bytes(config)
+    threads = config.threads or os.cpu_count() or 1
+    # Half of what the base leaves is for DuckDB, half for arrays. DuckDB reports a limit that is too low.
+    spare = max(memory - BASE_BYTES, memory // 2)
+    num_train = len(splits["train"])
+    with connect(config, work.directory, spare // 2) as connection:
+        _shuffle(config, work, store, num_train, threads, progress)
+        _view_non_hex(connection, work, store, num_train if config.shuffle else 0)
+        workers = max(1, min(threads, spare // COLUMN_BYTES))
+        encoder = ColumnEncoder(
+            connection,
+            work.dataset,
+            splits,
+            counted,
+            config.frequency_limit,
+            max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
+        )
+        return _encode_all(encoder, work, store, workers, progress)
 
 
 def _shuffle(

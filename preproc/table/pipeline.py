@@ -17,19 +17,17 @@ from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, Vocab
 from configs.table_schema import Categorical, TableConfig, transform_of
 from dataloading.durable_files import sync_file
 from dataloading.feature_spec import SPEC_NAME, CategoricalFeature
-from preproc.dataset_writer import checksum, finish_dataset
-from preproc.fitted_state import copy_vocabulary, load_fitted, save_fitted
+from preproc.complete_dataset import WrittenColumns, complete_dataset
+from preproc.dataset_writer import checksum
+from preproc.fitted_state import copy_vocabulary, load_fitted
 from preproc.raw_files import RawFile, find_files, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
     ColumnSummary,
     Progress,
     SplitSummary,
-    print_columns,
     print_result,
-    print_splits,
 )
-from preproc.report.files import write_report
 from preproc.table.duckdb_engine import DuckDBEngine, Engine
 from preproc.table.expressions import (
     bucket,
@@ -88,7 +86,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         engine = _engine(config, work.directory)
         try:
             run = _Run(config, table, engine, work, progress, files)
-            rows = run.build(output)
+            rows = run.build()
         finally:
             engine.close()
     print_result(progress.console, progress, output, rows)
@@ -124,8 +122,8 @@ def _identity(config: PreprocConfig, table: TableConfig, files: list[RawFile]) -
 
 
 @dataclass(slots=True)
-class _Values:
-    """What is known of a categorical: names of its relations, its summary, rows of its table."""
+class _EncodedFeature:
+    """An encoded categorical feature: its relations, its summary, and the rows of its table."""
 
     relation: str
     summary: ColumnSummary
@@ -154,9 +152,9 @@ class _Run:
         self.splits: dict[str, range] = {}
         self._recording = Lock()
 
-    def build(self, output: Path) -> int:
+    def build(self) -> int:
         """Write everything and return the number of rows."""
-        config, table = self.config, self.table
+        config, table, dataset = self.config, self.table, self.work.dataset
         fitted = load_fitted(config, table) if config.mode is Mode.transform else None
         with self.progress.stage(f"stage with {config.engine.name}") as stage:
             num_bad = self._stage()
@@ -171,86 +169,81 @@ class _Run:
         with self.progress.stage("fit and transform numericals"):
             statistics = fitted["statistics"] if fitted else {}
             columns = self._numericals(statistics, counted, fit=fitted is None)
-        dataset = self.work.dataset
-        with self.progress.stage("count, rank and encode categoricals") as stage:
-            stage.total = len(table.categorical)
-            values = {}
-            with ThreadPoolExecutor(self.engine.columns_at_once) as pool:
-                found = pool.map(
-                    lambda numbered: self._categorical(*numbered, counted, fitted),
-                    enumerate(table.categorical),
-                )
-                for feature, each in zip(table.categorical, found, strict=True):
-                    values[feature.name] = each
-                    stage.detail = feature.name
-                    stage.update(len(values))
-        columns |= {name: each.summary for name, each in values.items()}
-        for name in ("vocabulary", *self.splits):
-            (dataset / name).mkdir(parents=True, exist_ok=True)
+        encoded = self._encode(counted, fitted)
+        columns |= {name: column.summary for name, column in encoded.items()}
         categorical = [
             CategoricalFeature.of(
                 feature.name,
-                values[feature.name].num_embeddings,
+                encoded[feature.name].num_embeddings,
                 feature.hotness if feature.is_list else 1,
             )
             for feature in table.categorical
         ]
+        summaries, records = self._write(categorical, encoded)
+        if config.on_bad is OnBad.quarantine:
+            self._write_bad(dataset)
+        written = WrittenColumns(
+            categorical=categorical,
+            files=records,
+            columns=columns,
+            splits=summaries,
+            statistics=statistics,
+            counted="the fitted run's" if fitted else config.vocabulary.name,
+            bad_rows=num_bad,
+        )
+        complete_dataset(written, config, table, dataset, self.progress)
+        return num_rows
+
+    def _encode(self, counted: range, fitted: dict[str, Any] | None) -> dict[str, _EncodedFeature]:
+        """Count, rank and encode all categorical features, several at a time if the engine can."""
+        features = self.table.categorical
+        encoded: dict[str, _EncodedFeature] = {}
+        with self.progress.stage("count, rank and encode categoricals") as stage:
+            stage.total = len(features)
+            with ThreadPoolExecutor(self.engine.columns_at_once) as pool:
+                results = pool.map(
+                    lambda number: self._categorical(number, features[number], counted, fitted),
+                    range(len(features)),
+                )
+                for feature, result in zip(features, results, strict=True):
+                    encoded[feature.name] = result
+                    stage.detail = feature.name
+                    stage.update(len(encoded))
+        return encoded
+
+    def _write(
+        self, categorical: list[CategoricalFeature], encoded: dict[str, _EncodedFeature]
+    ) -> tuple[dict[str, SplitSummary], dict[str, dict[str, Any]]]:
+        """Write the files of all splits and vocabularies; return summaries, and bytes and CRC-32 per file."""
+        config, table, dataset = self.config, self.table, self.work.dataset
+        for name in ("vocabulary", *self.splits):
+            (dataset / name).mkdir(parents=True, exist_ok=True)
         with (
-            self.progress.stage("write") as stage,
+            self.progress.stage("write"),
             TableFiles(self.work, dataset, self.splits) as files,
         ):
             clicks = files.write_labels("rows_")
             if table.numerical:
-                dtype = config.numerical_dtype.name
-                files.write_numericals("numerical_", [n.name for n in table.numerical], dtype)
-            zeros = {split: {} for split in self.splits}
-            ids = {split: {} for split in self.splits}
+                names = [feature.name for feature in table.numerical]
+                files.write_numericals("numerical_", names, config.numerical_dtype.name)
+            zeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
+            nonzeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
             for number, feature in enumerate(categorical):
-                found = files.write_ids(
+                counts = files.write_ids(
                     f"encoded_{number}", feature, table.categorical[number].is_list
                 )
-                for split, (total, zero) in found.items():
-                    ids[split][feature.name], zeros[split][feature.name] = total, zero
-                source = values[feature.name].vocabulary
-                if source:
-                    files.write_vocabulary(source, feature.name)
-            records = files.records
+                for split, (num_nonzero, num_zero) in counts.items():
+                    nonzeros[split][feature.name] = num_nonzero
+                    zeros[split][feature.name] = num_zero
+                vocabulary = encoded[feature.name].vocabulary
+                if vocabulary:
+                    files.write_vocabulary(vocabulary, feature.name)
         summaries = {
             split: SplitSummary(len(rows), clicks[split], zeros[split])
             for split, rows in self.splits.items()
         }
-        self._count_unseen(summaries, values, ids)
-        if config.on_bad is OnBad.quarantine:
-            self._write_bad(dataset)
-        save_fitted(dataset, table, statistics)
-        counted_name = "the fitted run's" if fitted else config.vocabulary.name
-        write_report(
-            dataset,
-            columns,
-            summaries,
-            counted=counted_name,
-            frequency_limit=config.frequency_limit,
-            bad_rows=num_bad,
-            plot=config.plot,
-        )
-        finish_dataset(
-            dataset,
-            output,
-            categorical=categorical,
-            numerical=tuple(feature.name for feature in table.numerical),
-            numerical_dtype=config.numerical_dtype.name,
-            label=table.label.name,
-            rows={split: len(rows) for split, rows in self.splits.items()},
-            files=records,
-            metadata={
-                "frequency_limit": config.frequency_limit,
-                "vocabulary_rows": config.vocabulary.name,
-            }
-            | ({"shuffle_seed": config.seed} if config.shuffle else {}),
-        )
-        print_columns(self.progress.console, columns, summaries, f"{counted_name} rows")
-        print_splits(self.progress.console, summaries)
-        return num_rows
+        self._count_unseen(summaries, encoded, nonzeros)
+        return summaries, files.records
 
     def _once(self, name: str, write: Callable[[Path], None]) -> None:
         """Write relation `name` unless it is on record, then make it visible to queries."""
@@ -452,7 +445,7 @@ class _Run:
 
     def _categorical(
         self, number: int, feature: Categorical, counted: range, fitted: dict[str, Any] | None
-    ) -> _Values:
+    ) -> _EncodedFeature:
         """Write relations `vocabulary_<number>` and `encoded_<number>`."""
         relation, position = f"(SELECT row_, c{number} AS value FROM rows_)", ""
         if feature.is_list:
@@ -468,7 +461,7 @@ class _Run:
             )
             missing = self._missing(feature, seen, len(counted), number, counted)
             summary = ColumnSummary(missing, distinct, feature.buckets, rows=len(counted))
-            return _Values(relation, summary, feature.buckets + 1, None)
+            return _EncodedFeature(relation, summary, feature.buckets + 1, None)
         name = f"vocabulary_{number}"
         limit = self.config.frequency_limit
         limit = limit if feature.frequency_limit is None else feature.frequency_limit
@@ -484,15 +477,15 @@ class _Run:
             f"FROM {relation} AS r LEFT JOIN {name} AS v ON r.value = v.value "
             f"ORDER BY r.row_{position}",
         )
-        summary = coverage(f"counts_{number}", COVERAGE_LIMITS)
-        (found,) = self.engine.rows(
-            f"SELECT * FROM ({summary}) CROSS JOIN (SELECT count(*) FROM {name})"
+        covered_query = coverage(f"counts_{number}", COVERAGE_LIMITS)
+        (sums,) = self.engine.rows(
+            f"SELECT * FROM ({covered_query}) CROSS JOIN (SELECT count(*) FROM {name})"
         )
-        distinct, seen, *covered, kept_rows = [int(each or 0) for each in found]
+        distinct, seen, *covered, kept_rows = [int(value or 0) for value in sums]
         pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
         missing = self._missing(feature, seen, len(counted), number, counted)
         summary = ColumnSummary(missing, distinct, kept_rows, pairs, len(counted))
-        return _Values(relation, summary, kept_rows + 1, name)
+        return _EncodedFeature(relation, summary, kept_rows + 1, name)
 
     def _missing(
         self, feature: Categorical, seen: int, rows: int, number: int, counted: range
@@ -508,10 +501,10 @@ class _Run:
     def _count_unseen(
         self,
         summaries: dict[str, SplitSummary],
-        values: dict[str, _Values],
-        ids: dict[str, dict[str, int]],
+        encoded: dict[str, _EncodedFeature],
+        nonzeros: dict[str, dict[str, int]],
     ) -> None:
-        """Note how many values of each split have no id."""
+        """Note per split how many values have no id."""
         names = [feature.name for feature in self.table.categorical]
         lists = [f.name for f in self.table.categorical if f.is_list]
         single = [f"count(c{i})" for i, name in enumerate(names) if name not in lists]
@@ -522,7 +515,7 @@ class _Run:
                 present = dict(zip((n for n in names if n not in lists), found, strict=True))
             for name in lists:
                 ((present[name],),) = self.engine.rows(
-                    f"SELECT count(value) FROM {self._of(rows, values[name].relation)}"
+                    f"SELECT count(value) FROM {self._of(rows, encoded[name].relation)}"
                 )
-            unseen = {name: present[name] - ids[split][name] for name in names}
+            unseen = {name: present[name] - nonzeros[split][name] for name in names}
             summaries[split].unseen |= unseen

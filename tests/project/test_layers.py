@@ -83,10 +83,16 @@ ROOMS = {
     "preproc.work_directory": set(),
     "preproc.dataset_writer": {"preproc.column_store"},
     "preproc.line_blocks": {"preproc.raw_files", "preproc.vocabulary_sql"},
+    "preproc.complete_dataset": {
+        "preproc.dataset_writer",
+        "preproc.fitted_state",
+        "preproc.report",
+    },
     "preproc.convert": {"preproc.report"},
     "preproc.synthetic": {"preproc.report"},
     "preproc.verify": {"preproc.report"},
     "preproc.table": {
+        "preproc.complete_dataset",
         "preproc.dataset_writer",
         "preproc.fitted_state",
         "preproc.line_blocks",
@@ -97,6 +103,7 @@ ROOMS = {
     },
     "preproc.criteo": {
         "preproc.column_store",
+        "preproc.complete_dataset",
         "preproc.dataset_writer",
         "preproc.fitted_state",
         "preproc.line_blocks",

@@ -1,0 +1,85 @@
+"""The last stage of every pipeline: fitted state, report and spec of a dataset whose columns are written, then its place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.preproc_schema import PreprocConfig
+from configs.table_schema import TableConfig
+from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.split_files import SplitFiles
+from preproc.dataset_writer import finish_dataset
+from preproc.fitted_state import save_fitted
+from preproc.report.console import (
+    ColumnSummary,
+    Progress,
+    SplitSummary,
+    print_columns,
+    print_splits,
+)
+from preproc.report.files import write_report
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenColumns:
+    """Columns of a dataset that are written, and their statistics.
+
+    Attributes:
+        categorical: features in the model's order.
+        files: bytes and CRC-32 per file.
+        columns: summary per feature.
+        splits: summary per split.
+        statistics: fitted numbers per numerical feature.
+        counted: rows that vocabularies are built on, in words.
+        bad_rows: rows left out.
+    """
+
+    categorical: list[CategoricalFeature]
+    files: Mapping[str, dict[str, Any]]
+    columns: dict[str, ColumnSummary]
+    splits: dict[str, SplitSummary]
+    statistics: dict[str, Any]
+    counted: str
+    bad_rows: int
+
+
+def complete_dataset(
+    written: WrittenColumns,
+    config: PreprocConfig,
+    table: TableConfig,
+    directory: Path,
+    progress: Progress,
+) -> None:
+    """Write what is left of the dataset in `directory`, rename it to the output and print its summary."""
+    assert config.output is not None
+    save_fitted(directory, table, written.statistics)
+    write_report(
+        directory,
+        written.columns,
+        written.splits,
+        counted=written.counted,
+        frequency_limit=config.frequency_limit,
+        bad_rows=written.bad_rows,
+        plot=config.plot,
+    )
+    metadata: dict[str, Any] = {
+        "frequency_limit": config.frequency_limit,
+        "vocabulary_rows": config.vocabulary.name,
+    }
+    if config.shuffle:
+        metadata["shuffle_seed"] = config.seed
+    spec = FeatureSpec(
+        directory,
+        tuple(feature.name for feature in table.numerical),
+        np.dtype(config.numerical_dtype.name),
+        table.label.name,
+        tuple(written.categorical),
+        {split: SplitFiles(summary.rows) for split, summary in written.splits.items()},
+        metadata,
+    )
+    finish_dataset(spec, written.files, Path(config.output).resolve())
+    print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
+    print_splits(progress.console, written.splits)
