@@ -22,7 +22,7 @@ import torch
 from dataloading.binary import BinarySource
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.loader import Loader
+from dataloading.loader import Loader, LoaderSettings
 from dataloading.open_dataset import open_dataset
 from dataloading.source import Source
 
@@ -140,11 +140,13 @@ def make_loaders(
         name: Loader(
             source,
             "train",
-            batch_size=options["batch_size"],
+            LoaderSettings(
+                batch_size=options["batch_size"],
+                shuffle_block=shuffle_block,
+                prefetch=options["prefetch"] or 2 * options["workers"],
+                workers=options["workers"],
+            ),
             device=device_name(),
-            shuffle_block=shuffle_block,
-            prefetch=options["prefetch"] or 2 * options["workers"],
-            workers=options["workers"],
         )
         for name, source in sources.items()
     }

@@ -53,7 +53,7 @@ class DatasetWriter:
     def finish(self) -> None:
         """Close and check all files, then write the spec."""
         splits = {name: writer.close() for name, writer in self._splits.items()}
-        checksums = {}
+        checksums: dict[str, dict[str, Any]] = {}
         for writer in self._splits.values():
             checksums |= writer.checksums(self.directory)
         metadata = self._spec.metadata | {
@@ -106,31 +106,16 @@ def write_dataset(
             the columns of a split hold different rows.
     """
     root = check_output(root, overwrite)
-    metadata = dict(metadata or {})
-    reserved = {"rows", "files"} & set(metadata)
-    if reserved:
-        raise ValueError(
-            f"metadata: got the keys {sorted(reserved)}, which the writer fills in; rename them"
-        )
-    if numerical_dtype not in NUMERICAL_DTYPES:
-        raise ValueError(
-            f"numerical_dtype: got {numerical_dtype!r}, want one of {', '.join(NUMERICAL_DTYPES)}"
-        )
-    names = [*(feature.name for feature in categorical), *numerical, label]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
-    if not {"train", "test"} <= set(splits):
-        raise ValueError(f"splits: got {list(splits)}, want train, test and any other")
-    for split in splits:
-        file_name(split)
-    try:
-        yaml.safe_dump(metadata)
-    except yaml.YAMLError as error:
-        raise ValueError(f"metadata: want plain yaml values: {error}") from None
     spec = FeatureSpec(
-        root, tuple(numerical), np.dtype(numerical_dtype), label, tuple(categorical), {}, metadata
+        root,
+        tuple(numerical),
+        _numerical_dtype(numerical_dtype),
+        label,
+        tuple(categorical),
+        {},
+        dict(metadata or {}),
     )
+    _check_spec(spec, splits)
     writer = _split_writer(file_format)
     clear_leftovers(root)
     temporary = partial_sibling(root)
@@ -148,6 +133,35 @@ def write_dataset(
     finally:
         os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _numerical_dtype(name: str) -> np.dtype:
+    if name not in NUMERICAL_DTYPES:
+        raise ValueError(
+            f"numerical_dtype: got {name!r}, want one of {', '.join(NUMERICAL_DTYPES)}"
+        )
+    return np.dtype(name)
+
+
+def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
+    """Raise ValueError if a dataset of these features and splits cannot be written."""
+    reserved = {"rows", "files"} & set(spec.metadata)
+    if reserved:
+        raise ValueError(
+            f"metadata: got the keys {sorted(reserved)}, which the writer fills in; rename them"
+        )
+    names = [*(feature.name for feature in spec.categorical), *spec.numerical, spec.label]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
+    if not {"train", "test"} <= set(splits):
+        raise ValueError(f"splits: got {list(splits)}, want train, test and any other")
+    for split in splits:
+        file_name(split)
+    try:
+        yaml.safe_dump(spec.metadata)
+    except yaml.YAMLError as error:
+        raise ValueError(f"metadata: want plain yaml values: {error}") from None
 
 
 def _split_writer(file_format: str) -> type[SplitWriter]:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count, islice
 from time import perf_counter
 
@@ -20,32 +21,47 @@ SLOTS_IN_USE = 2
 """Batches of reader processes that are not being read: one that was just handed out, one that may still be copied."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSettings:
+    """Settings of a loader that are the same on every rank.
+
+    Attributes:
+        batch_size: rows of a batch over all ranks.
+        seed: of the shuffle.
+        shuffle_block: rows that stay together when an epoch is shuffled, rounded up to the source's granule; 0 keeps the
+            order on disk.
+        prefetch: batches read ahead.
+        workers: threads or processes that read.
+    """
+
+    batch_size: int
+    seed: int = 0
+    shuffle_block: int = 0
+    prefetch: int = 4
+    workers: int = 4
+
+
 class Loader:
     """Batches of one split for one rank, in an order that depends on the step alone.
 
-    Each of `workers` threads, or processes after `fork_readers`, reads a whole batch, straight into the tensors that are
-    handed out; up to `prefetch` batches are read or being read at a time, so no more workers than that are busy. Batches come
-    in order whatever the workers do, and stay on the host: the step moves them.
+    Each of `workers` threads, or processes after `fork_readers`, reads complete batches, straight into the tensors that
+    are handed out. At most `prefetch` batches are read or being read at a time, so no more workers are busy. Batches come
+    in the order of the steps whatever the timing of the workers, and stay on the host: the training step copies them.
 
     Args:
-        source: where rows come from.
+        source: rows.
         split: `train`, `test`, ...
-        batch_size: rows of a batch over all ranks.
+        settings: batch size, shuffle and workers.
         rank: of `world_size` ranks.
-        world_size: divides `batch_size`.
+        world_size: divides the batch size.
         device: pinned memory is used if this is a GPU.
-        seed: of the shuffle.
-        shuffle_block: rows that stay together when an epoch is shuffled, rounded up to what the source reads together; 0
-            keeps the order on disk.
-        prefetch: batches read ahead.
-        workers: threads or processes that read.
 
     Raises:
         ValueError: the split does not exist, the training split is smaller than a batch, or the batch does not divide
             over the ranks.
 
     Attributes:
-        steps_per_epoch: batches of an epoch, its partial last one counted.
+        steps_per_epoch: batches of an epoch, including its partial last one.
         data_wait_ms: how long the last `next()` waited for its batch.
     """
 
@@ -53,37 +69,35 @@ class Loader:
         self,
         source: Source,
         split: str,
+        settings: LoaderSettings,
         *,
-        batch_size: int,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
-        seed: int = 0,
-        shuffle_block: int = 0,
-        prefetch: int = 4,
-        workers: int = 4,
     ) -> None:
         self.source = source
         self.split = split
-        self.batch_size = batch_size
+        self.batch_size = settings.batch_size
         self.num_rows = source.num_rows(split)
-        check_batch(batch_size, world_size)
-        if split == "train" and batch_size > self.num_rows:
+        check_batch(self.batch_size, world_size)
+        if split == "train" and self.batch_size > self.num_rows:
             raise ValueError(
-                f"batch size {batch_size} is larger than the {self.num_rows} rows of split '{split}' of "
+                f"batch size {self.batch_size} is larger than the {self.num_rows} rows of split '{split}' of "
                 f"{source.spec.root or 'the synthetic stream'}; want a train.batch_size of at most that many"
             )
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
-        if self.device == torch.device("cuda"):  # the threads must be told which one
+        if self.device == torch.device(
+            "cuda"
+        ):  # reader threads need the index of the current device
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.seed = seed
+        self.seed = settings.seed
         granule = source.granule(split)
-        self.shuffle_block = -(-shuffle_block // granule) * granule
-        self.prefetch = prefetch
-        self.workers = workers
-        self.steps_per_epoch = num_steps(self.num_rows, batch_size)
+        self.shuffle_block = -(-settings.shuffle_block // granule) * granule
+        self.prefetch = settings.prefetch
+        self.workers = settings.workers
+        self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
         self.data_wait_ms = 0.0
         self._slots: Slots | None = None
         self._readers: ReaderProcesses | None = None
@@ -267,7 +281,8 @@ class Loader:
             lengths = memory.tensor(_lengths(columns, hotness, rows, memory.allocate))
             ids = jagged(keys, values, lengths, None, [len(each) for each in columns.ids])
         else:
-            shared = fixed_layout(keys, hotness, rows.num_valid, rows.padded_to, values.dtype)  # type: ignore[arg-type]
+            fixed = tuple(count for count in hotness if count is not None)
+            shared = fixed_layout(keys, fixed, rows.num_valid, rows.padded_to, values.dtype)
             ids = shared.jagged(values)
         numerical, labels = memory.tensor(columns.numerical), memory.tensor(columns.labels)
         return Batch(numerical, labels, ids, rows.num_valid, rows.global_valid, shared)

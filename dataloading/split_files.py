@@ -99,23 +99,7 @@ def parse_chunks(
     offsets: dict[str, Path] = {}
     for number, chunk in enumerate(chunks):
         here = f"{where}[{number}]"
-        expect(isinstance(chunk, Mapping), here, chunk, "a mapping with type, features and files")
-        expect(
-            chunk.get("type") == "split_binary",
-            f"{here}.type",
-            chunk.get("type"),
-            f"split_binary or {PARQUET}",
-        )
-        names = names_of(chunk.get("features"), f"{here}.features")
-        files = chunk.get("files")
-        expect(isinstance(files, list), f"{here}.files", files, "a list of files")
-        num_files = 2 if ragged.get(names[0] if names else "") else 1
-        want = "two files (ids, offsets) for a ragged feature" if num_files == 2 else "one file"
-        expect(len(files) == num_files, f"{here}.files", files, want)
-        try:
-            paths = [find_file(root, name) for name in files]
-        except ValueError as error:
-            raise ValueError(f"{here}.files: {error}") from None
+        names, paths = _parse_chunk(root, here, chunk, ragged)
         if names == (label_name,):
             expect(label is None, here, names, "the label once in a split")
             label = paths[0]
@@ -128,12 +112,31 @@ def parse_chunks(
             expect(single, f"{here}.features", list(names), want)
             expect(names[0] not in ids, here, names[0], "every feature once in a split")
             ids[names[0]] = paths[0]
-            if num_files == 2:
+            if len(paths) == 2:
                 offsets[names[0]] = paths[1]
     missing = [name for name in ragged if name not in ids]
     missing += [label_name] * (label is None) + [*numericals] * (numerical is None)
     expect(not missing, where, missing, "a chunk for every feature; these have none")
     return SplitFiles(0, numerical, label, ids, offsets)
+
+
+def _parse_chunk(
+    root: Path, where: str, chunk: Any, ragged: Mapping[str, bool]
+) -> tuple[tuple[str, ...], list[Path]]:
+    """Return the features of one chunk in split binary, and its files: two if the first feature is ragged."""
+    expect(isinstance(chunk, Mapping), where, chunk, "a mapping with type, features and files")
+    kind = chunk.get("type")
+    expect(kind == "split_binary", f"{where}.type", kind, f"split_binary or {PARQUET}")
+    names = names_of(chunk.get("features"), f"{where}.features")
+    files = chunk.get("files")
+    expect(isinstance(files, list), f"{where}.files", files, "a list of files")
+    num_files = 2 if ragged.get(names[0] if names else "") else 1
+    want = "two files (ids, offsets) for a ragged feature" if num_files == 2 else "one file"
+    expect(len(files) == num_files, f"{where}.files", files, want)
+    try:
+        return names, [find_file(root, name) for name in files]
+    except ValueError as error:
+        raise ValueError(f"{where}.files: {error}") from None
 
 
 def _parquet_files(

@@ -10,7 +10,7 @@ from torchrec import EmbeddingBagCollection
 
 from configs.schema import Amp, Config, Device, Mode, TableDtype
 from dataloading.feature_spec import FeatureSpec
-from dataloading.loader import Loader
+from dataloading.loader import Loader, LoaderSettings
 from dataloading.open_dataset import open_dataset
 from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
@@ -285,14 +285,16 @@ def _loader(
     return Loader(
         source,
         split,
-        batch_size=batch_size,
+        LoaderSettings(
+            batch_size=batch_size,
+            seed=config.seed,
+            shuffle_block=shuffle_block,
+            prefetch=config.data.prefetch,
+            workers=config.data.workers,
+        ),
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,
-        seed=config.seed,
-        shuffle_block=shuffle_block,
-        prefetch=config.data.prefetch,
-        workers=config.data.workers,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from configs.schema import Config, Mode
-from dataloading.loader import Loader
+from dataloading.loader import Loader, LoaderSettings
 from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
 from nn.build import (
@@ -361,7 +361,7 @@ def _inference(session: Session) -> dict[str, Any]:
         loader = Loader(
             source,
             config.eval.split,
-            batch_size=batch_size,
+            LoaderSettings(batch_size=batch_size),
             rank=ranks.rank,
             world_size=ranks.world_size,
             device=ranks.device,

@@ -17,6 +17,7 @@ from dataloading.binary import BinarySource
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
+from tests.helpers.datasets import make_loader
 
 ROWS = {"train": 50, "test": 21}
 
@@ -66,7 +67,7 @@ def loader_threads() -> list[threading.Thread]:
 
 
 def test_a_batch_holds_its_rows_in_every_column(source):
-    loader = Loader(source, "train", batch_size=8, shuffle_block=3, seed=4)
+    loader = make_loader(source, "train", batch_size=8, shuffle_block=3, seed=4)
     for batch in loader.batches(num_steps=loader.steps_per_epoch):
         rows = torch.tensor(rows_of(batch))
         assert len(rows) == batch.num_valid == batch.global_valid
@@ -82,10 +83,12 @@ def test_a_batch_holds_its_rows_in_every_column(source):
 def test_a_ragged_batch_holds_its_rows(ragged_source, monkeypatch):
     plain = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **rest: plain(*args, **rest).fill_(77))
-    loader = Loader(ragged_source, "train", batch_size=16, rank=1, world_size=2, shuffle_block=1)
+    loader = make_loader(
+        ragged_source, "train", batch_size=16, rank=1, world_size=2, shuffle_block=1
+    )
     batches = [loader.batch(step) for step in range(loader.steps_per_epoch)]
     assert [(batch.num_valid, len(batch.labels)) for batch in batches] == [(8, 8)] * 3 + [(1, 1)]
-    batches.append(Loader(ragged_source, "test", batch_size=32, rank=3, world_size=4).batch(0))
+    batches.append(make_loader(ragged_source, "test", batch_size=32, rank=3, world_size=4).batch(0))
     assert (batches[-1].num_valid, len(batches[-1].labels)) == (3, 6)
     for batch in batches:
         rows, padding = rows_of(batch), [0] * (len(batch.labels) - batch.num_valid)
@@ -103,7 +106,7 @@ def test_a_ragged_batch_holds_its_rows(ragged_source, monkeypatch):
 def test_evaluation_sees_every_row_once_on_any_number_of_ranks(source, world):
     seen = []
     for rank in range(world):
-        loader = Loader(source, "test", batch_size=8, rank=rank, world_size=world)
+        loader = make_loader(source, "test", batch_size=8, rank=rank, world_size=world)
         for batch in loader.batches(num_steps=loader.steps_per_epoch):
             seen += rows_of(batch)
             assert batch.ids["row"].lengths().tolist() == [1] * batch.num_valid + [0] * (
@@ -116,9 +119,9 @@ def test_evaluation_sees_every_row_once_on_any_number_of_ranks(source, world):
 
 @pytest.mark.parametrize(("threads", "prefetch"), [(1, 1), (1, 4), (4, 1), (4, 8), (2, 100)])
 def test_order_depends_on_neither_threads_nor_prefetch(source, threads, prefetch):
-    plain = Loader(source, "train", batch_size=8, shuffle_block=2, seed=1)
+    plain = make_loader(source, "train", batch_size=8, shuffle_block=2, seed=1)
     wanted = [rows_of(plain.batch(step)) for step in range(15)]
-    loader = Loader(
+    loader = make_loader(
         source, "train", batch_size=8, shuffle_block=2, seed=1, workers=threads, prefetch=prefetch
     )
     assert [rows_of(batch) for batch in loader.batches(num_steps=15)] == wanted
@@ -133,7 +136,7 @@ class SlowSource(BinarySource):
 
 
 def test_a_slow_batch_is_not_overtaken(source):
-    loader = Loader(SlowSource(source.spec), "test", batch_size=3, workers=4, prefetch=7)
+    loader = make_loader(SlowSource(source.spec), "test", batch_size=3, workers=4, prefetch=7)
     batches = loader.batches(num_steps=7)
     assert rows_of(next(batches)) == [0, 1, 2]
     assert loader.data_wait_ms >= 10
@@ -143,7 +146,7 @@ def test_a_slow_batch_is_not_overtaken(source):
 
 def test_resuming_at_a_step_continues_the_same_run(source):
     def loader() -> Loader:
-        return Loader(source, "train", batch_size=8, shuffle_block=4, seed=2)
+        return make_loader(source, "train", batch_size=8, shuffle_block=4, seed=2)
 
     whole = [rows_of(batch) for batch in loader().batches(num_steps=20)]
     for step in (1, 6, 7, 13):
@@ -151,7 +154,7 @@ def test_resuming_at_a_step_continues_the_same_run(source):
 
 
 def test_epochs_follow_each_other_in_new_orders(source):
-    loader = Loader(source, "train", batch_size=20, shuffle_block=1)
+    loader = make_loader(source, "train", batch_size=20, shuffle_block=1)
     assert loader.steps_per_epoch == 3
     epochs = [
         [row for batch in loader.batches(3 * epoch, 3) for row in rows_of(batch)]
@@ -162,14 +165,14 @@ def test_epochs_follow_each_other_in_new_orders(source):
 
 
 def test_without_a_shuffle_the_order_is_that_on_disk(source):
-    loader = Loader(source, "train", batch_size=20)
+    loader = make_loader(source, "train", batch_size=20)
     assert [row for batch in loader.batches(num_steps=3) for row in rows_of(batch)] == list(
         range(50)
     )
 
 
 def test_without_a_number_of_steps_batches_never_end(source):
-    batches = Loader(source, "test", batch_size=21).batches()
+    batches = make_loader(source, "test", batch_size=21).batches()
     assert [len(rows_of(next(batches))) for _ in range(5)] == [21] * 5
     batches.close()
 
@@ -184,7 +187,7 @@ class CountingSource(BinarySource):
 
 def test_no_more_than_prefetch_batches_are_read_ahead(source):
     counting = CountingSource(source.spec)
-    batches = Loader(counting, "train", batch_size=1, workers=2, prefetch=3).batches()
+    batches = make_loader(counting, "train", batch_size=1, workers=2, prefetch=3).batches()
     next(batches)
     time.sleep(0.1)
     assert counting.reads == 1 + 3
@@ -198,7 +201,7 @@ def test_an_error_in_a_thread_reaches_the_consumer_at_its_batch(root, tmp_path):
     path = tmp_path / "row.bin"
     bad.tofile(path)
     spec.splits["train"].ids["row"] = path
-    loader = Loader(BinarySource(spec), "train", batch_size=10)
+    loader = make_loader(BinarySource(spec), "train", batch_size=10)
     seen = []
     with pytest.raises(
         ValueError, match=f"feature 'row': id 111 at row 33 of {path} lies outside its table of 100"
@@ -210,7 +213,7 @@ def test_an_error_in_a_thread_reaches_the_consumer_at_its_batch(root, tmp_path):
 
 
 def test_closing_early_leaves_no_thread(source):
-    batches = Loader(source, "train", batch_size=2, workers=3, prefetch=6).batches()
+    batches = make_loader(source, "train", batch_size=2, workers=3, prefetch=6).batches()
     next(batches)
     assert loader_threads()
     batches.close()
@@ -218,14 +221,14 @@ def test_closing_early_leaves_no_thread(source):
 
 
 def test_dropping_the_iterator_leaves_no_thread(source):
-    for _ in Loader(source, "train", batch_size=2).batches():
+    for _ in make_loader(source, "train", batch_size=2).batches():
         break
     gc.collect()
     assert loader_threads() == []
 
 
 def test_a_batch_stays_as_it_is_while_others_are_read(source):
-    loader = Loader(source, "train", batch_size=5)
+    loader = make_loader(source, "train", batch_size=5)
     kept = list(loader.batches(num_steps=10))
     assert [rows_of(batch) for batch in kept] == [
         list(range(step * 5, step * 5 + 5)) for step in range(10)
@@ -235,11 +238,11 @@ def test_a_batch_stays_as_it_is_while_others_are_read(source):
 def test_a_training_batch_larger_than_the_split_is_named(source, root):
     message = f"batch size 64 is larger than the 50 rows of split 'train' of {root}; want a train.batch_size of at most that many"
     with pytest.raises(ValueError, match=message):
-        Loader(source, "train", batch_size=64)
+        make_loader(source, "train", batch_size=64)
 
 
 def test_an_evaluation_batch_may_be_larger_than_the_split(source):
-    loader = Loader(source, "test", batch_size=64, rank=1, world_size=4)
+    loader = make_loader(source, "test", batch_size=64, rank=1, world_size=4)
     (batch,) = loader.batches(num_steps=loader.steps_per_epoch)
     assert (batch.num_valid, batch.global_valid, len(batch.labels)) == (6, 21, 6)
 
@@ -248,18 +251,18 @@ def test_a_world_that_does_not_divide_the_batch_is_named(source):
     with pytest.raises(
         ValueError, match=r"batch size 10 does not divide evenly over 4 ranks; .* such as 8"
     ):
-        Loader(source, "train", batch_size=10, world_size=4)
+        make_loader(source, "train", batch_size=10, world_size=4)
 
 
 def test_an_unknown_split_is_named(source):
     with pytest.raises(ValueError, match="no split 'dev', only train, test"):
-        Loader(source, "dev", batch_size=1)
+        make_loader(source, "dev", batch_size=1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_for_a_gpu_are_pinned(source):
-    batch = next(Loader(source, "train", batch_size=8, device="cuda").batches(num_steps=1))
+    batch = next(make_loader(source, "train", batch_size=8, device="cuda").batches(num_steps=1))
     assert batch.numerical.is_pinned()
     assert batch.labels.is_pinned()
     assert batch.ids.values().is_pinned()
@@ -268,7 +271,7 @@ def test_batches_for_a_gpu_are_pinned(source):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_of_reader_processes_is_used_again_when_the_gpu_has_copied_it(source):
-    loader = Loader(source, "train", batch_size=5, prefetch=2, shuffle_block=1, device="cuda")
+    loader = make_loader(source, "train", batch_size=5, prefetch=2, shuffle_block=1, device="cuda")
     loader.fork_readers()
     assert loader.reader_pids
     moved = []

@@ -13,11 +13,11 @@ import yaml
 from dataloading import parquet_writer
 from dataloading.dataset_directory import verify_checksums, write_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.loader import Loader
 from dataloading.open_dataset import open_dataset
 from dataloading.row_groups import SplitGroups
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
+from tests.helpers.datasets import make_loader
 
 ROWS = {"train": 103, "test": 21}
 FEATURES = [
@@ -104,7 +104,7 @@ def test_the_spec_differs_in_the_files_only(binary, parquet):
 
 @pytest.mark.usefixtures("by_groups")
 def test_a_shuffled_epoch_keeps_whole_row_groups_and_loses_no_row(parquet):
-    loader = Loader(
+    loader = make_loader(
         open_dataset(FeatureSpec.load(parquet)), "train", batch_size=20, seed=3, shuffle_block=3
     )
     assert loader.shuffle_block == 8
@@ -124,13 +124,13 @@ def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
         return decode(self, spec, group)
 
     monkeypatch.setattr(SplitGroups, "decode", counted)
-    loader = Loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, workers=4)
+    loader = make_loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, workers=4)
     assert len(list(loader.batches(num_steps=21))) == 21
     assert sorted(decoded) == list(range(13))  # 103 rows by 8
 
 
 def test_a_small_split_is_shuffled_row_by_row_whatever_its_row_groups(parquet):
-    loader = Loader(
+    loader = make_loader(
         open_dataset(FeatureSpec.load(parquet)), "train", batch_size=103, shuffle_block=1
     )
     assert loader.shuffle_block == 1

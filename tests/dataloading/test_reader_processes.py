@@ -28,6 +28,7 @@ from nn.build import Loaders, open_source
 from tests.crash import has_ended, wait_until
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.datasets import make_loader
 from tests.helpers.runs import records
 
 ROWS = {"train": 50, "test": 21}
@@ -64,7 +65,7 @@ def forked():
     loaders = []
 
     def make(source: Source, split: str, **options) -> Loader:
-        loaders.append(Loader(source, split, **options))
+        loaders.append(make_loader(source, split, **options))
         loaders[-1].fork_readers()
         return loaders[-1]
 
@@ -103,7 +104,7 @@ def test_processes_read_what_threads_read(kind, source, forked, workers, prefetc
         for rank in range(ranks):
             options = {"batch_size": batch_size, "rank": rank, "world_size": ranks}
             options |= {"shuffle_block": block, "prefetch": prefetch, "seed": 5}
-            plain = Loader(source, split, **options)
+            plain = make_loader(source, split, **options)
             loader = forked(source, split, workers=workers, **options)
             assert len(loader.reader_pids) == min(workers, prefetch)
             # Two epochs and a bit, with their partial batches; then from the middle, as a run that goes on.
@@ -204,13 +205,13 @@ def test_where_no_process_can_be_started_none_is_left(source, monkeypatch):
         ValueError,
         match=r"process 3 of 4 that read batches cannot be started .*lower data\.workers",
     ):
-        Loader(source, "train", batch_size=5).fork_readers()
+        make_loader(source, "train", batch_size=5).fork_readers()
     assert len(pids) == 2
     assert all(has_ended(pid) for pid in pids)
 
 
 def test_where_a_later_loader_finds_no_room_the_readers_of_the_first_end(source, monkeypatch):
-    train, test = (Loader(source, split, batch_size=5) for split in ("train", "test"))
+    train, test = (make_loader(source, split, batch_size=5) for split in ("train", "test"))
     for loader in (train, test):
         loader.device = torch.device("cuda", 0)
     made = Slots.__init__
@@ -272,7 +273,7 @@ def test_readers_end_with_the_process_that_forked_them():
         from dataloading.loader import Loader
         from dataloading.synthetic import SyntheticSource
         source = SyntheticSource(train_rows=50, test_rows=10, num_numerical=1, cardinalities=(5,), hotness=(1,), seed=1)
-        loader = Loader(source, "train", batch_size=5)
+        loader = make_loader(source, "train", batch_size=5)
         loader.fork_readers()
         next(loader.batches())
         print(*loader.reader_pids, flush=True)
@@ -303,7 +304,7 @@ def test_processes_read_row_groups_and_threads_those_larger_than_a_batch(
     fits = kept > 0
     assert open_dataset(spec).granule("train") == (1 if fits else 8)
     options = {"batch_size": 10, "shuffle_block": 4, "seed": 3}
-    plain = Loader(open_dataset(spec), "train", **options)
+    plain = make_loader(open_dataset(spec), "train", **options)
     loader = forked(open_dataset(spec), "train", workers=2, **options)
     assert len(loader.reader_pids) == 2
     num_steps = 2 * plain.steps_per_epoch + 1

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature
+from dataloading.loader import Loader, LoaderSettings
+from dataloading.source import Source
 
 ROWS = {"train": 256, "test": 128}
 CARDINALITY = 100
@@ -39,3 +42,23 @@ def plant(path: Path, index: int, value: float | int, dtype: str) -> None:
     values = np.memmap(path, dtype, mode="r+")
     values[index] = value
     values.flush()
+
+
+def make_loader(
+    source: Source,
+    split: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str = "cpu",
+    **settings: int,
+) -> Loader:
+    """Return a loader of these settings."""
+    return Loader(
+        source,
+        split,
+        LoaderSettings(**settings),
+        rank=rank,
+        world_size=world_size,
+        device=device,
+    )

@@ -11,11 +11,11 @@ from configs.schema import MultiHotConfig
 from dataloading.binary import BinarySource
 from dataloading.dataset_directory import write_dataset
 from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
 from nn.embedding import multi_hot
 from nn.embedding.multi_hot import MultiHot, expand
 from tests.helpers.composed import TINY, losses_of_cases
+from tests.helpers.datasets import make_loader
 
 CPU = torch.device("cpu")
 # More draws than a chunk has words; powers of two, of which none is rejected; one row, for which none is drawn; and a
@@ -158,7 +158,7 @@ def write_twice(root: Path) -> tuple[Path, Path]:
 
 def ids_of_one_batch(path: Path) -> dict[str, torch.Tensor]:
     source = BinarySource(FeatureSpec.load(path))
-    loader = Loader(source, "train", batch_size=64, rank=0, world_size=1, device=CPU, seed=1)
+    loader = make_loader(source, "train", batch_size=64, rank=0, world_size=1, device=CPU, seed=1)
     [batch] = loader.batches(1, 1)
     return {name: ids.values().reshape(64, -1) for name, ids in batch.ids.to_dict().items()}
 
