@@ -178,8 +178,8 @@ class TableConfig:
             not self.query or bool(self.order_by),
             "table.order_by: the rows of a query have no order; set it to columns that give one",
         )
-        names = [feature.name for feature in (*self.categorical, *self.numerical)]
-        names.append(self.label.name)
+        names = [feature.name for feature in self.categorical]
+        names += [feature.name for feature in self.numerical] + [self.label.name]
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"table: feature {twice[:1]} is named twice")
         for name in names:

@@ -212,7 +212,7 @@ class SplitWriter:
         if outside.any():
             at = int(outside.argmax())
             row = (
-                at // feature.hotness
+                at // (feature.hotness or 1)
                 if lengths is None
                 else int(np.cumsum(lengths).searchsorted(at, "right"))
             )
@@ -381,7 +381,9 @@ class SplitColumns:
         width = len(spec.numerical)
         return cls(
             label=column(files.label, LABEL_DTYPE),
-            numerical=files.numerical and column(files.numerical, spec.numerical_dtype, width),
+            numerical=None
+            if files.numerical is None
+            else column(files.numerical, spec.numerical_dtype, width),
             ids={
                 f.name: column(
                     files.ids[f.name], f.dtype, None if f.hotness in (1, None) else f.hotness

@@ -239,12 +239,12 @@ def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[
     return listed
 
 
-def _dtype(features: Mapping[str, Any], name: str) -> object:
+def _dtype(features: Mapping[str, Any], name: str) -> str:
     entry = features[name]
     expect(isinstance(entry, Mapping), f"feature_spec.{name}", entry, "a mapping with a dtype")
     dtype = entry.get("dtype")
     expect(isinstance(dtype, str), f"feature_spec.{name}.dtype", dtype, "the name of a dtype")
-    return dtype
+    return str(dtype)
 
 
 def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
@@ -260,7 +260,8 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
         count = f"an integer of at least 1, or '{RAGGED}'"
         expect(_is_count(hotness), f"feature_spec.{name}.hotness", hotness, count)
         mean = hotness
-    return CategoricalFeature(name, entry.get("cardinality"), np.dtype(dtype), hotness, mean)
+    cardinality = entry.get("cardinality")  # checked by the constructor
+    return CategoricalFeature(name, cardinality, np.dtype(dtype), hotness, mean)
 
 
 def measured(spec: FeatureSpec) -> FeatureSpec:

@@ -8,6 +8,7 @@ that two batches share is decoded once, since the last few are kept.
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from threading import Lock
 
 import numpy as np
@@ -74,7 +75,7 @@ class ParquetSource:
             return self._whole(split).read(split, runs, padded_to, allocate)
         files = self._splits[split]
         pieces = [
-            (self._groups.get((split, group), lambda g=group: files.decode(self.spec, g)), rows)
+            (self._groups.get((split, group), partial(files.decode, self.spec, group)), rows)
             for first, last in runs.tolist()
             for group, rows in files.cut(first, last)
         ]
@@ -127,10 +128,11 @@ def _joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spl
     ids, offsets = {}, {}
     for index, feature in enumerate(spec.categorical):
         flat = np.concatenate([group.ids[index] for group in groups]).astype(spec.ids_dtype)
-        single = feature.hotness in (1, None)
-        ids[feature.name] = flat if single else flat.reshape(-1, feature.hotness)
+        single = feature.hotness is None or feature.hotness == 1
+        ids[feature.name] = flat if single else flat.reshape(-1, feature.hotness or 1)
         if feature.hotness is None:
-            lengths = np.concatenate([np.diff(g.offsets[index]) for g in groups])  # type: ignore[arg-type]
+            bounds = [group.offsets[index] for group in groups]
+            lengths = np.concatenate([np.diff(ends) for ends in bounds if ends is not None])
             offsets[feature.name] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     labels = np.concatenate([group.labels for group in groups]).astype(LABEL_DTYPE)
     return SplitColumns(labels, numerical, ids, offsets, files)

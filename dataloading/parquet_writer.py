@@ -70,7 +70,7 @@ class ParquetSplitWriter(SplitWriter):
         self._ends = dict.fromkeys(self._offsets, 0)
         self._parts: list[_Part] = []
         for offsets in self._offsets.values():
-            offsets.take(1)  # the leading zero of the binary format
+            _take(offsets, 1)  # the leading zero of the binary format
 
     def append(self, **columns: Any) -> None:
         """Append rows, as `SplitWriter.append` does, and write the row groups that are full."""
@@ -107,25 +107,25 @@ class ParquetSplitWriter(SplitWriter):
         return min(file.num_rows for file in self._files()) - self._written
 
     def _write_group(self, num_rows: int) -> None:
-        columns = {self.spec.label: pa.array(self._label.take(num_rows).view(np.int8))}
+        columns = {self.spec.label: pa.array(_take(self._label, num_rows).view(np.int8))}
         if self._numerical is not None:
-            numerical = self._numerical.take(num_rows)
+            numerical = _take(self._numerical, num_rows)
             for index, name in enumerate(self.spec.numerical):
                 columns[name] = pa.array(np.ascontiguousarray(numerical[:, index]))
         for feature in self.spec.categorical:
             ids = self._ids[feature.name]
             if feature.hotness == 1:
-                columns[feature.name] = pa.array(ids.take(num_rows).reshape(-1))
+                columns[feature.name] = pa.array(_take(ids, num_rows).reshape(-1))
             elif feature.hotness is not None:
-                values = pa.array(ids.take(num_rows).reshape(-1))
+                values = pa.array(_take(ids, num_rows).reshape(-1))
                 offsets = np.arange(num_rows + 1, dtype=np.int32) * feature.hotness
                 columns[feature.name] = pa.ListArray.from_arrays(offsets, values)
             else:
                 begin = self._ends[feature.name]
-                ends = self._offsets[feature.name].take(num_rows)
+                ends = _take(self._offsets[feature.name], num_rows)
                 self._ends[feature.name] = int(ends[-1])
                 offsets = np.concatenate([[0], ends - begin]).astype(np.int32)
-                values = pa.array(ids.take(int(offsets[-1])))
+                values = pa.array(_take(ids, int(offsets[-1])))
                 columns[feature.name] = pa.ListArray.from_arrays(offsets, values)
         table = pa.table(columns)
         if self._written % PART_ROWS == 0:
@@ -135,6 +135,12 @@ class ParquetSplitWriter(SplitWriter):
             self._parts.append(_Part(path, table.schema))
         self._parts[-1].writer.write_table(table, row_group_size=num_rows)
         self._written += num_rows
+
+
+def _take(column: GrowingFile, num_items: int) -> np.ndarray:
+    """Remove and return the oldest items of a column of a `ParquetSplitWriter`."""
+    assert isinstance(column, PendingColumn)
+    return column.take(num_items)
 
 
 class _Part:

@@ -101,10 +101,11 @@ class SplitGroups:
 
     def _open(self, part: int) -> pq.ParquetFile:
         """Return this thread's own reader of a file: one reader serves one thread."""
+        name = str(part)
         files = self._opened.__dict__
-        if part not in files:
-            files[part] = open_file(self.paths[part], self._metadata[part])
-        return files[part]
+        if name not in files:
+            files[name] = open_file(self.paths[part], self._metadata[part])
+        return files[name]
 
 
 @dataclass(frozen=True, slots=True)

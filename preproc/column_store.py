@@ -12,7 +12,7 @@ from dataloading.durable_files import sync_stream
 def bytes_of(values: np.ndarray) -> memoryview:
     """Return the bytes of an array, row-major."""
     # An empty array cannot be cast.
-    return memoryview(np.ascontiguousarray(values)).cast("B") if values.size else memoryview(b"")
+    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
 
 
 class StoredColumn:

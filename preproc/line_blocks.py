@@ -3,7 +3,7 @@
 import gzip
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from isal import igzip, isal_zlib
 
@@ -14,6 +14,8 @@ LONGEST_LINE_BYTES = 1 << 26
 # 18 digits always fit 64 bits.
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 REMOVE = "correct or remove the line"
+# The types of isal declare its exception as an instance.
+GZIP_ERRORS = (gzip.BadGzipFile, cast("type[Exception]", isal_zlib.error))
 
 
 def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
@@ -47,7 +49,7 @@ def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
                 yield rest + b"\n"
     except EOFError:
         raise ValueError(cut_short(file.path)) from None
-    except (gzip.BadGzipFile, isal_zlib.error) as error:
+    except GZIP_ERRORS as error:
         raise ValueError(f"{file.path}: damaged gzip data ({error}); fetch it again") from None
     except OSError as error:
         if file.compression != "zstd" or error.errno is not None:

@@ -58,7 +58,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
                         numerical=columns.numerical if source.spec.numerical else None,
                         labels=columns.labels,
                         ids={
-                            feature.name: ids.reshape(-1, feature.hotness)
+                            feature.name: ids.reshape(-1, feature.hotness or 1)
                             for feature, ids in zip(
                                 source.spec.categorical, columns.ids, strict=True
                             )

@@ -189,7 +189,7 @@ def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckD
     for stale in (directory / "staging.duckdb", directory / "staging.duckdb.wal"):
         stale.unlink(missing_ok=True)
     shutil.rmtree(directory / "spill", ignore_errors=True)
-    settings: dict[str, str | bool | int] = {
+    settings: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": str(directory / "spill"),
         "preserve_insertion_order": False,
         "autoinstall_known_extensions": False,

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -157,7 +158,7 @@ def _read_schema(path: Path) -> Roles:
     return roles
 
 
-def _first(message: Message, key: str):
+def _first(message: Message, key: str) -> Any:
     """Return the first value of a field, None if it is not there."""
     return next(iter(message.get(key, [])), None)
 

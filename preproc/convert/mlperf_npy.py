@@ -12,7 +12,7 @@ Table sizes stand nowhere, so all ids are read once to find the largest of each 
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -147,13 +147,13 @@ def _mapped(path: Path) -> np.ndarray:
         raise ValueError(f"{path}: not a whole npy file ({error}); copy it again") from None
 
 
-def _streams(archive: zipfile.ZipFile) -> Iterator[BinaryIO]:
+def _streams(archive: zipfile.ZipFile) -> Iterator[IO[bytes]]:
     """Open the members `0.npy`, `1.npy`, ... of an npz file."""
     names = sorted(archive.namelist(), key=lambda name: int(name.removesuffix(".npy")))
-    return (archive.open(name) for name in names)  # type: ignore[return-value]
+    return (archive.open(name) for name in names)
 
 
-def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """Read the header of an npy stream and return shape and dtype."""
     version = np.lib.format.read_magic(stream)
     read = (

@@ -101,17 +101,20 @@ class CsvRows:
         """Yield rows with all columns, those of all chunks side by side."""
         readers = [self._batches(chunk) for chunk in self._sources[split]]
         waiting = [next(reader, None) for reader in readers]
-        while all(table is not None for table in waiting):
-            count = min(len(table) for table in waiting)
-            parts = [table.slice(0, count) for table in waiting]
+        while True:
+            tables = [table for table in waiting if table is not None]
+            if len(tables) < len(waiting):
+                break
+            count = min(len(table) for table in tables)
+            parts = [table.slice(0, count) for table in tables]
             columns = {name: part.column(name) for part in parts for name in part.column_names}
             yield pa.table(columns)
-            rests = [table.slice(count) for table in waiting]
+            rests = [table.slice(count) for table in tables]
             waiting = [
                 rest if len(rest) else next(reader, None)
                 for rest, reader in zip(rests, readers, strict=True)
             ]
-        if any(table is not None for table in waiting):
+        if tables:
             raise ValueError(
                 f"{self._root}: the chunks of split '{split}' hold different numbers of rows"
             )

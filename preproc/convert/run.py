@@ -1,6 +1,5 @@
 """From any format that is known to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +58,6 @@ def _write_dataset(
     ) as dataset:
         for split in spec.splits:
             summary = summaries[split] = SplitSummary(0)
-            began = time.perf_counter()
             with progress.stage(f"write {split}") as stage:
                 for chunk in rows.chunks(split):
                     dataset[split].append(
@@ -70,8 +68,7 @@ def _write_dataset(
                     )
                     summary.rows += len(chunk.labels)
                     summary.clicks += int(np.count_nonzero(chunk.labels))
-                    rate = summary.rows / (time.perf_counter() - began)
-                    stage.update(f"{summary.rows:,} rows, {rate:,.0f} rows/s")
+                    stage.update(summary.rows, rows=summary.rows)
                 stage.name = f"write {split}: {summary.rows:,} rows"
     return summaries
 

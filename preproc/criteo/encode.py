@@ -8,6 +8,7 @@ vocabulary, done as a `Lookup`, in as many passes over the column as the vocabul
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -119,7 +120,7 @@ class ColumnEncoder:
                 cursor.execute(f"CREATE TEMP TABLE merged_{name} AS {query}")
                 cursor.execute(f"DROP TABLE partial_{name}")
                 cursor.execute(f"ALTER TABLE merged_{name} RENAME TO partial_{name}")
-                (held,) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchone()
+                ((held,),) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchall()
                 merged = held
 
         for _, codes in column.chunks(self._counted, CHUNK_ROWS):
@@ -140,10 +141,10 @@ class ColumnEncoder:
             f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS "
             f"{vocabulary(f'counts_{name}', self._limit)}"
         )
-        summary = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchone()
-        distinct, seen, *covered = [int(each or 0) for each in summary]
+        (sums,) = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchall()
+        distinct, seen, *covered = [int(number or 0) for number in sums]
         cursor.execute(f"DROP TABLE counts_{name}")
-        (kept,) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchone()
+        ((kept,),) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchall()
         path = self._dataset / "vocabulary" / f"{name}.parquet"
         quoted = str(path).replace("'", "''")
         text = "value" if has_non_hex else "printf('%08x', value)"
@@ -176,14 +177,16 @@ class ColumnEncoder:
         ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
         pieces = max(1, -(-last // self._piece))
         partial_ids: dict[str, Path] = {}
-        lookup = None
+        lookup: Lookup | None = None
         for piece in range(pieces):
-            lookup = None  # two of them would be twice the memory that there is
+            lookup = None  # free its memory before the next one takes as much
             lookup = self._lookup(cursor, values, range(piece * self._piece, last))
             if piece < pieces - 1:  # all but the last leave their ids here
                 for split, rows in self._splits.items():
                     self._add_piece(column, rows, lookup, partial_ids, name, split)
-        files, zeros = {}, {}
+        files: dict[str, dict[str, Any]] = {}
+        zeros: dict[str, int] = {}
+        assert lookup is not None
         for split, rows in self._splits.items():
             zeros[split] = 0
             with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:

@@ -164,7 +164,7 @@ def _plain_bytes(file: RawFile) -> int:
 def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
     """Return the record to go on from: files that have changed since, and all after them, are out."""
     counts = {"whole_files": 0, "offset": 0, "lines": 0, NON_HEX_FILES: 0, "bad": 0, "bad_bytes": 0}
-    fresh = counts | {"files": [], "rows": []}
+    fresh: dict[str, Any] = counts | {"files": [], "rows": []}
     state = work.state.get("parse", fresh)
     known = state["files"]
     if known == identities or (known == identities[: len(known)] and not state.get("done")):
@@ -262,7 +262,11 @@ def _write_non_hex(non_hex: list[NonHexTexts], path: Path) -> None:
     )
     name = str(path).replace("'", "''")
     spill = str(path.parent.with_name("spill"))
-    settings = {"threads": 1, "memory_limit": NON_HEX_MEMORY, "temp_directory": spill}
+    settings: dict[str, str | bool | int | float | list[str]] = {
+        "threads": 1,
+        "memory_limit": NON_HEX_MEMORY,
+        "temp_directory": spill,
+    }
     with duckdb.connect(config=settings) as connection:
         connection.execute(
             'COPY (SELECT CAST("column" AS INTEGER) AS "column", "row", value FROM texts '

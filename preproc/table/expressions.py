@@ -64,16 +64,16 @@ def transformed(expression: str, transform: object, fitted: list[float]) -> str:
     if name == "fill":
         return f"coalesce({expression}, {double(argument)})"
     if name == "clip":
-        low, high = map(double, argument)
+        low, high = (double(bound) for bound in argument)
         # Without the case, least and greatest would pass over a missing value.
         clipped = f"least(greatest({expression}, {low}), {high})"
         return f"(CASE WHEN {expression} IS NOT NULL THEN {clipped} END)"
     if name == "log":
         inner = f"({expression}) + {double(argument)}"
         return f"(CASE WHEN {inner} > 0 THEN ln({inner}) END)"
-    low, size = fitted
+    smallest, size = fitted
     # A column of one value only has no size: it becomes 0.
-    return f"((({expression}) - {double(low)}) / {double(size or 1.0)})"
+    return f"((({expression}) - {double(smallest)}) / {double(size or 1.0)})"
 
 
 def extremes(expression: str, rows: str) -> str:

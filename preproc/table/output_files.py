@@ -1,6 +1,7 @@
 """The files of a table dataset, from what an engine wrote as Parquet: the same bytes from any engine."""
 
 import glob
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ class TableFiles:
         """Return the literal that names all files of a relation."""
         return text(glob.escape(str(self._directory / relation)) + "/*.parquet")
 
-    def _chunks(self, relation: str, columns: str, rows: range, order: str = "row_"):
-        """Yield the first row and the columns of pieces of `rows`; relations are stored in order."""
+    def _chunks(
+        self, relation: str, columns: str, rows: range, order: str = "row_"
+    ) -> Iterator[tuple[range, dict[str, np.ndarray]]]:
+        """Yield rows and their columns, some of `rows` at a time; relations are stored in order."""
         files = self._files(relation)
         for start in range(rows.start, rows.stop, CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, rows.stop)

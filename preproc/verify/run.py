@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.feature_spec import FeatureSpec
-from preproc.report.console import Progress, SplitSummary, print_splits
+from preproc.report.console import Progress, SplitSummary, Stage, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in
 
 CHUNK_BYTES = 1 << 22
@@ -55,7 +55,7 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
     tasks = list(file_tasks(spec))
     total = sum(task.path.stat().st_size for task in tasks)
     with progress.stage("verify") as stage:
-        meter = _Meter(progress, total, stage.update)
+        meter = _Meter(progress, total, stage)
         findings = verify(tasks, config.threads or os.cpu_count() or 1, meter.advance)
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     for name, split in findings.splits.items():
@@ -172,10 +172,11 @@ def _chunks(path: Path) -> Iterator[memoryview]:
 class _Meter:
     """Tells how far the bytes are, how fast they go and how long they will take."""
 
-    def __init__(self, progress: Progress, total: int, show: Callable[[str], None]) -> None:
+    def __init__(self, progress: Progress, total: int, stage: Stage) -> None:
         self._progress = progress
         self._total = total
-        self._show = show
+        self._stage = stage
+        stage.total = total
         self._done = 0
         self._lock = Lock()
 
@@ -183,8 +184,7 @@ class _Meter:
         with self._lock:
             self._done += num_bytes
             rate = self._done / max(self._progress.seconds, 1e-9)
-            left = (self._total - self._done) / rate
-            self._show(
-                f"{self._done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s, "
-                f"{left:,.0f} s left"
+            self._stage.detail = (
+                f"{self._done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s"
             )
+            self._stage.update(self._done)
