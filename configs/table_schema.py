@@ -143,19 +143,19 @@ class TableConfig:
         )
         parsed = cls(
             sources={
-                str(name): _make(Source, each, f"table.sources.{name}")
-                for name, each in sources.items()
+                str(name): _make(Source, source, f"table.sources.{name}")
+                for name, source in sources.items()
             },
             query=content.get("query") or "",
             order_by=list(content.get("order_by") or []),
             label=_make(Label, content.get("label") or {}, "table.label"),
             numerical=[
-                _make(Numerical, each, f"table.numerical[{i}]")
-                for i, each in enumerate(content.get("numerical") or [])
+                _make(Numerical, feature, f"table.numerical[{i}]")
+                for i, feature in enumerate(content.get("numerical") or [])
             ],
             categorical=[
-                _make(Categorical, each, f"table.categorical[{i}]")
-                for i, each in enumerate(content.get("categorical") or [])
+                _make(Categorical, feature, f"table.categorical[{i}]")
+                for i, feature in enumerate(content.get("categorical") or [])
             ],
             split=_make(SplitRule, content.get("split") or {}, "table.split"),
         )
@@ -223,26 +223,29 @@ def _check_transform(where: str, transform: Any) -> None:
     )
     numbers = argument if isinstance(argument, list) else [argument]
     count = {"fill": 1, "clip": 2, "log": 1}.get(str(name), 0)
-    given = 0 if argument is None else len(numbers)
-    good = given == count and all(isinstance(n, int | float) for n in numbers if count)
+    num_arguments = 0 if argument is None else len(numbers)
+    good = num_arguments == count and all(isinstance(n, int | float) for n in numbers if count)
     require(good, f"{where}: transform {name} takes {count} numbers, got {argument!r}")
 
 
-def _check_categorical(where: str, each: Categorical) -> None:
+def _check_categorical(where: str, feature: Categorical) -> None:
     require(
-        bool(each.expression) + bool(each.cross) < 2, f"{where}: an expression or a cross, not both"
+        bool(feature.expression) + bool(feature.cross) < 2,
+        f"{where}: an expression or a cross, not both",
     )
-    require(not each.cross or len(each.cross) > 1, f"{where}: a cross needs two columns or more")
     require(
-        each.hotness is None or (each.is_list and each.hotness > 0),
-        f"{where}: hotness is positive, and for a list or separated text only; got {each.hotness}",
+        not feature.cross or len(feature.cross) > 1, f"{where}: a cross needs two columns or more"
+    )
+    require(
+        feature.hotness is None or (feature.is_list and feature.hotness > 0),
+        f"{where}: hotness is positive, and for a list or separated text only; got {feature.hotness}",
     )
     for key in ("max_size", "buckets"):
-        value = getattr(each, key)
+        value = getattr(feature, key)
         require(value is None or value > 0, f"{where}: {key} must be positive, got {value}")
-    vocabulary = each.max_size is not None or each.frequency_limit is not None
+    vocabulary = feature.max_size is not None or feature.frequency_limit is not None
     require(
-        each.buckets is None or not vocabulary,
+        feature.buckets is None or not vocabulary,
         f"{where}: buckets have no vocabulary; drop frequency_limit and max_size, or buckets",
     )
 

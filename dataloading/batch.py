@@ -62,7 +62,7 @@ class FixedLayout:
         offsets = torch.zeros(len(lengths) + 1, dtype=dtype)
         torch.cumsum(lengths, 0, dtype=dtype, out=offsets[1:])
         self.keys = keys
-        self.length_per_key = [num_valid * each for each in hotness]
+        self.length_per_key = [num_valid * count for count in hotness]
         self._copies = {torch.device("cpu"): (lengths, offsets)}
 
     def jagged(self, values: Tensor) -> KeyedJaggedTensor:

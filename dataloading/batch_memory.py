@@ -65,7 +65,7 @@ class Slots:
     """Memory that reader processes fill, and how far the device is with copying it.
 
     Attributes:
-        batches: of each slot, the batches that have been in it, by their sizes: their memory is always the same.
+        batches: of memory slot, the batches that have been in it, by their sizes: their memory is always the same.
     """
 
     def __init__(self, num_slots: int, num_bytes: int) -> None:
@@ -86,16 +86,16 @@ class Slots:
         """Let the current GPU copy from here by itself; once, and after the processes were forked."""
         if self._copied:
             return
-        for each in self._memories:
-            torch.cuda.check_error(_cudart().cudaHostRegister(each.data_ptr(), each.numel(), 0))
+        for memory in self._memories:
+            torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
             self._copied.append(torch.cuda.Event())
 
     def unpin(self) -> None:
         """Undo `pin`, as far as it came, when all copies are done."""
         if self._copied:
             torch.cuda.synchronize()
-        for each, _ in zip(self._memories, self._copied, strict=False):
-            torch.cuda.check_error(_cudart().cudaHostUnregister(each.data_ptr()))
+        for memory, _ in zip(self._memories, self._copied, strict=False):
+            torch.cuda.check_error(_cudart().cudaHostUnregister(memory.data_ptr()))
         self._copied = []
 
     def are_copied(self, slot: int) -> None:

@@ -115,7 +115,7 @@ class Loader:
         Raises:
             ValueError: there is no room for the processes, or for the batches that they read ahead.
         """
-        is_ragged = any(each.hotness is None for each in self.source.spec.categorical)
+        is_ragged = any(feature.hotness is None for feature in self.source.spec.categorical)
         if is_ragged or self.source.granule(self.split) > self.batch_size // self.world_size:
             return
         num_processes = min(self.workers, self.prefetch)
@@ -256,7 +256,7 @@ class Loader:
     def _columns(self, num_valid: int, padded_to: int, allocate: Allocate) -> Columns:
         """Return columns that lie in memory as those that the source fills."""
         spec = self.source.spec
-        num_ids = [num_valid * (each.hotness or 0) for each in spec.categorical]
+        num_ids = [num_valid * (feature.hotness or 0) for feature in spec.categorical]
         return Columns.empty(spec, num_valid, padded_to, num_ids, allocate)
 
     def _whole_batch_bytes(self) -> int:
@@ -279,7 +279,9 @@ class Loader:
         shared = None
         if None in hotness:
             lengths = memory.tensor(_lengths(columns, hotness, rows, memory.allocate))
-            ids = jagged(keys, values, lengths, None, [len(each) for each in columns.ids])
+            ids = jagged(
+                keys, values, lengths, None, [len(feature_ids) for feature_ids in columns.ids]
+            )
         else:
             fixed = tuple(count for count in hotness if count is not None)
             shared = fixed_layout(keys, fixed, rows.num_valid, rows.padded_to, values.dtype)
@@ -296,13 +298,13 @@ class Loader:
 def _lengths(
     columns: Columns, hotness: tuple[int | None, ...], rows: RankRows, allocate: Allocate
 ) -> np.ndarray:
-    """Return the ids of each row, feature after feature, [F * B], in the dtype of the ids."""
+    """Return the ids of num_ids row, feature after feature, [F * B], in the dtype of the ids."""
     lengths = allocate((len(hotness) * rows.padded_to,), columns.values.dtype)
     table = lengths.reshape(len(hotness), rows.padded_to)
-    for row, each, ragged in zip(table, hotness, columns.lengths, strict=True):
-        if each is None:
+    for row, num_ids, ragged in zip(table, hotness, columns.lengths, strict=True):
+        if num_ids is None:
             row[:] = ragged
         else:
-            row[: rows.num_valid] = each
+            row[: rows.num_valid] = num_ids
             row[rows.num_valid :] = 0
     return lengths

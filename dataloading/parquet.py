@@ -154,11 +154,11 @@ class _GroupCache:
 
     def get(self, key: tuple[str, int], decode: Callable[[], RowGroup]) -> RowGroup:
         with self._lock:
-            found = self._groups.pop(key, None)
-            group = Future() if found is None else found
+            kept = self._groups.pop(key, None)
+            group = Future() if kept is None else kept
             self._groups[key] = group
             self._drop_oldest()
-        if found is None:
+        if kept is None:
             try:
                 group.set_result(decode())
             except BaseException as error:

@@ -59,7 +59,7 @@ class ReaderProcesses:
     @property
     def pids(self) -> list[int]:
         """The processes."""
-        return [each.pid for each in self._readers]
+        return [reader.pid for reader in self._readers]
 
     @property
     def num_pending(self) -> int:
@@ -94,8 +94,8 @@ class ReaderProcesses:
 
     def close(self) -> None:
         """End the processes, whatever they are at; nothing is pending any more."""
-        for each in self._readers:
-            each.close()
+        for reader in self._readers:
+            reader.close()
         self._readers = []
         self._num_finished = self._num_started
 
@@ -144,23 +144,23 @@ class _Reader:
         self._connection.close()
 
     def _how_it_ended(self) -> str:
-        told = "a process that reads batches has ended"
+        message = "a process that reads batches has ended"
         if self._has_ended:
-            return told
+            return message
         self._has_ended = True
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if code == -signal.SIGBUS:
-            return f"{told} by SIGBUS: a file of the dataset became shorter while it was read, or its disk failed"
+            return f"{message} by SIGBUS: a file of the dataset became shorter while it was read, or its disk failed"
         by = f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
-        return f"{told}{by}; was it killed for want of memory?"
+        return f"{message}{by}; was it killed for want of memory?"
 
 
 def _serve(read: Callable[[int, int], None], connection: Connection, parent: int) -> NoReturn:
     """Fill slots until the parent is gone."""
     exit_code = 1
     try:
-        for each in SIGNALS_OF_THE_RUN:
-            signal.signal(each, signal.SIG_IGN)
+        for signum in SIGNALS_OF_THE_RUN:
+            signal.signal(signum, signal.SIG_IGN)
         # Not every reader sees the parent's end of its pipe close: those that were forked later have it open.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         while os.getppid() == parent:
@@ -184,8 +184,8 @@ def _problem_of(read: Callable[[int, int], None], slot: int, number: int) -> Exc
     except MemoryError as error:
         return MemoryError(str(error))
     except OSError as error:
-        told = (str(error),) if error.errno is None else (error.errno, error.strerror)
-        return OSError(*told, *([error.filename] if error.filename else []))
+        arguments = (str(error),) if error.errno is None else (error.errno, error.strerror)
+        return OSError(*arguments, *([error.filename] if error.filename else []))
     except Exception:
         # Not every exception can be sent to another process.
         return RuntimeError(f"in a process that reads batches:\n{traceback.format_exc()}")

@@ -52,16 +52,16 @@ class SplitGroups:
 
     def cut(self, first: int, last: int) -> list[tuple[int, slice]]:
         """Return (row group, rows inside it) for the rows [first, last)."""
-        found = []
+        groups = []
         group = bisect_right(self._starts, first) - 1
         while first < last:
             begin, end = self._starts[group], self._starts[group + 1]
             stop = min(last, end)
             if stop > first:
-                found.append((group, slice(first - begin, stop - begin)))
+                groups.append((group, slice(first - begin, stop - begin)))
             first = max(first, stop)
             group += 1
-        return found
+        return groups
 
     def decode(self, spec: FeatureSpec, group: int) -> RowGroup:
         """Read a row group.

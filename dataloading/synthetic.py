@@ -50,8 +50,8 @@ class SyntheticSource:
             numerical_dtype=np.dtype(np.float32),
             label="label",
             categorical=tuple(
-                CategoricalFeature.of(f"cat_{i}", rows, each)
-                for i, (rows, each) in enumerate(zip(cardinalities, hotness, strict=True))
+                CategoricalFeature.of(f"cat_{i}", rows, count)
+                for i, (rows, count) in enumerate(zip(cardinalities, hotness, strict=True))
             ),
             splits={"train": SplitFiles(train_rows), "test": SplitFiles(test_rows)},
             metadata={},
@@ -103,7 +103,7 @@ class SyntheticSource:
     ) -> tuple[Columns, np.ndarray]:
         """Return the rows (uint64 [n]) of `split`, and the teacher's logits of them, float32 [n]."""
         num_rows = len(rows)
-        num_ids = [num_rows * each for each in self._hotness]
+        num_ids = [num_rows * hotness for hotness in self._hotness]
         columns = Columns.empty(
             self.spec, num_rows, num_rows if padded_to is None else padded_to, num_ids, allocate
         )
@@ -133,7 +133,10 @@ class SyntheticSource:
                 bag[:, column] = power_law(numbers, feature.cardinality, self._exponent)
 
     def _bags(self, columns: Columns) -> list[np.ndarray]:
-        return [ids.reshape(-1, each) for ids, each in zip(columns.ids, self._hotness, strict=True)]
+        return [
+            ids.reshape(-1, hotness)
+            for ids, hotness in zip(columns.ids, self._hotness, strict=True)
+        ]
 
     def _key(self, *names: object) -> int:
         return stream_key(self._seed, *names)

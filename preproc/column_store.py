@@ -63,8 +63,8 @@ class ColumnAppender:
 
     def append(self, values: list[np.ndarray]) -> None:
         """Append to each column its array."""
-        for stream, each in zip(self._streams, values, strict=True):
-            data = bytes_of(each)
+        for stream, array in zip(self._streams, values, strict=True):
+            data = bytes_of(array)
             while data:
                 data = data[stream.write(data) :]
 

@@ -72,13 +72,13 @@ def find_gap(files: Sequence[RawFile]) -> str | None:
         match = re.fullmatch(r"(.*?)(\d+)(\D*)", file.path.name)
         if match:
             numbers.setdefault((match[1], match[3]), []).append(int(match[2]))
-    for (before, after), found in numbers.items():
-        found.sort()
-        gaps = [low + 1 for low, high in pairwise(found) if high > low + 1]
+    for (before, after), present in numbers.items():
+        present.sort()
+        gaps = [low + 1 for low, high in pairwise(present) if high > low + 1]
         if gaps:
             return (
-                f"{before}{gaps[0]}{after} is missing between {before}{min(found)}{after} and "
-                f"{before}{max(found)}{after}; fetch it, or give the files one by one"
+                f"{before}{gaps[0]}{after} is missing between {before}{min(present)}{after} and "
+                f"{before}{max(present)}{after}; fetch it, or give the files one by one"
             )
     return None
 

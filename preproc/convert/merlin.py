@@ -96,13 +96,13 @@ def _splits(root: Path) -> dict[str, list[Path]]:
     def files(name: str) -> list[Path]:
         return sorted((root / name).glob("*.parquet"), key=natural_order)
 
-    found = {"train": files("train"), "test": files("test")}
+    splits = {"train": files("train"), "test": files("test")}
     validation = next((files(name) for name in VALIDATION_FOLDERS if files(name)), [])
     if validation:
-        found["validation" if found["test"] else "test"] = validation
-    if not found["test"]:
+        splits["validation" if splits["test"] else "test"] = validation
+    if not splits["test"]:
         raise ValueError(f"{root}: train/ only; want valid/ or test/ beside it, with *.parquet")
-    return found
+    return splits
 
 
 def _roles(root: Path) -> Roles:
@@ -169,10 +169,10 @@ def _cardinality(value: object) -> int | None:
         return None
     try:
         sizes = _struct(value.encode("latin-1")).get("embedding_sizes")
-        found = sizes.get("cardinality") if isinstance(sizes, Mapping) else None
+        cardinality = sizes.get("cardinality") if isinstance(sizes, Mapping) else None
     except (IndexError, struct.error, UnicodeError):
         return None
-    return int(found) if found else None
+    return int(cardinality) if cardinality else None
 
 
 def _struct(data: bytes) -> dict[str, object]:
@@ -233,6 +233,6 @@ def _largest_id(paths: list[Path], name: str) -> int:
                 column = file.read_row_group(group, columns=[name]).column(name)
                 if not (pa.types.is_integer(column.type)):
                     column = pc.list_flatten(column)
-                found = pc.max(column).as_py()
-                largest = max(largest, -1 if found is None else found)
+                maximum = pc.max(column).as_py()
+                largest = max(largest, -1 if maximum is None else maximum)
     return largest

@@ -57,8 +57,8 @@ class NpyRows:
             numerical_dtype=np.dtype(np.float32),
             label="label",
             categorical=tuple(
-                CategoricalFeature.of(f"cat_{i}", rows + 1, each)
-                for i, (rows, each) in enumerate(zip(largest.tolist(), hotness, strict=True))
+                CategoricalFeature.of(f"cat_{i}", rows + 1, count)
+                for i, (rows, count) in enumerate(zip(largest.tolist(), hotness, strict=True))
             ),
             splits={
                 name: SplitFiles(sum(stop - start for _, start, stop in parts))
@@ -125,14 +125,14 @@ class _Day:
                 ]
                 yield (
                     slice(first, first + count),
-                    [each.reshape(count, -1) for each in read],
+                    [ids.reshape(count, -1) for ids in read],
                 )
 
     def largest_ids(self) -> np.ndarray:
         """Return the largest id of each table, int64 [num_tables]."""
         largest = np.zeros(len(self.hotness), np.int64)
         for _, ids in self.ids(0, self.num_rows):
-            largest = np.maximum(largest, [each.max() for each in ids])
+            largest = np.maximum(largest, [table.max() for table in ids])
         return largest
 
 

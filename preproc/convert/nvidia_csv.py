@@ -57,19 +57,19 @@ class CsvRows:
         self._root, self._label = root, labels[0]
         self._numerical, self._categorical = numerical, categorical
         self._check_chunks(where)
-        found = dict.fromkeys((n for n, c in cardinalities.items() if c == "auto"), 0)
-        if found:
+        counted = dict.fromkeys((n for n, c in cardinalities.items() if c == "auto"), 0)
+        if counted:
             for split in self._sources:
                 for table in self._tables(split):
-                    for name in found:
-                        found[name] = max(found[name], int(_integers(table, name).max()) + 1)
+                    for name in counted:
+                        counted[name] = max(counted[name], int(_integers(table, name).max()) + 1)
         self.spec = FeatureSpec(
             root=root,
             numerical=tuple(numerical),
             numerical_dtype=np.dtype(numerical_dtype),
             label=labels[0],
             categorical=tuple(
-                CategoricalFeature.of(name, found.get(name) or cardinalities[name])
+                CategoricalFeature.of(name, counted.get(name) or cardinalities[name])
                 for name in categorical
             ),
             splits={name: SplitFiles(0) for name in self._sources},

@@ -32,12 +32,12 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
     """Yield (kind, token, line)."""
     at = 0
     while at < len(text):
-        found = TOKEN.match(text, at)
-        if not found:
+        match = TOKEN.match(text, at)
+        if not match:
             raise ValueError(f"line {text.count(chr(10), 0, at) + 1}: a string does not end")
-        if found.lastgroup:
-            yield found.lastgroup, found[0], text.count("\n", 0, at) + 1
-        at = found.end()
+        if match.lastgroup:
+            yield match.lastgroup, match[0], text.count("\n", 0, at) + 1
+        at = match.end()
 
 
 def _message(
@@ -91,8 +91,8 @@ def _scalar(tokens: list[tuple[str, str, int]], at: int) -> tuple[Any, int]:
 
 
 def _unescape(text: str) -> str:
-    def character(found: re.Match[str]) -> str:
-        code = found[1]
+    def character(match: re.Match[str]) -> str:
+        code = match[1]
         if code[0] == "x" and len(code) > 1:
             return chr(int(code[1:], 16))
         if code[0] in "01234567":

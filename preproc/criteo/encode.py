@@ -251,9 +251,9 @@ class ColumnEncoder:
         ids: np.ndarray,
     ) -> None:
         """Put in the ids of texts that have no code, for the rows from `start` on."""
-        found = cursor.execute(
+        patches = cursor.execute(
             f'SELECT o."row" - {start} AS at, v.id AS id FROM non_hex AS o '
             f"JOIN vocabulary_{name} AS v ON o.value = v.value "
             f'WHERE o."column" = {number} AND o."row" >= {start} AND o."row" < {start + len(ids)}'
         ).fetchnumpy()
-        ids[found["at"]] = found["id"]
+        ids[patches["at"]] = patches["id"]

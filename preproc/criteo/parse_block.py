@@ -24,7 +24,7 @@ SMALL: dict[str, str | bool | int | float | list[str]] = {"threads": 1, "memory_
 # A line of empty fields; what a piece has no rows for is memory that is never touched.
 SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
 # Texts without a code, and integers that are not looked up, that the kernel finds before it stops.
-FOUND = 1 << 13
+MOST_FOUND = 1 << 13
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ def _transformed(
     connection: duckdb.DuckDBPyConnection, dtype: np.dtype, integers: np.ndarray
 ) -> np.ndarray:
     """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; masked ones are missing."""
-    found = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
-    return found.fetchnumpy()["y"].astype(dtype)
+    result = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
+    return result.fetchnumpy()["y"].astype(dtype)
 
 
 class BlockParser:
@@ -119,8 +119,8 @@ class BlockParser:
         numericals = np.empty((rows, NUM_NUMERICAL), self._bits)
         missing = np.empty((rows, MISSING_BYTES), np.uint8)
         codes = np.empty((NUM_CATEGORICAL, rows), np.uint32)
-        far, far_values = np.empty((2, FOUND), np.int64)
-        non_hex = np.empty((FOUND, 4), np.int64)
+        far, far_values = np.empty((2, MOST_FOUND), np.int64)
+        non_hex = np.empty((MOST_FOUND, 4), np.int64)
         data = np.frombuffer(text, np.uint8)
         non_hex_texts: list[NonHexTexts] = []
         bad: list[tuple[int, str, bytes]] = []
@@ -151,8 +151,8 @@ class BlockParser:
                     bad.append((num_lines, reason, line))
                     num_lines += 1
                     at = end + 1
-        columns = [each[:num_rows] for each in (labels, numericals.view(self._dtype), missing)]
-        columns += [each[:num_rows] for each in codes]
+        columns = [array[:num_rows] for array in (labels, numericals.view(self._dtype), missing)]
+        columns += [column[:num_rows] for column in codes]
         return Parsed(columns, non_hex_texts, bad, num_lines, len(text))
 
 

@@ -93,7 +93,7 @@ def shuffle_rows(
 
     with ThreadPoolExecutor(threads) as pool:
         for name, step in (("dealt", deal), ("permuted", permute)):
-            waiting = [each for each in columns if each.path.name not in state[name]]
+            waiting = [column for column in columns if column.path.name not in state[name]]
             done = pool.map(step, waiting)
             for column, _ in zip(waiting, done, strict=True):
                 state[name].append(column.path.name)

@@ -142,7 +142,7 @@ def print_columns(
         cells = [name, f"{100 * column.missing:.2f}"]
         if column.distinct is not None and column.kept is not None:
             cells += [f"{column.distinct:,}", f"{column.kept:,}", f"{column.kept + 1:,}"]
-            cells += [f"{100 * each.zero_ids[name] / each.rows:.2f}" for each in splits.values()]
+            cells += [f"{100 * split.zero_ids[name] / split.rows:.2f}" for split in splits.values()]
         table.add_row(*cells)
     console.print(table)
 

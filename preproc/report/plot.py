@@ -77,10 +77,10 @@ def _draw_sizes(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: i
         most = max(most, column.distinct)
         axes.barh(y, max(column.distinct, 1), color=LIGHT_BLUE, height=0.7)
         axes.barh(y, max(column.kept, 1), color=BLUE, height=0.7)
-        told = _short(column.kept)
+        text = _short(column.kept)
         if column.kept != column.distinct:
-            told += f" of {_short(column.distinct)}"
-        axes.text(1.2 * max(column.distinct, 1), y, told, va="center", size=7.5)
+            text += f" of {_short(column.distinct)}"
+        axes.text(1.2 * max(column.distinct, 1), y, text, va="center", size=7.5)
     # Room for the words behind the longest bar.
     axes.set(
         title=f"values that are kept (dark) of those seen, limit {frequency_limit}",
@@ -103,9 +103,9 @@ def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit
     axes.imshow(100 - cells, cmap="YlOrBr", vmin=0, vmax=60, aspect="auto", alpha=0.85)
     for (y, x), part in np.ndenumerate(cells):
         if np.isfinite(part):
-            told = "100" if part == 100 else f"{min(part, 99.9):.1f}"
+            text = "100" if part == 100 else f"{min(part, 99.9):.1f}"
             dark = part < 60
-            axes.text(x, y, told, ha="center", va="center", size=7, color="white" if dark else INK)
+            axes.text(x, y, text, ha="center", va="center", size=7, color="white" if dark else INK)
     heads = [
         f"{limit}\n{_short(int(total))}"
         for limit, total in zip(COVERAGE_LIMITS, table_rows, strict=True)

@@ -27,7 +27,7 @@ BASE_BYTES = 200 << 20
 
 def nulls_first(order_by: list[str]) -> str:
     """Return the ORDER BY list that means the same to every engine."""
-    return ", ".join(f"{each} NULLS FIRST" for each in order_by)
+    return ", ".join(f"{expression} NULLS FIRST" for expression in order_by)
 
 
 class Engine(Protocol):
@@ -215,5 +215,4 @@ def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
         return ValueError(
             f"{named[1]}, line {line[1]}: {reason}; correct or remove it, or set on_bad=quarantine"
         )
-    told = first_line(error)
-    return ValueError(f"{f'{file.path}: ' if file else ''}{told}")
+    return ValueError(f"{f'{file.path}: ' if file else ''}{first_line(error)}")

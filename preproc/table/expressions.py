@@ -97,7 +97,7 @@ def mean_and_deviation(
     count: int, low: float, high: float, sums: tuple[int, int]
 ) -> tuple[float, float]:
     """Return mean and standard deviation (of the population) from `fixed_point_sums`."""
-    first, second = (int(each) / FIXED_POINT / count for each in sums)
+    first, second = (int(total) / FIXED_POINT / count for total in sums)
     size = (high - low) or 1.0
     return low + size * first, size * max(second - first * first, 0.0) ** 0.5
 

@@ -79,7 +79,7 @@ class TableFiles:
                 for part, chunk in self._chunks(relation, columns, rows):
                     with np.errstate(over="ignore"):
                         values = np.stack(
-                            [np.asarray(each).astype(dtype) for each in chunk.values()], axis=1
+                            [np.asarray(column).astype(dtype) for column in chunk.values()], axis=1
                         )
                     assert len(values) == len(part)
                     if not np.isfinite(values).all():
@@ -96,7 +96,7 @@ class TableFiles:
         self, relation: str, feature: CategoricalFeature, is_list: bool
     ) -> dict[str, tuple[int, int]]:
         """Write the ids of a feature; return for each split its ids that are not 0, and zeros."""
-        found = {}
+        counts = {}
         dtype = feature.dtype.newbyteorder("<")
         for split, rows in self._splits.items():
             nonzero = zeros = total = 0
@@ -125,8 +125,8 @@ class TableFiles:
                     offsets.__exit__(None)
                     self.records |= offsets.record
             self.records |= file.record
-            found[split] = (nonzero, zeros)
-        return found
+            counts[split] = (nonzero, zeros)
+        return counts
 
     def write_vocabulary(self, relation: str, name: str) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids."""

@@ -71,9 +71,9 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         name: find_files(source.files, "source", parquet=source.format == "parquet")
         for name, source in table.sources.items()
     }
-    for each in files.values():
-        refuse_copies(each)
-    every = [file for each in files.values() for file in each]
+    for paths in files.values():
+        refuse_copies(paths)
+    every = [file for paths in files.values() for file in paths]
     identity = _identity(config, table, every)
     with work_directory(config, output, identity) as work:
         if not work.has_progress:
@@ -274,30 +274,30 @@ class _Run:
             rows, order = f"SELECT * FROM {quoted(next(iter(table.sources)))}", ["file_", "order_"]
             file = "file_"
         label = table.label.expression or quoted(table.label.name)
-        said = f"lower(CAST(({label}) AS STRING))"
+        label_text = f"lower(CAST(({label}) AS STRING))"
         values = [f"{file} AS file_"] if table.query else ["file_", "order_"]
         values.append(
-            f"CASE WHEN {said} IN ('1', '1.0', 'true') THEN 1 "
-            f"WHEN {said} IN ('0', '0.0', 'false') THEN 0 END AS label_"
+            f"CASE WHEN {label_text} IN ('1', '1.0', 'true') THEN 1 "
+            f"WHEN {label_text} IN ('0', '0.0', 'false') THEN 0 END AS label_"
         )
-        values += [f"{number_of(each)} AS n{i}" for i, each in enumerate(table.numerical)]
-        values += [f"{value_of(each)} AS c{i}" for i, each in enumerate(table.categorical)]
+        values += [f"{number_of(feature)} AS n{i}" for i, feature in enumerate(table.numerical)]
+        values += [f"{value_of(feature)} AS c{i}" for i, feature in enumerate(table.categorical)]
         if table.split.by == "column":
             values.append(f"CAST(({table.split.expression}) AS STRING) AS split_")
-        reasons = [f"WHEN {said} IS NULL THEN 'the label is missing'"]
+        reasons = [f"WHEN {label_text} IS NULL THEN 'the label is missing'"]
         reasons.append(
-            f"WHEN {said} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
-            f"THEN 'the label is ' || {said} || ', wanted 0 or 1'"
+            f"WHEN {label_text} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
+            f"THEN 'the label is ' || {label_text} || ', wanted 0 or 1'"
         )
-        for each in table.numerical:
-            shown = f"CAST(({each.expression or quoted(each.name)}) AS STRING)"
+        for feature in table.numerical:
+            value = f"CAST(({feature.expression or quoted(feature.name)}) AS STRING)"
             reasons.append(
-                f"WHEN {not_a_number(each)} THEN {text(each.name + ' is ')} || {shown} "
+                f"WHEN {not_a_number(feature)} THEN {text(feature.name + ' is ')} || {value} "
                 "|| ', wanted a number'"
             )
         checked = f"SELECT {', '.join(values)}, CASE {' '.join(reasons)} END AS bad_"
         if table.query:
-            keys = ", ".join(f"({each}) AS key{i}_" for i, each in enumerate(order))
+            keys = ", ".join(f"({expression}) AS key{i}_" for i, expression in enumerate(order))
             checked += f", {keys} FROM ({rows})"
             order = [f"key{i}_" for i in range(len(order))]
         else:
@@ -367,23 +367,25 @@ class _Run:
             f"SELECT count(*) FROM staged_ WHERE file_ = {last if last is not None else 0}"
         )
         expression = split_of(rule, rows, last_rows, config.train_fraction, config.seed)
-        staged = f"(SELECT *, {expression} AS name_ FROM staged_)"
-        found = dict(self.engine.rows(f"SELECT name_, count(*) FROM {staged} GROUP BY name_"))
-        unknown = sorted(set(found) - {*SPLIT_NAMES, None})
+        rows_and_split = f"(SELECT *, {expression} AS name_ FROM staged_)"
+        split_rows = dict(
+            self.engine.rows(f"SELECT name_, count(*) FROM {rows_and_split} GROUP BY name_")
+        )
+        unknown = sorted(set(split_rows) - {*SPLIT_NAMES, None})
         problem = None
         if unknown:
             problem = f"got split {unknown[0]!r}, want {', '.join(SPLIT_NAMES)} or null"
         for name in ("train", "test"):
-            if not found.get(name):
+            if not split_rows.get(name):
                 problem = problem or f"no rows are left for {name} of {rows}; change the split"
         if problem:
             self.work.forget()
             raise ValueError(f"table.split: {problem}")
         start = 0
         for name in SPLIT_NAMES:
-            if found.get(name):
-                self.splits[name] = range(start, start + found[name])
-                start += found[name]
+            if split_rows.get(name):
+                self.splits[name] = range(start, start + split_rows[name])
+                start += split_rows[name]
         if rule.by in ("fraction", "last_file") and not config.shuffle:
             # Already in this order.
             path = "staged_" if "staged_" in self.work.state["relations"] else "all_"
@@ -395,7 +397,7 @@ class _Run:
         place = f"CASE WHEN name_ = 'train' THEN {number} ELSE 0 END" if config.shuffle else "0"
         query = (
             f"SELECT {self._columns()}, CASE name_ {rank} END AS rank_, {place} AS place_, "
-            f"row_ AS before_ FROM {staged} WHERE name_ IS NOT NULL"
+            f"row_ AS before_ FROM {rows_and_split} WHERE name_ IS NOT NULL"
         )
         self._once(
             "rows_", lambda path: self.engine.number(query, ["rank_", "place_", "before_"], path)
@@ -511,8 +513,8 @@ class _Run:
         for split, rows in self.splits.items():
             present = {}
             if single:
-                (found,) = self.engine.rows(f"SELECT {', '.join(single)} FROM {self._of(rows)}")
-                present = dict(zip((n for n in names if n not in lists), found, strict=True))
+                (counts,) = self.engine.rows(f"SELECT {', '.join(single)} FROM {self._of(rows)}")
+                present = dict(zip((n for n in names if n not in lists), counts, strict=True))
             for name in lists:
                 ((present[name],),) = self.engine.rows(
                     f"SELECT count(value) FROM {self._of(rows, encoded[name].relation)}"

@@ -74,7 +74,7 @@ class SparkEngine:
                 names = frame.columns
             else:
                 frame, names = self._text(source, path)
-            columns = [F.col(f"`{each}`") for each in names]
+            columns = [F.col(f"`{name}`") for name in names]
             frame = frame.select(
                 F.lit(number).alias("file_"),
                 # Blocks stand at their offset; the rows of a block are read one after another.
@@ -88,10 +88,10 @@ class SparkEngine:
                 self._texts.append((file, int(source.header), frame))
                 frame = frame.where(F.col(REASON).isNull()).drop(REASON, LINE)
             parts.append(frame)
-        whole = parts[0]
+        union = parts[0]
         for part in parts[1:]:
-            whole = whole.unionByName(part)
-        whole.createOrReplaceTempView(quoted(name) if not name.isidentifier() else name)
+            union = union.unionByName(part)
+        union.createOrReplaceTempView(quoted(name) if not name.isidentifier() else name)
 
     def _text(self, source: Source, path: str) -> tuple[DataFrame, list[str]]:
         csv = source.format == "csv"
@@ -123,13 +123,13 @@ class SparkEngine:
             firsts[part] = total
             total += count
         starts = (
-            F.create_map(*(F.lit(each) for pair in firsts.items() for each in pair))
+            F.create_map(*(F.lit(number) for pair in firsts.items() for number in pair))
             if firsts
             else F.lit(None)
         )
         # Within a partition the lower 33 bits count the rows.
         row = F.element_at(starts, F.col("part_")) + F.col("id_").bitwiseAND(2**33 - 1)
-        names = [each for each in stored.columns if each not in ("id_", "part_")]
+        names = [name for name in stored.columns if name not in ("id_", "part_")]
         numbered = stored.select(row.cast("bigint").alias("row_"), *names)
         self._write(numbered, path)
         shutil.rmtree(ordered)
@@ -165,18 +165,18 @@ class SparkEngine:
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
         """Return the lines that were left out; lines are counted as Spark does, without blank ones."""
-        found = []
+        bad_lines = []
         for file, headers, frame in self._texts:
             # Numbering lines takes one task for the whole file: only if there is a reason.
             if frame.where(F.col(REASON).isNotNull()).isEmpty():
                 continue
             numbered = frame.withColumn("number_", F.row_number().over(Window.orderBy("order_")))
             bad = numbered.where(F.col(REASON).isNotNull()).orderBy("number_")
-            found += [
+            bad_lines += [
                 (str(file.path), row["number_"] + headers, row[REASON], row[LINE] or "")
                 for row in bad.select("number_", REASON, LINE).collect()
             ]
-        return found
+        return bad_lines
 
     def exploded(self, relation: str, row: str, column: str) -> str:
         """Explode the list with its positions."""

@@ -37,8 +37,8 @@ def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[st
                 ones += pc.sum(pc.equal(table.column(spec.label), 1)).as_py() or 0
     except (ValueError, pa.ArrowException, OSError) as error:
         return num_rows, ones, [(str(error).partition("\n")[0].removeprefix(f"{path}: "), 1)]
-    found = [(f"{n:,} {kind}, the first {firsts[kind]}", n) for kind, n in counts.items()]
-    return num_rows, ones, found
+    mistakes = [(f"{n:,} {kind}, the first {firsts[kind]}", n) for kind, n in counts.items()]
+    return num_rows, ones, mistakes
 
 
 def _mistakes(table: pa.Table, spec: FeatureSpec) -> Iterator[tuple[str, np.ndarray, object]]:

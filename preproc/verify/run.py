@@ -148,8 +148,8 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
     if task.parquet:
         from preproc.verify.parquet import check_values
 
-        num_items, ones, found = check_values(task.path, task.parquet)
-        for text, count in found:
+        num_items, ones, mistakes = check_values(task.path, task.parquet)
+        for text, count in mistakes:
             findings.add(task.path, text, count)
     if task.split:
         findings.splits[task.split] = SplitSummary(num_items, ones)
