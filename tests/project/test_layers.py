@@ -105,7 +105,6 @@ ROOMS = {
         "preproc.column_store",
         "preproc.complete_dataset",
         "preproc.dataset_writer",
-        "preproc.fitted_state",
         "preproc.line_blocks",
         "preproc.raw_files",
         "preproc.report",
