@@ -508,3 +508,19 @@ def test_no_batch_is_handed_out_twice(way):
         prefetcher.start_next()
         assert list(prefetcher) == []
     assert not torch.equal(first.numerical, second.numerical)
+
+
+def test_a_state_that_was_copied_is_loaded_into_another_step():
+    with ranks_of_cpu():
+        trained, other = (build(compose_config(*TINY, *rule("adam"))) for _ in range(2))
+        trained.train(0, 2)
+        other.train(0, 1)
+        copied = {
+            name: value.clone()
+            for name, value in trained.step.state_dict().items()
+            if name.startswith("dense")
+        }
+        other.step.load_state_dict(copied)
+        state = other.step.state_dict()
+        assert set(other.step.state_shapes()) == set(state)
+        assert all(torch.equal(state[name], value) for name, value in copied.items())
