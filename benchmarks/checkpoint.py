@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.rows import compose_row, run_parser
 from configs.schema import Config, Mode
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader
-from dataloading.source import Source
 from nn.build import (
     build_loaders,
     build_plan,

@@ -19,12 +19,12 @@ from time import perf_counter, process_time
 import numpy as np
 import torch
 
-from dataloading.binary import BinarySource
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
-from dataloading.open_dataset import open_dataset
-from dataloading.source import Source
 
 T15_CARDINALITIES = (
     *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.rows import ROWS, Row
 from configs.schema import Amp, Config, TableDtype
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
 from nn.embedding.declared_tables import pooled_columns
 from nn.embedding.table_rules import table_rule

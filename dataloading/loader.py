@@ -13,9 +13,9 @@ import torch
 
 from dataloading.batch import Batch, fixed_layout, jagged
 from dataloading.batch_memory import BatchMemory, OwnMemory, Slots, aligned
+from dataloading.dataset.source import Allocate, Columns, Source
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
-from dataloading.source import Allocate, Columns, Source
 
 SLOTS_IN_USE = 2
 """Batches of reader processes that are not being read: one that was just handed out, one that may still be copied."""

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.gather import expand
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.gather import expand
+from dataloading.dataset.source import Allocate, Columns
+from dataloading.dataset.split_files import SplitFiles
 from dataloading.randomness import power_law, stream_key, uniform
-from dataloading.source import Allocate, Columns
-from dataloading.split_files import SplitFiles
 from dataloading.teacher import Teacher
 
 CHUNK_ROWS = 8192

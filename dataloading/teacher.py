@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.randomness import stream_key, uniform
 
 KNOWN_IDS = 4096

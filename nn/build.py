@@ -9,10 +9,10 @@ import torch
 from torchrec import EmbeddingBagCollection
 
 from configs.schema import Amp, Config, Device, Mode, TableDtype
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
-from dataloading.open_dataset import open_dataset
-from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.collection import build_embeddings, keep_float32

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from configs.schema import Component, Config, Mode
-from dataloading.feature_spec import FeatureSpec
-from dataloading.file_states import changed_files, changed_samples
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.file_states import changed_files, changed_samples
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader
-from dataloading.source import Source
 from nn.build import model_spec
 from nn.checkpoint.compatibility import feature_mismatch
 from nn.checkpoint.directory import (

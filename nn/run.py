@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from configs.schema import Config, Mode
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
-from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
 from nn.build import (
     TRAIN_SPLIT,

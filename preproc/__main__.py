@@ -12,8 +12,8 @@ from configs.overrides import to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
 from configs.table_schema import TableConfig
-from dataloading.dataset_directory import check_output
-from dataloading.feature_spec import SPEC_NAME
+from dataloading.dataset.dataset_directory import check_output
+from dataloading.dataset.feature_spec import SPEC_NAME
 from preproc.report.console import Progress
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloading.durable_files import sync_stream
+from dataloading.dataset.durable_files import sync_stream
 
 
 def bytes_of(values: np.ndarray) -> memoryview:

@@ -9,8 +9,8 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from configs.table_schema import TableConfig
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.split_files import SplitFiles
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.split_files import SplitFiles
 from preproc.dataset_writer import finish_dataset
 from preproc.fitted_state import save_fitted
 from preproc.report.console import (

@@ -1,6 +1,6 @@
 """The dataset while it grows: files that are complete one by one, the spec last, then one rename.
 
-Unlike `dataloading.dataset_directory.write_dataset` it survives the process: a file that is on
+Unlike `dataloading.dataset.dataset_directory.write_dataset` it survives the process: a file that is on
 record is not written again by the next run.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.dataset_directory import write_spec
-from dataloading.durable_files import put_in_place, sync_directory, sync_file, sync_stream
-from dataloading.feature_spec import SPEC_NAME, FeatureSpec
-from dataloading.split_files import SplitFiles
+from dataloading.dataset.dataset_directory import write_spec
+from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file, sync_stream
+from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import bytes_of
 
 

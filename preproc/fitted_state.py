@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.preproc_schema import PreprocConfig
 from configs.table_schema import TableConfig
-from dataloading.feature_spec import SPEC_NAME
+from dataloading.dataset.feature_spec import SPEC_NAME
 
 FITTED = "preproc.json"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from configs.preproc_schema import PreprocConfig
-from dataloading.dataset_directory import write_dataset
-from dataloading.source import Columns
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.source import Columns
 from dataloading.synthetic import SyntheticSource
 from preproc.report.console import Progress, SplitSummary, print_result, print_splits
 

@@ -17,7 +17,7 @@ from typing import Any
 import duckdb
 
 from configs.preproc_schema import PreprocConfig
-from dataloading.durable_files import (
+from dataloading.dataset.durable_files import (
     clear_leftovers,
     lock_directory,
     partial_sibling,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloading.feature_spec import id_dtype
+from dataloading.dataset.feature_spec import id_dtype
 
 LABEL = "label"
 NUMERICAL = [f"num_{i}" for i in range(13)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import Component
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 

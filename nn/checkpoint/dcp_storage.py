@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dataloading.durable_files import sync_descriptor, write_synced
+from dataloading.dataset.durable_files import sync_descriptor, write_synced
 from nn.checkpoint.tensor_index import (
     CHECKSUM_BYTES,
     FORMAT,

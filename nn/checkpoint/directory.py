@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dataloading.durable_files import (
+from dataloading.dataset.durable_files import (
     replace_directory,
     replace_link,
     sync_directory,

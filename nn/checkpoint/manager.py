@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from configs.schema import CheckpointConfig
-from dataloading.feature_spec import FeatureSpec
-from dataloading.file_states import changed_files, file_states
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.file_states import changed_files, file_states
 from nn.checkpoint.directory import commit, newest_first, prune, step_of, unfinished
 from nn.checkpoint.staging import StagingBuffer, State, num_bytes
 from nn.checkpoint.state import TRAINER, Trained, missing_parts, write

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from configs.schema import Component, Config
-from dataloading.feature_spec import FeatureSpec
-from dataloading.file_states import file_samples, file_states
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.file_states import file_samples, file_states
 from nn.checkpoint.compatibility import (
     chosen,
     component_of,

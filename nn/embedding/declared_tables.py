@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from configs.schema import ModelConfig
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 
 if TYPE_CHECKING:
     # TorchRec takes seven seconds to import; models import this file, and `--help` models.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import MultiHotConfig
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from nn.embedding.mt19937 import Jump, State, generator_at, words
 
 Picked = tuple[np.ndarray, int, State]

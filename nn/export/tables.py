@@ -18,7 +18,7 @@ from urllib.parse import quote
 import numpy as np
 
 from configs.export_schema import ExportFormat
-from dataloading.durable_files import new_directory
+from dataloading.dataset.durable_files import new_directory
 from nn.checkpoint.tensor_index import (
     BLOCK_BYTES,
     DTYPES,

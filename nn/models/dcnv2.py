@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import ModelConfig, option, require, require_widths
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from configs.schema import ModelConfig, option, require, require_widths
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP

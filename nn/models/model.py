@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.ops.pooled_embeddings import PooledEmbeddings
 
 if TYPE_CHECKING:

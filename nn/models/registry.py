@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.overrides import no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import check_tables
 from nn.models.model import Model
 

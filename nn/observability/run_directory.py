@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from dataloading.durable_files import (
+from dataloading.dataset.durable_files import (
     UnlockableError,
     lock_directory,
     replace_text,

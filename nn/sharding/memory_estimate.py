@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from configs.schema import Amp, Config
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import pooled_columns
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables

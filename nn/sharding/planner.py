@@ -30,7 +30,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from configs.schema import ShardingConfig, ShardingType
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.collection import keep_float32
 from nn.embedding.declared_tables import ids_per_sample, table_of_feature
 from nn.embedding.table_rules import TableRule, less_state, with_column_cuts

@@ -31,7 +31,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from configs.schema import Amp, OptimizerConfig
 from dataloading.batch import Batch
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.collection import embeddings_of
 from nn.embedding.id_expansion import expand_jagged

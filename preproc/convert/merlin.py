@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec, measured
-from dataloading.parquet import ParquetSource
-from dataloading.parquet_files import open_file
-from dataloading.split_files import SplitFiles
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, measured
+from dataloading.dataset.parquet import ParquetSource
+from dataloading.dataset.parquet_files import open_file
+from dataloading.dataset.split_files import SplitFiles
 from preproc.convert.rows import SourceRows, natural_order
 from preproc.convert.text_proto import Message, parse_text_proto
 

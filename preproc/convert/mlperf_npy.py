@@ -16,8 +16,8 @@ from typing import IO
 
 import numpy as np
 
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.split_files import SplitFiles
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.split_files import SplitFiles
 from preproc.convert.rows import CHUNK_ROWS, Chunk, natural_order
 
 

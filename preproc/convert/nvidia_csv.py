@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import yaml
 
-from dataloading.dataset_directory import check_output
-from dataloading.durable_files import partial_sibling, put_in_place
-from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
-from dataloading.split_files import SplitFiles, expect, find_file
+from dataloading.dataset.dataset_directory import check_output
+from dataloading.dataset.durable_files import partial_sibling, put_in_place
+from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.dataset.split_files import SplitFiles, expect, find_file
 from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows
 
 TYPE = "csv"

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from dataloading.feature_spec import FeatureSpec
-from dataloading.source import Source
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.source import Source
 
 CHUNK_ROWS = 1 << 16
 """Rows that are in memory at a time."""

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from configs.preproc_schema import Format, PreprocConfig
-from dataloading.dataset_directory import check_output, write_dataset
-from dataloading.feature_spec import SPEC_NAME, FeatureSpec
-from dataloading.open_dataset import open_dataset
+from dataloading.dataset.dataset_directory import check_output, write_dataset
+from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
 from preproc.convert.merlin import merlin_rows
 from preproc.convert.mlperf_npy import NpyRows
 from preproc.convert.nvidia_csv import CsvRows, is_csv_spec, write_csv

@@ -13,8 +13,8 @@ from typing import Any
 import duckdb
 import numpy as np
 
-from dataloading.durable_files import sync_directory, sync_file
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.dataset.durable_files import sync_directory, sync_file
+from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
 from preproc.criteo.hash_table import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
 from preproc.criteo.tokenizer import NON_HEX

@@ -19,7 +19,7 @@ from typing import Any
 import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
-from dataloading.durable_files import sync_directory, sync_file, sync_stream
+from dataloading.dataset.durable_files import sync_directory, sync_file, sync_stream
 from preproc.column_store import ColumnAppender, StoredColumn
 from preproc.criteo.ordered_map import ordered_map
 from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed

@@ -19,8 +19,8 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
-from dataloading.durable_files import sync_file
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.dataset.durable_files import sync_file
+from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
 from preproc.complete_dataset import WrittenColumns, complete_dataset
 from preproc.criteo.as_table import criteo_table

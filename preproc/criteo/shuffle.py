@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloading.durable_files import sync_stream
+from dataloading.dataset.durable_files import sync_stream
 from dataloading.randomness import stream_key, uniform
 from preproc.column_store import StoredColumn, bytes_of
 from preproc.report.console import Stage

@@ -15,7 +15,7 @@ import duckdb
 
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import Source
-from dataloading.durable_files import replace_directory
+from dataloading.dataset.durable_files import replace_directory
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import quoted, text

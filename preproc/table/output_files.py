@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 import numpy as np
 
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.dataset_writer import GrowingFile
 from preproc.table.expressions import text
 from preproc.work_directory import Work

@@ -15,8 +15,8 @@ from typing import Any
 
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, TableConfig, transform_of
-from dataloading.durable_files import sync_file
-from dataloading.feature_spec import SPEC_NAME, CategoricalFeature
+from dataloading.dataset.durable_files import sync_file
+from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature
 from preproc.complete_dataset import WrittenColumns, complete_dataset
 from preproc.dataset_writer import checksum
 from preproc.fitted_state import copy_vocabulary, load_fitted

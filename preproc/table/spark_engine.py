@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Source
-from dataloading.durable_files import replace_directory
+from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile
 from preproc.table.duckdb_engine import nulls_first
 from preproc.table.expressions import quoted

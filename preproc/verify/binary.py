@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.binary import LABEL_DTYPE
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.split_files import OFFSET_DTYPE, SplitFiles, expect
+from dataloading.dataset.binary import LABEL_DTYPE
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
 
 Wrong = Callable[[np.ndarray], np.ndarray]
 """Items of a chunk -> which of them cannot be, bool."""

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
-from dataloading.parquet_files import check_columns, open_file
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
+from dataloading.dataset.parquet_files import check_columns, open_file
 
 
 def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[str, int]]]:

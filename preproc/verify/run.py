@@ -16,7 +16,7 @@ from threading import Lock
 import numpy as np
 
 from configs.preproc_schema import PreprocConfig
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.report.console import Progress, SplitSummary, Stage, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in
 

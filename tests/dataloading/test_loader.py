@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dataloading.batch import Batch
-from dataloading.binary import BinarySource
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.loader import Loader
 from tests.helpers.datasets import make_loader
 

@@ -17,12 +17,12 @@ import torch
 
 from configs.schema import Config
 from dataloading.batch_memory import Slots
-from dataloading.binary import BinarySource
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader
-from dataloading.open_dataset import open_dataset
-from dataloading.source import Source
 from dataloading.synthetic import SyntheticSource
 from nn.build import Loaders, open_source
 from tests.crash import has_ended, wait_until
@@ -298,8 +298,8 @@ def test_threads_read_where_sizes_vary(tmp_path, forked):
 def test_processes_read_row_groups_and_threads_those_larger_than_a_batch(
     tmp_path, forked, monkeypatch, kept
 ):
-    monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", kept)
-    monkeypatch.setattr("dataloading.parquet_writer.ROW_GROUP_ROWS", 8)
+    monkeypatch.setattr("dataloading.dataset.parquet.KEPT_BYTES", kept)
+    monkeypatch.setattr("dataloading.dataset.parquet_writer.ROW_GROUP_ROWS", 8)
     spec = write(tmp_path / "parquet", "parquet")
     fits = kept > 0
     assert open_dataset(spec).granule("train") == (1 if fits else 8)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from configs.schema import Component
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
 from nn.export.tables import ExportFormat, export_tables

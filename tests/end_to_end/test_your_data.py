@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "your_data.md").read_text()

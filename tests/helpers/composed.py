@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import register
 from configs.schema import Config
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader
-from dataloading.source import Source
 from nn.build import (
     build_plan,
     build_step,

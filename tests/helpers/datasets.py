@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
-from dataloading.source import Source
 
 ROWS = {"train": 256, "test": 128}
 CARDINALITY = 100

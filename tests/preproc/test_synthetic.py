@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloading.binary import BinarySource
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.synthetic import SyntheticSource
 from preproc import synthetic
 from tests.helpers.preproc_command import data_files, preproc

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from configs.schema import MultiHotConfig
-from dataloading.binary import BinarySource
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.synthetic import SyntheticSource
 from nn.embedding import multi_hot
 from nn.embedding.multi_hot import MultiHot, expand

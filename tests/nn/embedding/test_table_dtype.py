@@ -10,8 +10,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from configs.export_schema import ExportFormat
 from configs.schema import Component, OptimizerConfig, OptimizerName
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.build import build_plan, hardware_of, open_source
 from nn.checkpoint import state as checkpoint
 from nn.embedding.embedding_bags import LocalEmbeddingBags

@@ -6,7 +6,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dataloading.batch import Batch, jagged
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.state import plain_config
 from nn.embedding.collection import build_embeddings, embeddings_of, initialise_tables

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
 from configs.schema import ModelConfig, option, require_widths
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import build_plan, open_source, planned_hardware
 from nn.embedding.declared_tables import check_tables, one_table_per_feature
 from nn.export.tables import export_tables

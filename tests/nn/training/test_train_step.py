@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema import OptimizerName
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature
-from dataloading.source import Columns
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.source import Columns
 from nn.build import open_source
 from nn.distributed.errors import DivergedError
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.open_dataset import open_dataset
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
 from preproc.convert import mlperf_npy as npy
 from preproc.convert import nvidia_csv as csv_spec
 from preproc.convert import rows as rows_module

@@ -12,8 +12,8 @@ import duckdb
 import numpy as np
 import pytest
 
-from dataloading.binary import BinarySource
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.feature_spec import FeatureSpec
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 
 KAGGLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"

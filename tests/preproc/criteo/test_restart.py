@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.durable_files import clear_leftovers
+from dataloading.dataset.durable_files import clear_leftovers
 from preproc import dataset_writer as output_module
 from preproc.column_store import StoredColumn
 from preproc.criteo import parse, shuffle

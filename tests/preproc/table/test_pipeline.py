@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from configs.table_schema import TableConfig
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from tests.helpers.preproc_command import Refused, data_files, preproc
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from tests.helpers.preproc_command import preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
 

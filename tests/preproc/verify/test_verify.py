@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.verify import run as verify
 from tests.helpers.datasets import plant
 from tests.helpers.handwritten import write_handwritten

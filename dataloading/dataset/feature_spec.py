@@ -1,7 +1,7 @@
 """What a dataset directory is: its `feature_spec.yaml`, read, checked and hashed.
 
 The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with three additions: `hotness`, ragged features and row
-counts under `metadata`. `docs/data_format.md` describes both it and the bytes, which `dataloading.binary` reads.
+counts under `metadata`. `docs/data_format.md` describes both it and the bytes, which `dataloading.dataset.binary` reads.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from dataloading.split_files import (
+from dataloading.dataset.split_files import (
     RowBytes,
     SplitFiles,
     count_rows,
@@ -293,7 +293,7 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
 def _mean_hotness(feature: CategoricalFeature, train: SplitFiles) -> float:
     if not train.parquet:
         return train.mean_hotness(feature.name, feature.dtype)
-    from dataloading.parquet_files import mean_hotness
+    from dataloading.dataset.parquet_files import mean_hotness
 
     return mean_hotness(train.parquet, feature.name)
 
@@ -301,14 +301,14 @@ def _mean_hotness(feature: CategoricalFeature, train: SplitFiles) -> float:
 def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
     """Return the rows of a split in Parquet, its columns checked against `spec`."""
     # Only those who have such a dataset need pyarrow.
-    from dataloading.parquet_files import count_rows
+    from dataloading.dataset.parquet_files import count_rows
 
     return count_rows(files.parquet, parquet_columns(spec))
 
 
 def parquet_columns(spec: FeatureSpec) -> dict[str, Any]:
     """Return the `ColumnKind` of each column of a Parquet file of `spec`."""
-    from dataloading.parquet_files import ColumnKind
+    from dataloading.dataset.parquet_files import ColumnKind
 
     kinds = dict.fromkeys(spec.numerical, ColumnKind.number) | {spec.label: ColumnKind.label}
     return kinds | {

@@ -1,6 +1,6 @@
 """The spec of a dataset directory: what NVIDIA's recipe wrote is read, what contradicts itself is named.
 
-pytest tests/dataloading/test_feature_spec.py
+pytest tests/dataloading/dataset/test_feature_spec.py
 """
 
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec, id_dtype
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, id_dtype
 from tests.helpers.handwritten import ROWS, SPEC, write_files, write_handwritten
 
 

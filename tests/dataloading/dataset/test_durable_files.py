@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataloading.durable_files import (
+from dataloading.dataset.durable_files import (
     UnlockableError,
     clear_leftovers,
     lock_directory,
@@ -21,7 +21,7 @@ from dataloading.durable_files import (
     write_synced,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("configs", "dataloading", "preproc", "nn")
 HERE_ONLY = {"os.fsync", "os.rename", "os.replace", "fcntl.flock", "fcntl.lockf"}
 
@@ -121,7 +121,7 @@ def test_a_lock_keeps_others_out_until_its_descriptor_is_closed(tmp_path):
 
 def test_a_lock_that_waits_ends_with_the_process_that_held_it(tmp_path):
     holder = (
-        f"from pathlib import Path; from dataloading.durable_files import lock_directory; import time; "
+        f"from pathlib import Path; from dataloading.dataset.durable_files import lock_directory; import time; "
         f"lock_directory(Path({str(tmp_path)!r})); print(flush=True); time.sleep(600)"
     )
     other = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE)

@@ -5,7 +5,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 16

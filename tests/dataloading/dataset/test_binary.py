@@ -1,6 +1,6 @@
 """The bytes of a split: ours are NVIDIA's and NVIDIA's are read; a wrong value is named with its row and file.
 
-pytest tests/dataloading/test_binary.py
+pytest tests/dataloading/dataset/test_binary.py
 """
 
 import os
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
-from dataloading.binary import BinarySource
-from dataloading.dataset_directory import check_output, verify_checksums, write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.dataset_directory import check_output, verify_checksums, write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from tests.helpers.handwritten import ROWS, SPEC, ids, label, numericals, write_handwritten
 
 RUNS = {
@@ -411,7 +411,7 @@ def test_the_spec_is_written_after_all_data(tmp_path, monkeypatch):
     def die(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("dataloading.dataset_directory.write_spec", die)
+    monkeypatch.setattr("dataloading.dataset.dataset_directory.write_spec", die)
     with pytest.raises(OSError, match="disk full"):
         write_small(tmp_path / "d")
     assert list(tmp_path.iterdir()) == []
@@ -484,7 +484,7 @@ def test_checksums_need_a_spec_that_has_them(tmp_path):
 
 
 def test_the_documented_example_writes_a_dataset(tmp_path, monkeypatch):
-    text = (Path(__file__).parents[2] / "docs/data_format.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/data_format.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(text.split("```python\n")[1].split("```")[0], {})
     spec = FeatureSpec.load(tmp_path / "data" / "mine")
@@ -494,14 +494,14 @@ def test_the_documented_example_writes_a_dataset(tmp_path, monkeypatch):
 
 
 def test_the_documented_row_has_the_documented_bytes():
-    text = (Path(__file__).parents[2] / "docs/data_format.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/data_format.md").read_text()
     assert "numericals (0.5, -0.25) and ids 7 and 39,999" in text
     for number, dtype in ((0.5, "<f2"), (-0.25, "<f2"), (7, "i1"), (39_999, "<i4")):
         assert np.array(number, dtype).tobytes().hex(" ") in text
 
 
 def test_the_documented_spec_is_read(tmp_path):
-    text = (Path(__file__).parents[2] / "docs/data_format.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/data_format.md").read_text()
     spec = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     spec["source_spec"]["test"] = [
         chunk | {"files": [name.replace("train", "test") for name in chunk["files"]]}

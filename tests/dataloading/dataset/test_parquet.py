@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from dataloading import parquet_writer
-from dataloading.dataset_directory import verify_checksums, write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.open_dataset import open_dataset
-from dataloading.row_groups import SplitGroups
+from dataloading.dataset import parquet_writer
+from dataloading.dataset.dataset_directory import verify_checksums, write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.row_groups import SplitGroups
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import make_loader
@@ -68,13 +68,13 @@ def parquet(tmp_path_factory) -> Path:
 def kept(request, monkeypatch) -> None:
     """Return whether a split of this size stays decoded."""
     if request.param == "by row groups":
-        monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", 0)
+        monkeypatch.setattr("dataloading.dataset.parquet.KEPT_BYTES", 0)
 
 
 @pytest.fixture
 def by_groups(monkeypatch) -> None:
     """Treat every split as too large to stay decoded."""
-    monkeypatch.setattr("dataloading.parquet.KEPT_BYTES", 0)
+    monkeypatch.setattr("dataloading.dataset.parquet.KEPT_BYTES", 0)
 
 
 def same_columns(got, want) -> None:

@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from dataloading.dataset_directory import write_dataset
-from dataloading.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.file_states import (
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.file_states import (
     SAMPLE_BYTES,
     changed_files,
     changed_samples,

@@ -1,8 +1,8 @@
 """The reader that a dataset directory needs."""
 
-from dataloading.binary import BinarySource
-from dataloading.feature_spec import FeatureSpec
-from dataloading.source import Source
+from dataloading.dataset.binary import BinarySource
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.source import Source
 
 
 def open_dataset(spec: FeatureSpec) -> Source:
@@ -19,6 +19,6 @@ def open_dataset(spec: FeatureSpec) -> Source:
             f"{spec.root}: {', '.join(in_parquet)} in Parquet and the other splits in split_binary; want one format"
         )
     # Only those who have such a dataset need pyarrow.
-    from dataloading.parquet import ParquetSource
+    from dataloading.dataset.parquet import ParquetSource
 
     return ParquetSource(spec)

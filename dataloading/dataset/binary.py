@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.durable_files import sync_stream
-from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
-from dataloading.gather import Selection
-from dataloading.source import Allocate, Columns
-from dataloading.split_files import OFFSET_DTYPE, SplitFiles
+from dataloading.dataset.durable_files import sync_stream
+from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.dataset.gather import Selection
+from dataloading.dataset.source import Allocate, Columns
+from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles
 
 LABEL_DTYPE = np.dtype(np.uint8)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.split_files import expect
+from dataloading.dataset.split_files import expect
 
 
 class ColumnKind(Enum):

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.binary import GrowingFile, SplitWriter
-from dataloading.durable_files import sync_stream
-from dataloading.feature_spec import FeatureSpec
-from dataloading.split_files import SplitFiles
+from dataloading.dataset.binary import GrowingFile, SplitWriter
+from dataloading.dataset.durable_files import sync_stream
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.split_files import SplitFiles
 
 ROW_GROUP_ROWS = 16_384
 """Rows that are read together and stay together in a shuffle."""

@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 import yaml
 
-from dataloading.binary import SplitWriter, file_name
-from dataloading.durable_files import (
+from dataloading.dataset.binary import SplitWriter, file_name
+from dataloading.dataset.durable_files import (
     clear_leftovers,
     lock_directory,
     partial_sibling,
     put_in_place,
     replace_text,
 )
-from dataloading.feature_spec import (
+from dataloading.dataset.feature_spec import (
     NUMERICAL_DTYPES,
     RAGGED,
     SPEC_NAME,
     CategoricalFeature,
     FeatureSpec,
 )
-from dataloading.split_files import PARQUET, SplitFiles, find_file
+from dataloading.dataset.split_files import PARQUET, SplitFiles, find_file
 
 
 class DatasetWriter:
@@ -170,7 +170,7 @@ def _split_writer(file_format: str) -> type[SplitWriter]:
     if file_format != PARQUET:
         raise ValueError(f"file_format: got {file_format!r}, want binary or {PARQUET}")
     # Only those who want such a dataset need pyarrow.
-    from dataloading.parquet_writer import ParquetSplitWriter
+    from dataloading.dataset.parquet_writer import ParquetSplitWriter
 
     return ParquetSplitWriter
 

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
-from dataloading.parquet_files import open_file
+from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.dataset.parquet_files import open_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dataloading.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """(shape, dtype) -> array that need not be zeroed; the loader passes one that returns pinned memory, or memory that a reader

@@ -13,11 +13,11 @@ from threading import Lock
 
 import numpy as np
 
-from dataloading.binary import LABEL_DTYPE, BinarySource, SplitColumns
-from dataloading.feature_spec import FeatureSpec
-from dataloading.row_groups import RowGroup, SplitGroups
-from dataloading.source import Allocate, Columns
-from dataloading.split_files import SplitFiles
+from dataloading.dataset.binary import LABEL_DTYPE, BinarySource, SplitColumns
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.row_groups import RowGroup, SplitGroups
+from dataloading.dataset.source import Allocate, Columns
+from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
 """Decoded rows that are kept: a whole split if it fits, else the row groups that were read last."""
