@@ -1,7 +1,7 @@
 """Source and partition made into an iterator of batches, read ahead by threads or by processes."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -171,7 +171,9 @@ class Loader:
         columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
         return self._as_batch(columns, rows, memory)
 
-    def batches(self, start_step: int = 0, num_steps: int | None = None) -> Iterator[Batch]:
+    def batches(
+        self, start_step: int = 0, num_steps: int | None = None
+    ) -> Generator[Batch, None, None]:
         """Yield the batches of steps [start_step, start_step + num_steps), epoch after epoch.
 
         Args:
@@ -186,7 +188,7 @@ class Loader:
             return self._read_by_threads(steps)
         return self._read_by_processes(steps, self._readers, self._slots)
 
-    def _read_by_threads(self, steps: Iterator[int]) -> Iterator[Batch]:
+    def _read_by_threads(self, steps: Iterator[int]) -> Generator[Batch, None, None]:
         pool = ThreadPoolExecutor(
             min(self.workers, self.prefetch),
             thread_name_prefix=f"loader-{self.split}",
@@ -206,7 +208,7 @@ class Loader:
 
     def _read_by_processes(
         self, steps: Iterator[int], readers: ReaderProcesses, slots: Slots
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         assert not readers.num_pending, "one iterator at a time"
         if self.device.type == "cuda":
             slots.pin()

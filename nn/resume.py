@@ -4,7 +4,8 @@ In its own directory a run resumes only as what it was: same data, same settings
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from logging import Logger
 from pathlib import Path
 from typing import Any
@@ -50,18 +51,24 @@ class ResumePoint:
 
     Attributes:
         path: checkpoint to load, or None.
-        facts: its run.json, or nothing.
+        facts: its run.json; empty without a checkpoint.
         is_continuation: it is one of this `run_dir`, whose records are kept.
     """
 
     path: Path | None = None
-    facts: dict[str, Any] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     is_continuation: bool = False
 
     @property
     def num_steps(self) -> int:
         """Updates behind it."""
-        return self.facts["num_steps"] if self.facts else 0
+        return self.facts.get("num_steps", 0)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint to load, where there is one."""
+        assert self.path is not None, "the run does not start from a checkpoint"
+        return self.path
 
 
 def named_resume_point(config: Config, source: Source) -> ResumePoint:
@@ -137,6 +144,14 @@ def _has_own_checkpoint(config: Config) -> bool:
     return bool(newest_first(Path(config.run_dir) / "checkpoints"))
 
 
+def _run_dir(config: Config) -> Path:
+    """Return the run directory of a run that resumes."""
+    assert config.run_dir is not None, (
+        "a run without run_dir has a new directory, without checkpoints"
+    )
+    return Path(config.run_dir)
+
+
 def _named(config: Config, source: Source) -> ResumePoint:
     parts = config.checkpoint
     if parts.restore is None and config.mode is Mode.eval:
@@ -183,7 +198,7 @@ def _latest_intact(
     Raises:
         ValueError: on all ranks, when what is there is of another run, or of a newer version.
     """
-    directory = Path(config.run_dir) / "checkpoints"
+    directory = _run_dir(config) / "checkpoints"
     while True:
         found = ranks.run_on_rank0(lambda: _latest(directory, logger))
         if found is None:
@@ -193,9 +208,7 @@ def _latest_intact(
         damage = next((each for each in damages if each), None)
         if damage is None:
             start = ResumePoint(path, facts, is_continuation=True)
-            ranks.run_on_rank0(
-                lambda start=start: _check_same_run(config, spec, ranks, start, logger)
-            )
+            ranks.run_on_rank0(partial(_check_same_run, config, spec, ranks, start, logger))
             return start
         if ranks.is_rank0:
             _report_damage(path, damage, logger)
@@ -205,7 +218,7 @@ def _latest_intact(
 def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
     """Tell whether a run that resumes has ended already: its summary is of the step of its latest checkpoint."""
     try:
-        summary = json.loads((Path(config.run_dir) / "summary.json").read_text())
+        summary = json.loads((_run_dir(config) / "summary.json").read_text())
     except (OSError, json.JSONDecodeError):
         return False
     if summary.get("steps") != start.num_steps:
@@ -258,7 +271,7 @@ def _check_same_run(
             "checkpoint.allow_changes=true to go on with the new ones"
         )
     problem = feature_mismatch(
-        read_index(start.path),
+        read_index(start.checkpoint),
         facts["feature_spec"],
         spec,
         table_of_feature(declared_tables(config.model, spec)),

@@ -228,7 +228,7 @@ def _open_session(
 
 
 def _environment(config: Config, source: Source, ranks: Ranks) -> dict[str, Any]:
-    facts = environment(
+    facts: dict[str, Any] = environment(
         config.recipe,
         ranks.device,
         world_size=ranks.world_size,
@@ -266,7 +266,7 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
             saving,
         )
         if start.is_continuation:
-            rows = trainer_rows(start.path) if ranks.is_rank0 else None
+            rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else None
             trainer.resume_from(start.num_steps, start.facts["trainer"], rows)
         else:
             trainer.start_at(start.num_steps)

@@ -4,7 +4,7 @@ A replicated table (`data_parallel`), and every table whose optimizer FBGEMM doe
 such a table took another optimizer, or the same one with eps elsewhere, the plan would change what a run computes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ class TableOptimizer(torch.optim.Optimizer):
                 self.state[table].update(self._rule.new_state(table))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Apply one update to every table that has a gradient."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Apply one update to every table that has a gradient; return nothing, as without a closure there is no loss."""
         assert closure is None, (
             "a closure would evaluate the model again, which no optimizer here needs"
         )

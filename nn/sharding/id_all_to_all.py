@@ -115,7 +115,9 @@ class CapturedIdAllToAll:
         self._graph = CudaGraph(
             lambda ids: send(ids).tensors, ids, stream=torch.cuda.current_stream()
         )
-        self._arrived = LocalIds(*self._graph.outputs, self._release)
+        assert self._graph.outputs is not None, "the graph is open"
+        owned, replicated = self._graph.outputs
+        self._arrived = LocalIds(owned, replicated, self._release)
         self._is_held = False
         self._released = torch.cuda.Event()
 

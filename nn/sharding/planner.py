@@ -119,7 +119,8 @@ class TableEnumerator(EmbeddingEnumerator):
         for option in sharding_options:
             weight_bytes = option.tensor.element_size()
             for shard in option.shards:
-                state = table_bytes(*shard.size, self._rule, weight_bytes=0)
+                rows, columns = shard.size
+                state = table_bytes(rows, columns, self._rule, weight_bytes=0)
                 size = state * (FP32_BYTES - weight_bytes) // FP32_BYTES
                 size += self._expansion_bytes.get(option.name, 0)
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
@@ -306,7 +307,7 @@ def _replicated_or_not(
     A replicated table's embeddings travel neither home nor back; its gradient, a row each, joins the all-reduce. TorchRec's
     estimate knows no all-reduce that others take anyway.
     """
-    rest = [each for each in types if each is not ShardingType.data_parallel]
+    rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.data_parallel]
     if not rest or len(rest) == len(types):
         return list(types)
     is_small = batch_size >= REPLICATED_FROM and num_embeddings * REPLICATED_BELOW <= batch_size
@@ -327,7 +328,7 @@ def _without_column_cuts(
             f"sharding.tables sets {table} to column_wise, but {rule.name} {why}; choose table_wise, row_wise or "
             f"data_parallel, or optimizer.embedding_name={with_column_cuts(rule)}"
         )
-    rest = [each for each in types if each is not ShardingType.column_wise]
+    rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.column_wise]
     if not rest:
         raise ValueError(
             f"sharding.types=[column_wise] leaves {rule.name} no layout: it {why}; add table_wise or row_wise"
@@ -412,7 +413,8 @@ def _rows(
         else:
             for shard in sharding.sharding_spec.shards:
                 rank = shard.placement.rank()
-                size = table_bytes(*shard.shard_sizes, rule, weight_bytes=_weight_bytes(table))
+                num_rows, columns = shard.shard_sizes
+                size = table_bytes(num_rows, columns, rule, weight_bytes=_weight_bytes(table))
                 used[rank] = used.get(rank, 0) + size
         rows.append(
             TablePlan(

@@ -45,6 +45,9 @@ from nn.ops.stochastic_rounding import rounding_key
 from nn.sharding.planner import TableSharder
 from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
 
+RAGGED = 0
+"""Hotness of a feature whose samples differ in their number of ids; no table of it is looked up by hotness."""
+
 
 @dataclass(frozen=True, slots=True)
 class TableShard:
@@ -137,7 +140,7 @@ class ShardedEmbeddings:
         self._config = config
         self._ranks = ranks
         self._seed = settings.seed
-        self._hotness = {feature.name: feature.hotness for feature in spec.categorical}
+        self._hotness = {feature.name: feature.hotness or RAGGED for feature in spec.categorical}
         self._multi_hot = multi_hot
         self._dtype = torch.bfloat16 if is_bf16 else torch.float32
         declared = embeddings.embedding_bag_configs()
@@ -209,7 +212,7 @@ class ShardedEmbeddings:
     @cached_property
     def static_blocker(self) -> str | None:
         """What keeps shapes or addresses from being known before the run, or None."""
-        if None in self._hotness.values():
+        if RAGGED in self._hotness.values():
             return "ragged features"
         if not all(
             isinstance(sharding, (DpPooledEmbeddingSharding, BaseTwEmbeddingSharding))
@@ -306,7 +309,8 @@ class ShardedEmbeddings:
             if looked_up.requires_grad
         ]
         if learning:
-            torch.autograd.backward(*map(list, zip(*learning, strict=True)))
+            outputs, received = zip(*learning, strict=True)
+            torch.autograd.backward(list(outputs), list(received))
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
 
@@ -345,6 +349,7 @@ class ShardedEmbeddings:
         """
         if not self.placement.replicated:
             return
+        assert self.dense_optimizer is not None, "replicated tables are not fused"
         parameters = {
             name.split(".")[-2]: parameter
             for name, parameter in zip(
@@ -394,14 +399,16 @@ class ShardedEmbeddings:
             name.split(".")[-2]: self.dense_optimizer.state[parameter]
             for name, parameter in zip(self._dense_names, parameters, strict=True)
         }
-        state = {}
+        state: dict[str, Tensor] = {}
         for table in self._dense_tables:
             weight = weights[f"{table}.weight"]
             for field in self._rule.states:
-                local = by_table[table][field.name] if table in by_table else None
+                name = f"{table}.{field.name}"
                 if isinstance(weight, ShardedTensor):
-                    local = _like_weight(weight, local, per_row=field.per_row)
-                state[f"{table}.{field.name}"] = local
+                    local = by_table[table][field.name] if table in by_table else None
+                    state[name] = _like_weight(weight, local, per_row=field.per_row)
+                else:
+                    state[name] = by_table[table][field.name]
         return state
 
 
@@ -443,8 +450,9 @@ def _table_optimizer(
     )
 
 
-def _shard_at(tensor: ShardedTensor, first_column: int) -> Tensor:
+def _shard_at(tensor: Tensor, first_column: int) -> Tensor:
     """This rank's shard of a table, or of its optimizer state, that begins at a column."""
+    assert isinstance(tensor, ShardedTensor), "only replicated tables are plain tensors"
     shards = tensor.local_shards()
     if len(shards) == 1:
         return shards[0].tensor.detach()

@@ -56,7 +56,13 @@ class DynamicPath:
         # TorchRec divides what it sends back by the number of ranks.
         world_size = context.ranks.world_size
         (share * (loss_scale * world_size)).backward()
-        lookup_gradients = [leaf.grad for leaf in leaves]
+        # A lookup that the model did not use has no gradient.
+        used = [
+            (values, leaf.grad)
+            for values, leaf in zip(lookups, leaves, strict=True)
+            if leaf.grad is not None
+        ]
+        lookup_gradients = [gradient for _, gradient in used]
         if loss_scale != 1:
             for gradient in lookup_gradients:
                 gradients.signal += ~torch.isfinite(gradient).all()
@@ -67,7 +73,8 @@ class DynamicPath:
         gradients.vector.div_(loss_scale * world_size)
         context.readback.record(loss, is_good)
         if context.update_tables:
-            self._lookups, self._lookup_gradients = lookups, lookup_gradients
+            self._lookups = [values for values, _ in used]
+            self._lookup_gradients = lookup_gradients
         return logits.detach()
 
     def update(self) -> None:

@@ -62,14 +62,13 @@ class StaticPass:
 
         def receive(gradient: Tensor) -> None:
             """Runs in the backward pass, as soon as the embeddings' gradient is there."""
-            nonlocal local_gradient, owned_gradient
-            local_gradient = gradient
+            local_gradients.append(gradient)
             if not context.update_tables:
                 return
             with self._beside():
-                owned_gradient = self._tables.send_back(gradient)
+                owned_gradients.append(self._tables.send_back(gradient))
                 if loss_scale == 1:
-                    self._tables.update(sorted_owned, owned_gradient, is_good)
+                    self._tables.update(sorted_owned, owned_gradients[0], is_good)
             # Here, while the gradients travel; the ids were sorted before the loss was judged.
             self._wait_for(judged)
             self._tables.accumulate_replicated(sorted_replicated, gradient, is_good)
@@ -79,7 +78,9 @@ class StaticPass:
             self._wait_for(arrived)
             return _EmbeddingGradient.apply(values.detach().requires_grad_(), receive)
 
-        local_gradient = owned_gradient = None
+        # Of the embeddings, one tensor in either list once the backward pass has come to them.
+        local_gradients: list[Tensor] = []
+        owned_gradients: list[Tensor] = []
         with context.autocast(), annotate("dense half"):
             logits = context.dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
         share = share_of_loss(logits, labels, *self._counts(len(labels)))
@@ -94,12 +95,12 @@ class StaticPass:
         if loss_scale == 1:
             context.gradients.sum(context.ranks)
         else:
-            finite = self._sum_and_judge(local_gradient)
+            finite = self._sum_and_judge(local_gradients[0])
             with self._beside():
                 is_good = is_good * finite.int()
                 context.readback.record(loss, is_good)
                 if context.update_tables:
-                    self._tables.update(sorted_owned, owned_gradient, is_good)
+                    self._tables.update(sorted_owned, owned_gradients[0], is_good)
         if self._queue is not None:
             torch.cuda.current_stream().wait_stream(self._queue)
         if ids.release is not None:

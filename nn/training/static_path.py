@@ -19,7 +19,9 @@ from nn.training.static_pass import StaticForward, StaticPass
 class Pass(Protocol):
     """A function of the device's queues: same shapes, same addresses, nothing read back by the host."""
 
-    graph: CudaGraph | None
+    @property
+    def graph(self) -> CudaGraph | None:
+        """The recording of it, if there is one."""
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Return the logits [B], and release the ids."""

@@ -148,8 +148,9 @@ class Trainer:
             "best_auc": None if math.isnan(self.best_auc) else self.best_auc,
             "best_step": self._best_step,
         }
-        has_rows = rows is not None and len(rows[0])
-        tensors = dict(zip(("logits", "labels"), rows, strict=True)) if has_rows else {}
+        tensors = {}
+        if rows is not None and len(rows[0]):
+            tensors = dict(zip(("logits", "labels"), rows, strict=True))
         self._saving.manager.save(self.num_steps, state, tensors, is_last=is_last)
 
     def train(self) -> dict[str, Any]:
