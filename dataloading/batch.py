@@ -38,7 +38,7 @@ def jagged(
 
 
 class FixedLayout:
-    """Lengths and offsets of batches whose every valid row has the same ids a feature: made once, moved once.
+    """Lengths and offsets of batches whose every valid row has the same number of ids per feature: made once, moved once.
 
     Args:
         keys: feature names in the spec's order.

@@ -1,4 +1,4 @@
-"""Where a batch lies on the host: in memory of its own, or in a slot that a reader process fills and that is used again."""
+"""Host memory of a batch: its own, or a slot that a reader process fills and that is reused."""
 
 import math
 from typing import Any

@@ -178,7 +178,7 @@ class Loader:
 
         Args:
             start_step: counted over epochs; resuming needs nothing else.
-            num_steps: None goes on for ever.
+            num_steps: None: without end.
 
         Raises:
             ValueError: what the source found wrong with a row, raised at the batch that holds it.
@@ -239,7 +239,7 @@ class Loader:
                     readers.finish()
 
     def _read_into(self, slot: int, step: int) -> None:
-        """What a reader process does."""
+        """Read the batch of `step` into a slot, in a reader process."""
         assert self._slots is not None
         rows = self.rows(step)
         memory = self._slots.memory(slot)

@@ -1,4 +1,4 @@
-"""Which rows a rank reads at a step: a pure function, so that resuming needs the step and nothing else.
+"""Rows that a rank reads at a step: a pure function, so that resuming needs the step and nothing else.
 
 With `batch_size=8`, `world_size=2` and 19 rows, one epoch is three steps. Steps 0 and 1 give 4 rows to each rank; step 2
 has 3 rows left, so rank 0 gets 2 of them, rank 1 gets 1, and rank 1 pads its batch to 2 rows.
@@ -124,8 +124,8 @@ def block_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
     """Return the seeded permutation of `num_blocks` blocks, read-only; the last two epochs stay cached."""
     if num_blocks > MAX_BLOCKS:
         raise ValueError(
-            f"shuffling {num_blocks} blocks needs {num_blocks * 8 / 2**30:.1f} GiB in each process that reads, at most {MAX_BLOCKS} "
-            f"blocks are allowed; make the shuffle block {-(-num_blocks // MAX_BLOCKS)} times as long or longer"
+            f"shuffling {num_blocks} blocks needs {num_blocks * 8 / 2**30:.1f} GiB per reader process, and at most "
+            f"{MAX_BLOCKS} blocks are allowed; make the shuffle block {-(-num_blocks // MAX_BLOCKS)} times as long or longer"
         )
     with (
         _ORDER_LOCK

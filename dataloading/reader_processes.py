@@ -63,7 +63,7 @@ class ReaderProcesses:
 
     @property
     def num_pending(self) -> int:
-        """What was started and not yet finished."""
+        """Reads that are started and not yet finished."""
         return self._num_started - self._num_finished
 
     @property

@@ -28,7 +28,7 @@ class SyntheticSource:
         test_rows: rows of split `test`.
         num_numerical: numerical features, each uniform with mean 0 and variance 1.
         cardinalities: rows of each table.
-        hotness: ids a row of each feature; empty means one each.
+        hotness: ids per row of each feature; empty: one for all features.
         exponent: of the ids' power law; 0 is uniform.
         seed: of the rows and of the teacher.
     """

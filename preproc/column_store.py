@@ -1,4 +1,4 @@
-"""Columns on disk between the stages: bare arrays that grow, can be cut, and are read in pieces."""
+"""Columns on disk between the stages: plain arrays that grow, can be truncated, and are read in chunks."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class StoredColumn:
     Attributes:
         path: the file.
         dtype: of an item.
-        width: items a row.
+        width: items per row.
     """
 
     def __init__(self, path: Path, dtype: str, width: int = 1) -> None:
@@ -31,7 +31,7 @@ class StoredColumn:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes a row."""
+        """Bytes per row."""
         return self.dtype.itemsize * self.width
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -49,7 +49,7 @@ class StoredColumn:
 
 
 class ColumnAppender:
-    """Appends to the files of several staged columns, all at the same row."""
+    """Appends to the files of several columns, all at the same row."""
 
     def __init__(self, columns: list[StoredColumn], num_rows: int) -> None:
         """Open the columns and cut what stands behind row `num_rows`."""

@@ -1,4 +1,4 @@
-"""What a run learned from its training rows, beside its dataset, for `mode=transform` to apply again.
+"""Statistics and vocabularies fitted on training rows, stored beside a dataset for `mode=transform` to apply again.
 
 `preproc.json` holds the statistics and the description of the features that they belong to; the
 vocabularies stand in `vocabulary/`.

@@ -1,4 +1,4 @@
-"""Which raw files a run reads, in which order, and whether each is whole."""
+"""Raw files of a run: their order, and a check that each is complete."""
 
 import glob
 import re

@@ -20,7 +20,7 @@ CHUNK_ROWS = 1 << 16
 
 
 def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
-    """Write the stream that `config.data.synthetic` describes and print its summary.
+    """Write the stream of `config.data.synthetic` and print its summary.
 
     Training on `data.path` then sees the rows that it would see without it, numericals rounded to
     `numerical_dtype`.

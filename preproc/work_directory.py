@@ -1,4 +1,4 @@
-"""The directory a run works in, and the record of what is done in it: a killed run goes on from there.
+"""The work directory of a run, and its record of completed steps, from which a killed run resumes.
 
 `.OUT.preproc` beside the output, or below `temp_directory`, holds staged columns, DuckDB's file and
 `state.json`. The state is replaced by rename after what it says is done has reached the disk, so at
@@ -31,7 +31,7 @@ DEFAULT_SHARE = 0.8
 
 
 class Work:
-    """What a run has recorded. `state` is plain JSON; call `save` after each step that is complete.
+    """Record of a run. `state` is plain JSON; call `save` after each step that is complete.
 
     Attributes:
         directory: where the run works.
@@ -52,19 +52,19 @@ class Work:
         replace_text(path, json.dumps(self.state), self.directory / f"{STATE}.new")
 
     def restart(self) -> None:
-        """Drop what is on record, and what stands of the dataset, but not who the run is."""
+        """Drop the record and the files of the dataset, but not the identity of the run."""
         for key in set(self.state) - {"identity", "dataset"}:
             del self.state[key]
         self.state["files"] = {}
         clear(self.dataset)
 
     def forget(self) -> None:
-        """Drop the record, for a run that cannot be gone on with."""
+        """Drop the record of a run that cannot be resumed."""
         (self.directory / STATE).unlink(missing_ok=True)
 
     @property
     def has_progress(self) -> bool:
-        """Whether something is recorded that a next run can go on from."""
+        """Return whether a next run can resume from this record."""
         return (self.directory / STATE).exists()
 
 
@@ -78,9 +78,9 @@ def work_directory_of(config: PreprocConfig, output: Path) -> Path:
 def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]) -> Iterator[Work]:
     """Open the work directory of `output`; it is removed when the run is complete.
 
-    A run that ends otherwise leaves it if it has recorded something. The next one goes on from there
-    if its output and its `identity`, everything but files that the bytes of the dataset depend on,
-    are the same and the files that are on record stand, and starts anew otherwise.
+    A run that ends otherwise leaves it if it has recorded something. The next one resumes from there if
+    its output and its `identity`, everything but files that the bytes of the dataset depend on, are the
+    same and the recorded files are intact. Otherwise it restarts.
 
     Raises:
         ValueError: another run holds the directory or writes to `output`, DuckDB runs out of memory
@@ -138,7 +138,7 @@ def _held(directory: Path, output: Path) -> Iterator[None]:
 
 
 def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
-    """Return what stands in `directory`, or begin anew if that is no use for this run."""
+    """Return the record in `directory`, or a new one if it is of another run or its files are not intact."""
     identity = json.loads(json.dumps({**identity, "output": str(output)}))
     try:
         state = json.loads((directory / STATE).read_text())

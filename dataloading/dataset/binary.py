@@ -101,7 +101,7 @@ class SplitWriter:
             numerical: numbers [n, num_numerical].
             labels: bool, or 0 and 1, [n].
             ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
-            lengths: ids a row, [n], for each ragged feature in `ids`.
+            lengths: ids per row, [n], for each ragged feature in `ids`.
 
         Raises:
             ValueError: a value that the file cannot hold, naming feature, value and row.
@@ -130,7 +130,7 @@ class SplitWriter:
         )
 
     def mean_hotness(self, name: str) -> float:
-        """Return the mean ids a row of feature `name` so far."""
+        """Return the mean ids per row of feature `name` so far."""
         file = self._ids[name]
         return file.num_bytes / self._features[name].dtype.itemsize / file.num_rows
 
@@ -235,7 +235,7 @@ def _checked_lengths(name: str, values: np.ndarray, lengths: np.ndarray | None) 
     if values.ndim != 1 or lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != len(values):
         raise ValueError(
             f"feature '{name}': got ids of shape {values.shape} for {lengths.size} lengths that sum to "
-            f"{lengths.sum()}; want flat ids and one length a row that add up to them"
+            f"{lengths.sum()}; want flat ids and one length per row that add up to them"
         )
     return lengths
 

@@ -1,4 +1,4 @@
-"""Writing a whole dataset directory so that it is either complete or absent.
+"""Writer of a dataset directory that is complete or absent.
 
 Everything goes to a temporary sibling, the spec last, which is then renamed to its place.
 """

@@ -1,4 +1,4 @@
-"""What a dataset directory is: its `feature_spec.yaml`, read, checked and hashed.
+"""Specification of a dataset directory: its `feature_spec.yaml`, read, checked and hashed.
 
 The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with three additions: `hotness`, ragged features and row
 counts under `metadata`. `docs/data_format.md` describes both it and the bytes, which `dataloading.dataset.binary` reads.
@@ -47,8 +47,8 @@ class CategoricalFeature:
         name: any string that is not empty; NVIDIA's own are `cat_0.bin`, `cat_1.bin`, ...
         cardinality: rows of the table; ids lie in [0, cardinality).
         dtype: integer dtype of the ids on disk.
-        hotness: ids a row has; None if rows differ (ragged).
-        mean_hotness: mean ids a row; equal to `hotness` where that is fixed.
+        hotness: ids per row; None if rows differ (ragged).
+        mean_hotness: mean ids per row; equal to `hotness` where that is fixed.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Whether the files of a dataset are still those that they were: sizes, times and samples of their bytes."""
+"""States of the files of a dataset, to tell whether they have changed: sizes, times and samples of their bytes."""
 
 import os
 import zlib

@@ -11,7 +11,7 @@ from dataloading.dataset.split_files import expect
 
 
 class ColumnKind(Enum):
-    """What a column of a Parquet file must hold, in words."""
+    """Kinds of columns of a Parquet file; the value describes the types accepted."""
 
     number = "floats or integers"
     label = "bool, integers or floats"
@@ -47,7 +47,7 @@ def open_file(path: Path, metadata: pq.FileMetaData | None = None) -> pq.Parquet
     except (pa.ArrowException, OSError) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path}: not a whole Parquet file ({first_line}); copy or write it again"
+            f"{path}: not a complete Parquet file ({first_line}); copy or write it again"
         ) from None
 
 
@@ -67,7 +67,7 @@ def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
             schema = file.schema_arrow
             num_rows += file.metadata.num_rows
         check_columns(path, schema, columns)
-    expect(num_rows > 0, f"{paths[0].parent}", "no rows", "at least one row a split")
+    expect(num_rows > 0, f"{paths[0].parent}", "no rows", "at least one row per split")
     return num_rows
 
 
@@ -81,7 +81,7 @@ def check_columns(path: Path, schema: pa.Schema, columns: Mapping[str, ColumnKin
 
 
 def mean_hotness(paths: Sequence[Path], name: str) -> float:
-    """Return the mean ids a row of a list column, from the footers: an empty list counts as one id."""
+    """Return the mean ids per row of a list column, from the footers: an empty list counts as one id."""
     num_ids = num_rows = 0
     for path in paths:
         with open_file(path) as file:

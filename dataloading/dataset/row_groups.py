@@ -110,7 +110,7 @@ class SplitGroups:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a row group stands, for messages: its file and the row of the file that it begins with."""
+    """Place of a row group, for messages: its file and the row of the file that it begins with."""
 
     path: Path
     first_row: int

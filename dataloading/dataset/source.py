@@ -64,7 +64,7 @@ class Columns:
 
 
 class Source(Protocol):
-    """Where rows come from: a dataset directory or a synthetic stream.
+    """Source of rows: a dataset directory or a synthetic stream.
 
     Attributes:
         spec: of the dataset.

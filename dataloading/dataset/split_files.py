@@ -38,7 +38,7 @@ class SplitFiles:
         return [*single, *self.ids.values(), *self.offsets.values(), *self.parquet]
 
     def mean_hotness(self, name: str, dtype: np.dtype) -> float:
-        """Return the mean ids a row of a ragged feature."""
+        """Return the mean ids per row of a ragged feature."""
         return self.ids[name].stat().st_size / dtype.itemsize / self.num_rows
 
 
@@ -216,7 +216,7 @@ def count_rows(files: SplitFiles, widths: RowBytes) -> int:
     assert files.label is not None
     num_rows = files.label.stat().st_size
     if num_rows == 0:
-        raise ValueError(f"{files.label} is empty: want one byte a row; write the dataset again")
+        raise ValueError(f"{files.label} is empty: want one byte per row; write the dataset again")
     fixed = {} if files.numerical is None else {files.numerical: widths.numerical}
     fixed |= {
         path: widths.ids[name] for name, path in files.ids.items() if name not in files.offsets

@@ -31,14 +31,14 @@ VALIDATION_FOLDERS = ("valid", "validation", "val")
 
 @dataclass(slots=True)
 class Roles:
-    """What the columns are for.
+    """Roles of the columns.
 
     Attributes:
         labels: names of the targets, the binary one first.
         numerical: names of the numericals.
         categorical: names of the categoricals.
         cardinalities: rows of a table, of those that are known.
-        hotness: ids a row, where that is fixed and said.
+        hotness: ids per row, where the schema fixes them.
     """
 
     labels: list[str] = field(default_factory=list)

@@ -31,7 +31,7 @@ def is_csv_spec(root: Path) -> bool:
         chunks = [chunk for chunks in document["source_spec"].values() for chunk in chunks]
         return any(chunk.get("type") == TYPE for chunk in chunks)
     except (yaml.YAMLError, UnicodeError, TypeError, KeyError, AttributeError):
-        return False  # whoever reads it as a dataset directory says what is wrong with it
+        return False  # reading it as a dataset directory reports the mistake
 
 
 class CsvRows:
@@ -51,7 +51,7 @@ class CsvRows:
             cardinalities = {name: features[name]["cardinality"] for name in categorical}
         except (TypeError, KeyError) as error:
             raise ValueError(
-                f"{where}: no {error}; want NVIDIA's spec with a cardinality a feature"
+                f"{where}: no {error}; want NVIDIA's spec with a cardinality per feature"
             ) from None
         expect(len(labels) == 1, f"{where}: channel_spec.label", labels, "exactly one label")
         self._root, self._label = root, labels[0]
@@ -146,7 +146,7 @@ class CsvRows:
             except (pa.ArrowException, ValueError) as error:
                 text = str(error).partition("\n")[0]
                 raise ValueError(
-                    f"{path}: {text}; want {len(names)} numbers a line, no header"
+                    f"{path}: {text}; want {len(names)} numbers per line, no header"
                 ) from None
 
 
@@ -158,14 +158,14 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
     """Write `rows` as a directory that NVIDIA's transcoder reads: `train.csv`, ..., and the spec last.
 
     Raises:
-        ValueError: `root` is taken; a feature has several ids a row, for which their format has no place.
+        ValueError: `root` is taken; a feature has several ids per row, for which their format has no place.
     """
     root = check_output(root, overwrite)
     spec = rows.spec
     several = [feature.name for feature in spec.categorical if feature.hotness != 1]
     if several:
         raise ValueError(
-            f"{several[0]} has several ids a row, which the CSV format cannot hold; use to=parquet"
+            f"{several[0]} has several ids per row, which the CSV format cannot hold; use to=parquet"
         )
     temporary = partial_sibling(root)
     temporary.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What every kind of input looks like to a converter: features, splits, and chunks of rows."""
+"""Interface between inputs and the converter: features, splits, and chunks of rows."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class Chunk:
         labels: numbers [n].
         numerical: numbers [n, num_numerical]; None without numericals.
         ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
-        lengths: ids a row, [n], of each ragged feature.
+        lengths: ids per row, [n], of each ragged feature.
     """
 
     labels: np.ndarray

@@ -33,7 +33,7 @@ MERGE_ROWS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class EncodedColumn:
-    """What is recorded of a column that is written.
+    """Statistics of a column that is written.
 
     Attributes:
         seen: counted rows that have a value.

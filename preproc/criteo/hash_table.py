@@ -17,7 +17,7 @@ from preproc.criteo.tokenizer import NON_HEX
 # Numba's cache follows the file of a kernel alone, not the constants that it takes from others: what
 # is imported from elsewhere is therefore an argument.
 
-# Bytes an entry: a slot, and an empty one that keeps probes short; while a table grows, the one before.
+# Bytes per entry: a slot, and an empty one that keeps probes short; while a table grows, the one before.
 ENTRY_BYTES = 16
 GROWING_ENTRY_BYTES = 24
 # Slots whose entries are handed over at a time.
@@ -134,7 +134,7 @@ class Counter:
                 self._counted = len(codes) - at
 
     def take(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the distinct codes and their counts, in parts and in no order, and begin anew."""
+        """Yield the distinct codes and their counts, in parts and in no order, and restart with an empty table."""
         for start in range(0, len(self._slots), PART_SLOTS):
             part = self._slots[start : start + PART_SLOTS]
             entries = part[part != 0]

@@ -71,7 +71,7 @@ class ColumnStore:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes a row in all files."""
+        """Bytes per row in all files."""
         return sum(column.row_bytes for column in self.columns)
 
 
@@ -162,7 +162,7 @@ def _plain_bytes(file: RawFile) -> int:
 
 
 def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
-    """Return the record to go on from: files that have changed since, and all after them, are out."""
+    """Return the record to resume from, without files that have changed since and those after them."""
     counts = {"whole_files": 0, "offset": 0, "lines": 0, NON_HEX_FILES: 0, "bad": 0, "bad_bytes": 0}
     fresh: dict[str, Any] = counts | {"files": [], "rows": []}
     state = work.state.get("parse", fresh)

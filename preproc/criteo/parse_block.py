@@ -1,4 +1,4 @@
-"""A piece of raw text to columns: labels, transformed numericals, their missing bits, codes.
+"""A block of raw text to columns: labels, transformed numericals, their missing bits, codes.
 
 A category of eight lower-case hexadecimal digits is its own code; the texts of all others go beside
 the codes. Several threads parse pieces with one parser.
@@ -112,7 +112,7 @@ class BlockParser:
 
     def __call__(self, text: bytes) -> Parsed:
         """Return the columns of `text`, which ends with a line end."""
-        # An odd number of cache lines a column of codes: columns that lie a multiple of 4 KiB apart
+        # An odd number of cache lines per column of codes: columns that lie a multiple of 4 KiB apart
         # would push each other out of the cache.
         rows = len(text) // SHORTEST_LINE_BYTES // 32 * 32 + 48
         labels = np.empty(rows, np.uint8)

@@ -1,9 +1,9 @@
 """Raw Criteo logs to a dataset directory, out of core, in stages that survive the process.
 
-parse: the lines become staged columns. shuffle: the training rows change places, if asked for.
+parse: the lines become a column store. shuffle: the training rows change places, if asked for.
 encode: each column is counted, ranked and written on its own. write: labels and numericals. At the
 end the spec is written and the directory renamed to its place. What a stage has done is on record
-(`preproc/work_directory.py`), and a run that was killed goes on behind it.
+(`preproc/work_directory.py`), and a killed run resumes after it.
 """
 
 import glob

@@ -10,8 +10,8 @@ from numba import njit
 
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
-# Numba's cache of compiled kernels follows this file alone: whoever changes NUM_NUMERICAL or
-# NUM_CATEGORICAL in `preproc/vocabulary_sql.py` has to touch it too, or remove `__pycache__`.
+# Numba's cache of compiled kernels follows this file alone. After a change of NUM_NUMERICAL or
+# NUM_CATEGORICAL in `preproc/vocabulary_sql.py` touch this file, or remove `__pycache__`.
 
 # Codes of a hexadecimal column that stand for no number: a missing field, and a field that is not
 # exactly eight lower-case digits (or is one of these two), whose text is kept beside the codes.

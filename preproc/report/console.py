@@ -1,4 +1,4 @@
-"""What a run tells: a line a stage while it goes on, a table at the end."""
+"""Console output of a run: one line per stage, tables at the end."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ class ColumnSummary:
 class Progress:
     """Prints a line as each stage ends; while it runs, how far it is, its rate and the time left.
 
-    On a terminal that is a line that changes; elsewhere, in a log, a new line a minute.
+    On a terminal that is a line that changes; elsewhere, in a log, a new line per minute.
     """
 
     def __init__(self, console: Console) -> None:
@@ -82,7 +82,7 @@ class Stage:
     Attributes:
         name: what is printed when it ends.
         detail: what it is busy with.
-        total: work in all, in any unit; None if that is not known.
+        total: total work, in any unit; None if that is not known.
     """
 
     def __init__(self, name: str, show: Callable[[str], object]) -> None:
@@ -160,7 +160,7 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
 
 
 def print_result(console: Console, progress: Progress, output: Path, rows: int) -> None:
-    """Print where the dataset stands, its size and the speed of the whole run."""
+    """Print the path of the dataset, its size and the speed of the whole run."""
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     console.print(
         f"{rows:,} rows in {progress.seconds:.2f} s ({rows / progress.seconds:,.0f} rows/s), "

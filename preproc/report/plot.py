@@ -1,4 +1,4 @@
-"""report.png: a line a column, with what is missing, how many values there are, and what a frequency limit keeps."""
+"""report.png: one line per column, with its missing rows, distinct values, and values kept per frequency limit."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What runs the SQL of table datasets: a small interface, and DuckDB behind it.
+"""Engines that run the SQL of table datasets: the interface, and DuckDB.
 
 An engine reads sources, numbers rows, and writes the result of a query to Parquet. Everything else,
 the SQL itself and the dataset's files, is the same for all of them (`preproc/table/pipeline.py`).
@@ -67,7 +67,7 @@ class Engine(Protocol):
         """Return a query (row, position, value): a row for each item of a list column."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 class DuckDBEngine:
@@ -162,7 +162,7 @@ class DuckDBEngine:
             raise _explained(None, error) from None
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
-        """Read DuckDB's own list of rejects, one entry a line."""
+        """Read DuckDB's own list of rejects, one entry per line."""
         tables = self.rows(
             "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
         )

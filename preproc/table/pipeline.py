@@ -3,7 +3,7 @@
 stage: the query's rows get a number and go to Parquet. order: splits stand one after another, the
 training rows first, shuffled if asked for. fit: statistics and vocabularies of the training rows,
 or those of an earlier run (`mode=transform`). encode: ids, numbers. write: the dataset's files.
-Each relation that is written is on record, so a run that was killed goes on behind the last one.
+Each relation that is written is on record, so a killed run resumes after the last one.
 """
 
 from collections.abc import Callable

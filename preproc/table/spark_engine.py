@@ -135,7 +135,7 @@ class SparkEngine:
         shutil.rmtree(ordered)
 
     def write(self, query: str, path: Path) -> None:
-        """Write Parquet files, one a partition."""
+        """Write Parquet files, one per partition."""
         self._write(self._sql(query), path)
 
     def _write(self, frame: DataFrame, path: Path) -> None:
@@ -186,7 +186,7 @@ class SparkEngine:
         )
 
     def close(self) -> None:
-        """Leave the session to whoever started it: it ends with the process."""
+        """Do nothing: the session ends with the process, and `spark-submit` may own it."""
 
 
 def _reason(columns: list[Column]) -> Column:

@@ -1,4 +1,4 @@
-"""What each file of a dataset must hold: the size, the checksum, and which values can be in it."""
+"""Expected content per file of a dataset: the size, the checksum, and which values can be in it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ Wrong = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What the items of a file must be.
+    """Check of the items of a file.
 
     Attributes:
         dtype: of one item.

@@ -1,4 +1,4 @@
-"""What is wrong with the values of a Parquet file, a row group at a time."""
+"""Mistakes in the values of a Parquet file, a row group at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[st
         spec: of its columns.
 
     Returns:
-        rows, rows labelled 1, and (text that says what is wrong and where first, how often) a kind of mistake.
+        rows, rows labelled 1, and (text that says what is wrong and where first, how often) per kind of mistake.
     """
     names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
     counts: dict[str, int] = {}

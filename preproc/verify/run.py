@@ -1,4 +1,4 @@
-"""Reads a whole dataset directory and says which file and row is wrong.
+"""Reader of a complete dataset directory that reports the file and row of every mistake.
 
 Opening a dataset checks its spec and sizes and stops at the first mistake; this reads every byte once, in chunks, and
 counts every mistake. A directory without `metadata`, as NVIDIA's preprocessing writes it, has no checksums to compare
@@ -21,16 +21,16 @@ from preproc.report.console import Progress, SplitSummary, Stage, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in
 
 CHUNK_BYTES = 1 << 22
-"""Read at once by each thread; memory is a few times that a thread, whatever the dataset's size."""
+"""Read at once by each thread; memory is a few times that per thread, whatever the dataset's size."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What is wrong, and what the labels say.
+    """Mistakes, and statistics of the labels.
 
     Attributes:
-        num_wrong: wrong values and files in all.
-        lines: one a file and kind of mistake: how many, and where the first stands.
+        num_wrong: total of wrong values and files.
+        lines: one per file and kind of mistake: how many, and where the first is.
         splits: rows and clicks.
     """
 

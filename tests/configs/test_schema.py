@@ -112,28 +112,30 @@ REFUSED = [
     (ShardingConfig, {"tables": "row_wise"},
      "sharding.tables must map tables to sharding types, such as {cat_0: row_wise}, got row_wise"),
     (ShardingConfig, {"tables": {"cat_1": "rowwise"}},
-     "sharding.tables sets cat_1 to rowwise, which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
+     "sharding.tables sets cat_1 to rowwise, which is none of table_wise, column_wise, row_wise, "
+     "table_row_wise, data_parallel"),
     (ShardingConfig, {"tables": {"cat_1": ["row_wise"]}},
-     "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, table_row_wise, data_parallel"),
+     "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, "
+     "table_row_wise, data_parallel"),
     (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
 ]
 # fmt: on
 
 
-def made(section: type, given: dict):
+def made(section: type, options: dict):
     """Make a section with the nested sections that Hydra would fill in."""
     nested = {
         DataConfig: {"synthetic": SyntheticConfig(), "multi_hot": MultiHotConfig()},
     }
-    return section(**(nested.get(section, {}) | given))
+    return section(**(nested.get(section, {}) | options))
 
 
 @pytest.mark.parametrize(
-    ("section", "given", "message"), REFUSED, ids=[message[:50] for _, _, message in REFUSED]
+    ("section", "options", "message"), REFUSED, ids=[message[:50] for _, _, message in REFUSED]
 )
-def test_what_cannot_be_is_refused_by_name_and_value(section, given, message):
+def test_what_cannot_be_is_refused_by_name_and_value(section, options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        made(section, given)
+        made(section, options)
 
 
 def test_every_check_is_tried():

@@ -251,7 +251,7 @@ def test_a_directory_in_place_of_a_file_is_named(root):
             "train/numerical.bin is truncated: got 24 bytes, want 28 = 7 x 4 bytes",
         ),
         ("cat_0.bin", 0, "train/cat_0.bin is empty: got 0 bytes, want 7 = 7 x 1 bytes"),
-        ("label.bin", 0, "train/label.bin is empty: want one byte a row"),
+        ("label.bin", 0, "train/label.bin is empty: want one byte per row"),
         (
             "label.bin",
             6,

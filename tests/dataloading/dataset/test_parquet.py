@@ -317,7 +317,7 @@ def test_formats_are_not_mixed(tmp_path):
 def test_a_truncated_file_is_named(tmp_path):
     path = foreign(tmp_path) / "b.parquet"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"b\.parquet: not a whole Parquet file"):
+    with pytest.raises(ValueError, match=r"b\.parquet: not a complete Parquet file"):
         FeatureSpec.load(tmp_path)
 
 

@@ -65,7 +65,7 @@ def test_several_ids_a_row_survive_parquet(tmp_path):
     there = convert(tmp_path / "a", tmp_path / "b", "to=parquet")
     assert data_files(convert(there, tmp_path / "c")) == data_files(tmp_path / "a")
     message = error_of(there, tmp_path / "d", "to=csv")
-    assert message.startswith("pair has several ids a row, which the CSV format cannot hold")
+    assert message.startswith("pair has several ids per row, which the CSV format cannot hold")
 
 
 def test_an_output_that_holds_a_dataset_is_kept(tmp_path):
@@ -141,7 +141,7 @@ def test_csv_with_chunks_side_by_side_becomes_nvidias_binary(tmp_path):
         ("c.csv", "0,0.5\n", "hold different numbers of rows"),
         ("a.csv", "0,0.5,x\n", "a.csv: "),
         ("a.csv", "0,0.5\n", "a.csv: "),
-        ("a.csv", "0,,7\n", "a.csv: row 0: no num_0; want 3 numbers a line, no header"),
+        ("a.csv", "0,,7\n", "a.csv: row 0: no num_0; want 3 numbers per line, no header"),
         ("a.csv", "0,0.5,40000\n" * 4, "feature 'cat_1.bin': id 40000 at row 0 of split 'train'"),
         ("a.csv", "2,0.5,7\n" * 4, "label: 2.0 at row 0 of split 'train'; want 0 or 1"),
     ],

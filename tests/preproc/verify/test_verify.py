@@ -269,7 +269,9 @@ def test_a_truncated_parquet_file_is_named_and_the_others_are_still_read(in_parq
     path.write_bytes(path.read_bytes()[:-9])
     replace_column(in_parquet / "test/part_0.parquet", "user", 3, 99 - 50)
     _, lines = found(in_parquet, capsys)
-    assert any(line.startswith("train/part_0.parquet: not a whole Parquet file") for line in lines)
+    assert any(
+        line.startswith("train/part_0.parquet: not a complete Parquet file") for line in lines
+    )
     assert any("the first 49 at row 3" in line for line in lines)
 
 
