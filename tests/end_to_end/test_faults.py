@@ -373,7 +373,7 @@ def test_a_nan_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
     root = write_clicks(tmp_path / "clicks")
     on_files = [option for option in SHORT if not option.startswith("data.")]
     run = [*on_files, f"data.path={root}", "data.shuffle_block=0", "train.batch_size=32"]
-    assert run_command(*run, f"run_dir={tmp_path / 'whole'}").exit_code == 0
+    assert run_command(*run, f"run_dir={tmp_path / 'uninterrupted'}").exit_code == 0
     numbers = root / "train" / "numerical.bin"
     before = numbers.read_bytes()
     plant(numbers, 2 * 170, float("nan"), "float32")  # step 5 reads row 170
