@@ -1,6 +1,6 @@
-"""Tables that lie one after the other in memory, seen as one: FBGEMM holds its tables so, `GradientBucket` its vector.
+"""Adjacent tables in memory, joined into one: FBGEMM stores its tables so, and so does `GradientBucket` its vector.
 
-Plain torch then makes one call for all, where the calls for one each would take longer to begin than to run.
+Plain torch then makes one call for all of them. One call per table would take longer to launch than to run.
 """
 
 from collections.abc import Sequence
@@ -14,59 +14,59 @@ from nn.embedding.local_tables import LocalTable
 
 @dataclass(frozen=True, slots=True)
 class AdjacentTables:
-    """Parts of one width and hotness whose rows are those of one table.
+    """Consecutive local tables of one width and hotness, whose rows are adjacent in memory.
 
     Attributes:
-        first: position of the first part in its group.
-        end: position after the last one.
-        table: all of their rows; bears the first one's feature.
+        first: position of the first table in its group.
+        end: position after the last table.
+        joined: one table with the rows of all of them, and the feature of the first.
     """
 
     first: int
     end: int
-    table: LocalTable
+    joined: LocalTable
 
     @property
-    def num_parts(self) -> int:
-        """How many they are."""
+    def num_tables(self) -> int:
+        """Return the number of tables."""
         return self.end - self.first
 
 
-def adjacent_tables(parts: Sequence[LocalTable]) -> list[AdjacentTables]:
-    """Cut a group of parts into as few spans as its memory allows, in the order of the group."""
+def adjacent_tables(tables: Sequence[LocalTable]) -> list[AdjacentTables]:
+    """Join the tables of a group into as few `AdjacentTables` as their memory allows, in the order of the group."""
     starts = [
-        place
-        for place, part in enumerate(parts)
-        if place == 0 or not _follows(parts[place - 1], part)
+        position
+        for position, table in enumerate(tables)
+        if position == 0 or not _follows(tables[position - 1], table)
     ]
     return [
-        AdjacentTables(first, end, _joined(parts[first:end]))
-        for first, end in zip(starts, [*starts[1:], len(parts)], strict=False)
+        AdjacentTables(first, end, _joined(tables[first:end]))
+        for first, end in zip(starts, [*starts[1:], len(tables)], strict=False)
     ]
 
 
-def _follows(before: LocalTable, part: LocalTable) -> bool:
-    """Whether a part can be of the same span as the one before it; 16-bit ones cannot: each has its own rounding."""
+def _follows(before: LocalTable, table: LocalTable) -> bool:
+    """Return whether a table can be joined to the one before it; 16-bit tables cannot, since each has its own rounding."""
     return (
-        part.weight.dtype is torch.float32
-        and part.hotness == before.hotness
-        and part.weight.shape[1] == before.weight.shape[1]
-        and _adjoin(before.weight, part.weight)
-        and all(_adjoin(before.state[name], part.state[name]) for name in part.state)
+        table.weight.dtype is torch.float32
+        and table.hotness == before.hotness
+        and table.weight.shape[1] == before.weight.shape[1]
+        and _are_adjacent(before.weight, table.weight)
+        and all(_are_adjacent(before.state[name], table.state[name]) for name in table.state)
     )
 
 
-def _adjoin(before: Tensor, after: Tensor) -> bool:
+def _are_adjacent(before: Tensor, after: Tensor) -> bool:
     is_one_memory = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     return is_one_memory and before.storage_offset() + before.numel() == after.storage_offset()
 
 
-def _joined(parts: Sequence[LocalTable]) -> LocalTable:
-    rows = sum(len(part.weight) for part in parts)
+def _joined(tables: Sequence[LocalTable]) -> LocalTable:
+    rows = sum(len(table.weight) for table in tables)
 
-    def tall(first: Tensor) -> Tensor:
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    def with_all_rows(tensor: Tensor) -> Tensor:
+        return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
 
-    first = parts[0]
-    state = {name: tall(each) for name, each in first.state.items()}
-    return replace(first, weight=tall(first.weight), state=state)
+    first = tables[0]
+    state = {name: with_all_rows(tensor) for name, tensor in first.state.items()}
+    return replace(first, weight=with_all_rows(first.weight), state=state)

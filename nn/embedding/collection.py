@@ -1,4 +1,4 @@
-"""The tables as an unsharded EmbeddingBagCollection: names, initial weights, and where looked-up embeddings lie."""
+"""Tables as an unsharded EmbeddingBagCollection: initial weights, and the layout of the pooled embeddings."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ def build_embeddings(
 
 
 def keep_float32(embeddings: EmbeddingBagCollection, tables: Collection[str]) -> None:
-    """Let some of the tables, which have no memory yet, be float32 whatever the others are."""
+    """Make some tables float32, whatever the dtype of the others; the tables must be on the meta device."""
     for table in embeddings.embedding_bag_configs():
         if table.name in tables:
             table.data_type = DataType.FP32
@@ -38,7 +38,7 @@ def keep_float32(embeddings: EmbeddingBagCollection, tables: Collection[str]) ->
 
 
 def initialise_tables(embeddings: EmbeddingBagCollection, seed: int) -> None:
-    """Give unsharded tables the initial weights that `fill_uniform_` gives their shards: uniform in +-1/sqrt(rows)."""
+    """Initialise unsharded tables as `fill_uniform_` initialises their shards: uniform in +-1/sqrt(rows)."""
     for table in embeddings.embedding_bag_configs():
         fill_uniform_(
             embeddings.embedding_bags[table.name].weight,
@@ -49,7 +49,7 @@ def initialise_tables(embeddings: EmbeddingBagCollection, seed: int) -> None:
 
 
 def embeddings_of(pooled: KeyedTensor, names: Sequence[str]) -> PooledEmbeddings:
-    """Show where the named features lie in what TorchRec looked up, which it orders by sharding; copies nothing.
+    """Return TorchRec's pooled embeddings, which are ordered by sharding, as features in the order of `names`; no copy.
 
     Returns:
         [B, F, D], features in the order of `names`.
@@ -65,7 +65,7 @@ def _layout(
 ) -> EmbeddingLayout:
     offsets = dict(zip(keys, accumulate(widths, initial=0), strict=False))
     dim, stride = widths[0], sum(widths)
-    pieces = [
+    segments = [
         LayoutSegment(index, 0, dim, offsets[name], stride) for index, name in enumerate(names)
     ]
-    return EmbeddingLayout(pieces, len(names), dim, device)
+    return EmbeddingLayout(segments, len(names), dim, device)

@@ -1,4 +1,4 @@
-"""The tables that a model declares: the usual ones, what is asked of them, and the checks that they pass."""
+"""Tables that a model declares: the usual ones, their sizes, and the checks of the declaration."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def one_table_per_feature(options: ModelConfig, spec: FeatureSpec) -> list[Embed
     """Declare a table per categorical feature, all of one width, which sum the ids of a bag.
 
     Args:
-        options: give columns and dtype.
-        spec: gives names and rows.
+        options: columns and dtype.
+        spec: names and rows.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
@@ -41,10 +41,10 @@ def one_table_per_feature(options: ModelConfig, spec: FeatureSpec) -> list[Embed
 def check_tables(
     tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
 ) -> None:
-    """Refuse tables that are not those of the dataset's features, and kinds of tables that are not supported yet.
+    """Check that the tables match the features of the dataset and that the training step supports them.
 
     Raises:
-        ValueError: with the first table or feature that is wrong.
+        ValueError: the first table or feature that is wrong.
     """
     problem = _contradiction(tables, spec) or _unsupported(tables, options, spec)
     if problem is not None:
@@ -52,7 +52,7 @@ def check_tables(
 
 
 def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> str | None:
-    """Say where tables and features contradict each other, or None."""
+    """Return the first contradiction of tables and features, or None."""
     by_name: dict[str, EmbeddingBagConfig] = {}
     for table in tables:
         other = by_name.setdefault(table.name, table)
@@ -91,7 +91,7 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
 def _unsupported(
     tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
 ) -> str | None:
-    """Say what of the tables the training step cannot do yet, or None; the one place that knows."""
+    """Return the first property of the tables that the training step does not support yet, or None; kept here only."""
     cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
     used = Counter(feature for table in tables for feature in table.feature_names)
     for table in tables:
@@ -140,7 +140,7 @@ def ids_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> d
 
     Args:
         tables: as declared.
-        spec: the dataset; where ids are expanded that after it.
+        spec: feature spec after the expansion of ids.
     """
     hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
     return {
@@ -154,6 +154,6 @@ def pooled_columns(tables: Sequence[EmbeddingBagConfig]) -> int:
 
 
 def table_name(feature: str) -> str:
-    """Name a feature's table: as the feature, unless no module may be called so (`cat_0.bin`, `type`)."""
+    """Return the name of a feature's table: that of the feature, changed if no module can have it (`cat_0.bin`, `type`)."""
     name = feature.replace(".", "_")
     return f"{name}_" if hasattr(nn.ModuleDict(), name) else name

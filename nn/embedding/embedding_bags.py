@@ -1,7 +1,7 @@
-"""Tables that are looked up for the same samples: pooled lookup, and the update by the gradients of what was looked up.
+"""Pooled lookup and update of the local tables that are looked up for the same samples.
 
-Every feature has the same number of ids in every sample, so all shapes are known beforehand, nothing is read back by the
-host and all of it can be recorded in a CUDA graph: Triton kernels on a GPU, plain torch elsewhere.
+Hotness is fixed. All shapes are therefore known beforehand, the host reads nothing back, and everything can be captured in a
+CUDA graph. GPUs use Triton kernels, CPUs plain torch.
 """
 
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
 from nn.embedding.optimizer import update_rows
 
-# P: parts, G: samples, H: hotness of a part, N: ids in all (sum of G * H), D: columns of a part, T: columns of all parts
-# S: parts of a span
+# G: samples, H: hotness of a table, N: total number of ids (sum of G * H), D: columns of a table, T: columns of all tables
+# S: number of adjacent tables
 
-# From here on torch sorts integers on a CPU by their digits: 32,768 in an eighth of the time that 26,624 take before.
+# From this number on, torch uses a radix sort for integers on a CPU: 32,768 take an eighth of the time of 26,624.
 RADIX_SORT_IDS = 2**15
-# Fewer are compared before so many could be sorted.
+# Up to this number, a comparison sort is faster than a radix sort of `RADIX_SORT_IDS`.
 COMPARED_IDS = 2**12
 
 
 class LocalEmbeddingBags:
-    """Parts of tables and how they are looked up and updated together.
+    """Local tables that are looked up and updated together.
 
     Args:
-        parts: in the order of their ids and of their columns in what is looked up.
+        tables: in the order of their ids and of their columns in the pooled embeddings.
         num_samples: G.
         config: optimizer of the tables.
         scalars: of the update.
-        dtype: of what is looked up and of its gradients.
-        device: of the parts.
+        dtype: of the pooled embeddings and their gradients.
+        device: of the tables.
 
     Attributes:
         num_ids: N.
@@ -44,33 +44,33 @@ class LocalEmbeddingBags:
 
     def __init__(
         self,
-        parts: Sequence[LocalTable],
+        tables: Sequence[LocalTable],
         num_samples: int,
         config: OptimizerConfig,
         scalars: UpdateScalars,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.parts = list(parts)
+        self.tables = list(tables)
         self.num_samples = num_samples
         self.dtype = dtype
         self._config = config
         self._scalars = scalars
-        counts = [num_samples * part.hotness for part in self.parts]
-        rows = [len(part.weight) for part in self.parts]
-        widths = [part.weight.shape[1] for part in self.parts]
+        counts = [num_samples * table.hotness for table in self.tables]
+        rows = [len(table.weight) for table in self.tables]
+        widths = [table.weight.shape[1] for table in self.tables]
         self._id_starts = list(accumulate(counts, initial=0))
         self._columns = list(accumulate(widths, initial=0))
         self._key_bases = list(accumulate(rows, initial=0))
         self.num_ids, self.num_columns = self._id_starts[-1], self._columns[-1]
         self._counts, self._device = counts, device
         self._kernels = None
-        if device.type == "cuda" and self.parts:
+        if device.type == "cuda" and self.tables:
             # Triton comes with torch's CUDA builds only.
             from nn.embedding.triton_launcher import TritonLauncher
 
             self._kernels = TritonLauncher(
-                self.parts,
+                self.tables,
                 num_samples=num_samples,
                 id_starts=self._id_starts,
                 columns=self._columns,
@@ -80,7 +80,7 @@ class LocalEmbeddingBags:
 
     @cached_property
     def _base_of_id(self) -> Tensor:
-        """Rows of all parts before that of each id; made when first asked for, as evaluation on a GPU never does."""
+        """Rows of all tables before the table of each id; built on first use, since evaluation on a GPU does not use it."""
         key_dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
         bases = torch.tensor(self._key_bases[:-1], dtype=key_dtype)
         counts = torch.tensor(self._counts, dtype=torch.int64)
@@ -90,26 +90,26 @@ class LocalEmbeddingBags:
         """Sum the rows of each sample's ids.
 
         Args:
-            ids: [N], part after part, each [G, H].
-            out: [G, T], rows at any distance; overwritten.
+            ids: [N], table after table, each [G, H].
+            out: [G, T], any row stride; overwritten.
         """
         if self._kernels is not None:
             self._kernels.look_up(ids, out)
             return
-        if not self.parts:
+        if not self.tables:
             return
         keys = ids + self._base_of_id
-        for span in self._spans:
-            rows = keys[self._ids_of(span)] - self._key_bases[span.first]
-            pooled = _pooled(span.table, rows).view(span.num_parts, self.num_samples, -1)
-            self._vectors(out, span).copy_(pooled)
+        for adjacent in self._adjacent:
+            rows = keys[self._ids_of(adjacent)] - self._key_bases[adjacent.first]
+            pooled = _pooled(adjacent.joined, rows).view(adjacent.num_tables, self.num_samples, -1)
+            self._columns_of(out, adjacent).copy_(pooled)
 
     def sort(self, ids: Tensor) -> SortedIds:
-        """Sort ids [N] for `update`; equal ones keep their order, so that sums have one order too."""
+        """Sort ids [N] for `update`; the sort is stable, so that sums have one order too."""
         keys = ids + self._base_of_id
         if self._device.type == "cpu" and COMPARED_IDS < self.num_ids < RADIX_SORT_IDS:
-            filling = keys.new_full((RADIX_SORT_IDS - self.num_ids,), self._key_bases[-1])
-            keys, order = torch.sort(torch.cat([keys, filling]), stable=True)
+            padding = keys.new_full((RADIX_SORT_IDS - self.num_ids,), self._key_bases[-1])
+            keys, order = torch.sort(torch.cat([keys, padding]), stable=True)
             return SortedIds(keys[: self.num_ids], order[: self.num_ids])
         keys, order = torch.sort(keys, stable=True)
         return SortedIds(keys, order)
@@ -118,44 +118,44 @@ class LocalEmbeddingBags:
         """Update every row that was looked up, once, by the sum of its gradients.
 
         Args:
-            ids: as sorted.
-            gradients: of what was looked up, [G, T], rows at any distance.
-            is_good: int32 [1]; with 0 nothing is changed.
+            ids: result of `sort`.
+            gradients: of the pooled embeddings, [G, T], any row stride.
+            is_good: int32 [1]; 0 leaves everything unchanged.
         """
         if self._kernels is not None:
             self._kernels.update(ids, gradients, self._scalars, is_good)
             return
-        if not (self.parts and is_good.item()):
+        if not (self.tables and is_good.item()):
             return
         lr, _, _, scale = self._scalars.values.tolist()
-        for span in self._spans:
-            mine = self._ids_of(span)
-            keys, counts = torch.unique_consecutive(ids.keys[mine], return_counts=True)
-            of_samples = (self._vectors(gradients, span).float() * scale).flatten(0, 1)
-            samples = (ids.order[mine] - mine.start) // span.table.hotness
-            # As a lookup sums the rows of a sample: those of a row, one after the other.
-            total = embedding_bag(samples, of_samples, counts.cumsum(0) - counts, mode="sum")
-            rows = keys.long() - self._key_bases[span.first]
-            update_rows(span.table, rows, total, self._config, lr=lr, step=self._scalars.step)
+        for adjacent in self._adjacent:
+            where = self._ids_of(adjacent)
+            keys, counts = torch.unique_consecutive(ids.keys[where], return_counts=True)
+            sample_gradients = (self._columns_of(gradients, adjacent).float() * scale).flatten(0, 1)
+            samples = (ids.order[where] - where.start) // adjacent.joined.hotness
+            # A row's gradients are summed as a lookup sums a sample's rows: in order.
+            total = embedding_bag(samples, sample_gradients, counts.cumsum(0) - counts, mode="sum")
+            rows = keys.long() - self._key_bases[adjacent.first]
+            update_rows(adjacent.joined, rows, total, self._config, lr=lr, step=self._scalars.step)
 
     @cached_property
-    def _spans(self) -> list[AdjacentTables]:
-        return adjacent_tables(self.parts)
+    def _adjacent(self) -> list[AdjacentTables]:
+        return adjacent_tables(self.tables)
 
-    def _ids_of(self, span: AdjacentTables) -> slice:
-        return slice(self._id_starts[span.first], self._id_starts[span.end])
+    def _ids_of(self, adjacent: AdjacentTables) -> slice:
+        return slice(self._id_starts[adjacent.first], self._id_starts[adjacent.end])
 
-    def _vectors(self, matrix: Tensor, span: AdjacentTables) -> Tensor:
-        """The columns of a span in a matrix [G, T], in the order of its ids: [S, G, D]."""
-        columns = matrix[:, self._columns[span.first] : self._columns[span.end]]
-        return columns.unflatten(1, (span.num_parts, -1)).transpose(0, 1)
+    def _columns_of(self, matrix: Tensor, adjacent: AdjacentTables) -> Tensor:
+        """Return the columns of adjacent tables in a matrix [G, T], in the order of their ids: [S, G, D]."""
+        columns = matrix[:, self._columns[adjacent.first] : self._columns[adjacent.end]]
+        return columns.unflatten(1, (adjacent.num_tables, -1)).transpose(0, 1)
 
 
 def _pooled(table: LocalTable, rows: Tensor) -> Tensor:
-    """Sum the rows of each sample, float32 [samples, D], without memory for all of them where that can be."""
+    """Sum the rows of each sample, float32 [samples, D], without a copy of all rows if possible."""
     if table.hotness == 1:
         return table.weight.index_select(0, rows).float()
     if table.weight.dtype is torch.float32:
         return embedding_bag(rows.view(-1, table.hotness), table.weight, mode="sum")
-    found = table.weight.index_select(0, rows).float()
-    return found.view(-1, table.hotness, table.weight.shape[1]).sum(1)
+    looked_up = table.weight.index_select(0, rows).float()
+    return looked_up.view(-1, table.hotness, table.weight.shape[1]).sum(1)

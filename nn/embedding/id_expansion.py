@@ -44,11 +44,11 @@ class IdExpansion:
             return ids
         if self._launch is not None:
             return self._launch(ids)
-        parts = [
+        expanded = [
             stored if table is None else expand(stored, table).flatten()
             for stored, table in zip(ids.split(self._sizes), self._tables, strict=True)
         ]
-        return torch.cat([part.to(ids.dtype) for part in parts])
+        return torch.cat([values.to(ids.dtype) for values in expanded])
 
 
 def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> KeyedJaggedTensor:
@@ -57,7 +57,7 @@ def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> Keyed
     if not any(key in tables for key in keys):
         return ids
     values, lengths = [], []
-    for key, part, length in zip(
+    for key, stored, length in zip(
         keys,
         ids.values().split(ids.length_per_key()),
         ids.lengths().view(len(keys), -1),
@@ -65,7 +65,7 @@ def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> Keyed
     ):
         table = tables.get(key)
         factor = 1 if table is None else table.shape[1] + 1
-        values.append(part if table is None else expand(part, table).flatten().to(part.dtype))
+        values.append(stored if table is None else expand(stored, table).flatten().to(stored.dtype))
         lengths.append(length * factor)
     return KeyedJaggedTensor(
         keys=keys, values=torch.cat(values), lengths=torch.cat(lengths), stride=ids.stride()

@@ -1,4 +1,4 @@
-"""What the lookup and the update of tables are told: parts of tables, sorted ids, and the numbers of a step."""
+"""Inputs of lookup and update: local tables, sorted ids, and the scalars of a step."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from configs.schema import OptimizerConfig
 from nn.embedding.table_rules import table_rule
 
-# D: columns of a part, N: ids in all
+# D: columns of a local table, N: total number of ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,12 @@ class LocalTable:
     """A table, or a range of its columns, on this rank.
 
     Attributes:
-        feature: whose ids are its rows.
-        hotness: ids a sample.
+        feature: feature whose ids are row numbers of the table.
+        hotness: ids per sample.
         weight: [rows, D], contiguous.
-        state: what the optimizer keeps beside it, as its `TableRule` names and shapes it. Float32.
-        first_column: of the table that `weight` begins at, even.
-        rounding_key: of the table, see `nn.ops.stochastic_rounding`; not looked at where weights are float32.
+        state: optimizer state by name, float32; the optimizer's `TableRule` has names and shapes.
+        first_column: column of the table at which `weight` begins; even.
+        rounding_key: key of the table (`nn.ops.stochastic_rounding`); ignored for float32 weights.
     """
 
     feature: str
@@ -37,8 +37,8 @@ class SortedIds:
     """Ids in ascending order, ready for an update.
 
     Attributes:
-        keys: row + rows of all parts before, [N].
-        order: where each stood, [N].
+        keys: row + rows of all tables before, [N].
+        order: position of each id before sorting, [N].
     """
 
     keys: Tensor
@@ -46,11 +46,12 @@ class SortedIds:
 
 
 class UpdateScalars:
-    """What changes in an update from step to step, in device memory, where each replay of a captured update reads it.
+    """Scalars of an update that change from step to step; in device memory, where each replay of a CUDA graph reads them.
 
     Attributes:
-        values: learning rate, 1 / (1 - beta ** step) of either beta where the optimizer uses the step, and what gradients are multiplied by; float32 [4].
-        step: updates before this one, int32 [1].
+        values: float32 [4]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses the
+            step, and the factor of gradients.
+        step: number of updates before this one, int32 [1].
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class UpdateScalars:
         self._lr: float | None = None
 
     def set(self, step: int, lr: float) -> None:
-        """Queue the values of the update after `step` others; numbers travel as kernel arguments, not by copies."""
+        """Queue the values of the update after `step` others; they are passed as kernel arguments, without copies."""
         self.step.fill_(step)
         if lr != self._lr:
             self.values[0].fill_(lr)

@@ -1,13 +1,13 @@
 """Expansion of one-hot ids on the ranks of their tables: MLPerf's synthetic multi-hot Criteo from a one-hot dataset.
 
-MLPerf's reference gives every row of a table `hotness - 1` further ids, drawn uniformly with numpy's legacy generator:
-`np.random.seed(0)`, then for each table in order `randint(0, rows, size=(rows, hotness - 1))`. The ids of a sample are so
-a pure function of its one-hot ids: the dataset stays one-hot on disk and on its way to the tables (160 bytes per row for
-912), and the owner of a table expands what arrives.
+MLPerf's reference gives every row of a table `hotness - 1` additional ids, drawn uniformly with numpy's legacy generator:
+`np.random.seed(0)`, then `randint(0, rows, size=(rows, hotness - 1))` for each table in order. The ids of a sample are
+therefore a pure function of its one-hot ids. The dataset stays one-hot on disk and in the id exchange (160 bytes per row
+instead of 912), and the rank of a table expands the ids.
 
-`randint` masks 32-bit words of the Mersenne Twister to the next power of two and rejects what lies outside the table.
-The words in bulk, masked and picked by numpy, give the same ids bit for bit in less than half of its time; threads that
-start further down the stream divide what is left.
+`randint` masks 32-bit words of the Mersenne Twister to the next power of two and rejects ids outside the table. Drawing the
+words in bulk and masking them with numpy gives the same ids in less than half of the time. Threads that start at later
+positions of the stream share the work.
 """
 
 from collections import deque
@@ -25,16 +25,16 @@ from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from nn.embedding.mt19937 import Jump, State, generator_at, words
 
 Picked = tuple[np.ndarray, int, State]
-"""Ids picked, how many, and where the generator goes on."""
+"""Ids, their number, and the state of the generator after them."""
 
 ID_BYTES = 4
-"""Further ids are int32."""
+"""Additional ids are int32."""
 CHUNK_WORDS = 1 << 17
-"""Words drawn at a time: they and what is picked of them stay in the cache."""
+"""Words drawn at a time: they and the ids picked from them fit in the cache."""
 SEGMENT_WORDS = 1 << 24
-"""Words that a thread works on before it hands over; the ids that it picks of them take 64 MiB of the host at most."""
+"""Words per task of a thread; the ids picked from them take at most 64 MiB of host memory."""
 SURE = 0.995
-"""Part of a table's words, as many as are expected, that it surely needs: 25 standard deviations for one segment."""
+"""Fraction of the expected number of words that a table needs with certainty: 25 standard deviations for one segment."""
 
 
 class MultiHot:
@@ -49,30 +49,30 @@ class MultiHot:
         hotness: hotness after expansion by feature; only features that are expanded.
 
     Raises:
-        ValueError: not one entry a feature, or a feature to expand that is not stored one-hot.
+        ValueError: the number of entries differs from that of features, or a feature to expand is not stored one-hot.
     """
 
     def __init__(self, spec: FeatureSpec, config: MultiHotConfig, threads: int = 1) -> None:
-        given = config.hotness or [1] * len(spec.categorical)
-        if len(given) != len(spec.categorical):
+        entries = config.hotness or [1] * len(spec.categorical)
+        if len(entries) != len(spec.categorical):
             raise ValueError(
-                f"data.multi_hot.hotness has {len(given)} entries for {len(spec.categorical)} categorical "
-                "features; give one a feature, 1 for those that stay as they are stored"
+                f"data.multi_hot.hotness has {len(entries)} entries for {len(spec.categorical)} categorical "
+                "features; give one per feature, 1 for features that are not expanded"
             )
         self._features = [
             (feature, hotness)
-            for feature, hotness in zip(spec.categorical, given, strict=True)
+            for feature, hotness in zip(spec.categorical, entries, strict=True)
             if hotness > 1
         ]
         for feature, hotness in self._features:
             _check_expandable(feature, hotness)
         self.hotness = {feature.name: hotness for feature, hotness in self._features}
         self._threads = threads
-        # The generator's state where a table's words begin, known for the tables that were drawn or passed.
+        # State of the generator at the first word of each table, for the tables drawn or skipped so far and the next one.
         self._starts = [np.random.RandomState(config.seed).get_state(legacy=False)]
 
     def expanded_spec(self, spec: FeatureSpec) -> FeatureSpec:
-        """Return the dataset as planner, tables and model see it: the same, with the hotness after expansion."""
+        """Return the feature spec for planner, tables and model: `spec` with the hotness after expansion."""
         categorical = tuple(
             replace(feature, hotness=hotness, mean_hotness=hotness)
             if (hotness := self.hotness.get(feature.name))
@@ -82,21 +82,21 @@ class MultiHot:
         return replace(spec, categorical=categorical)
 
     def expansion_bytes(self) -> dict[str, int]:
-        """Return feature -> bytes of its lookup table, on every rank that holds a part of the feature's table."""
+        """Return the bytes of each feature's lookup table; every rank with a shard of the feature's table holds one."""
         return {
             feature.name: feature.cardinality * (hotness - 1) * ID_BYTES
             for feature, hotness in self._features
         }
 
     def lookup_table(self, feature: str, device: torch.device) -> Tensor:
-        """Return the further ids of every id of `feature`: int32 [num_embeddings, hotness - 1].
+        """Return the additional ids of every id of `feature`: int32 [num_embeddings, hotness - 1].
 
-        Asked for in the spec's order, all tables together take one pass over the random stream, those that are not
-        asked for included; host memory stays within 64 MiB a thread.
+        Calls in the order of the spec take one pass over the random stream, skipped features included. Host memory stays
+        below 64 MiB per thread.
         """
         index = list(self.hotness).index(feature)
-        for passed in range(len(self._starts) - 1, index):
-            for _ in self._draw(passed, keep=False):
+        for skipped in range(len(self._starts) - 1, index):
+            for _ in self._draw(skipped, keep=False):
                 pass
         rows, hotness = self._features[index][0].cardinality, self._features[index][1]
         table = torch.zeros(rows, hotness - 1, dtype=torch.int32, device=device)
@@ -107,14 +107,14 @@ class MultiHot:
         return table
 
     def _draw(self, index: int, *, keep: bool) -> Iterator[np.ndarray]:
-        """Draw the ids of table `index` and note where the next table's begin.
+        """Draw the ids of table `index` and store the generator's state after them.
 
         Yields:
-            Ids, int32, valid until the next are asked for; empty unless `keep`.
+            Ids, int32, valid until the next iteration; empty unless `keep`.
         """
         feature, hotness = self._features[index]
         rows, state = feature.cardinality, self._starts[index]
-        # randint draws nothing where there is nothing to choose.
+        # randint draws nothing for a table of one row.
         count = rows * (hotness - 1) if rows > 1 else 0
         segments = int(SURE * count * _power_of_two(rows) / rows / SEGMENT_WORDS)
         threads = min(self._threads, segments) or 1
@@ -125,17 +125,17 @@ class MultiHot:
             with ThreadPoolExecutor(threads) as pool:
                 for number in range(segments + threads):
                     if number >= threads:
-                        ids, found, _ = pending.popleft().result()
-                        count -= found
+                        ids, num_ids, _ = pending.popleft().result()
+                        count -= num_ids
                         yield ids
                     if number < segments:
                         buffer = buffers[number % threads]
                         pending.append(pool.submit(_pick, state, rows, SEGMENT_WORDS, buffer))
                         state = jump(state)
-        assert count >= 0, "more ids than the table has, against all odds"
+        assert count >= 0, "drew more ids than the table has"
         while count:
-            ids, found, state = _pick(state, rows, count, buffers[0])
-            count -= found
+            ids, num_ids, state = _pick(state, rows, count, buffers[0])
+            count -= num_ids
             yield ids
         if index + 1 == len(self._starts):
             self._starts.append(state)
@@ -161,7 +161,7 @@ def _check_expandable(feature: CategoricalFeature, hotness: int) -> None:
     if feature.cardinality > 2**31:
         raise ValueError(
             f"data.multi_hot.hotness is {hotness} for '{feature.name}' with {feature.cardinality} rows; "
-            "further ids are int32, so set its entry to 1"
+            "additional ids are int32, so set its entry to 1"
         )
 
 
@@ -174,31 +174,31 @@ _segment_jump = cache(Jump)
 
 
 def _pick(state: State, rows: int, most: int, buffer: np.ndarray) -> Picked:
-    """Pick what `randint(0, rows)` would out of the next SEGMENT_WORDS words, `most` ids at most.
+    """Return the ids that `randint(0, rows)` would take from the next SEGMENT_WORDS words, at most `most`.
 
     Args:
         state: of the generator.
         rows: of the table, 2 or more.
-        most: stop behind the word that gives the last of so many ids.
-        buffer: int32 [SEGMENT_WORDS], where the ids go; of length 0 if they are only to be counted.
+        most: maximum number of ids; the generator stops after the word of the last one.
+        buffer: int32 [SEGMENT_WORDS], overwritten with the ids; of length 0 to only count them.
     """
-    generator, found = generator_at(state), 0
+    generator, num_ids = generator_at(state), 0
     bound, mask = np.uint32(rows - 1), np.uint32(_power_of_two(rows) - 1)
     for _ in range(0, SEGMENT_WORDS, CHUNK_WORDS):
         before = generator.get_state(legacy=False)
         values = words(generator, CHUNK_WORDS) & mask
         accepted = values <= bound
         here = int(np.count_nonzero(accepted))
-        is_last = found + here >= most
+        is_last = num_ids + here >= most
         if is_last:
-            here = most - found
+            here = most - num_ids
             end = int(np.flatnonzero(accepted)[here - 1]) + 1
             values, accepted = values[:end], accepted[:end]
             generator.set_state(before)
             words(generator, end)
         if len(buffer):
-            buffer[found : found + here] = np.compress(accepted, values)
-        found += here
+            buffer[num_ids : num_ids + here] = np.compress(accepted, values)
+        num_ids += here
         if is_last:
             break
-    return buffer[:found], found, generator.get_state(legacy=False)
+    return buffer[:num_ids], num_ids, generator.get_state(legacy=False)

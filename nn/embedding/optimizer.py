@@ -1,7 +1,7 @@
-"""The tables' optimizer where the gradient is a dense tensor or a set of rows, in plain torch.
+"""Optimizer of tables in plain torch, for dense gradients and for gradients of some rows.
 
-A replicated table (`data_parallel`), and every table whose optimizer FBGEMM does not fuse on the device, is updated here. If
-such a table took another optimizer, or the same one with eps elsewhere, the plan would change what a run computes.
+Replicated tables (`data_parallel`) and tables whose optimizer FBGEMM does not fuse on the device are updated here. The
+arithmetic is that of the fused optimizer, including the position of eps, so that the plan does not change the result.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,13 @@ from nn.ops.stochastic_rounding import random_bits, round_stochastically
 class TableOptimizer(torch.optim.Optimizer):
     """An optimizer of tables [rows, dim] with dense gradients.
 
-    A row whose gradient is zero in all columns is left as it is, its state included: FBGEMM touches only the rows that
-    a batch looks up. Under Adam two things differ: FBGEMM would decay the moments of a looked-up row whose gradient is
-    exactly zero, and its `iter` counts every forward pass, evaluation included, where ours counts updates.
+    A row whose gradient is zero in all columns is not changed, nor is its state: FBGEMM updates only the rows that a batch
+    looks up. Adam differs in two points. FBGEMM decays the moments of a looked-up row whose gradient is exactly zero. Its
+    `iter` counts every forward pass, evaluation included; ours counts updates.
 
-    The state of a table is made at once, so that a checkpoint can be loaded before the first step: the fields of the
-    `TableRule`, and `iter` [], the count of updates, where it uses that. All of it is float32, whatever the table is.
+    The state is allocated in the constructor, so that a checkpoint can be loaded before the first step. It has the fields of
+    the `TableRule` and, if the optimizer uses the step, `iter` [], the number of updates. It is float32 for every dtype of
+    the table.
 
     Args:
         params: the tables, or parameter groups of them.
@@ -71,7 +72,7 @@ class TableOptimizer(torch.optim.Optimizer):
         states: list[dict[str, Tensor]],
         group: dict[str, Any],
     ) -> None:
-        """Update all rows and restore those without a gradient: the shapes do not depend on how many they are."""
+        """Update all rows, then restore those without a gradient: shapes do not depend on their number."""
         changed = [
             [table, *(state[name] for name in self._rule.state_names)]
             for table, state in zip(tables, states, strict=True)
@@ -87,7 +88,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
 @torch.no_grad()
 def update_rows(
-    part: LocalTable,
+    table: LocalTable,
     rows: Tensor,
     gradients: Tensor,
     config: OptimizerConfig,
@@ -98,23 +99,23 @@ def update_rows(
     """Apply one update to some rows of a table, in plain torch.
 
     Args:
-        part: a table, or a range of its columns. Weights of 16 bits are computed in float32 and rounded by chance.
-        rows: which, each once, [n].
+        table: to update. Weights of 16 bits are computed in float32 and rounded stochastically.
+        rows: distinct row numbers, [n].
         gradients: of these rows, float32 [n, D].
-        config: names the optimizer.
+        config: optimizer of the tables.
         lr: learning rate.
-        step: updates before this one, [1].
+        step: number of updates before this one, [1].
     """
     rule = table_rule(config.table_name)
-    # In one copy per row; indexing by brackets reads number after number.
-    some = part.weight.index_select(0, rows).float()
-    some_state = {name: state.index_select(0, rows) for name, state in part.state.items()}
+    # `index_select` copies complete rows; indexing by brackets reads element after element.
+    some = table.weight.index_select(0, rows).float()
+    some_state = {name: state.index_select(0, rows) for name, state in table.state.items()}
     group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
     count = {"iter": step.float()} if rule.uses_step else {}
     rule.update([some], [gradients], [some_state | count], group)
-    if part.weight.dtype is not torch.float32:
-        bits = random_bits(part.rounding_key, step, rows, part.first_column, some.shape[1])
-        some = round_stochastically(some, part.weight.dtype, bits)
-    part.weight[rows] = some
+    if table.weight.dtype is not torch.float32:
+        bits = random_bits(table.rounding_key, step, rows, table.first_column, some.shape[1])
+        some = round_stochastically(some, table.weight.dtype, bits)
+    table.weight[rows] = some
     for name, state in some_state.items():
-        part.state[name][rows] = state
+        table.state[name][rows] = state

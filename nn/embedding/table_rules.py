@@ -1,10 +1,10 @@
-"""Optimizers of tables, one record per optimizer: everything that differs between them is here.
+"""Optimizers of tables: one record per optimizer with everything that differs between them.
 
 A new one is a `TableRule` here, or in a module outside the project that `optimizer.embedding_name=package.module:NAME` names,
 and a branch of the kernel (`nn.ops.triton.row_updates` has the built-in ones).
 
-The arithmetic is FBGEMM's in all three places: in its fused kernels, in ours, and in the plain torch of this file. So
-neither plan nor path changes what a run computes.
+FBGEMM's fused kernels, our kernels and the plain torch of this file have the same arithmetic, so neither the plan nor the
+sparse path changes the result.
 """
 
 from collections.abc import Callable
@@ -47,20 +47,20 @@ class StateField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRule:
-    """All that planner, step, kernels, estimates and checkpoints know of a table optimizer.
+    """Record of a table optimizer for planner, step, kernels, memory estimate and checkpoints.
 
     Attributes:
-        name: for people.
+        name: in messages.
         update: in plain torch.
-        kernel: its branch of the Triton kernel, a `@triton.jit` function, as `package.module:NAME`, since Triton may not be
-            installed where there is no GPU; None: it trains on CPUs only.
+        kernel: branch of the Triton kernel, a `@triton.jit` function, as `package.module:NAME`, since Triton may not be
+            installed on machines without a GPU; None: the optimizer trains on CPUs only.
         states: at most two.
-        fbgemm: FBGEMM's fused kernel of it; None: ragged features and row-wise tables, which take that kernel, are refused.
-        fused_on_cpu: whether FBGEMM has that kernel for CPUs too.
+        fbgemm: FBGEMM's fused optimizer; None: ragged features and row-wise tables, which require it, are refused.
+        fused_on_cpu: whether FBGEMM has the fused optimizer for CPUs too.
         uses_step: whether an update depends on the number of updates before.
-        columns_may_be_cut: whether a row that is cut by columns trains as the whole row does.
-        leaves_untouched_rows: whether `update` itself leaves rows as they are whose gradient is zero, state included;
-            otherwise `TableOptimizer` restores them.
+        columns_may_be_cut: whether a table sharded by columns trains as an unsharded one.
+        leaves_untouched_rows: whether `update` does not change rows whose gradient is zero, state included; otherwise
+            `TableOptimizer` restores them.
     """
 
     name: str
@@ -90,12 +90,12 @@ class TableRule:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names in checkpoints."""
+        """Return the names of the states in checkpoints."""
         return tuple(field.name for field in self.states)
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of state that each element of a table has."""
+        """Return the bytes of state per element of a table."""
         return FP32_BYTES * sum(not field.per_row for field in self.states)
 
     @property
@@ -229,21 +229,21 @@ def table_rule(name: str) -> TableRule:
         name: of a built-in one, or `package.module:NAME`.
 
     Raises:
-        ValueError: `package.module:NAME` cannot be imported, or is no `TableRule`.
+        ValueError: the name cannot be imported, or is no `TableRule`.
     """
     if name in TABLE_RULES:
         return TABLE_RULES[name]
-    found = load_user_object(name, "optimizer.embedding_name")
-    if not isinstance(found, TableRule):
+    rule = load_user_object(name, "optimizer.embedding_name")
+    if not isinstance(rule, TableRule):
         raise ValueError(
-            f"optimizer.embedding_name={name} is a {type(found).__name__}, and the tables require a TableRule "
+            f"optimizer.embedding_name={name} is a {type(rule).__name__}, and the tables require a TableRule "
             "(nn.embedding.table_rules); name one, or a built-in optimizer"
         )
-    return found
+    return rule
 
 
 def less_state(rule: TableRule) -> list[str]:
-    """Return the built-in optimizers without state per element, where `rule` has some; those with the most first."""
+    """Return the built-in optimizers without state per element if `rule` has such state; largest state first."""
     if not rule.bytes_per_element:
         return []
     smaller = [other for other in TABLE_RULES.values() if not other.bytes_per_element]
@@ -251,7 +251,7 @@ def less_state(rule: TableRule) -> list[str]:
 
 
 def with_column_cuts(rule: TableRule) -> str:
-    """Return the built-in optimizer with as many states as `rule` whose tables may be cut by columns."""
+    """Return the built-in optimizer with as many states as `rule` whose tables may be sharded by columns."""
     return next(
         other.name
         for other in TABLE_RULES.values()

@@ -1,4 +1,4 @@
-"""How the kernels of `nn.ops.triton.embedding_bag` are launched for one group of tables: addresses, blocks, levels."""
+"""Launches of the kernels of `nn.ops.triton.embedding_bag` for one group of tables: addresses, blocks, levels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,13 @@ from nn.embedding.table_rules import TableRule, table_rule
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
 from nn.user_objects import load_user_object
 
-SAMPLES = 32
-"""What a program of the lookup takes."""
+SAMPLES_PER_PROGRAM = 32
+"""Samples per program of the lookup."""
 
 WARPS = 4
-"""Blocks of ids a program of the update takes, one a warp."""
+"""Blocks of ids per program of the update, one block per warp."""
 
-LENGTH = 32
-"""Ids of a block."""
+IDS_PER_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,10 @@ class _Level:
     """One level of the update.
 
     Attributes:
-        blocks: part, first id, end, first id of the part and end of the part of each block, int32 [5, blocks].
-        sums: parts of sums that cross a block's edge, two a block, float32 [2 * blocks, columns].
+        blocks: per block its table, first id, end, first id of the table and end of the table, int32 [5, blocks].
+        sums: partial sums of runs that cross an edge of a block, two per block, float32 [2 * blocks, columns].
         sums_keys: their keys, int64.
-        sums_counts: whether there is such a part, int8.
+        sums_counts: whether the partial sum exists, int8.
     """
 
     blocks: Tensor
@@ -46,14 +45,14 @@ class _Level:
 
 
 class TritonLauncher:
-    """Launches the lookup and the update of one group.
+    """Launcher of the lookup and the update of one group of local tables.
 
     Args:
-        parts: in order; all of one dtype.
+        tables: in order; all of one dtype.
         num_samples: G.
-        id_starts: where each part's ids start.
-        columns: where each part's columns start, and at the end their number.
-        key_bases: rows of all parts before.
+        id_starts: position of each table's first id.
+        columns: first column of each table, and the total number of columns at the end.
+        key_bases: rows of all tables before each table.
         config: optimizer of the tables.
 
     Raises:
@@ -62,7 +61,7 @@ class TritonLauncher:
 
     def __init__(
         self,
-        parts: Sequence[LocalTable],
+        tables: Sequence[LocalTable],
         *,
         num_samples: int,
         id_starts: Sequence[int],
@@ -70,18 +69,18 @@ class TritonLauncher:
         key_bases: Sequence[int],
         config: OptimizerConfig,
     ) -> None:
-        device = parts[0].weight.device
+        device = tables[0].weight.device
         self._num_samples = num_samples
         self._config, self._rule = config, table_rule(config.table_name)
         self._branch = branch_of(self._rule)
-        self._weights = parts[0].weight
-        assert all(part.weight.dtype == self._weights.dtype for part in parts)
-        self._weight_offset = _offsets([part.weight for part in parts])
-        self._state = [parts[0].state[name] for name in self._rule.state_names]
+        self._weights = tables[0].weight
+        assert all(table.weight.dtype == self._weights.dtype for table in tables)
+        self._weight_offset = _offsets([table.weight for table in tables])
+        self._state = [tables[0].state[name] for name in self._rule.state_names]
         self._state_offset = [
-            _offsets([part.state[name] for part in parts]) for name in self._rule.state_names
+            _offsets([table.state[name] for table in tables]) for name in self._rule.state_names
         ]
-        # The kernel takes two states; in place of one that is not there it gets the weights' address, and does not read it.
+        # The kernel has two state arguments; the weights fill those that the optimizer lacks, and are not read there.
         while len(self._state) < 2:
             self._state.append(self._weights)
             self._state_offset.append(self._weight_offset)
@@ -89,29 +88,31 @@ class TritonLauncher:
         def on_device(values: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(list(values), dtype=dtype, device=device)
 
-        widths = [part.weight.shape[1] for part in parts]
-        self._id_start = on_device(id_starts[: len(parts)], torch.int64)
-        self._column = on_device(columns[: len(parts)], torch.int64)
-        self._key_base = on_device(key_bases[: len(parts)], torch.int64)
+        widths = [table.weight.shape[1] for table in tables]
+        self._id_start = on_device(id_starts[: len(tables)], torch.int64)
+        self._column = on_device(columns[: len(tables)], torch.int64)
+        self._key_base = on_device(key_bases[: len(tables)], torch.int64)
         self._width = on_device(widths, torch.int32)
-        self._hotness = on_device([part.hotness for part in parts], torch.int32)
-        self._rounding_key = on_device([part.rounding_key for part in parts], torch.int32)
-        # Two columns share their random bits, so a cut must not part them.
-        assert all(part.first_column % 2 == 0 for part in parts)
-        self._first_pair = on_device([part.first_column // 2 for part in parts], torch.int32)
-        # Every address is a multiple of this many elements, which lets a thread load as many at once.
-        self._align = gcd(16, *widths, *(each.item() % 16 or 16 for each in self._every_offset()))
-        self._one_hot = all(part.hotness == 1 for part in parts)
+        self._hotness = on_device([table.hotness for table in tables], torch.int32)
+        self._rounding_key = on_device([table.rounding_key for table in tables], torch.int32)
+        # Two columns share their random bits, so a shard must begin at an even column.
+        assert all(table.first_column % 2 == 0 for table in tables)
+        self._first_pair = on_device([table.first_column // 2 for table in tables], torch.int32)
+        # Every address is a multiple of this number of elements, so a thread can load as many at once.
+        self._align = gcd(
+            16, *widths, *(offset.item() % 16 or 16 for offset in self._aligned_offsets())
+        )
+        self._one_hot = all(table.hotness == 1 for table in tables)
         self._block_d = triton.next_power_of_2(max(widths))
-        self._counts = [num_samples * part.hotness for part in parts]
+        self._counts = [num_samples * table.hotness for table in tables]
 
     @cached_property
     def _levels(self) -> list[_Level]:
-        """Made for the first update: `nn.sharding.memory_estimate` knows their size, and evaluation makes no update."""
-        return _levels(self._counts, LENGTH, self._block_d, self._weights.device)
+        """Levels of the update, allocated at the first one; `nn.sharding.memory_estimate` counts their size."""
+        return _levels(self._counts, IDS_PER_BLOCK, self._block_d, self._weights.device)
 
-    def _every_offset(self) -> Tensor:
-        """Of rows of weights and states; a state with one number per row requires no alignment."""
+    def _aligned_offsets(self) -> Tensor:
+        """Return the offsets of weights and states; a state with one number per row requires no alignment."""
         states = zip(self._rule.states, self._state_offset, strict=False)
         return torch.cat(
             [self._weight_offset, *(offset for field, offset in states if not field.per_row)]
@@ -119,7 +120,7 @@ class TritonLauncher:
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
         """See `LocalEmbeddingBags.look_up`."""
-        grid = (triton.cdiv(self._num_samples, SAMPLES), len(self._width))
+        grid = (triton.cdiv(self._num_samples, SAMPLES_PER_PROGRAM), len(self._width))
         _pooled_lookup[grid](
             self._weights,
             ids,
@@ -132,7 +133,7 @@ class TritonLauncher:
             self._num_samples,
             out.stride(0),
             ALIGN=self._align,
-            BLOCK=SAMPLES,
+            BLOCK=SAMPLES_PER_PROGRAM,
             BLOCK_D=self._block_d,
         )
 
@@ -179,7 +180,7 @@ class TritonLauncher:
                 ONE_HOT=self._one_hot,
                 ALIGN=self._align,
                 WARPS=WARPS,
-                LENGTH=LENGTH,
+                LENGTH=IDS_PER_BLOCK,
                 BLOCK_D=self._block_d,
                 num_warps=WARPS,
             )
@@ -187,10 +188,10 @@ class TritonLauncher:
 
 
 def branch_of(rule: TableRule) -> dict[str, Any]:
-    """Return what `_segment_update` is compiled with for an optimizer: its `@triton.jit` function, and kinds of states.
+    """Return the constants of `_segment_update` for an optimizer: its `@triton.jit` function and the kinds of its states.
 
     Raises:
-        ValueError: it has none, or that is another thing.
+        ValueError: it has no kernel, or the kernel is no `@triton.jit` function.
     """
     if rule.kernel is None:
         raise ValueError(
@@ -209,35 +210,35 @@ def branch_of(rule: TableRule) -> dict[str, Any]:
 
 
 def _offsets(tensors: Sequence[Tensor]) -> Tensor:
-    """Distance of each tensor from the first in elements; they may lie in memory of their own each."""
+    """Return the distance of each tensor from the first, in elements; they may be separate allocations."""
     first = tensors[0].data_ptr()
     size = tensors[0].element_size()
-    assert all((each.data_ptr() - first) % size == 0 for each in tensors)
-    offsets = [(each.data_ptr() - first) // size for each in tensors]
+    assert all((tensor.data_ptr() - first) % size == 0 for tensor in tensors)
+    offsets = [(tensor.data_ptr() - first) // size for tensor in tensors]
     return torch.tensor(offsets, dtype=torch.int64, device=tensors[0].device)
 
 
 def _levels(counts: Sequence[int], length: int, block_d: int, device: torch.device) -> list[_Level]:
-    """Cut the ids of each part into blocks, then the two entries a block leaves, until every part is one block."""
+    """Cut the ids of each table into blocks, then the two partial sums per block, until every table is one block."""
     levels = []
-    spans = list(zip(accumulate(counts, initial=0), accumulate(counts), strict=False))
-    while any(stop > start for start, stop in spans):
-        rows: list[tuple[int, ...]] = []
-        next_spans: list[tuple[int, int]] = []
-        for part, (start, stop) in enumerate(spans):
-            ends = [(each, min(each + length, stop)) for each in range(start, stop, length)]
-            first = len(rows)
-            rows += [(part, begin, end, start, stop) for begin, end in ends]
+    ranges = list(zip(accumulate(counts, initial=0), accumulate(counts), strict=False))
+    while any(stop > start for start, stop in ranges):
+        blocks: list[tuple[int, ...]] = []
+        next_ranges: list[tuple[int, int]] = []
+        for table, (start, stop) in enumerate(ranges):
+            ends = [(begin, min(begin + length, stop)) for begin in range(start, stop, length)]
+            first = len(blocks)
+            blocks += [(table, begin, end, start, stop) for begin, end in ends]
             crosses = len(ends) > 1
-            next_spans.append((2 * first, 2 * len(rows)) if crosses else (0, 0))
-        entries = 2 * len(rows)
+            next_ranges.append((2 * first, 2 * len(blocks)) if crosses else (0, 0))
+        num_sums = 2 * len(blocks)
         levels.append(
             _Level(
-                torch.tensor(rows, dtype=torch.int32, device=device).t().contiguous(),
-                sums=torch.empty(entries, block_d, device=device),
-                sums_keys=torch.empty(entries, dtype=torch.int64, device=device),
-                sums_counts=torch.empty(entries, dtype=torch.int8, device=device),
+                torch.tensor(blocks, dtype=torch.int32, device=device).t().contiguous(),
+                sums=torch.empty(num_sums, block_d, device=device),
+                sums_keys=torch.empty(num_sums, dtype=torch.int64, device=device),
+                sums_counts=torch.empty(num_sums, dtype=torch.int8, device=device),
             )
         )
-        spans = next_spans
+        ranges = next_ranges
     return levels

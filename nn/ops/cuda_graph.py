@@ -1,4 +1,4 @@
-"""A function of tensors, recorded once as a CUDA graph and replayed for every further input."""
+"""CUDA graph of a function of tensors: captured once, replayed for every further input."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +14,15 @@ Outputs = TypeVar("Outputs", Tensor, tuple[Tensor, ...])
 
 
 class CudaGraph(Generic[Outputs]):
-    """A function as a CUDA graph, collectives included.
+    """CUDA graph of a function, collectives included.
 
     Args:
         function: launches work on the device only, always with the same shapes and addresses; the host reads nothing back.
-            What it allocates at its first call and uses again it must keep.
-        inputs: examples; shapes and dtypes are then fixed.
-        stream: to record on; None for the one that all such recordings of a device share.
-        warm_up: entered for the calls before the recording, which must leave no trace.
-        beside: another recording, never replayed while this one is: they use the same memory in turn.
+            It must keep the memory that it allocates at its first call and uses again.
+        inputs: examples; they fix shapes and dtypes.
+        stream: stream of the capture; None for the stream that the captures of a device share.
+        warm_up: context of the calls before the capture, which must change no state.
+        beside: another graph with which this one shares its memory pool; the two are never replayed at the same time.
 
     Attributes:
         outputs: of the latest replay, overwritten by the next one.
@@ -36,14 +36,14 @@ class CudaGraph(Generic[Outputs]):
         warm_up: AbstractContextManager | None = None,
         beside: "CudaGraph | None" = None,
     ) -> None:
-        # The recording knows addresses only, so whatever memory the function owns must live as long.
+        # The graph holds addresses only, so the memory of the function must live as long as the graph.
         self._function: Callable[..., Outputs] | None = function
-        self._inputs: list[Tensor] = [given.clone() for given in inputs]
+        self._inputs: list[Tensor] = [example.clone() for example in inputs]
         current = torch.cuda.current_stream()
         stream = _shared_stream(torch.cuda.current_device()) if stream is None else stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream), nullcontext() if warm_up is None else warm_up:
-            # Compilation, cuBLAS workspaces and NCCL's connections are made outside of the recording.
+            # Compilation, cuBLAS workspaces and NCCL's connections must precede the capture.
             for _ in range(WARM_UP_PASSES):
                 function(*self._inputs)
         current.wait_stream(stream)
@@ -57,18 +57,18 @@ class CudaGraph(Generic[Outputs]):
             self.outputs: Outputs | None = function(*self._inputs)
 
     def load(self, *inputs: Tensor) -> None:
-        """Queue the copy of new inputs; once the current stream is past it, their memory may be used again."""
-        for recorded, given in zip(self._inputs, inputs, strict=True):
-            recorded.copy_(given, non_blocking=True)
+        """Queue the copy of new inputs; the current stream may overwrite their memory afterwards."""
+        for captured, new in zip(self._inputs, inputs, strict=True):
+            captured.copy_(new, non_blocking=True)
 
     def replay(self) -> Outputs:
-        """Queue the function on the inputs loaded last; its outputs are overwritten by the next call."""
-        assert self.outputs is not None, "the recording is closed"
+        """Queue the function on the inputs loaded last; the next call overwrites its outputs."""
+        assert self.outputs is not None, "the graph is closed"
         self._graph.replay()
         return self.outputs
 
     def close(self) -> None:
-        """Release the recording and its memory, even while this object is referenced: NCCL waits for it at its own end."""
+        """Release the graph and its memory even while this object is referenced; NCCL waits for open graphs when it closes."""
         self._graph.reset()
         self._function = self.outputs = None
         self._inputs = []
@@ -76,5 +76,5 @@ class CudaGraph(Generic[Outputs]):
 
 @cache
 def _shared_stream(device: int) -> torch.cuda.Stream:
-    """One for all recordings: the allocator reuses memory on the stream that it was used on."""
+    """Return the stream of all captures: the allocator reuses memory on the stream that it was used on."""
     return torch.cuda.Stream(device)

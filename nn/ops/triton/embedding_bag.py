@@ -1,15 +1,15 @@
 """Lookup and update of many tables as one Triton kernel each, for GPUs; `nn.embedding.embedding_bags` has both in plain torch.
 
-FBGEMM has both as well, but its update takes the learning rate and Adam's step count from the host, so a CUDA graph of
-it would repeat one step's values for ever, and it sums a row's gradients with atomic additions where a row is hit often.
-Here every number comes from device memory and every sum has one order, so a step can be replayed and repeats itself.
+FBGEMM has both as well, but its update takes the learning rate and Adam's step count from the host, so every replay of a
+CUDA graph would repeat the captured values. It also sums the gradients of a frequent row with atomic additions. Here every
+scalar comes from device memory and every sum has one order, so a step can be replayed and is deterministic.
 
-The update sums the gradients of equal ids. Ids come sorted, and a warp walks over `LENGTH` neighbours, a few columns a
-thread, so that a running sum is all it needs; where a run of equal ids ends, its row is updated. A run that crosses the
-edge of such a block leaves its part of the sum, at most two parts a block; the parts, still sorted, are the next level's
-input, until one block is left.
+The update sums the gradients of equal ids. The ids are sorted. A warp reads a block of `LENGTH` neighbours, with a few
+columns per thread, and keeps one running sum. At the end of a run of equal ids the row is updated. A run that crosses an
+edge of the block leaves a partial sum, at most two per block. The partial sums, still sorted, are the next level's input,
+until one block is left.
 
-Rows of 16 bits are read as float32 and written back with stochastic rounding (`nn.ops.stochastic_rounding`).
+Rows of 16 bits are read as float32 and written with stochastic rounding (`nn.ops.stochastic_rounding`).
 """
 
 import triton
@@ -17,8 +17,8 @@ import triton.language as tl
 
 from nn.ops.triton.stochastic_rounding import random_bits, round_stochastically, step_bits
 
-# P: parts (a table, or columns of one), G: samples looked up for, H: hotness of a part, N: ids in all (sum of G * H),
-# D: columns of a part, T: columns of all parts
+# G: samples, H: hotness of a local table, N: total number of ids (sum of G * H), D: columns of a local table,
+# T: columns of all local tables
 
 
 @triton.jit
@@ -37,22 +37,22 @@ def _pooled_lookup(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    part = tl.program_id(1)
-    width = tl.multiple_of(tl.load(columns + part), ALIGN)
-    hot = tl.load(hotness + part)
-    table = weights + tl.multiple_of(tl.load(weight_offset + part), ALIGN)
+    table_index = tl.program_id(1)
+    width = tl.multiple_of(tl.load(columns + table_index), ALIGN)
+    hot = tl.load(hotness + table_index)
+    table = weights + tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (sample < num_samples)[:, None] & (column < width)
-    first = tl.load(id_offset + part) + sample.to(tl.int64) * hot
+    first = tl.load(id_offset + table_index) + sample.to(tl.int64) * hot
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for k in range(hot):
         row = tl.load(ids + first + k, mask=sample < num_samples, other=0).to(tl.int64)
-        place = table + (row * width)[:, None] + column
-        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    first_column = tl.multiple_of(tl.load(out_column + part), ALIGN)
-    place = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+        pointer = table + (row * width)[:, None] + column
+        total += tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+    first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
+    pointer = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
+    tl.store(pointer, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _source(
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):
-    """Where the gradient of the `index`-th sorted id starts: that of its sample, or a part of a sum."""
+    """Return the offset of the gradient of the `index`-th sorted id: that of its sample, or a partial sum."""
     if LEVEL > 0:
         return index.to(tl.int64) * stride
     sample = (tl.load(order + index, mask=inside, other=0) - id_offset).to(tl.int32)
@@ -80,7 +80,7 @@ def _source(
 def _state_pointer(
     state,
     state_offset,
-    part,
+    table_index,
     row,
     offset,
     updates,
@@ -88,12 +88,12 @@ def _state_pointer(
     ALIGN: tl.constexpr,
     STATE: tl.constexpr,
 ):
-    """The state of a row, and the mask to load and store it with."""
+    """Return the pointer to a row's state, and the mask for loads and stores."""
     mask = updates
     if STATE == "row":
-        state += tl.load(state_offset + part) + row
+        state += tl.load(state_offset + table_index) + row
     elif STATE == "element":
-        state += tl.multiple_of(tl.load(state_offset + part), ALIGN)[:, None] + offset
+        state += tl.multiple_of(tl.load(state_offset + table_index), ALIGN)[:, None] + offset
         mask = inside
     else:
         tl.static_assert(
@@ -148,33 +148,33 @@ def _segment_update(
     tl.static_assert(UPDATE is not None, "a table optimizer without a branch of this kernel")
     if tl.load(is_good) == 0:
         return
-    # A block a warp, and its part, its ends, and the ends of its part's ids.
+    # One block per warp: its table, its first id and end, and the first id and end of its table.
     block = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
     exists = block < num_blocks
-    part = tl.load(blocks + block, mask=exists, other=0)
+    table_index = tl.load(blocks + block, mask=exists, other=0)
     start = tl.load(blocks + num_blocks + block, mask=exists, other=0)
     stop = tl.load(blocks + 2 * num_blocks + block, mask=exists, other=0)
-    part_start = tl.load(blocks + 3 * num_blocks + block, mask=exists, other=0)
-    part_stop = tl.load(blocks + 4 * num_blocks + block, mask=exists, other=0)
-    width = tl.load(columns + part)
-    hot = tl.load(hotness + part)
-    base = tl.load(key_base + part)
-    first_id = tl.load(id_offset + part)
-    first_column = tl.multiple_of(tl.load(out_column + part), ALIGN)
-    table = tl.multiple_of(tl.load(weight_offset + part), ALIGN)
+    table_start = tl.load(blocks + 3 * num_blocks + block, mask=exists, other=0)
+    table_stop = tl.load(blocks + 4 * num_blocks + block, mask=exists, other=0)
+    width = tl.load(columns + table_index)
+    hot = tl.load(hotness + table_index)
+    base = tl.load(key_base + table_index)
+    first_id = tl.load(id_offset + table_index)
+    first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
+    table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
     column = tl.arange(0, BLOCK_D)[None, :]
     in_row = column < tl.multiple_of(width[:, None], [1, ALIGN])
 
     first_key = tl.load(keys + start, mask=exists, other=-1)
     last_key = tl.load(keys + stop - 1, mask=exists, other=-1)
-    is_inner = exists & (start > part_start)
+    is_inner = exists & (start > table_start)
     from_before = is_inner & (tl.load(keys + start - 1, mask=is_inner, other=-1) == first_key)
-    is_inner = exists & (stop < part_stop)
-    goes_on = is_inner & (tl.load(keys + stop, mask=is_inner, other=-1) == last_key)
-    # The parts of sums that cross an edge: of the block's first run, and of its last one if that is another.
+    is_inner = exists & (stop < table_stop)
+    continues = is_inner & (tl.load(keys + stop, mask=is_inner, other=-1) == last_key)
+    # Runs that cross an edge leave a partial sum: the block's first run, and its last one if that is another.
     one_run = first_key == last_key
-    leaves_first = from_before | (one_run & goes_on)
-    leaves_last = goes_on & (one_run == 0)
+    leaves_first = from_before | (one_run & continues)
+    leaves_last = continues & (one_run == 0)
     tl.store(sums_keys + 2 * block, first_key, mask=exists)
     tl.store(sums_keys + 2 * block + 1, last_key, mask=exists)
     tl.store(sums_counts + 2 * block, leaves_first.to(tl.int8), mask=exists)
@@ -182,28 +182,28 @@ def _segment_update(
 
     row_dtype: tl.constexpr = weights.dtype.element_ty
     if row_dtype != tl.float32:
-        of_step = step_bits(tl.load(rounding_key + part), tl.load(updates_before))
-        pair = tl.load(first_pair + part)[:, None]
+        bits_of_step = step_bits(tl.load(rounding_key + table_index), tl.load(updates_before))
+        pair = tl.load(first_pair + table_index)[:, None]
     rate = tl.load(scalars)
     scale = tl.load(scalars + 3)
     total = tl.zeros((WARPS, BLOCK_D), tl.float32)
-    has_some = exists
-    # Loads run one id ahead of the sum, so that an update's way to memory and back does not hold up the next gradient.
+    has_gradient = exists
+    # Loads run one id ahead of the sum, so that the next gradient does not wait for an update's memory accesses.
     ahead = exists
     next_key = first_key
     next_counts = ahead
     if LEVEL > 0:
-        has_some = exists & (start < 0)
+        has_gradient = exists & (start < 0)
         next_counts = tl.load(counts + start, mask=ahead, other=0) != 0
     source = _source(
         order, start, ahead, first_id, hot, gradient_stride, first_column, LEVEL, ONE_HOT
     )
-    from_place = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
-    next_gradient = tl.load(from_place, mask=next_counts[:, None] & in_row, other=0.0)
+    gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
+    next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
     for step in range(LENGTH):
         here, key, gradient = ahead, next_key, next_gradient
         if LEVEL > 0:
-            has_some = has_some | next_counts
+            has_gradient = has_gradient | next_counts
         following = start + step + 1
         ahead = following < stop
         next_key = tl.load(keys + following, mask=ahead, other=-1)
@@ -213,8 +213,8 @@ def _segment_update(
         source = _source(
             order, following, ahead, first_id, hot, gradient_stride, first_column, LEVEL, ONE_HOT
         )
-        from_place = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
-        next_gradient = tl.load(from_place, mask=next_counts[:, None] & in_row, other=0.0)
+        gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
+        next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
 
         total += gradient.to(tl.float32)
         ends = here & (next_key != key)
@@ -229,26 +229,26 @@ def _segment_update(
             mask=(at_first | at_last)[:, None] & in_row,
         )
 
-        # Of a part that did not cross an edge only the key is left; its run was updated a level below.
-        updates = ends & ~(is_first & from_before) & ~(is_last & goes_on) & has_some
+        # A run that did not cross an edge was updated a level below; only its key is left here.
+        updates = ends & ~(is_first & from_before) & ~(is_last & continues) & has_gradient
         inside = updates[:, None] & in_row
         row = (key - base).to(tl.int64)
         offset = tl.multiple_of((row * width)[:, None], [1, ALIGN]) + column
-        place = weights + table[:, None] + offset
-        weight = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        pointer = weights + table[:, None] + offset
+        weight = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
         sum_of_row = total * scale
-        at1, mask1 = _state_pointer(
-            state1, state1_offset, part, row, offset, updates, inside, ALIGN, STATE1
+        pointer1, mask1 = _state_pointer(
+            state1, state1_offset, table_index, row, offset, updates, inside, ALIGN, STATE1
         )
-        at2, mask2 = _state_pointer(
-            state2, state2_offset, part, row, offset, updates, inside, ALIGN, STATE2
+        pointer2, mask2 = _state_pointer(
+            state2, state2_offset, table_index, row, offset, updates, inside, ALIGN, STATE2
         )
         weight = UPDATE(
             weight,
             sum_of_row,
-            at1,
+            pointer1,
             mask1,
-            at2,
+            pointer2,
             mask2,
             width,
             rate,
@@ -261,9 +261,9 @@ def _segment_update(
         )
         if row_dtype != tl.float32:
             weight = round_stochastically(
-                weight, random_bits(of_step, row, pair, column), row_dtype
+                weight, random_bits(bits_of_step, row, pair, column), row_dtype
             )
-        tl.store(place, weight, mask=inside)
+        tl.store(pointer, weight, mask=inside)
         total = tl.where(ends[:, None], 0.0, total)
         if LEVEL > 0:
-            has_some = has_some & ~ends
+            has_gradient = has_gradient & ~ends

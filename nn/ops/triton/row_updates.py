@@ -1,11 +1,12 @@
-"""Kernel branches of the built-in table optimizers: what `_segment_update` does to a row once its gradient is summed.
+"""Kernel branches of the built-in table optimizers: `_segment_update` calls one for a row when its gradient is summed.
 
 A branch takes the row's weights and the sum of its gradients, float32 [WARPS, columns], and returns the new weights. It loads
-and stores the optimizer's states itself: `state1` and `state2` are pointers with the masks to use, [WARPS, columns], or
-[WARPS] where a state has one number per row. They are of no use where the optimizer has no such state.
+and stores the optimizer's states itself: `state1` and `state2` are pointers with their masks, [WARPS, columns], or [WARPS]
+if the state has one number per row. A branch ignores the states that its optimizer does not have.
 
-The numbers of a step: `rate`; `scalars`, of which [1] and [2] are 1 / (1 - beta ** step) of either beta; `rest1` and `rest2`
-are 1 - beta, which keeps four digits only where single precision computes it. `width` [WARPS] is the number of columns.
+Scalars: `rate` is the learning rate. `scalars[1]` and `scalars[2]` are 1 / (1 - beta ** step) for beta1 and beta2. `rest1`
+and `rest2` are 1 - beta, computed on the host, since single precision keeps four digits only. `width` [WARPS] is the number
+of columns.
 
 `nn.embedding.table_rules` has the same arithmetic in plain torch.
 """

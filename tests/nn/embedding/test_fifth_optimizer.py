@@ -22,7 +22,7 @@ from tests.nn.embedding.test_triton_embedding_bag import compare
 try:
     import triton
     import triton.language as tl
-except ImportError:  # where torch has no CUDA
+except ImportError:  # torch without CUDA
     triton = None
 
 NUM_STEPS = 6
@@ -107,14 +107,14 @@ def options(rule: str, *overrides: str) -> list[str]:
 
 
 def trained(overrides: list[str]) -> tuple[list[float], list[str]]:
-    """Losses, and the names of the tables' state."""
+    """Return the losses and the names of the tables' state."""
     with ranks_of_cpu():
         built = build(compose_config(*overrides))
         return built.train(0, NUM_STEPS), sorted(built.step.tables.optimizer_state())
 
 
 def trained_and_saved(directory: Path, overrides: list[str]) -> tuple[str, list[float]]:
-    """A checkpoint after half of the steps, and the losses of the others."""
+    """Save a checkpoint after half of the steps; return its path and the losses of the other steps."""
     with ranks_of_cpu():
         built = build(compose_config(*overrides))
         built.train(0, NUM_STEPS // 2)
@@ -130,7 +130,7 @@ def trained_and_saved(directory: Path, overrides: list[str]) -> tuple[str, list[
     ],
 )
 def test_two_ranks_train_as_one(rule, layouts):
-    """Within the rounding of sums in another order."""
+    """The tolerance is the rounding of sums in another order."""
     one, names = trained(options(rule))
     assert f"cat_0.{table_rule(f'{HERE}:{rule}').state_names[0]}" in names
     assert one[-1] != one[0]
@@ -154,7 +154,7 @@ def resumed(path: Path, overrides: list[str]) -> list[float]:
         return restored(path, *overrides).train(NUM_STEPS // 2, NUM_STEPS // 2)
 
 
-def test_what_fbgemm_would_update_is_refused():
+def test_tables_that_require_a_fused_optimizer_are_refused():
     with pytest.raises(
         ValueError, match="row_wise, but FBGEMM, which updates row-wise tables, has no sign"
     ):
@@ -183,7 +183,7 @@ def test_a_dense_optimizer_may_lie_outside_too():
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
 def test_its_interpreted_branch_equals_plain_torch():
     compare(f"{HERE}:MOMENTUM", 40, "cpu", torch.float32)
 

@@ -1,4 +1,4 @@
-"""One-hot ids are expanded to the very ids that MLPerf's reference writes to disk."""
+"""Expansion of one-hot ids to the ids that MLPerf's reference writes to disk."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.helpers.composed import TINY, losses_of_cases
 from tests.helpers.datasets import make_loader
 
 CPU = torch.device("cpu")
-# More draws than a chunk has words; powers of two, of which none is rejected; one row, for which none is drawn; and a
-# feature that stays as it is stored.
+# More draws than words in a chunk; powers of two, which reject no word; one row, which draws no word; and a feature that is
+# not expanded.
 ROWS = [5000, 1, 4096, 3, 16, 20_265, 9000]
 HOTNESS = [27, 4, 3, 2, 100, 1, 7]
 
@@ -32,19 +32,19 @@ def expanding(hotness: list[int] = HOTNESS, seed: int = 0, threads: int = 1) -> 
     return MultiHot(spec_of(), MultiHotConfig(hotness=hotness, seed=seed), threads)
 
 
-def further_ids(rows: list[int], hotness: list[int], seed: int = 0) -> list[np.ndarray]:
-    """As MLPerf's reference draws them: int64 [rows, hotness - 1] a table."""
+def additional_ids(rows: list[int], hotness: list[int], seed: int = 0) -> list[np.ndarray]:
+    """Draw as MLPerf's reference does: int64 [rows, hotness - 1] per table."""
     np.random.seed(seed)  # noqa: NPY002
     return [
-        np.random.randint(0, size, size=(size, each - 1))  # noqa: NPY002
-        for size, each in zip(rows, hotness, strict=True)
+        np.random.randint(0, size, size=(size, count - 1))  # noqa: NPY002
+        for size, count in zip(rows, hotness, strict=True)
     ]
 
 
 @pytest.mark.parametrize("order", [range(7), [6, 0, 4, 4, 3, 1, 2]])
-def test_further_ids_are_numpys_draws_of_all_tables_in_order(order):
-    """Whichever tables a rank owns, in whichever order it asks."""
-    expected = further_ids(ROWS, HOTNESS)
+def test_additional_ids_are_numpys_draws_of_all_tables_in_order(order):
+    """The result depends neither on the tables of a rank nor on the order of its calls."""
+    expected = additional_ids(ROWS, HOTNESS)
     expanded = expanding()
     for index in order:
         if HOTNESS[index] > 1:
@@ -54,24 +54,24 @@ def test_further_ids_are_numpys_draws_of_all_tables_in_order(order):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_and_pieces_of_any_size_draw_the_same(monkeypatch, threads):
-    """The largest table takes 39 segments and the smaller ones none: both ways to the end of a table."""
+def test_threads_and_segments_of_any_size_draw_the_same(monkeypatch, threads):
+    """The largest table takes 39 segments, the smaller ones none: both ways to end a table."""
     monkeypatch.setattr(multi_hot, "CHUNK_WORDS", 64)
     monkeypatch.setattr(multi_hot, "SEGMENT_WORDS", 4096)
     monkeypatch.setattr(multi_hot, "SURE", 0.9)
-    expanded, expected = expanding(threads=threads), further_ids(ROWS, HOTNESS)
+    expanded, expected = expanding(threads=threads), additional_ids(ROWS, HOTNESS)
     for index in (6, 0, 3, 2):
         assert np.array_equal(expanded.lookup_table(f"cat_{index}", CPU), expected[index])
 
 
 def test_another_seed_draws_other_ids():
     first, again = (expanding(seed=seed).lookup_table("cat_6", CPU) for seed in (0, 3))
-    assert np.array_equal(again, further_ids(ROWS, HOTNESS, seed=3)[6])
+    assert np.array_equal(again, additional_ids(ROWS, HOTNESS, seed=3)[6])
     assert not torch.equal(first, again)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_stored_id_comes_first_and_its_further_ids_follow(dtype):
+def test_the_stored_id_comes_first_and_its_additional_ids_follow(dtype):
     table = torch.tensor([[5, 6], [7, 8], [9, 10]], dtype=torch.int32)
     expanded = expand(torch.tensor([2, 0, 2], dtype=dtype), table)
     assert expanded.dtype == torch.int32
@@ -81,15 +81,15 @@ def test_the_stored_id_comes_first_and_its_further_ids_follow(dtype):
 def test_the_model_sees_the_hotness_after_expansion():
     expanded = expanding()
     spec = expanded.expanded_spec(spec_of())
-    assert [each.hotness for each in spec.categorical] == HOTNESS
-    assert [each.mean_hotness for each in spec.categorical] == HOTNESS
+    assert [feature.hotness for feature in spec.categorical] == HOTNESS
+    assert [feature.mean_hotness for feature in spec.categorical] == HOTNESS
     assert "cat_5" not in expanded.hotness
     assert expanded.hotness["cat_4"] == 100
     # A checkpoint fits the materialised dataset, and not the one-hot one without expansion.
     assert spec.fingerprint() == spec_of(hotness=HOTNESS).fingerprint() != spec_of().fingerprint()
 
 
-def test_expansion_takes_four_bytes_a_further_id():
+def test_expansion_takes_four_bytes_per_additional_id():
     sizes = expanding().expansion_bytes()
     assert "cat_5" not in sizes
     assert sizes["cat_0"] == 5000 * 26 * 4 == expanding().lookup_table("cat_0", CPU).nbytes
@@ -102,25 +102,27 @@ def test_without_hotness_nothing_changes(hotness):
     assert off.expanded_spec(spec_of()) == spec_of()
 
 
-def test_hotness_is_given_for_every_feature():
+def test_a_hotness_is_required_per_feature():
     with pytest.raises(ValueError, match=r"hotness has 2 entries for 7 categorical features; give"):
         expanding([3, 3])
 
 
 @pytest.mark.parametrize(
-    ("stored", "said"), [(2, "which is stored with hotness 2"), (None, "which is ragged")]
+    ("stored", "message"), [(2, "which is stored with hotness 2"), (None, "which is ragged")]
 )
-def test_only_one_hot_features_are_expanded(stored, said):
+def test_only_one_hot_features_are_expanded(stored, message):
     spec = spec_of([10, 20])
     several = replace(spec.categorical[1], hotness=stored)
     spec = replace(spec, categorical=(spec.categorical[0], several))
     MultiHot(spec, MultiHotConfig(hotness=[3, 1]))
-    with pytest.raises(ValueError, match=rf"^data\.multi_hot\.hotness is 5 for 'cat_1', {said}; "):
+    with pytest.raises(
+        ValueError, match=rf"^data\.multi_hot\.hotness is 5 for 'cat_1', {message}; "
+    ):
         MultiHot(spec, MultiHotConfig(hotness=[3, 5]))
 
 
 def test_a_table_beyond_int32_is_not_expanded():
-    with pytest.raises(ValueError, match="with 3000000000 rows; further ids are int32"):
+    with pytest.raises(ValueError, match="with 3000000000 rows; additional ids are int32"):
         MultiHot(spec_of([3_000_000_000]), MultiHotConfig(hotness=[2]))
 
 
@@ -128,9 +130,9 @@ TABLES = {"user": (300, 5), "item": (70, 1), "tag": (40, 12)}
 
 
 def write_twice(root: Path) -> tuple[Path, Path]:
-    """Write the same rows one-hot and materialised: every id with its further ids behind it."""
+    """Write the same rows one-hot and materialised, with the additional ids after every id."""
     rows, generator = {"train": 256, "test": 64}, np.random.default_rng(1)
-    further = further_ids(*(list(column) for column in zip(*TABLES.values(), strict=True)))
+    additional = additional_ids(*(list(column) for column in zip(*TABLES.values(), strict=True)))
     stored, materialised = root / "one_hot", root / "materialised"
     drawn = {
         split: {name: generator.integers(0, size, count) for name, (size, _) in TABLES.items()}
@@ -145,8 +147,8 @@ def write_twice(root: Path) -> tuple[Path, Path]:
             for split, ids in drawn.items():
                 if is_expanded:
                     ids = {
-                        name: np.column_stack([each, table[each]]).squeeze()
-                        for (name, each), table in zip(ids.items(), further, strict=True)
+                        name: np.column_stack([column, table[column]]).squeeze()
+                        for (name, column), table in zip(ids.items(), additional, strict=True)
                     }
                 dataset[split].append(
                     numerical=drawn[split]["item"][:, None] / 70,
@@ -165,7 +167,7 @@ def ids_of_one_batch(path: Path) -> dict[str, torch.Tensor]:
 
 def test_expanded_batches_are_those_of_the_materialised_dataset(tmp_path):
     one_hot, materialised = map(ids_of_one_batch, write_twice(tmp_path))
-    hotness = [each for _, each in TABLES.values()]
+    hotness = [count for _, count in TABLES.values()]
     spec = FeatureSpec.load(tmp_path / "one_hot")
     expanded = MultiHot(spec, MultiHotConfig(hotness=hotness))
     for name, ids in one_hot.items():
@@ -175,7 +177,7 @@ def test_expanded_batches_are_those_of_the_materialised_dataset(tmp_path):
 
 
 def test_the_documented_conversion_writes_mlperfs_rows(tmp_path, monkeypatch):
-    """128 rows a day, of which the last one's first half tests; ids are taken modulo the rows of their table."""
+    """128 rows per day; the first half of the last day is the test split. Ids are taken modulo the rows of their table."""
     root = Path(__file__).parents[3]
     code = (root / "docs/mlperf.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
@@ -191,8 +193,8 @@ def test_the_documented_conversion_writes_mlperfs_rows(tmp_path, monkeypatch):
         for _ in range(24)
     ]
     for number, day in enumerate(days):
-        for part, values in day.items():
-            np.save(f"mlperf/day_{number}_{part}.npy", values)
+        for name, values in day.items():
+            np.save(f"mlperf/day_{number}_{name}.npy", values)
     code = code.replace('"configs', f'"{root}/configs').replace("1_000_000", "100")
     exec(code, {})
     spec = FeatureSpec.load("data/criteo_mlperf")
@@ -208,7 +210,7 @@ def test_the_documented_conversion_writes_mlperfs_rows(tmp_path, monkeypatch):
 
 def test_training_on_one_hot_rows_equals_training_on_the_materialised_dataset(tmp_path):
     stored, materialised = write_twice(tmp_path)
-    hotness = [each for _, each in TABLES.values()]
+    hotness = [count for _, count in TABLES.values()]
     expected, expanded = losses_of_cases(
         [
             [*TINY, f"data.path={materialised}"],

@@ -1,3 +1,5 @@
+"""The tables' optimizer in plain torch against FBGEMM's fused optimizers and torch's Adam."""
+
 from copy import deepcopy
 
 import pytest
@@ -37,8 +39,8 @@ def look_up(table, ids, offsets):
         (OptimizerName.rowwise_adagrad, EmbOptimType.EXACT_ROWWISE_ADAGRAD),
     ],
 )
-def test_it_steps_as_the_fused_optimizer_does(name, fused):
-    # an eps that is not small shows where it is added
+def test_a_step_equals_that_of_the_fused_optimizer(name, fused):
+    # A large eps makes its position in the formula matter.
     settings = {"eps": 0.1} if name is not OptimizerName.sgd else {}
     tables = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],
@@ -65,7 +67,7 @@ def test_it_steps_as_the_fused_optimizer_does(name, fused):
         torch.testing.assert_close(state, fused_state, rtol=0, atol=1e-6)
 
 
-def test_adam_moves_the_rows_of_the_batch_and_no_others():
+def test_adam_updates_the_rows_of_the_batch_only():
     lr, eps, beta1, beta2 = 0.1, 0.1, 0.8, 0.99
     start = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
     table = nn.Parameter(start.clone())
@@ -108,7 +110,7 @@ def test_adam_on_rows_seen_in_every_batch_is_torch_adam():
 
 
 @pytest.mark.parametrize("name", list(OptimizerName))
-def test_a_table_without_gradient_stays(name):
+def test_a_table_without_gradient_is_not_changed(name):
     table = nn.Parameter(torch.ones(3, 4))
     TableOptimizer([table], name=name, lr=1.0).step()
     assert torch.equal(table, torch.ones(3, 4))
@@ -141,14 +143,14 @@ def test_the_learning_rate_may_be_a_tensor_that_changes(name):
         (OptimizerName.adam, {"momentum1": (3, 4), "momentum2": (3, 4), "iter": ()}),
     ],
 )
-def test_state_stands_before_the_first_step_under_fbgemms_names(name, shapes):
+def test_state_is_allocated_before_the_first_step(name, shapes):
     table = nn.Parameter(torch.ones(3, 4))
     state = TableOptimizer([table], name=name, lr=1.0).state[table]
     assert {key: tuple(value.shape) for key, value in state.items()} == shapes
 
 
 @pytest.mark.parametrize("name", list(OptimizerName))
-def test_a_restored_optimizer_goes_on_where_it_stopped(name):
+def test_a_restored_optimizer_resumes_bit_by_bit(name):
     def new(weight):
         table = nn.Parameter(weight.clone())
         return table, TableOptimizer([table], name=name, lr=0.1)

@@ -1,4 +1,4 @@
-"""Tables of 16 bits: what they learn, on any number of ranks, and where they go."""
+"""Tables of 16 bits: training on one and two ranks, checkpoints, export, plan and refusals."""
 
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.nn.training.test_train_step import EPOCHS, parts, two_epochs, whole
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GOOD = torch.ones(1, dtype=torch.int32)
-# Rules and tails; bf16 with all rules, fp16 with one.
+# Optimizers and tails; bf16 with all optimizers, fp16 with one.
 CASES = [
     *product(["bf16"], ["sgd", "adagrad", "rowwise_adagrad", "adam"], ["uneven_tail"]),
     ("bf16", "adam", "tail_of_one"),
@@ -38,12 +38,12 @@ def case(dtype: str, rule: str, tail: str = "uneven_tail") -> list[str]:
 
 
 def one_table(dtype: torch.dtype, rows: int, lr: float) -> tuple[LocalEmbeddingBags, UpdateScalars]:
-    """A table of ones, of which each sample looks up the row of its number, under SGD."""
+    """Return a group of one table of ones with SGD."""
     config = OptimizerConfig(name=OptimizerName.sgd)
     scalars = UpdateScalars(config, 1.0, torch.device("cpu"))
     scalars.set(0, lr)
-    part = LocalTable("a", 1, torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
-    group = LocalEmbeddingBags([part], rows, config, scalars, torch.float32, torch.device("cpu"))
+    table = LocalTable("a", 1, torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
+    group = LocalEmbeddingBags([table], rows, config, scalars, torch.float32, torch.device("cpu"))
     return group, scalars
 
 
@@ -57,49 +57,49 @@ def test_updates_smaller_than_half_a_step_of_the_dtype_add_up_on_average(dtype):
     for step in range(num_steps):
         scalars.set(step, lr)
         group.update(ids, torch.ones(rows, 4), GOOD)
-    learnt = (1 - group.parts[0].weight.double()) / step_down
+    learnt = (1 - group.tables[0].weight.double()) / step_down
     # 64 / 16 steps, with a chance of 1 / 16 each: a deviation of sqrt(64 * 15) / 16 steps, over 8000 weights.
     assert learnt.mean().item() == pytest.approx(4, abs=5 * (64 * 15) ** 0.5 / 16 / 8000**0.5)
     assert learnt.std().item() == pytest.approx((64 * 15) ** 0.5 / 16, rel=0.05)
-    # To the nearest number it would be where it was.
+    # Rounding to the nearest number would leave the weight unchanged.
     assert (torch.ones(1, dtype=dtype) - lr).item() == 1
 
 
 def trained(cases: list[list[str]]) -> list[tuple[list[float], dict, dict[str, torch.dtype]]]:
-    """Losses, this rank's pieces of the weights in float32, and the dtypes of its tables, of each case."""
+    """Return per case the losses, this rank's shards of the weights in float32, and the dtypes of its tables."""
     results = []
     with ranks_of_cpu():
-        for each in cases:
-            built = build(compose_config(*each))
+        for overrides in cases:
+            built = build(compose_config(*overrides))
             losses = built.train(0, 2 * built.train_loader.steps_per_epoch)
             dtypes = {shard.table: shard.weight.dtype for shard in built.step.tables.shards()}
-            pieces = {
-                name: [(row, column, values.float()) for row, column, values in found]
-                for name, found in parts(built).items()
+            shards = {
+                name: [(row, column, values.float()) for row, column, values in of_table]
+                for name, of_table in parts(built).items()
             }
-            results.append((losses, pieces, dtypes))
+            results.append((losses, shards, dtypes))
     return results
 
 
 @pytest.fixture(scope="module")
 def on_one_and_two() -> tuple[list, list]:
-    cases = [case(*each) for each in CASES]
+    cases = [case(*settings) for settings in CASES]
     return trained(cases), run_distributed(trained, 2, cases)
 
 
-@pytest.mark.parametrize("each", CASES, ids="-".join)
-def test_two_ranks_round_as_one_does_tails_included(on_one_and_two, each):
-    """Sums in another order change float32's last bits, and so, once in many times, how a weight is rounded."""
+@pytest.mark.parametrize("settings", CASES, ids="-".join)
+def test_two_ranks_round_as_one_does_tails_included(on_one_and_two, settings):
+    """Sums in another order change the last bits of float32, and therefore rarely the rounding of a weight."""
     one, two = on_one_and_two
-    index = CASES.index(each)
+    index = CASES.index(settings)
     assert two[0][index][0] == two[1][index][0]
     assert two[0][index][0] == pytest.approx(one[index][0], rel=1e-4)
     expected, actual = whole([one[index][1]]), whole([rank[index][1] for rank in two])
     for name in (f"cat_{number}" for number in (0, 2, 3, 4)):
-        apart = expected[name] != actual[name]
-        assert apart.float().mean() < 0.01, name
-        # Neighbours, where they differ.
-        eps = torch.finfo(DTYPES[each[0]]).eps
+        differ = expected[name] != actual[name]
+        assert differ.float().mean() < 0.01, name
+        # Different weights are neighbouring numbers.
+        eps = torch.finfo(DTYPES[settings[0]]).eps
         torch.testing.assert_close(expected[name], actual[name], rtol=2 * eps, atol=1e-6)
 
 
@@ -120,7 +120,7 @@ def test_training_twice_gives_the_same_bits_and_another_seed_others(on_one_and_t
 
 
 @pytest.mark.parametrize(("dtype", "rule"), [("bf16", "adam"), ("fp16", "adagrad")])
-def test_a_restored_run_goes_on_bit_by_bit(dtype, rule, tmp_path):
+def test_a_restored_run_resumes_bit_by_bit(dtype, rule, tmp_path):
     options = case(dtype, rule)
     with ranks_of_cpu():
         uninterrupted = build(compose_config(*options))
@@ -143,7 +143,7 @@ def weights_of(built: Built) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_a_checkpoint_is_rounded_to_the_tables_that_it_is_restored_into(tmp_path):
+def test_restored_weights_are_rounded_to_the_dtype_of_the_tables(tmp_path):
     plain = [*TINY, "optimizer.name=adagrad"]
     with ranks_of_cpu():
         full = build(compose_config(*plain))
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_rounded_to_the_tables_that_it_is_restored_into(tmp_path
             narrow = restored(path, *plain, f"model.embedding_dtype={name}")
             for table, weight in weights_of(full).items():
                 assert torch.equal(weights_of(narrow)[table], weight.to(dtype))
-            states = {key: each for key, each in state_of(full).items() if "momentum" in key}
+            states = {key: state for key, state in state_of(full).items() if "momentum" in key}
             assert same(states, {key: state_of(narrow)[key] for key in states})
             back = restored(save(tmp_path / name, narrow, 3), *plain)
             for table, weight in weights_of(narrow).items():
@@ -172,7 +172,7 @@ def train_and_save(directory: Path, options: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tables_of_two_ranks_leave_in_every_format(dtype, tmp_path):
+def test_tables_of_two_ranks_are_exported_in_every_format(dtype, tmp_path):
     path = run_distributed(train_and_save, 2, tmp_path / "saved", case(dtype, "adagrad"))[0]
     with ranks_of_cpu():
         built = restored(path, *case(dtype, "adagrad"))

@@ -1,4 +1,4 @@
-"""The tables' kernels give what plain torch gives: under Triton's interpreter here, compiled on a GPU."""
+"""Lookup and update kernels against plain torch: under Triton's interpreter on a CPU, compiled on a GPU."""
 
 from itertools import product
 
@@ -10,8 +10,8 @@ from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.table_rules import table_rule
 
-# Rows, columns and hotness of each part: runs of equal ids longer than many blocks, within one, and none; a cut table.
-PARTS = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
+# Rows, columns and hotness of each table: runs of equal ids over many blocks, within one block, and none.
+TABLES = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
 RULES = list(OptimizerName)
 # float32: sums in another order. bf16: gradients are exact in both, so the same.
 TOLERANCE = 2e-5
@@ -36,22 +36,22 @@ def make_group(
         },
     }.get(rule, lambda weight: table_rule(rule).new_state(weight))
     torch.manual_seed(2)
-    parts = []
-    for index, (rows, columns, hotness) in enumerate(PARTS):
+    tables = []
+    for index, (rows, columns, hotness) in enumerate(TABLES):
         weight = torch.randn(rows, columns, generator=generator)
-        state = {name: each.to(device) for name, each in shape(weight).items()}
+        state = {name: values.to(device) for name, values in shape(weight).items()}
         weight = weight.to(device, stored)
-        parts.append(LocalTable(f"c{index}", hotness, weight, state, 4 * index, 77 + index))
+        tables.append(LocalTable(f"c{index}", hotness, weight, state, 4 * index, 77 + index))
     scalars = UpdateScalars(config, 0.5, torch.device(device))
     scalars.set(3, 0.1)
-    group = LocalEmbeddingBags(parts, num_samples, config, scalars, dtype, torch.device(device))
+    group = LocalEmbeddingBags(tables, num_samples, config, scalars, dtype, torch.device(device))
     return group, scalars
 
 
 def draw_ids(num_samples: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = []
-    for rows, _, hotness in PARTS:
+    for rows, _, hotness in TABLES:
         # A power law: some rows come often, most never.
         chance = torch.rand(num_samples * hotness, generator=generator)
         drawn.append((rows**chance).long().clamp(max=rows) - 1)
@@ -67,16 +67,16 @@ def results(
     fused: bool,
     stored: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
-    """What was looked up, and weights and state after two updates and one that is told to do nothing.
+    """Return the pooled embeddings of three steps, of which the last updates nothing, and weights and states after them.
 
-    Where weights have 16 bits, gradients are small multiples of one number, whose sums are exact in any order.
+    For weights of 16 bits, gradients are small multiples of one number, whose sums are exact in any order.
     """
     group, scalars = make_group(rule, num_samples, device, dtype, stored)
     if fused and group._kernels is None:
         from nn.embedding.triton_launcher import TritonLauncher
 
         group._kernels = TritonLauncher(
-            group.parts,
+            group.tables,
             num_samples=num_samples,
             id_starts=group._id_starts,
             columns=group._columns,
@@ -98,45 +98,45 @@ def results(
         scalars.set(step, 0.125 if stored is not torch.float32 else 0.1 + step)
         flag = torch.tensor([is_good], dtype=torch.int32, device=device)
         group.update(group.sort(ids), gradients, flag)
-    state = [each for part in group.parts for each in (part.weight, *part.state.values())]
-    return [each.double().cpu() for each in (*looked_up, *state)]
+    state = [tensor for table in group.tables for tensor in (table.weight, *table.state.values())]
+    return [tensor.double().cpu() for tensor in (*looked_up, *state)]
 
 
 def compare(rule: OptimizerName, num_samples: int, device: str, dtype: torch.dtype) -> None:
     plain = results(rule, num_samples, device, dtype, fused=False)
     fused = results(rule, num_samples, device, dtype, fused=True)
     for index, (expected, actual) in enumerate(zip(plain, fused, strict=True)):
-        # What is looked up is rounded to bf16 once in either.
+        # Both round the pooled embeddings to bf16 once.
         rounding = 2**-7 if index < 3 and dtype == torch.bfloat16 else TOLERANCE
         worst = ((expected - actual).abs().max() / expected.abs().max()).item()
         assert worst < rounding, (rule, num_samples, dtype, index, worst)
 
 
 def compare_stored(rule: OptimizerName, num_samples: int, device: str, stored: torch.dtype) -> None:
-    """Weights of 16 bits: bit for bit with SGD, whose every operation is exact but the rounding itself.
+    """Compare weights of 16 bits: bit for bit with SGD, in which only the rounding is inexact.
 
-    Other rules divide, in float32, not always to the same last bit; then one weight in many is rounded the other way.
+    Other optimizers divide, and the last float32 bit of a quotient may differ; few weights are then rounded the other way.
     """
     plain, fused = (
-        results(rule, num_samples, device, torch.float32, fused=each, stored=stored)
-        for each in (False, True)
+        results(rule, num_samples, device, torch.float32, fused=is_fused, stored=stored)
+        for is_fused in (False, True)
     )
     for expected, actual in zip(plain, fused, strict=True):
         if rule is OptimizerName.sgd:
             assert torch.equal(expected, actual), (stored, (expected - actual).abs().max())
         else:
-            apart = ~torch.isclose(expected, actual, rtol=TOLERANCE, atol=TOLERANCE)
-            assert apart.double().mean() < 2e-3, (rule, stored, apart.double().mean())
+            differ = ~torch.isclose(expected, actual, rtol=TOLERANCE, atol=TOLERANCE)
+            assert differ.double().mean() < 2e-3, (rule, stored, differ.double().mean())
             torch.testing.assert_close(expected, actual, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
 @pytest.mark.parametrize("rule", RULES)
 def test_interpreted_lookup_and_update_equal_plain_torch(rule):
     compare(rule, 40, "cpu", torch.float32)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
 @pytest.mark.parametrize(
     ("rule", "stored"),
     [
@@ -172,7 +172,7 @@ def test_weights_of_16_bits_equal_plain_torch_on_a_gpu(rule, stored):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_update_repeats_itself_bit_for_bit():
+def test_an_update_is_deterministic():
     first, second = (
         results(OptimizerName.adagrad, 20_000, "cuda", torch.bfloat16, fused=True) for _ in "ab"
     )
