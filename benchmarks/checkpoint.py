@@ -37,7 +37,7 @@ from nn.build import (
     model_spec,
     open_source,
 )
-from nn.checkpoint.directory import find_damage, newest_first, read_facts
+from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer, num_bytes
 from nn.checkpoint.state import facts_of, restore
@@ -104,7 +104,7 @@ def measured(
         batches.close()
         total_bytes = sum(channel.gather(num_bytes(step.state_dict())))
         later_pause_s = median(later_copies(manager.copy, step, ranks))
-        restored = time_restore(newest_first(directory)[0], step, ranks, channel)
+        restored = time_restore(list_checkpoints(directory)[0], step, ranks, channel)
         return {
             "ranks": ranks.world_size,
             "checkpoint GiB": total_bytes / GIB,

@@ -22,9 +22,9 @@ from nn.checkpoint.compatibility import feature_mismatch
 from nn.checkpoint.directory import (
     NewerFormatError,
     find_damage,
-    newest_first,
+    list_checkpoints,
+    mark_damaged,
     read_facts,
-    set_aside,
     step_of,
 )
 from nn.checkpoint.state import Trained, check, facts_of, plain_config, restore
@@ -141,7 +141,7 @@ def can_restart(run_dir: Path, config: Config) -> bool:
 def _has_own_checkpoint(config: Config) -> bool:
     if config.mode is not Mode.train or config.run_dir is None:
         return False
-    return bool(newest_first(Path(config.run_dir) / "checkpoints"))
+    return bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
 
 
 def _run_dir(config: Config) -> Path:
@@ -173,7 +173,7 @@ def _named(config: Config, source: Source) -> ResumePoint:
 
 def _how_to_name_one(run_dir: str | None) -> str:
     """Say how to name a checkpoint; the latest of the run directory, if there is one: that may be what was meant."""
-    found = newest_first(Path(run_dir) / "checkpoints") if run_dir is not None else []
+    found = list_checkpoints(Path(run_dir) / "checkpoints") if run_dir is not None else []
     if not found:
         return "set checkpoint.restore to a run's checkpoints/step_N"
     return f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"
@@ -228,7 +228,7 @@ def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
 
 
 def _latest(directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | None:
-    for path in newest_first(directory):
+    for path in list_checkpoints(directory):
         try:
             return path, read_facts(path)
         except NewerFormatError as error:
@@ -241,7 +241,7 @@ def _latest(directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | No
 
 
 def _report_damage(path: Path, damage: str, logger: Logger) -> None:
-    aside = set_aside(path)
+    aside = mark_damaged(path)
     logger.warning(
         f"the checkpoint of step {step_of(path)} is not used: {damage}; it is {aside} now, and the run "
         "goes on from the one before it, if there is one"

@@ -20,7 +20,7 @@ def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
     return read_index(path) if folder is None else tf2_index(folder, tables)
 
 
-def chosen(
+def select_tensors(
     index: TensorIndex,
     components: Collection[Component],
     *,
@@ -159,7 +159,9 @@ def feature_mismatch(
     weights = {
         feature: index.tensors.get(f"tables.{table}.weight") for feature, table in tables.items()
     }
-    stored_rows = {name: each.size[0] for name, each in weights.items() if each is not None}
+    stored_rows = {
+        feature: weight.size[0] for feature, weight in weights.items() if weight is not None
+    }
     if len(stored_rows) == len(weights):
         # Equal fingerprints with the checkpoint's row counts mean that only row counts differ.
         categorical = tuple(

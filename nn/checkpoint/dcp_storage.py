@@ -1,8 +1,8 @@
 """Storage of torch.distributed.checkpoint: bare arrays in one file per rank, and an index in JSON (`nn.checkpoint.tensor_index`).
 
 Torch's own writer pickles its index, wraps each array in a zip archive, keeps no checksum that it compares, and loses
-the errors of its helper threads, so that a full disk would leave a checkpoint that looks complete. Its reader takes
-every chunk that a rank needs a row of into memory, all of it.
+the errors of its helper threads, so that a full disk would leave a checkpoint that looks complete. Its reader loads every
+chunk completely from which a rank needs a row.
 """
 
 import json
@@ -46,7 +46,7 @@ from nn.checkpoint.tensor_index import (
 )
 
 ALIGNMENT = 64
-"""Bytes: arrays begin at its multiples, so that they can be mapped into memory."""
+"""Bytes; arrays begin at multiples of it, so that they can be mapped into memory."""
 THREADS = 4
 
 
@@ -59,11 +59,11 @@ class FileRange(NamedTuple):
 
 
 class DcpWriter(dcp.StorageWriter):
-    """Writes `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced.
+    """Writer of `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced.
 
     Args:
-        directory: made if missing.
-        tables: their names, in the order of the features, for the index.
+        directory: created if missing.
+        tables: names of the tables for the index, in the order of the features.
     """
 
     def __init__(self, directory: Path, tables: Sequence[str]) -> None:
@@ -74,7 +74,7 @@ class DcpWriter(dcp.StorageWriter):
         """Write this rank's chunks.
 
         Raises:
-            OSError: no room, for one; the file is then incomplete.
+            OSError: the file cannot be written, for example on a full disk; it is then incomplete.
         """
         path = self._directory / plan.storage_data
         results, jobs, start = [], [], 0
@@ -89,61 +89,63 @@ class DcpWriter(dcp.StorageWriter):
                 jobs.append((item, start, [pool.submit(file.write, *block) for block in blocks]))
                 start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             for item, begin, writing in jobs:
-                place = FileRange(path.name, begin, [write.result() for write in writing])
-                results.append(WriteResult(item.index, _num_bytes(item), place))
+                file_range = FileRange(path.name, begin, [write.result() for write in writing])
+                results.append(WriteResult(item.index, _num_bytes(item), file_range))
             file.sync()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index; called on rank 0 when every rank has written."""
-        places = {result.index: result.storage_data for rank in results for result in rank}
+        """Write the index on rank 0 after every rank has written its chunks."""
+        file_ranges = {
+            result.index: result.storage_data for rank_results in results for result in rank_results
+        }
         tensors: dict[str, Any] = {}
         for name, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
             chunks = []
             for chunk in stored.chunks:
-                place = places[dcp.metadata.MetadataIndex(name, chunk.offsets)]
+                file_range = file_ranges[dcp.metadata.MetadataIndex(name, chunk.offsets)]
                 shape = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
-                chunks.append(shape | place._asdict())
+                chunks.append(shape | file_range._asdict())
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
         index = {"format": FORMAT, "tables": self._tables, "tensors": tensors}
         write_synced(self._directory / INDEX_FILE, json.dumps(index) + "\n")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory, on every rank: on a network file system another host's may not be visible yet."""
+        """Create the directory on every rank; a network file system may not show that of another host yet."""
         self._directory.mkdir(parents=True, exist_ok=True)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its file."""
+        """Assign a file to each rank."""
         return [
             SavePlan(plan.items, storage_data=f"rank_{rank:05}.bin", planner_data=plan.planner_data)
             for rank, plan in enumerate(plans)
         ]
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from one save to the next."""
+        """Do nothing: no state is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All is known already."""
+        """Do nothing: the constructor has the directory and the tables."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """None is given."""
+        """Return whether there is no id, as always here."""
         return checkpoint_id is None
 
 
 class _File:
-    """A file that several threads write at once, each in its place."""
+    """File that several threads write at disjoint ranges."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def write(self, block: Tensor, start: int) -> int:
-        """Write a flat piece of a tensor from byte `start` on and return its CRC-32."""
+        """Write a flat block of a tensor at byte `start` and return its CRC-32."""
         data = block.cpu().view(torch.uint8).numpy().data
         crc32, written = zlib.crc32(data), 0
         while written < len(data):
@@ -158,15 +160,15 @@ class _File:
 
 
 def _blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield (piece, first byte in the file) of an array that begins at byte `start`."""
+    """Yield (block, first byte in the file) of an array that begins at byte `start`."""
     if not array.numel():
         return
     flat = array.view(-1)
     if not len(flat):
         return
-    for piece in flat.split(CHECKSUM_BYTES // array.itemsize):
-        yield piece, start
-        start += piece.nbytes
+    for block in flat.split(CHECKSUM_BYTES // array.itemsize):
+        yield block, start
+        start += block.nbytes
 
 
 def _num_bytes(item: WriteItem) -> int:
@@ -175,12 +177,12 @@ def _num_bytes(item: WriteItem) -> int:
 
 
 class DcpReader(dcp.StorageReader):
-    """Reads, of each tensor, the rows that this rank holds; what is stored in another dtype is rounded to the nearest.
+    """Reader of the rows that this rank holds; values stored in another dtype are rounded to the nearest.
 
     Args:
-        tensors: what is stored, by name.
-        sizes: what each is loaded into; larger than stored in the first dimension where a table has grown, whose
-            further rows are then left as they are.
+        tensors: stored tensors by name.
+        sizes: sizes of the tensors to load into. The first dimension of a table that has grown is larger than stored; its
+            additional rows are not changed.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class DcpReader(dcp.StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Say which chunks there are."""
+        """Return the chunks of all tensors."""
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, tensor in self._tensors.items():
             chunks = [
@@ -208,13 +210,13 @@ class DcpReader(dcp.StorageReader):
         return Metadata(described)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for, in the order of the files."""
+        """Read the items of a plan in the order of the files."""
 
-        def place(item: ReadItem) -> tuple[str, int]:
+        def position(item: ReadItem) -> tuple[str, int]:
             chunk = self._chunks[_key(item)]
             return chunk.file.name, chunk.start
 
-        for item in sorted(plan.items, key=place):
+        for item in sorted(plan.items, key=position):
             target = planner.resolve_tensor(item).detach()
             self._read(item, target)
             planner.commit_tensor(item, target)
@@ -233,22 +235,22 @@ class DcpReader(dcp.StorageReader):
             rows[row - first : row - first + len(block)] = values[(slice(None), *where)]
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from one load to the next."""
+        """Do nothing: no state is kept between loads."""
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        """The index is known already."""
+        """Do nothing: the constructor has the index."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """None is given."""
+        """Return whether there is no id, as always here."""
         return checkpoint_id is None
 
 

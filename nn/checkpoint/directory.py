@@ -1,13 +1,13 @@
 """Directory of checkpoints: a checkpoint `step_N` is complete, and damage is detected.
 
-step_N/              whole: every file synced, then renamed to this
-.step_N.unfinished/  being written, or left by a run that was killed; never read, removed at the next start
-step_N.damaged/      its bytes are not those that were written; kept to look at, never read
+step_N/              complete: every file was synced before the directory was renamed
+.step_N.unfinished/  being written, or left by a killed run; never read, removed at the next start
+step_N.damaged/      a checksum differs; kept for inspection, never read
 best                 link to the step_N with the best test AUC
 
-run.json says what a checkpoint is of and how long its files are, with a checksum of itself and of the index; the index
-(`nn.checkpoint.tensor_index`) has checksums of all tensors. Network file systems may show a name later than they took it, so
-readers wait a while for what another host says is there.
+run.json describes the run and has the sizes of all files, with checksums of itself and of the index. The index
+(`nn.checkpoint.tensor_index`) has checksums of all tensors. A network file system may show a new name late, so readers wait
+for a file that another host has written.
 """
 
 import json
@@ -44,22 +44,22 @@ def unfinished(directory: Path, num_steps: int) -> Path:
     return directory / f".step_{num_steps}.unfinished"
 
 
-def newest_first(directory: Path) -> list[Path]:
+def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints of a directory, newest first; the directory may be missing."""
     paths = [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
 def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
-    """Give the written files of a step their name: from here on there is a checkpoint.
+    """Write run.json and rename the directory of a step, which completes the checkpoint.
 
     Args:
-        directory: of all checkpoints.
-        num_steps: whose `unfinished` directory holds every file but run.json.
+        directory: directory of all checkpoints.
+        num_steps: step whose `unfinished` directory has every file but run.json.
         facts: content of run.json.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the directory cannot be written.
     """
     source, target = unfinished(directory, num_steps), directory / f"step_{num_steps}"
     index = (source / INDEX_FILE).read_bytes()
@@ -68,11 +68,11 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
     facts["crc32"] = _crc32(facts)
     write_synced(source / RUN_FILE, json.dumps(facts, indent=2) + "\n")
     sync_directory(source)
-    # A step is saved twice only if its first checkpoint is no longer wanted.
+    # A second checkpoint of a step replaces the first.
     try:
         replace_directory(source, target)
     except FileNotFoundError:
-        # A network file system repeats a request whose answer was lost, and then says that there is nothing to rename.
+        # A network file system repeats a request whose answer was lost; the second rename then finds no source.
         if not (target / RUN_FILE).exists():
             raise
     sync_directory(directory)
@@ -81,7 +81,7 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
 
 def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:
     """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to."""
-    present = [path for path in newest_first(directory) if step_of(path) <= num_steps]
+    present = [path for path in list_checkpoints(directory) if step_of(path) <= num_steps]
     for path in present[keep:]:
         if step_of(path) != best_step:
             _remove(path)
@@ -93,14 +93,14 @@ def clear(directory: Path, num_steps: int) -> None:
     """Remove unfinished checkpoints of a killed run and the checkpoints after step `num_steps`, to be written again."""
     for path in directory.glob(".step_*.unfinished"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in newest_first(directory):
+    for path in list_checkpoints(directory):
         if step_of(path) > num_steps:
             _remove(path)
     if not (directory / BEST).exists():
         (directory / BEST).unlink(missing_ok=True)
 
 
-def set_aside(path: Path) -> Path:
+def mark_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint, so that no run resumes from it."""
     target = path.with_name(f"{path.name}.damaged")
     replace_directory(path, target)
@@ -113,7 +113,7 @@ def step_of(path: Path) -> int:
 
 
 def wait_for(path: Path) -> bool:
-    """Wait until a file is visible here that another host has written; False if it does not come."""
+    """Wait until a file that another host has written is visible here; return False after the time-out."""
     end = time.monotonic() + APPEARS_WITHIN_S
     while not path.exists():
         if time.monotonic() > end:
@@ -140,7 +140,7 @@ def read_facts(path: Path) -> dict[str, Any]:
                 "this software that wrote it, or a later one"
             )
         crc32, files = facts.pop("crc32"), facts["files"]
-        is_whole = crc32 == _crc32(facts)
+        is_intact = crc32 == _crc32(facts)
     except FileNotFoundError:
         raise ValueError(f"there is no {RUN_FILE} in it") from None
     except (
@@ -152,7 +152,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         UnicodeDecodeError,
     ) as error:
         raise ValueError(f"{RUN_FILE} is damaged ({error!r})") from None
-    if not is_whole:
+    if not is_intact:
         raise ValueError(f"{RUN_FILE} is damaged (its checksum differs)")
     for name, wanted in files.items():
         try:
@@ -165,8 +165,8 @@ def read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) -> str | None:
-    """Compare the checksums of one of `num_parts` parts of a checkpoint's bytes; return what differs, or None."""
+def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) -> str | None:
+    """Compare the checksums of every `num_ranks`-th block from block `rank` on; return the first damage, or None."""
     try:
         data = (path / INDEX_FILE).read_bytes()
         if zlib.crc32(data) != facts["index_crc32"]:
@@ -176,7 +176,7 @@ def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) ->
             for name, tensor in json.loads(data)["tensors"].items()
             for chunk in tensor["chunks"]
             for start, num_bytes, crc32 in _blocks_of(chunk, tensor["dtype"])
-        ][part::num_parts]
+        ][rank::num_ranks]
         with ThreadPoolExecutor(THREADS) as pool:
             return next((damage for damage in pool.map(_damage_of_block, blocks) if damage), None)
     except OSError as error:
@@ -184,7 +184,7 @@ def find_damage(path: Path, facts: dict[str, Any], part: int, num_parts: int) ->
 
 
 def _blocks_of(chunk: dict[str, Any], dtype: str) -> list[tuple[int, int, int]]:
-    """(first byte, bytes, CRC-32) of each block of a chunk."""
+    """Return (first byte, bytes, CRC-32) of each block of a chunk."""
     num_bytes = DTYPES[dtype].itemsize
     for size in chunk["sizes"]:
         num_bytes *= size
@@ -204,10 +204,10 @@ def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint so that a crash on the way leaves none that looks whole."""
-    going = unfinished(path.parent, step_of(path))
-    replace_directory(path, going)
-    shutil.rmtree(going, ignore_errors=True)
+    """Rename a checkpoint before removing it, so that a crash leaves no incomplete `step_N`."""
+    target = unfinished(path.parent, step_of(path))
+    replace_directory(path, target)
+    shutil.rmtree(target, ignore_errors=True)
 
 
 def _crc32(facts: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoint writer: training waits for a copy in host memory only, and a thread writes the files."""
+"""Checkpoint manager: training waits only for a copy in host memory, and a thread writes the files."""
 
 import json
 import shutil
@@ -15,25 +15,25 @@ from torch import Tensor
 from configs.schema import CheckpointConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_files, file_states
-from nn.checkpoint.directory import commit, newest_first, prune, step_of, unfinished
+from nn.checkpoint.directory import commit, list_checkpoints, prune, step_of, unfinished
 from nn.checkpoint.staging import StagingBuffer, State, num_bytes
-from nn.checkpoint.state import TRAINER, Trained, missing_parts, write
+from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, write
 from nn.distributed.errors import SharedError
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import HostChannel, Ranks
 
 THREAD_NAME = "checkpoint-writer"
 SPARE_MEMORY = 0.8
-"""Part of the memory that a node has left which copies of the state may take."""
+"""Fraction of a node's available memory that copies of the state may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """The run that checkpoints are of.
+    """Facts of the run for its checkpoints.
 
     Attributes:
         facts: from `nn.checkpoint.state.facts_of`.
-        spec: the dataset as stored, whose files must stay what they are.
+        spec: feature spec of the stored dataset, whose files must not change during the run.
     """
 
     facts: Mapping[str, Any]
@@ -41,21 +41,21 @@ class SavedRun:
 
 
 class CheckpointManager:
-    """Writes one checkpoint at a time; all ranks must call its methods alike.
+    """Writer of one checkpoint at a time; all ranks must call its methods in the same order.
 
-    A checkpoint that could not be written costs nothing but itself: one line says so, and the next save tries again.
+    If a checkpoint cannot be written, one line reports it, and the run continues. The next save tries again.
 
     Args:
-        directory: where checkpoints lie.
-        step: the model and its optimizers.
-        run: what is saved of the run beside them.
-        config: how many to keep.
+        directory: directory of all checkpoints.
+        step: model and optimizers.
+        run: facts of the run.
+        config: number of checkpoints to keep.
         ranks: this process.
-        logger: for what happens while a checkpoint is written; rank 0's prints.
+        logger: rank 0's messages while a checkpoint is written.
         heartbeat: beats while the loop waits for the writer.
 
     Attributes:
-        copy: of the state, on the host; memory is taken at the first save.
+        copy: copy of the state in host memory, allocated at the first save.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class CheckpointManager:
         *,
         is_last: bool = False,
     ) -> None:
-        """Begin a checkpoint, as soon as the one before is written.
+        """Start a checkpoint when the previous one is written.
 
         Args:
-            num_steps: updates made so far.
+            num_steps: number of updates so far.
             trainer: state of the training loop, for JSON.
-            tensors: further tensors of the training loop, on rank 0 only.
-            is_last: nothing is trained after this, so that no copy is needed.
+            tensors: tensors of the training loop, on rank 0 only.
+            is_last: training ends here, so no copy is made.
 
         Raises:
             SharedError: a file of the dataset has changed since the run began.
@@ -129,7 +129,7 @@ class CheckpointManager:
             self._join()
 
     def wait(self) -> str | None:
-        """Wait for the checkpoint that is being written; return why there is none, if there is none.
+        """Wait for the checkpoint that is being written; return why it could not be written, or None.
 
         Raises:
             RuntimeError: another rank has ended.
@@ -146,8 +146,8 @@ class CheckpointManager:
 
     @property
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, as far as this host sees."""
-        return next(iter(newest_first(self.directory)), None)
+        """Return the newest complete checkpoint that is visible on this host."""
+        return next(iter(list_checkpoints(self.directory)), None)
 
     def _join(self) -> None:
         while self._thread is not None and self._thread.is_alive():
@@ -156,12 +156,12 @@ class CheckpointManager:
         self._thread = None
 
     def _write(self, num_steps: int, state: State, facts: dict[str, Any], paused_s: float) -> None:
-        """The thread: write, then rename on rank 0; all ranks learn whether that went well."""
+        """Write the files, and commit on rank 0; all ranks receive the result. Runs in the thread."""
         started = time.perf_counter()
         try:
-            problem = self._write_parts(num_steps, state)
-            # Also shows that the ranks are still together: torch.distributed.checkpoint takes a process whose group was
-            # closed for one that is alone, and would write its part as the whole.
+            problem = self._write_shards(num_steps, state)
+            # Fails if a rank has exited: torch.distributed.checkpoint treats a process whose group is closed as the only
+            # rank, and would write its shards as a complete checkpoint.
             sizes = self._channel.gather(num_bytes(state))
             if problem is None and self._ranks.is_rank0:
                 record = {
@@ -173,13 +173,13 @@ class CheckpointManager:
                 problem = self._commit(num_steps, state, facts, record)
             self._problem = self._channel.broadcast(problem)
         except BaseException as error:
-            # For the loop to meet: a thread's own errors reach nobody.
+            # `wait` raises it in the training loop.
             self._error = error
             return
         if self._problem is not None and self._ranks.is_rank0:
             self._release(num_steps)
 
-    def _write_parts(self, num_steps: int, state: State) -> str | None:
+    def _write_shards(self, num_steps: int, state: State) -> str | None:
         try:
             write(self.directory, num_steps, state, self._step.table_names, self._channel)
         except ValueError as error:
@@ -189,8 +189,8 @@ class CheckpointManager:
     def _commit(
         self, num_steps: int, state: State, facts: dict[str, Any], record: dict[str, Any]
     ) -> str | None:
-        missing = missing_parts(unfinished(self.directory, num_steps), state)
-        assert not missing, f"a checkpoint without {missing[:4]}"
+        incomplete = incomplete_tensors(unfinished(self.directory, num_steps), state)
+        assert not incomplete, f"a checkpoint without {incomplete[:4]}"
         try:
             commit(self.directory, num_steps, facts)
             best = facts["trainer"]["best_step"]
@@ -204,12 +204,12 @@ class CheckpointManager:
     def _release(self, num_steps: int) -> None:
         shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
         latest = self.latest
-        back_to = (
+        fallback = (
             "there is none yet" if latest is None else f"the latest is of step {step_of(latest)}"
         )
-        further = "" if self._is_last else ". The run goes on, and the next save tries again"
+        further = "" if self._is_last else ". The run continues, and the next save tries again"
         self._logger.warning(
-            f"the checkpoint of step {num_steps} could not be written: {self._problem}; {back_to}{further}"
+            f"the checkpoint of step {num_steps} could not be written: {self._problem}; {fallback}{further}"
         )
 
     def _fits(self, state: State) -> bool:
@@ -232,13 +232,13 @@ class CheckpointManager:
         if changed:
             raise ValueError(
                 f"files of {self._spec.root} were changed while the run was reading them: "
-                f"{', '.join(changed[:3])}; nothing was saved since. Put the same bytes back (their times may "
-                "differ), and start the same command again"
+                f"{', '.join(changed[:3])}; nothing was saved since. Restore the files (their times may differ), and "
+                "rerun the same command"
             )
 
 
 def _free_bytes() -> int:
-    """Memory that this node can still give, its file cache included."""
+    """Return the available memory of this node, file cache included."""
     with open("/proc/meminfo") as stream:
         (line,) = [line for line in stream if line.startswith("MemAvailable:")]
     return int(line.split()[1]) * 1024

@@ -1,11 +1,11 @@
-"""Content of a checkpoint, and its restore into both components and their optimizers under any sharding.
+"""Content of a checkpoint, and its restore into both components and their optimizers with any sharding.
 
 Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
-`dense_optimizer.<parameter>.<state>`. A table may therefore be split differently, or replicated, when it is read back.
-`trainer.<name>` is the training loop's own.
+`dense_optimizer.<parameter>.<state>`. A table may therefore be sharded differently, or replicated, when it is restored.
+`trainer.<name>` is state of the training loop.
 
-There is no generator to save: initial weights, the order of rows and synthetic clicks are functions of the seed and of
-counters, and the schedule is one of the step. The loader's position is the step.
+No generator has state to save. Initial weights, the order of rows and synthetic clicks are functions of the seed and of
+counters, and the schedule is a function of the step. The loader's position is the step.
 """
 
 import math
@@ -25,12 +25,12 @@ from configs.schema import Component, Config
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import file_samples, file_states
 from nn.checkpoint.compatibility import (
-    chosen,
     component_of,
     differences,
     feature_mismatch,
     open_index,
     remedy,
+    select_tensors,
 )
 from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
 from nn.checkpoint.directory import FORMAT_VERSION, commit, read_facts, unfinished, wait_for
@@ -43,29 +43,29 @@ TRAINER = "trainer."
 
 
 class Trained(Protocol):
-    """The model and optimizers whose state a checkpoint holds, in the style of torch.distributed.checkpoint's `Stateful`.
+    """Model and optimizers whose state a checkpoint holds, in the style of torch.distributed.checkpoint's `Stateful`.
 
     Attributes:
-        frozen: components that keep their weights.
+        frozen: components that are not trained.
     """
 
     frozen: frozenset[Component]
 
     @property
     def table_names(self) -> list[str]:
-        """Names of the tables, in the order of the features."""
+        """Return the names of the tables, in the order of the features."""
 
     def state_dict(self, *, with_optimizer: bool = True) -> State:
-        """Return this rank's shards of the state; the tensors are those that are trained."""
+        """Return this rank's shards of the state; the tensors are not copied."""
 
     def load_state_dict(self, state: State) -> None:
-        """Take over the values of a state of the same names and shapes."""
+        """Load a state of the same names and shapes."""
 
     def state_shapes(self, *, with_optimizer: bool = True) -> dict[str, torch.Size]:
-        """Return the complete shapes of the state, of tables that lie on other ranks only too."""
+        """Return the global shapes of the state, including tables of other ranks."""
 
     def allocate_optimizer_state(self) -> None:
-        """Make the optimizer state that is otherwise made in the first step."""
+        """Allocate the optimizer state that the first step would allocate."""
 
 
 def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
 
     Args:
         config: options of the run.
-        spec: the dataset as the model sees it.
+        spec: feature spec of the model.
         ranks: this process.
     """
     return {
@@ -89,7 +89,7 @@ def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
 
 
 def plain_config(config: Config) -> dict[str, Any]:
-    """Return a configuration as JSON would hold it."""
+    """Return a configuration as values of JSON."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -104,17 +104,17 @@ def plain_config(config: Config) -> dict[str, Any]:
 def write(
     directory: Path, num_steps: int, state: State, tables: Sequence[str], channel: HostChannel
 ) -> None:
-    """Write the tensors of a checkpoint below its unfinished name; all ranks must call it.
+    """Write the tensors of a checkpoint to its unfinished directory; all ranks must call it.
 
     Args:
-        directory: of the run's checkpoints.
-        num_steps: updates made so far.
+        directory: directory of all checkpoints.
+        num_steps: number of updates so far.
         state: this rank's shards.
-        tables: their names, in the order of the features.
-        channel: between the hosts.
+        tables: names of the tables, in the order of the features.
+        channel: gloo group of all ranks.
 
     Raises:
-        ValueError: on all ranks, when one could not write its part.
+        ValueError: a rank could not write its shards; raised on all ranks.
         RuntimeError: another rank has ended.
     """
     writer = DcpWriter(unfinished(directory, num_steps), tables)
@@ -124,21 +124,21 @@ def write(
         raise ValueError(_first_problem(error)) from None
 
 
-def missing_parts(directory: Path, state: State) -> list[str]:
-    """Return the names of a state's tensors that the written files do not hold in full."""
-    tensors = read_index(directory).tensors
-    held = {
-        name: sum(math.prod(chunk.sizes) for chunk in each.chunks) for name, each in tensors.items()
+def incomplete_tensors(directory: Path, state: State) -> list[str]:
+    """Return the names of tensors of `state` that the written files do not contain completely."""
+    num_elements = {
+        name: sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        for name, tensor in read_index(directory).tensors.items()
     }
     sizes = {
         name: value.metadata().size if isinstance(value, ShardedTensor) else value.shape
         for name, value in state.items()
     }
-    return [name for name, size in sizes.items() if held.get(name) != math.prod(size)]
+    return [name for name, size in sizes.items() if num_elements.get(name) != math.prod(size)]
 
 
 def save(directory: Path, step: Trained, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
-    """Write `directory/step_<num_steps>` while the caller waits, and return its path; of a run it knows the dataset only."""
+    """Write `directory/step_<num_steps>` synchronously, without facts of a run but the dataset's; return its path."""
     channel = HostChannel()
     write(directory, num_steps, step.state_dict(), step.table_names, channel)
     facts = {"format_version": FORMAT_VERSION, "feature_spec": spec.fingerprint()}
@@ -157,18 +157,18 @@ def check(
     grow: bool = False,
     allow_changes: bool = False,
 ) -> dict[str, Any]:
-    """Return run.json of a checkpoint, after seeing that it belongs to this dataset.
+    """Return run.json of a checkpoint after checking that it fits this dataset.
 
     Args:
         path: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
-        spec: this dataset.
-        tables: feature -> its table.
-        components: whose weights are to be taken from it.
-        grow: allow tables to have more rows than are stored.
-        allow_changes: take it although the features differ in more.
+        spec: feature spec of this dataset.
+        tables: table name by feature.
+        components: components to load.
+        grow: allow tables to have more rows than stored.
+        allow_changes: accept other differences of the features.
 
     Raises:
-        ValueError: when it is no checkpoint, is of a newer format, or was trained on other features.
+        ValueError: `path` is no checkpoint, has a newer format, or was trained on other features.
     """
     if find_tf2_tables(path) is not None:
         if set(components) != {Component.tables}:
@@ -205,34 +205,34 @@ def restore(
 
     Args:
         path: a `step_N` directory, or a checkpoint of the TF2 recipe.
-        step: both halves, of any sharding and number of ranks.
-        with_optimizer: also load the optimizers' state, which evaluation does not need, nor a frozen half.
-        components: to load; the other keeps its weights.
-        grow: let tables have more rows than are stored; those keep their weights, without optimizer state.
-        is_own: it is the run's own, which no option names.
+        step: both components, with any sharding and number of ranks.
+        with_optimizer: load optimizer state too; not needed for evaluation and for frozen components.
+        components: components to load; the other is not changed.
+        grow: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state.
+        is_own: whether the checkpoint is the run's own, which no option names.
 
     Raises:
-        ValueError: on all ranks, when the checkpoint's tensors are not those of this model or cannot be read.
+        ValueError: the tensors are not those of this model or cannot be read; raised on all ranks.
     """
     named = str(path) if is_own else f"checkpoint.restore={path}"
     if find_tf2_tables(path) is None:
         # Rank 0 of another host may have renamed it a moment ago.
         wait_for(path / "run.json")
     index = open_index(path, step.table_names)
-    tensors = chosen(index, components, with_optimizer=with_optimizer, frozen=step.frozen)
+    tensors = select_tensors(index, components, with_optimizer=with_optimizer, frozen=step.frozen)
     if with_optimizer:
         step.allocate_optimizer_state()
     wanted = step.state_dict(with_optimizer=with_optimizer)
-    # A rank sees no state of tables that it has no part of, but must come to the same end as all the others.
+    # `state_dict` lacks tables without a shard on this rank, but all ranks must raise the same errors.
     shapes = step.state_shapes(with_optimizer=with_optimizer)
     wanted = {name: value for name, value in wanted.items() if component_of(name) in components}
     shapes = {name: size for name, size in shapes.items() if component_of(name) in components}
     stored = {name: tensor.size for name, tensor in tensors.items()}
-    found = differences(stored, shapes, grow=grow)
-    if found:
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    differing = differences(stored, shapes, grow=grow)
+    if differing:
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         raise ValueError(
-            f"{named} holds another model or optimizer: {', '.join(found[:4])}{more}; "
+            f"{named} holds another model or optimizer: {', '.join(differing[:4])}{more}; "
             + remedy(path, stored, shapes, grow=grow, is_own=is_own)
         )
     try:
@@ -243,14 +243,14 @@ def restore(
         )
     except dcp.CheckpointException as error:
         problem = _first_problem(error)
-        # Where its bytes are not what they were, the text says so already.
+        # The message about damaged bytes has the remedy already.
         advice = "" if REMEDY in problem else f"; {REMEDY}"
         raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
     step.load_state_dict(wanted)
 
 
 def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:
-    """Return the logits and labels that the training loop had kept for its next record, if any."""
+    """Return the logits and labels that the training loop has collected for its next record, or None."""
     tensors = read_index(path).tensors
     names = [f"{TRAINER}{name}" for name in ("logits", "labels")]
     if names[0] not in tensors:
@@ -260,6 +260,6 @@ def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:
 
 
 def _first_problem(error: dcp.CheckpointException) -> str:
-    """The error of the lowest rank that has one, and which that is if it is not the first."""
-    rank, (problem, _) = min(error.failures.items(), key=lambda each: each[0])
+    """Return the error of the lowest failed rank, with its number unless it is rank 0."""
+    rank, (problem, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"rank {rank}: {problem}" if rank else str(problem)

@@ -1,6 +1,6 @@
 """Index and reader of the tensors in a checkpoint's files; nothing in a file is executed.
 
-Arrays lie in the shards as in memory: row-major, little-endian, bare. `tensors.json` says where (`nn.checkpoint.dcp_storage`):
+The files contain bare arrays, row-major and little-endian. `tensors.json` locates them (`nn.checkpoint.dcp_storage`):
 
     {"format": 1,
      "tables": [names, in the order of the features],
@@ -8,7 +8,7 @@ Arrays lie in the shards as in memory: row-major, little-endian, bare. `tensors.
                         "chunks": [{"offsets": [row, column], "sizes": [rows, columns],
                                     "file": name, "start": byte, "crc32": [number, ...]}]}}}
 
-with a CRC-32 for each 64 MiB of a chunk. Reading part of a tensor costs that part, and memory for a block.
+with one CRC-32 per 64 MiB of a chunk. Rows of a tensor are read block by block.
 """
 
 import json
@@ -25,11 +25,11 @@ import numpy as np
 INDEX_FILE = "tensors.json"
 FORMAT = 1
 BLOCK_BYTES = 2**24
-"""Bytes that are read at a time."""
+"""Bytes per read."""
 CHECKSUM_BYTES = 2**26
-"""Bytes that one checksum is of."""
+"""Bytes per checksum."""
 
-# torch's names of dtypes -> what numpy reads them as; it has no bfloat16, whose bits are kept.
+# torch's name of a dtype -> numpy's dtype. numpy has no bfloat16; its bits are read as uint16.
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -50,7 +50,7 @@ REMEDY = "copy it again, or take another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rectangular part of a tensor in one file, row-major.
+    """Rectangular block of a tensor in one file, row-major.
 
     Attributes:
         offsets: position of its first element in the tensor, one number per dimension.
@@ -83,7 +83,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Return the bytes of the complete tensor."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
 
@@ -136,8 +136,8 @@ def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> Stor
     for chunk in entry["chunks"]:
         offsets, sizes = _counts(chunk["offsets"]), _counts(chunk["sizes"])
         if len(offsets) != len(size) or any(
-            offset + length > whole
-            for offset, length, whole in zip(offsets, sizes, size, strict=True)
+            offset + length > total
+            for offset, length, total in zip(offsets, sizes, size, strict=True)
         ):
             raise ValueError(f"{name}: a chunk of {sizes} at {offsets} lies outside of {size}")
         (start,) = _counts([chunk["start"]])
@@ -184,7 +184,7 @@ def file_inside(directory: Path, name: object) -> Path:
     """Return the file `name` of `directory`.
 
     Raises:
-        ValueError: a name with a folder in it, or a link that leads out of the directory.
+        ValueError: the name contains a folder, or the file is a link that leads out of the directory.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"got file {name!r}, want the plain name of a file in {directory}")
@@ -195,7 +195,7 @@ def file_inside(directory: Path, name: object) -> Path:
 
 
 class ChunkReader:
-    """Reader of one chunk; compares the checksum of every block that is read completely.
+    """Reader of one chunk, which compares the checksum of every block that is read completely.
 
     Rows are rows of the chunk; a tensor without dimensions has one row.
 
@@ -209,14 +209,14 @@ class ChunkReader:
         self._rows, *self._rest = chunk.sizes or (1,)
         self._row_bytes = math.prod(self._rest) * self._dtype.itemsize
         self._crc = 0
-        # Of the chunk's bytes, those that the checksum is of so far.
+        # Range of the chunk's bytes that the running checksum covers.
         self._crc_begin = self._crc_end = 0
 
     def read(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (row, array [n, ...]) for the rows from `first` to before `last` (None: all), a block at a time.
+        """Yield (row, array [n, ...]) block by block for the rows `first` to `last` - 1 (None: to the end).
 
         Raises:
-            ValueError: the file is shorter than it should be, or its bytes are not those that were written.
+            ValueError: the file is truncated, or a checksum differs.
         """
         last = self._rows if last is None else last
         if first >= last or not self._row_bytes:
@@ -233,19 +233,19 @@ class ChunkReader:
                 yield row, np.frombuffer(data, self._dtype).reshape(count, *self._rest)
 
     def _check(self, begin: int, data: memoryview) -> None:
-        """Compare the checksums of what ends in `data`, the chunk's bytes from `begin` on."""
+        """Compare the checksums that end in `data`, the chunk's bytes from `begin` on."""
         chunk_bytes = self._rows * self._row_bytes
         while data:
             index = begin // CHECKSUM_BYTES
             end = min((index + 1) * CHECKSUM_BYTES, chunk_bytes)
-            part, data = data[: end - begin], data[end - begin :]
+            block, data = data[: end - begin], data[end - begin :]
             if begin != self._crc_end:
                 self._crc, self._crc_begin = 0, begin
-            self._crc = zlib.crc32(part, self._crc)
-            self._crc_end = begin = begin + len(part)
+            self._crc = zlib.crc32(block, self._crc)
+            self._crc_end = begin = begin + len(block)
             if begin == end:
-                is_whole = self._crc_begin <= index * CHECKSUM_BYTES
-                if is_whole and self._chunk.crc32 and self._chunk.crc32[index] != self._crc:
+                is_complete = self._crc_begin <= index * CHECKSUM_BYTES
+                if is_complete and self._chunk.crc32 and self._chunk.crc32[index] != self._crc:
                     raise ValueError(
                         f"{self._chunk.file} has changed since it was written (checksum {self._crc:08x} "
                         f"instead of {self._chunk.crc32[index]:08x}); {REMEDY}"
@@ -254,7 +254,7 @@ class ChunkReader:
 
 
 def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-    """Yield the rows of a tensor in order, for any sharding, as arrays [n, ...] of about `block_bytes`.
+    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`.
 
     Raises:
         ValueError: a file cannot be read.
@@ -271,7 +271,7 @@ def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.
             chunk_rows, *widths = chunk.sizes or (1,)
             begin, end = max(first, offset), min(last, offset + chunk_rows)
             where = tuple(slice(at, at + width) for at, width in zip(columns, widths, strict=True))
-            for row, part in reader.read(begin - offset, end - offset):
+            for row, values in reader.read(begin - offset, end - offset):
                 start = row + offset - first
-                block[(slice(start, start + len(part)), *where)] = part
+                block[(slice(start, start + len(values)), *where)] = values
         yield block

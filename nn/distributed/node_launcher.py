@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: directory of the logs, NUMA binding or `none`, arguments of torchrun.
 
     Returns:
-        0 on success, an exit code of `nn.distributed.errors` for a known reason, 1 for any other failure.
+        0 on success, an exit code of `configs.exit_codes` for a known reason, 1 for any other failure.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)

@@ -1,9 +1,8 @@
-"""Ends on request: signals that ask a run to stop, and the step after which all ranks do.
+"""Preemption: signals that request the end of a run, and the step after which all ranks stop.
 
 SIGTERM comes from a scheduler, and from torchrun when another rank has ended; SIGUSR1 is SLURM's warning
-(`sbatch --signal`). Both set a flag that the training loop reads; the run then leaves a checkpoint and an exit code that
-says to rerun the same command. A loop that waits in a collective for a rank that has ended will never read it: a thread
-then ends the process.
+(`sbatch --signal`). Both set a flag that the training loop reads. The run then saves a checkpoint and exits with the code for
+"resumable". A loop that waits in a collective for a rank that has exited never reads the flag; a thread then ends the process.
 """
 
 import os
@@ -21,32 +20,33 @@ from nn.distributed.process_group import HostChannel, Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STUCK_AFTER_S = 10.0
-"""A loop that has not moved so long after a signal waits for a rank that is gone."""
-ASK_EVERY_S = 0.25
-"""How often the ranks ask each other: a few dozen microseconds each time."""
-MOST_STEPS = 1000
+"""Seconds without a heartbeat after a signal; the loop then waits for a rank that has exited."""
+SYNC_EVERY_S = 0.25
+"""Seconds between exchanges of the ranks; one takes a few dozen microseconds."""
+MAX_STEPS = 1000
+"""Maximum number of steps between exchanges."""
 
 
 class Heartbeat:
-    """The moment at which the loop last showed that it is not stuck."""
+    """Time of the loop's last sign of progress."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
 
     def beat(self) -> None:
-        """Record the moment; costs next to nothing."""
+        """Record the current time."""
         self.last = time.monotonic()
 
 
 class StopRequest:
-    """Catches the signals while it is entered.
+    """Context manager that catches the signals.
 
     Args:
-        may_get_stuck: whether there are other ranks to wait for.
-        lost_rank_message: returns what to print about a loop that is stuck, or nothing.
+        may_get_stuck: whether the loop waits for other ranks.
+        lost_rank_message: returns the message about a stuck loop; may be empty.
 
     Attributes:
-        signum: of the signal that arrived, or 0.
+        signum: number of the signal that arrived, or 0.
         heartbeat: of the loop.
     """
 
@@ -59,7 +59,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self.heartbeat.beat()
-        self._before = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
+        self._before = {signum: signal.signal(signum, self._record) for signum in SIGNALS}
         if self._may_get_stuck:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
@@ -78,11 +78,14 @@ class StopRequest:
             self._watcher.join()
             os.close(self._pipe[0])
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _record(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
 
     def _watch(self) -> None:
-        """Python runs a handler when the main thread is back from a collective; the interpreter writes here at once."""
+        """End the process if the loop is stuck; runs in a thread, which the interpreter wakes through the pipe.
+
+        Python runs the handlers only after the main thread returns from a collective.
+        """
         while signums := os.read(self._pipe[0], 16):
             if not set(signums) & set(SIGNALS):
                 continue
@@ -97,7 +100,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Agreement of all ranks after a step.
+    """Decision of all ranks after a step.
 
     Attributes:
         signum: number of a signal that asks a rank to stop, or 0.
@@ -109,14 +112,14 @@ class Decision:
 
 
 class PreemptionSync:
-    """Asks every fraction of a second; every rank must call `after_step` alike.
+    """Exchange between all ranks every `SYNC_EVERY_S`; every rank must call `after_step` after every step.
 
-    The number of steps to the next question is rank 0's, from its speed, so that all ranks ask at the same step.
+    Rank 0 chooses the number of steps to the next exchange from its speed, so that all ranks exchange after the same step.
 
     Args:
         ranks: this process.
-        signum: returns the signal that this rank has got, or 0.
-        save_every_minutes: None never saves by the clock.
+        signum: returns the number of the signal that this rank has received, or 0.
+        save_every_minutes: interval of checkpoints; None for none.
     """
 
     def __init__(
@@ -126,26 +129,26 @@ class PreemptionSync:
         self._is_rank0 = ranks.is_rank0
         self._signum = signum
         self._save_every_s = (save_every_minutes or 0) * 60
-        self._saved_at = self._asked_at = time.monotonic()
-        self._steps_to_go = self._steps = 1
+        self._saved_at = self._synced_at = time.monotonic()
+        self._steps_left = self._steps = 1
 
     def saved(self) -> None:
         """Restart the clock."""
         self._saved_at = time.monotonic()
 
     def after_step(self) -> Decision:
-        """Return what to do after this step."""
-        self._steps_to_go -= 1
-        if self._steps_to_go:
+        """Return the decision after this step; exchange with the other ranks if it is due."""
+        self._steps_left -= 1
+        if self._steps_left:
             return Decision(0, False)
         now = time.monotonic()
         is_time = bool(self._save_every_s) and now - self._saved_at >= self._save_every_s
-        wishes = [float(self._signum()), float(is_time and self._is_rank0), 1.0]
+        requests = [float(self._signum()), float(is_time and self._is_rank0), 1.0]
         if self._channel is not None:
-            seconds_a_step = max(now - self._asked_at, 1e-6) / self._steps
+            seconds_per_step = max(now - self._synced_at, 1e-6) / self._steps
             if self._is_rank0:
-                wishes[2] = float(min(max(1, int(ASK_EVERY_S / seconds_a_step)), MOST_STEPS))
-            wishes = self._channel.maximum(wishes)
-        self._asked_at = now
-        self._steps_to_go = self._steps = int(wishes[2])
-        return Decision(int(wishes[0]), bool(wishes[1]))
+                requests[2] = float(min(max(1, int(SYNC_EVERY_S / seconds_per_step)), MAX_STEPS))
+            requests = self._channel.maximum(requests)
+        self._synced_at = now
+        self._steps_left = self._steps = int(requests[2])
+        return Decision(int(requests[0]), bool(requests[1]))

@@ -34,7 +34,7 @@ from dataloading.dataset.durable_files import (
     replace_text,
     sync_stream,
 )
-from nn.checkpoint.directory import newest_first
+from nn.checkpoint.directory import list_checkpoints
 from nn.observability.curves import draw_curves
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
@@ -309,7 +309,7 @@ def _already_used_message(run_dir: Path) -> str:
     checkpoints = run_dir / "checkpoints"
     text = f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run"
     set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
-    if newest_first(checkpoints):
+    if list_checkpoints(checkpoints):
         return f"{text}; {set_another}"
     damaged = sorted(path.name for path in checkpoints.glob("step_*.damaged"))
     unusable = f" ({', '.join(damaged)} cannot be used)" if damaged else ""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.launch import children
-from nn.checkpoint.directory import find_damage, newest_first, read_facts, step_of
+from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts, step_of
 from tests.crash import RUN, crash, has_ended, start, trains, wait_until
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY
@@ -67,7 +67,7 @@ class Faults:
         self.starts: dict[str, FaultyStart] = {}
 
     def latest(self) -> int:
-        return max((step_of(path) for path in newest_first(self.checkpoints)), default=0)
+        return max((step_of(path) for path in list_checkpoints(self.checkpoints)), default=0)
 
     @property
     def checkpoints(self) -> Path:
@@ -200,7 +200,7 @@ def test_torchrun_restarts_killed_ranks_but_not_preempted_ones(uninterrupted, tm
     launcher = start_torchrun(run_dir, log, "--max-restarts=3")
 
     def saved_since(step: int) -> bool:
-        return any(step_of(path) > step for path in newest_first(run_dir / "checkpoints"))
+        return any(step_of(path) > step for path in list_checkpoints(run_dir / "checkpoints"))
 
     def restarts() -> list[str]:
         path = run_dir / "restarts.jsonl"
@@ -233,7 +233,7 @@ def test_ranks_without_a_launcher_leave_a_checkpoint_and_end(uninterrupted, tmp_
     run_dir, log = tmp_path / "run", tmp_path / "log"
     launcher = start_torchrun(run_dir, log)
     try:
-        assert wait_until(lambda: newest_first(run_dir / "checkpoints"), 120), log.read_text()
+        assert wait_until(lambda: list_checkpoints(run_dir / "checkpoints"), 120), log.read_text()
         ranks = children(launcher.pid)
     finally:
         launcher.send_signal(signal.SIGUSR1)
@@ -243,7 +243,7 @@ def test_ranks_without_a_launcher_leave_a_checkpoint_and_end(uninterrupted, tmp_
     output = log.read_text()
     left_at = re.search(r"stopped by SIGTERM after step (\d+), where a checkpoint was left", output)
     assert left_at, output
-    assert f"step_{left_at[1]}" in {path.name for path in newest_first(run_dir / "checkpoints")}
+    assert f"step_{left_at[1]}" in {path.name for path in list_checkpoints(run_dir / "checkpoints")}
     again = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
     assert again.wait(120) == [0, 0], again.log.read_text()
     assert differences(uninterrupted, run_dir) == []
@@ -300,7 +300,7 @@ def test_a_full_disk_costs_only_the_checkpoint(tmp_path, monkeypatch):
         assert (ended.exit_code, ended.err) == (0, "")
         warning = (
             "warning: the checkpoint of step 8 could not be written: [Errno 28] No space left on device; the "
-            "latest is of step 4. The run goes on, and the next save tries again"
+            "latest is of step 4. The run continues, and the next save tries again"
         )
         assert ended.out.count(warning) == 1
         assert ended.out.count("could not be written") == 1
@@ -326,10 +326,10 @@ def test_a_file_size_limit_costs_only_the_checkpoint(tmp_path, monkeypatch):
     assert (ended.exit_code, ended.err) == (0, "")
     warning = (
         "warning: the checkpoint of step 8 could not be written: [Errno 27] File too large; the latest is of "
-        "step 4. The run goes on, and the next save tries again"
+        "step 4. The run continues, and the next save tries again"
     )
     assert ended.out.count(warning) == 1
-    steps = [path.name for path in newest_first(directory)]
+    steps = [path.name for path in list_checkpoints(directory)]
     assert steps == ["step_32", "step_28", "step_24", "step_20", "step_16", "step_12", "step_4"]
     assert not list(directory.glob(".step*"))
 
@@ -365,7 +365,7 @@ def test_out_of_memory_is_reported_and_costs_the_steps_since_the_checkpoint(tmp_
     assert re.fullmatch(
         r"error: rank 0 is out of memory: .*; lower train\.batch_size, or .*\n", ended.err
     )
-    path, *_ = newest_first(tmp_path / "run" / "checkpoints")
+    path, *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert (path.name, is_intact(path)) == ("step_4", True)
 
 
@@ -380,7 +380,7 @@ def test_a_nan_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
     ended = run_command(*run, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 3
     assert ended.err.startswith("error: the loss is nan at step 5 ")
-    path, *_ = newest_first(tmp_path / "run" / "checkpoints")
+    path, *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert (path.name, is_intact(path)) == ("step_4", True)
     numbers.write_bytes(before)
     again = [*run, f"run_dir={tmp_path / 'run'}", "checkpoint.allow_changes=true"]
@@ -390,7 +390,7 @@ def test_a_nan_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
 
 
 def test_checkpoints_are_saved_by_the_clock(tmp_path, monkeypatch):
-    monkeypatch.setattr("nn.distributed.preemption.ASK_EVERY_S", 0.01)
+    monkeypatch.setattr("nn.distributed.preemption.SYNC_EVERY_S", 0.01)
     clock = [
         "checkpoint.save_every=null",
         "checkpoint.save_every_minutes=0.0005",

@@ -21,7 +21,7 @@ import torch
 
 from configs.schema import Config
 from nn.build import open_source
-from nn.checkpoint.directory import newest_first
+from nn.checkpoint.directory import list_checkpoints
 from nn.resume import named_resume_point
 from nn.run import run
 from tests.helpers.command import Ended, run_command
@@ -108,7 +108,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(num_ranks, recipe,
 
     start("uninterrupted")
     start("resumed", kill_at=11)
-    assert newest_first(tmp_path / "resumed" / "checkpoints")[0].name == "step_8"
+    assert list_checkpoints(tmp_path / "resumed" / "checkpoints")[0].name == "step_8"
     start("resumed")
     assert len((tmp_path / "resumed" / "restarts.jsonl").read_text().splitlines()) == 1
     assert differences(tmp_path / "uninterrupted", tmp_path / "resumed") == []
@@ -270,7 +270,7 @@ def test_a_run_with_only_damaged_checkpoints_restarts_as_at_first(tmp_path):
     for name in ("uninterrupted", "run"):
         assert train(tmp_path / name, first, "train.max_steps=8").err == ""
     (tmp_path / "run" / "summary.json").unlink()
-    damaged = newest_first(tmp_path / "run" / "checkpoints")
+    damaged = list_checkpoints(tmp_path / "run" / "checkpoints")
     for path in damaged:
         flip(path / "rank_00000.bin")
     ended = train(tmp_path / "run", first, "train.max_steps=8")
@@ -400,7 +400,7 @@ def test_a_dataset_file_that_changes_during_a_run_ends_it_before_the_next_save(
     assert ended.exit_code == 2
     assert ended.err.startswith(
         f"error: files of {root} were changed while the run was reading them: train/item.bin (touched or "
-        "rewritten); nothing was saved since. Put the same bytes back (their times may differ), and start "
+        "rewritten); nothing was saved since. Restore the files (their times may differ), and rerun "
     )
     checkpoints = Path(files[-1].removeprefix("run_dir=")) / "checkpoints"
     assert not (checkpoints / "step_8").exists()
@@ -412,10 +412,12 @@ def test_a_smaller_keep_removes_checkpoints_at_the_start(tmp_path, monkeypatch):
     checkpoints = tmp_path / "run" / "checkpoints"
     with killed_at(11):
         train(tmp_path / "run", "checkpoint.keep=9")
-    assert len(newest_first(checkpoints)) > 2
+    assert len(list_checkpoints(checkpoints)) > 2
     best = (checkpoints / "best").resolve().name
     seen = []
-    at_step(monkeypatch, 9, lambda: seen.extend(path.name for path in newest_first(checkpoints)))
+    at_step(
+        monkeypatch, 9, lambda: seen.extend(path.name for path in list_checkpoints(checkpoints))
+    )
     assert train(tmp_path / "run", "checkpoint.keep=1").exit_code == 0
     assert set(seen) == {"step_8", best}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.checkpoint.directory import newest_first, step_of
+from nn.checkpoint.directory import list_checkpoints, step_of
 from tests.crash import start
 from tests.helpers.composed import TINY
 from tests.helpers.runs import differences, records
@@ -177,7 +177,7 @@ def test_a_job_that_loses_a_rank_and_a_node_and_is_warned_ends_as_an_uninterrupt
         latest = [step]
 
         def is_later() -> bool:
-            steps = map(step_of, newest_first(run_dir / "checkpoints"))
+            steps = map(step_of, list_checkpoints(run_dir / "checkpoints"))
             latest.append(next(iter(steps), 0))
             return latest[-1] > step
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on: what waits for what, and that a process that dies at any moment leaves what was whole."""
+"""Saving during training: the order of waits, and a complete checkpoint after the death of the process at any moment."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.remote_device import _remote_device
 
 from nn.checkpoint.dcp_storage import DcpWriter
-from nn.checkpoint.directory import clear, find_damage, newest_first, read_facts, step_of
+from nn.checkpoint.directory import clear, find_damage, list_checkpoints, read_facts, step_of
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer
 from nn.checkpoint.state import facts_of, restore
@@ -34,7 +34,7 @@ def without_curves(monkeypatch) -> None:
     monkeypatch.setattr("nn.observability.run_directory.draw_curves", lambda *_: None)
 
 
-def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_the_state_of_an_earlier_step_is_written(tmp_path, monkeypatch):
     may_write, seen = Event(), []
     write_data = DcpWriter.write_data
 
@@ -42,15 +42,15 @@ def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path,
         assert may_write.wait(60)
         return write_data(self, plan, planner)
 
-    def look_and_let_go() -> None:
-        # The writer is a thread, which three short steps may leave no turn.
+    def record_and_release() -> None:
+        # The writer is a thread, which may not run during three short steps.
         checkpoints = tmp_path / "run" / "checkpoints"
         wait_until((checkpoints / ".step_4.unfinished").exists, 60)
-        seen.extend(each.name for each in checkpoints.iterdir())
+        seen.extend(path.name for path in checkpoints.iterdir())
         may_write.set()
 
     monkeypatch.setattr(DcpWriter, "write_data", wait_and_write)
-    at_step(monkeypatch, 7, look_and_let_go)
+    at_step(monkeypatch, 7, record_and_release)
     ended = run_command(*SHORT, SAVING, "checkpoint.keep=9", f"run_dir={tmp_path / 'run'}")
     assert (ended.exit_code, ended.err) == (0, "")
     assert seen == [".step_4.unfinished"], "three steps after its save it was not written"
@@ -62,8 +62,8 @@ def test_training_goes_on_while_a_checkpoint_of_what_it_was_is_written(tmp_path,
     assert stored.read_bytes()[: weights.stat().st_size] == weights.read_bytes()
 
 
-def test_a_copy_says_that_it_lies_in_host_memory():
-    """Not on the GPU that its shards came from: torch refuses a shard that is elsewhere than it says."""
+def test_a_copy_is_placed_in_host_memory():
+    """torch refuses a shard whose device differs from its metadata."""
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
         state = built.step.state_dict()
@@ -73,14 +73,14 @@ def test_a_copy_says_that_it_lies_in_host_memory():
         copied = StagingBuffer(torch.device("cpu")).take(state)
     shards = [
         shard
-        for each in copied.values()
-        if isinstance(each, ShardedTensor)
-        for shard in each.local_shards()
+        for value in copied.values()
+        if isinstance(value, ShardedTensor)
+        for shard in value.local_shards()
     ]
-    assert {str(each.metadata.placement) for each in shards} == {"rank:0/cpu"}
+    assert {str(shard.metadata.placement) for shard in shards} == {"rank:0/cpu"}
 
 
-def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
+def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
     may_write, waited = Event(), []
     write_data, wait = DcpWriter.write_data, CheckpointManager.wait
 
@@ -88,18 +88,18 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
         assert may_write.wait(60)
         return write_data(self, plan, planner)
 
-    def note(self):
+    def record(self):
         waited.append(self.is_writing)
         if len(waited) > 1:
             may_write.set()
         return wait(self)
 
     monkeypatch.setattr(DcpWriter, "write_data", wait_and_write)
-    monkeypatch.setattr(CheckpointManager, "wait", note)
+    monkeypatch.setattr(CheckpointManager, "wait", record)
     assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'run'}").exit_code == 0
     assert waited[:2] == [False, True]
     lines = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
-    assert [json.loads(each)["step"] for each in lines] == [4, 8, 10]
+    assert [json.loads(line)["step"] for line in lines] == [4, 8, 10]
 
 
 def test_without_room_for_a_copy_training_waits_and_the_files_are_the_same(tmp_path, monkeypatch):
@@ -120,16 +120,16 @@ def wait_for_nothing(run_dir: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL."""
+    """Replacement of SIGKILL."""
 
 
 class Mortal:
-    """Counts what this process does to files, and from the n-th time on does nothing any more."""
+    """Counter of this process's changes of files; from the n-th on every change raises `Killed`."""
 
     def __init__(self) -> None:
         self.count = self.dies_at = 0
         self.is_on = self.has_died = False
-        # It cannot be taken away again.
+        # An audit hook cannot be removed.
         sys.addaudithook(self._hear)
 
     @contextmanager
@@ -157,7 +157,7 @@ class Mortal:
 
 @pytest.fixture
 def mortal(monkeypatch) -> Mortal:
-    """Opening for writing, renaming, removing, linking, making directories; and writing and syncing what is open."""
+    """Return the counter of opens for writing, renames, removals, links, new directories, writes and syncs."""
     mortal = Mortal()
     for name in ("pwrite", "fsync"):
         real = getattr(os, name)
@@ -170,7 +170,7 @@ def mortal(monkeypatch) -> Mortal:
     return mortal
 
 
-def checkpointer_of(built: Built, directory: Path) -> CheckpointManager:
+def manager_of(built: Built, directory: Path) -> CheckpointManager:
     facts = facts_of(built.config, built.source.spec, built.ranks)
     keep_one = compose_config(*TINY, "checkpoint.keep=1").checkpoint
     return CheckpointManager(
@@ -184,31 +184,31 @@ def checkpointer_of(built: Built, directory: Path) -> CheckpointManager:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path, mortal):
-    """At every single thing that writing, renaming and pruning does to files; then the next start cleans up."""
+def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path, mortal):
+    """Every change of a file in writing, renaming and pruning is tried; then the next start cleans up."""
 
-    def save(checkpointer: CheckpointManager, step: int, best_step: int) -> None:
-        checkpointer.save(step, {"best_step": best_step}, {})
+    def save(manager: CheckpointManager, step: int, best_step: int) -> None:
+        manager.save(step, {"best_step": best_step}, {})
         wait_for_writer()
 
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
         before = tmp_path / "before"
         built.train(0, 1)
-        save(checkpointer_of(built, before), 1, best_step=1)
+        save(manager_of(built, before), 1, best_step=1)
         built.train(1, 1)
-        save(checkpointer_of(built, before), 2, best_step=1)
-        weights = [each.weight.clone() for each in built.step.tables.shards()]
+        save(manager_of(built, before), 2, best_step=1)
+        weights = [shard.weight.clone() for shard in built.step.tables.shards()]
         built.train(2, 1)
-        newer = [each.weight.clone() for each in built.step.tables.shards()]
+        newer = [shard.weight.clone() for shard in built.step.tables.shards()]
         left, dies_at = [], 0
         while True:
             directory = tmp_path / f"dies_at_{dies_at}"
             shutil.copytree(before, directory, symlinks=True)
-            checkpointer = checkpointer_of(built, directory)
+            manager = manager_of(built, directory)
             with mortal.until(dies_at):
-                save(checkpointer, 3, best_step=3)
-            latest = newest_first(directory)[0]
+                save(manager, 3, best_step=3)
+            latest = list_checkpoints(directory)[0]
             left.append(step_of(latest))
             assert find_damage(latest, read_facts(latest), 0, 1) is None
             best = directory / "best"
@@ -217,8 +217,8 @@ def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_whole_checkpoint(t
             assert not list(directory.glob(".step*"))
             restore(latest, built.step, with_optimizer=True)
             wanted = newer if left[-1] == 3 else weights
-            for shard, each in zip(built.step.tables.shards(), wanted, strict=True):
-                assert torch.equal(shard.weight, each)
+            for shard, weight in zip(built.step.tables.shards(), wanted, strict=True):
+                assert torch.equal(shard.weight, weight)
             restore(before / "step_2", built.step, with_optimizer=True)
             built.train(2, 1)
             if not mortal.has_died:

@@ -1,4 +1,4 @@
-"""Halves of a model are loaded apart and frozen apart, and tables may grow on the way."""
+"""Loading and freezing one component, and restoring into larger tables."""
 
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ GROWN = [500, 47, 7, 301, 1000]
 
 
 def weights_of(built: Built) -> dict[Component, dict[str, Tensor]]:
-    """Copies of all weights of a run on one rank."""
+    """Return copies of all weights of a run on one rank."""
     state = state_of(built)
     names = dict(built.step.dense.named_parameters())
     return {
@@ -36,7 +36,7 @@ def weights_of(built: Built) -> dict[Component, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints of each rule after three steps."""
+    """Return a checkpoint of each optimizer after three steps."""
     directory = tmp_path_factory.mktemp("saved")
     paths = {}
     with ranks_of_cpu():
@@ -47,21 +47,23 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.parametrize("half", Component)
-def test_one_half_is_loaded_and_the_other_keeps_the_seeds_weights(saved, half):
+@pytest.mark.parametrize("component", Component)
+def test_one_component_is_loaded_and_the_other_keeps_the_seeds_weights(saved, component):
     with ranks_of_cpu():
-        fresh, whole = (build(compose_config(*case("adagrad"))) for _ in range(2))
-        checkpoint.restore(saved["adagrad"], whole.step, with_optimizer=False)
+        fresh, complete = (build(compose_config(*case("adagrad"))) for _ in range(2))
+        checkpoint.restore(saved["adagrad"], complete.step, with_optimizer=False)
         built = build(compose_config(*case("adagrad")))
-        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, components=[half])
-        for each in Component:
-            expected = weights_of(whole if each is half else fresh)[each]
-            assert same(weights_of(built)[each], expected), each
-        assert not same(weights_of(fresh)[half], weights_of(whole)[half])
+        checkpoint.restore(
+            saved["adagrad"], built.step, with_optimizer=False, components=[component]
+        )
+        for other in Component:
+            expected = weights_of(complete if other is component else fresh)[other]
+            assert same(weights_of(built)[other], expected), other
+        assert not same(weights_of(fresh)[component], weights_of(complete)[component])
 
 
-@pytest.mark.parametrize("half", Component)
-def test_the_other_half_may_be_of_another_model(saved, half):
+@pytest.mark.parametrize("component", Component)
+def test_the_other_component_may_be_of_another_model(saved, component):
     other = {
         Component.tables: [
             "model.name=dcnv2",
@@ -71,20 +73,22 @@ def test_the_other_half_may_be_of_another_model(saved, half):
         Component.dense: ["sharding.tables={cat_0:table_wise}", "optimizer.embedding_name=adam"],
     }
     with ranks_of_cpu():
-        built = build(compose_config(*case("adagrad"), *other[half]))
-        checkpoint.restore(saved["adagrad"], built.step, with_optimizer=False, components=[half])
+        built = build(compose_config(*case("adagrad"), *other[component]))
+        checkpoint.restore(
+            saved["adagrad"], built.step, with_optimizer=False, components=[component]
+        )
         built.train(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ("[dense,tables,optimizer]", "step_3, 3 steps, dense, tables, optimizer"),
         ("[dense,tables]", "step_3, dense, tables; training begins at step 0"),
         ("[tables]", "step_3, tables; training begins at step 0"),
     ],
 )
-def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, told):
+def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, message):
     ended = run_command(
         *case("adam"),
         f"checkpoint.restore={saved['adam']}",
@@ -94,12 +98,12 @@ def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, told):
         f"run_dir={tmp_path / 'run'}",
     )
     assert ended.exit_code == 0, ended.err
-    assert told in " ".join(ended.out.split())
+    assert message in " ".join(ended.out.split())
     assert "step 5/5" in ended.out
 
 
 @pytest.mark.parametrize("parts", ["[]", "[optimizer]", "[tables,optimizer]"])
-def test_parts_that_cannot_be_are_refused(parts):
+def test_invalid_parts_are_refused(parts):
     ended = run_command(f"checkpoint.parts={parts}", "checkpoint.restore=x")
     assert ended.exit_code == 2
     assert "checkpoint.parts" in ended.err
@@ -112,7 +116,7 @@ def test_freezing_both_components_is_refused():
 
 
 def frozen_runs(cases: list[list[str]]) -> list[tuple[dict, dict]]:
-    """Of each case: which half changed in some steps, and the state that a checkpoint of it would hold."""
+    """Return per case whether each component changed in four steps, and the names of the tables' state."""
     results = []
     with ranks_of_cpu():
         for overrides in cases:
@@ -136,56 +140,55 @@ def local_weights(built: Built) -> list[Tensor]:
 
 
 FREEZES = [
-    [*case(rule, layout), f"train.freeze=[{half.name}]"]
-    for rule, layout, half in product(["adagrad", "adam"], LAYOUTS, Component)
+    [*case(rule, layout), f"train.freeze=[{component.name}]"]
+    for rule, layout, component in product(["adagrad", "adam"], LAYOUTS, Component)
 ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_frozen_half_does_not_change_by_a_bit_and_the_other_learns(world_size):
-    # A last batch with padding takes TorchRec's way, all others the static one: 64, 64, 64, 8 rows.
-    cases = [[*each, "data.synthetic.train_rows=200"] for each in FREEZES]
+def test_a_frozen_component_does_not_change_and_the_other_learns(world_size):
+    # The last batch of 8 rows has padding and takes the dynamic step, the others of 64 rows the static one.
+    cases = [[*overrides, "data.synthetic.train_rows=200"] for overrides in FREEZES]
     results = run_distributed(frozen_runs, world_size, cases)
     for overrides, *of_ranks in zip(cases, *results, strict=True):
         frozen = Component.dense if "[dense]" in overrides[-2] else Component.tables
         changed = [changes for changes, _ in of_ranks]
-        assert not any(each[frozen] for each in changed), overrides
-        assert any(each[half] for each in changed for half in Component if half is not frozen), (
-            overrides
-        )
+        trained = next(component for component in Component if component is not frozen)
+        assert not any(changes[frozen] for changes in changed), overrides
+        assert any(changes[trained] for changes in changed), overrides
         if frozen is Component.tables:
             assert not any(state for _, state in of_ranks), (
                 "a frozen table needs no optimizer state"
             )
 
 
-@pytest.mark.parametrize(("half", "rule"), list(product(Component, RULES)))
-def test_a_frozen_half_needs_no_optimizer_state(saved, half, rule, tmp_path):
-    """Its state is left in the checkpoint; a checkpoint of the frozen run, which has none, is enough to go on."""
-    frozen = [*case(rule), f"train.freeze=[{half.name}]"]
+@pytest.mark.parametrize(("component", "rule"), list(product(Component, RULES)))
+def test_a_frozen_component_needs_no_optimizer_state(saved, component, rule, tmp_path):
+    """Its state is not loaded, and the frozen run resumes from its own checkpoint, which has none."""
+    frozen = [*case(rule), f"train.freeze=[{component.name}]"]
     with ranks_of_cpu():
         built = build(compose_config(*frozen))
         checkpoint.restore(saved[rule], built.step, with_optimizer=True)
-        kept = weights_of(built)[half]
+        kept = weights_of(built)[component]
         built.train(3, 2)
         path = save(tmp_path, built, 5)
         losses = built.train(5, 2)
         again = build(compose_config(*frozen))
         checkpoint.restore(path, again.step, with_optimizer=True)
         assert again.train(5, 2) == losses
-        assert same(weights_of(again)[half], kept)
+        assert same(weights_of(again)[component], kept)
         if rule == "adam":
             thawed = build(compose_config(*case(rule)))
             with pytest.raises(ValueError, match=r"no .*optimizer|no tables.*momentum") as caught:
                 checkpoint.restore(path, thawed.step, with_optimizer=True)
             assert str(caught.value).endswith(
-                f"; it has no optimizer state of {half.name}, which may have been frozen (train.freeze) or "
+                f"; it has no optimizer state of {component.name}, which may have been frozen (train.freeze) or "
                 "trained with sgd; to continue training from its weights, set checkpoint.parts=[dense,tables]"
             )
 
 
 def grown_states(path: Path, overrides: list[str]) -> tuple[Path, list[float]]:
-    """Restore into larger tables, save again, and return where that is and the losses after it."""
+    """Restore into larger tables, save again, and return the new checkpoint and the losses after it."""
     with ranks_of_cpu():
         built = build(compose_config(*overrides))
         checkpoint.restore(path, built.step, with_optimizer=True, grow=True)
@@ -202,7 +205,7 @@ def grown_case(rule: str, layout: str) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "layout"), [(1, "table_wise"), (2, "row_wise"), (2, "data_parallel")]
 )
-def test_a_tables_further_rows_begin_as_the_seeds(saved, rule, world_size, layout):
+def test_additional_rows_of_a_table_have_the_seeds_weights(saved, rule, world_size, layout):
     path, _ = run_distributed(grown_states, world_size, saved[rule], grown_case(rule, layout))[0]
     before, after = contents(saved[rule].parent, 3), contents(path.parent, 3)
     assert before.keys() == after.keys()
@@ -242,7 +245,7 @@ def test_other_numbers_of_rows_are_refused(saved, cardinalities, grow, text):
         checkpoint.check(saved["sgd"], built.source.spec, table_map(built.config), grow=grow)
 
 
-def test_grown_tables_pass_the_check_if_that_is_wanted(saved):
+def test_grown_tables_pass_the_check_with_grow(saved):
     with ranks_of_cpu():
         built = build(compose_config(*TINY, f"data.synthetic.cardinalities={GROWN}"))
     assert (

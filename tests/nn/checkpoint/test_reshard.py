@@ -1,6 +1,6 @@
-"""A checkpoint of any number of ranks and any layout goes on under any other, each update rule's state included.
+"""A checkpoint resumes on any number of ranks with any sharding, with the state of every optimizer.
 
-One model has a table for each pair of layouts, so that a run's restore moves a table in every direction at once.
+One model has a table per pair of shardings, so that one restore covers every pair.
 """
 
 import os
@@ -20,22 +20,24 @@ from tests.helpers.gpus import needs_gpus
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 LAYOUTS = {
-    # Row-wise tables make every batch take TorchRec's way, and all others the static one.
+    # Row-wise tables require the dynamic step; the other shardings use the static one.
     "dynamic": ["table_wise", "column_wise", "row_wise", "data_parallel"],
     "static": ["table_wise", "column_wise", "data_parallel"],
 }
 WORLDS = [1, 2, 4]
 KINDS = [*product(["dynamic"], RATES), ("static", "adagrad"), ("static", "adam")]
 SAVED_AT, STEPS = 2, 3
-# Sums in another order: of gradients over ranks, of a batch's losses.
+# Gradients over ranks and losses of a batch are summed in another order.
 CPU_TOLERANCE, GPU_TOLERANCE = 1e-6, 2e-5
-# The last one has fewer rows than there are ranks.
+# The last table has fewer rows than ranks.
 ROWS = [500, 40, 7, 300, 60, 90, 33, 12, 250, 5, 77, 21, 160, 9, 45, 3]
 
 
 def layouts_of(way: str, rule: str) -> list[tuple[str, str]]:
-    """Pairs (when saved, when restored), one a table."""
-    known = [each for each in LAYOUTS[way] if (rule, each) != ("rowwise_adagrad", "column_wise")]
+    """Return the pairs (sharding when saved, sharding when restored), one per table."""
+    known = [
+        layout for layout in LAYOUTS[way] if (rule, layout) != ("rowwise_adagrad", "column_wise")
+    ]
     return list(product(known, known))
 
 
@@ -43,7 +45,11 @@ def overrides(way: str, rule: str, *, restored: bool, device: str) -> list[str]:
     pairs = layouts_of(way, rule)
     tables = ",".join(f"cat_{index}:{pair[restored]}" for index, pair in enumerate(pairs))
     return [
-        *(each for each in TINY if not each.startswith(("data.synthetic.cardinalities", "device"))),
+        *(
+            option
+            for option in TINY
+            if not option.startswith(("data.synthetic.cardinalities", "device"))
+        ),
         f"data.synthetic.cardinalities={ROWS[-len(pairs) :]}",
         f"optimizer.name={rule}",
         f"optimizer.lr={RATES[rule]}",
@@ -55,7 +61,7 @@ def overrides(way: str, rule: str, *, restored: bool, device: str) -> list[str]:
 
 
 def in_world(world_size: int, function, *args):
-    """Run `function` on the first ranks of a pool, as a world of their own; the others do nothing."""
+    """Run `function` on the first `world_size` ranks of a pool as a job; the others do nothing."""
     if int(os.environ["RANK"]) >= world_size:
         return None
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -63,7 +69,7 @@ def in_world(world_size: int, function, *args):
 
 
 def save_all(world_size: int, directory: Path, device: str) -> dict:
-    """Train each kind, save in between, and return the losses after that."""
+    """Train and save each kind, and return the losses after the save."""
     losses = {}
     with process_group(ranks_from_environment(device)):
         for kind in KINDS:
@@ -77,7 +83,7 @@ def save_all(world_size: int, directory: Path, device: str) -> dict:
 
 
 def restore_all(world_size: int, directory: Path, origins: list[int], device: str) -> dict:
-    """Restore each kind under the other layouts, save again, and return the losses after that."""
+    """Restore each kind with other shardings, save it again, and return the losses after the save."""
     losses = {}
     with process_group(ranks_from_environment(device)):
         for kind, origin in product(KINDS, origins):
@@ -92,21 +98,21 @@ def restore_all(world_size: int, directory: Path, origins: list[int], device: st
 
 
 def move_all(directory: Path, worlds: list[int], moves: list[tuple[int, int]], device: str):
-    """Losses after a save, by (world, kind), and after each move, by (from, to, kind)."""
+    """Return the losses after a save by (world, kind), and after each restore by (from, to, kind)."""
     stayed, moved = {}, {}
     most = max(worlds)
     for world in worlds:
         losses = run_distributed(in_world, most, world, save_all, directory, device)[0]
-        stayed |= {(world, kind): each for kind, each in losses.items()}
+        stayed |= {(world, kind): values for kind, values in losses.items()}
     for world in worlds:
         origins = [origin for origin, target in moves if target == world]
         losses = run_distributed(in_world, most, world, restore_all, directory, origins, device)[0]
-        moved |= {(origin, world, kind): each for (kind, origin), each in losses.items()}
+        moved |= {(origin, world, kind): values for (kind, origin), values in losses.items()}
     return directory, stayed, moved
 
 
 def contents(path: Path, step: int = SAVED_AT) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint, whole."""
+    """Return all tensors of a checkpoint."""
     return {
         name: np.concatenate(list(blocks(tensor)))
         for name, tensor in read_index(path / f"step_{step}").tensors.items()
@@ -131,13 +137,13 @@ def moved(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 @pytest.mark.parametrize(("origin", "world"), list(product(WORLDS, WORLDS)))
-def test_every_weight_and_state_moves_bit_by_bit(moved, kind, origin, world):
+def test_every_weight_and_state_is_restored_bit_by_bit(moved, kind, origin, world):
     assert_all_moved(moved[0], kind, origin, world)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 @pytest.mark.parametrize(("origin", "world"), list(product(WORLDS, WORLDS)))
-def test_a_moved_run_learns_as_if_it_had_stayed(moved, kind, origin, world):
+def test_a_restored_run_trains_as_the_uninterrupted_one(moved, kind, origin, world):
     _, stayed, losses = moved
     assert losses[origin, world, kind] == pytest.approx(stayed[origin, kind], rel=CPU_TOLERANCE)
 
@@ -148,8 +154,8 @@ GPU_MOVES = [(2, 1), (1, 2), (2, 4)]
 @pytest.fixture(scope="module")
 def moved_on_gpus(tmp_path_factory):
     count = torch.cuda.device_count()
-    worlds = [each for each in WORLDS if each <= count]
-    moves = [each for each in GPU_MOVES if max(each) <= count]
+    worlds = [world for world in WORLDS if world <= count]
+    moves = [move for move in GPU_MOVES if max(move) <= count]
     return move_all(tmp_path_factory.mktemp("moved"), worlds, moves, "cuda")
 
 
@@ -157,7 +163,7 @@ def moved_on_gpus(tmp_path_factory):
 @pytest.mark.parametrize(
     ("origin", "world"), [pytest.param(*move, marks=needs_gpus(max(move))) for move in GPU_MOVES]
 )
-def test_gpus_go_on_where_others_stopped(moved_on_gpus, kind, origin, world):
+def test_gpus_resume_a_run_of_other_gpus(moved_on_gpus, kind, origin, world):
     directory, stayed, losses = moved_on_gpus
     assert_all_moved(directory, kind, origin, world)
     assert losses[origin, world, kind] == pytest.approx(stayed[origin, kind], rel=GPU_TOLERANCE)

@@ -1,4 +1,4 @@
-"""A restored run goes on as if it had never stopped, under any layout and on any number of ranks."""
+"""A restored run continues as the uninterrupted one, with any sharding and number of ranks."""
 
 import json
 import re
@@ -17,14 +17,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from nn.build import open_source
 from nn.checkpoint import state as checkpoint
-from nn.checkpoint.directory import find_damage, newest_first, prune, read_facts
+from nn.checkpoint.directory import find_damage, list_checkpoints, prune, read_facts
 from nn.checkpoint.tensor_index import read_index
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, table_map
 from tests.helpers.distributed import run_distributed
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 LAYOUTS = ["table_wise", "row_wise", "column_wise", "data_parallel"]
-CASES = [each for each in product(RATES, LAYOUTS) if each != ("rowwise_adagrad", "column_wise")]
+CASES = [pair for pair in product(RATES, LAYOUTS) if pair != ("rowwise_adagrad", "column_wise")]
 
 
 def case(rule: str, layout: str = "table_wise") -> list[str]:
@@ -44,7 +44,7 @@ def restored(path: Path, *overrides: str) -> Built:
 
 
 def state_of(built: Built) -> dict[str, Tensor]:
-    """Copies of all weights and optimizer states of a run on one rank."""
+    """Return copies of all weights and optimizer states of a run on one rank."""
     dense = built.step.dense.named_parameters()
     optimizer = built.step.dense_optimizer.state
     state = {name: parameter.detach().clone() for name, parameter in dense}
@@ -64,20 +64,20 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("rule", RATES)
-def test_a_restored_run_goes_on_bit_by_bit(rule, tmp_path):
+def test_a_restored_run_resumes_bit_by_bit(rule, tmp_path):
     with ranks_of_cpu():
-        whole = build(compose_config(*case(rule)))
-        losses = whole.train(0, 6)
+        uninterrupted = build(compose_config(*case(rule)))
+        losses = uninterrupted.train(0, 6)
         first = build(compose_config(*case(rule)))
         assert first.train(0, 3) == losses[:3]
         second = restored(save(tmp_path, first, 3), *case(rule))
         assert same(state_of(second), state_of(first))
         assert second.train(3, 3) == losses[3:]
-        assert same(state_of(second), state_of(whole))
+        assert same(state_of(second), state_of(uninterrupted))
 
 
 def move_to_other_layouts(source: Path, directory: Path) -> dict[tuple[str, str], list[float]]:
-    """Restore each rule's checkpoint under each layout, save it again and train three steps more."""
+    """Restore each optimizer's checkpoint with each sharding, save it again and train three more steps."""
     losses = {}
     with ranks_of_cpu():
         for rule, layout in CASES:
@@ -89,7 +89,7 @@ def move_to_other_layouts(source: Path, directory: Path) -> dict[tuple[str, str]
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory) -> tuple[Path, dict, dict, dict]:
-    """Checkpoints moved from one rank to two; the state and losses of the runs that stayed, and the losses there."""
+    """Return the checkpoints of two ranks, states and losses of the runs on one rank, and the losses on two."""
     directory = tmp_path_factory.mktemp("checkpoints")
     states, losses = {}, {}
     with ranks_of_cpu():
@@ -104,16 +104,15 @@ def moved(tmp_path_factory) -> tuple[Path, dict, dict, dict]:
     return directory / "two", states, losses, two[0]
 
 
-@pytest.mark.parametrize("each", CASES, ids="-".join)
-def test_two_ranks_go_on_under_any_layout_where_one_stopped(moved, each):
+@pytest.mark.parametrize(("rule", "layout"), CASES)
+def test_two_ranks_resume_a_run_of_one_rank_with_any_sharding(moved, rule, layout):
     _, _, losses, losses_on_two = moved
-    assert losses_on_two[each] == pytest.approx(losses[each[0]], rel=1e-6)
+    assert losses_on_two[rule, layout] == pytest.approx(losses[rule], rel=1e-6)
 
 
-@pytest.mark.parametrize("each", CASES, ids="-".join)
-def test_one_rank_finds_all_state_that_two_ranks_saved_under_any_layout(moved, each):
+@pytest.mark.parametrize(("rule", "layout"), CASES)
+def test_one_rank_restores_all_state_that_two_ranks_saved_with_any_sharding(moved, rule, layout):
     directory, states, losses, _ = moved
-    rule, layout = each
     with ranks_of_cpu():
         built = restored(directory / rule / layout / "step_3", *case(rule))
         assert same(state_of(built), states[rule])
@@ -121,14 +120,14 @@ def test_one_rank_finds_all_state_that_two_ranks_saved_under_any_layout(moved, e
 
 
 @pytest.mark.parametrize("layout", ["row_wise", "column_wise", "data_parallel"])
-def test_one_rank_may_lay_its_tables_out_anew(moved, layout):
+def test_one_rank_restores_with_another_sharding(moved, layout):
     directory, _, losses, _ = moved
     with ranks_of_cpu():
         built = restored(directory / "adagrad" / "table_wise" / "step_3", *case("adagrad", layout))
         assert built.train(3, 3) == pytest.approx(losses["adagrad"], rel=1e-6)
 
 
-def test_names_depend_neither_on_the_layout_nor_on_compilation(tmp_path):
+def test_names_depend_neither_on_the_sharding_nor_on_compilation(tmp_path):
     names = {}
     with ranks_of_cpu():
         for layout, compiled in (("row_wise", "false"), ("data_parallel", "true")):
@@ -144,7 +143,7 @@ def test_names_depend_neither_on_the_layout_nor_on_compilation(tmp_path):
     } < names["row_wise"]
 
 
-def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_no_step_directory(tmp_path, monkeypatch):
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
 
@@ -158,14 +157,14 @@ def test_a_checkpoint_that_was_interrupted_bears_no_checkpoints_name(tmp_path, m
                 save(tmp_path, built, 5)
         assert not list(tmp_path.glob("step_*"))
         path = save(tmp_path, built, 5)
-        assert [each.name for each in tmp_path.iterdir()] == ["step_5"]
+        assert [path.name for path in tmp_path.iterdir()] == ["step_5"]
         assert checkpoint.check(path, built.source.spec, table_map(built.config))["num_steps"] == 5
-        assert not [each for each in path.iterdir() if each.read_bytes() == b"half"]
+        assert not [file for file in path.iterdir() if file.read_bytes() == b"half"]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A checkpoint of DCNv2 with three cross layers, trained one step with Adagrad."""
+    """Return a checkpoint of DCNv2 with three cross layers, trained one step with Adagrad."""
     with ranks_of_cpu():
         built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
         built.train(0, 1)
@@ -249,12 +248,12 @@ def test_a_truncated_file_is_named(saved, tmp_path, name, length):
         checkpoint.check(path, None, {})
 
 
-def test_bytes_that_changed_are_named_with_one_remedy(saved, tmp_path):
+def test_changed_bytes_are_reported_with_one_remedy(saved, tmp_path):
     path = copy_of(saved, tmp_path)
     shard = path / "rank_00000.bin"
     data = bytearray(shard.read_bytes())
-    for place in places_of_bits(path, shard.name):
-        data[place] ^= 4
+    for offset in used_bytes(path, shard.name):
+        data[offset] ^= 4
     shard.write_bytes(data)
     with ranks_of_cpu():
         built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
@@ -266,32 +265,31 @@ def test_bytes_that_changed_are_named_with_one_remedy(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tensors.json", "rank_00000.bin"])
-def test_a_lost_file_is_named(saved, tmp_path, name):
+def test_a_missing_file_is_named(saved, tmp_path, name):
     path = copy_of(saved, tmp_path)
     (path / name).unlink()
     with pytest.raises(ValueError, match=f"{re.escape(name)} is missing"):
         checkpoint.check(path, None, {})
 
 
-def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path):
+def test_a_flipped_bit_is_found_in_every_file(saved, tmp_path):
     path = copy_of(saved, tmp_path)
     for name in ("run.json", "tensors.json", "rank_00000.bin"):
-        whole = (path / name).read_bytes()
-        used = sorted(place for place in places_of_bits(path, name) if place < len(whole))
-        for place in used:
-            data = bytearray(whole)
-            data[place] ^= 4
+        intact = (path / name).read_bytes()
+        for offset in sorted(offset for offset in used_bytes(path, name) if offset < len(intact)):
+            data = bytearray(intact)
+            data[offset] ^= 4
             (path / name).write_bytes(data)
             try:
-                assert find_damage(path, read_facts(path), 0, 1), (name, place)
+                assert find_damage(path, read_facts(path), 0, 1), (name, offset)
             except ValueError:
                 assert name == "run.json"
-            (path / name).write_bytes(whole)
+            (path / name).write_bytes(intact)
     assert find_damage(path, read_facts(path), 0, 1) is None
 
 
-def places_of_bits(path: Path, name: str) -> set[int]:
-    """Some bytes of a file that mean something; between two arrays lies padding."""
+def used_bytes(path: Path, name: str) -> set[int]:
+    """Return offsets of some bytes of a file that are not padding between two arrays."""
     if name != "rank_00000.bin":
         return set(range(1, (path / name).stat().st_size - 2, 97))
     return {
@@ -302,7 +300,7 @@ def places_of_bits(path: Path, name: str) -> set[int]:
     }
 
 
-def test_a_newer_format_is_refused_with_what_to_do(saved, tmp_path):
+def test_a_newer_format_is_refused_with_a_remedy(saved, tmp_path):
     path = copy_of(saved, tmp_path)
     facts = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(facts | {"format_version": 2}))
@@ -312,12 +310,12 @@ def test_a_newer_format_is_refused_with_what_to_do(saved, tmp_path):
         checkpoint.check(path, None, {})
 
 
-def test_old_checkpoints_go_and_the_best_stays_beside_the_latest(saved, tmp_path):
+def test_old_checkpoints_are_removed_except_the_latest_and_the_best(saved, tmp_path):
     for step in range(1, 6):
         shutil.copytree(saved, tmp_path / f"step_{step}")
     prune(tmp_path, 4, keep=2, best_step=2)
-    # step_5 is none of this run's: it went on from an earlier one.
-    assert [each.name for each in newest_first(tmp_path)] == [
+    # step_5 is not of this run, which resumed from an earlier step.
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
         "step_5",
         "step_4",
         "step_3",
@@ -342,7 +340,7 @@ def test_a_checkpoint_that_appears_late_is_waited_for(saved, tmp_path):
         thread.join()
 
 
-def test_a_rename_whose_answer_was_lost_has_happened(saved, tmp_path, monkeypatch):
+def test_a_rename_whose_answer_was_lost_is_accepted(saved, tmp_path, monkeypatch):
     def rename(source, target):
         Path(source).replace(target)
         raise FileNotFoundError(source)
@@ -353,6 +351,6 @@ def test_a_rename_whose_answer_was_lost_has_happened(saved, tmp_path, monkeypatc
     assert read_facts(path)["num_steps"] == 3
 
 
-def test_the_dtype_of_stored_numericals_makes_no_other_model():
+def test_the_dtype_of_stored_numericals_does_not_change_the_fingerprint():
     spec = open_source(compose_config(*TINY)).spec
     assert replace(spec, numerical_dtype=np.dtype("float16")).fingerprint() == spec.fingerprint()
