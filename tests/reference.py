@@ -1,7 +1,7 @@
 """Plain single-process PyTorch versions of DLRM and DCNv2, as a reference for the recipe.
 
-No code of the recipe is imported. The formulas are written a second time from the papers, in another way: pairs by `itertools`,
-no padding, `nn.Embedding`, `torch.optim`. The dataset directory is read with numpy alone. Tests copy weights and compare
+No code of the recipe is imported. The formulas are written independently from the papers, with pairs by `itertools`, no
+padding, `nn.Embedding` and `torch.optim`. The dataset directory is read with numpy alone. Tests copy weights and compare
 logits. The command trains on a dataset directory and prints the test AUC:
 
     python -m tests.reference --data DIR --model dlrm --seed 1
@@ -10,6 +10,7 @@ logits. The command trains on a dataset directory and prints the test AUC:
 import argparse
 import itertools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 
 class ReferenceMLP(nn.Sequential):
-    """Linear layers with ReLU after each, or after all but the last."""
+    """Linear layers with ReLU after all of them, or after all but the last."""
 
     def __init__(self, widths: list[int], *, final_relu: bool) -> None:
         layers: list[nn.Module] = []
@@ -35,8 +36,23 @@ class ReferenceMLP(nn.Sequential):
         super().__init__(*(layers if final_relu else layers[:-1]))
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceCross:
+    """Cross network of DCNv2.
+
+    Attributes:
+        num_layers: cross layers.
+        rank: rank of each cross layer's weight; None or 0 for full rank.
+        parallel: cross and deep networks side by side, otherwise stacked.
+    """
+
+    num_layers: int
+    rank: int | None
+    parallel: bool = False
+
+
 class Reference(nn.Module):
-    """Both models: DLRM if `cross_layers` is None, else DCNv2 (stacked or parallel)."""
+    """Both models: DLRM if `cross` is None, else DCNv2."""
 
     def __init__(
         self,
@@ -45,9 +61,7 @@ class Reference(nn.Module):
         dim: int,
         bottom: list[int],
         top: list[int],
-        cross_layers: int | None = None,
-        rank: int | None = None,
-        parallel: bool = False,
+        cross: ReferenceCross | None = None,
     ) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, dim, sparse=True) for rows in cardinalities)
@@ -55,21 +69,22 @@ class Reference(nn.Module):
             bound = table.num_embeddings**-0.5
             nn.init.uniform_(table.weight, -bound, bound)
         self.bottom = ReferenceMLP([num_numerical, *bottom], final_relu=True)
-        self.cross_layers, self.parallel = cross_layers, parallel
-        if cross_layers is None:
+        self.structure = cross
+        if cross is None:
             vectors = len(cardinalities) + 1
             self.top = ReferenceMLP([dim + math.comb(vectors, 2), *top], final_relu=False)
             return
         width = bottom[-1] + dim * len(cardinalities)
-        low = [(width, rank), (rank, width)] if rank else [(width, width)]
+        rank = cross.rank
+        shapes = [(width, rank), (rank, width)] if rank else [(width, width)]
         self.cross = nn.ModuleList(
-            nn.ParameterList(nn.Parameter(torch.empty(after, before)) for before, after in low)
-            for _ in range(cross_layers)
+            nn.ParameterList(nn.Parameter(torch.empty(after, before)) for before, after in shapes)
+            for _ in range(cross.num_layers)
         )
         for weight in self.cross.parameters():
             nn.init.trunc_normal_(weight, std=0.05, a=-0.1, b=0.1)
-        self.cross_bias = nn.Parameter(torch.zeros(cross_layers, width))
-        if parallel:
+        self.cross_bias = nn.Parameter(torch.zeros(cross.num_layers, width))
+        if cross.parallel:
             self.deep = ReferenceMLP([width, *top[:-1]], final_relu=True)
             self.top = ReferenceMLP([width + top[-2], 1], final_relu=False)
         else:
@@ -83,7 +98,7 @@ class Reference(nn.Module):
     def head(self, numerical: Tensor, vectors: list[Tensor]) -> Tensor:
         """Map numerical [B, N] and F embeddings [B, D] to logits [B]."""
         vectors = [self.bottom(numerical), *vectors]
-        if self.cross_layers is None:
+        if self.structure is None:
             # Combinations come as (0, 1), (0, 2), ...; the recipe sorts pairs by the larger index.
             pairs = sorted(itertools.combinations(range(len(vectors)), 2), key=lambda p: p[::-1])
             first, second = map(list, zip(*pairs, strict=True))
@@ -96,7 +111,7 @@ class Reference(nn.Module):
             for weight in weights:
                 y = y @ weight.T
             x = start * (y + bias) + x
-        if self.parallel:
+        if self.structure.parallel:
             x = torch.cat([x, self.deep(start)], dim=1)
         return self.top(x).flatten()
 
@@ -134,15 +149,14 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     """Train one model and return its AUC and log loss on the test split."""
     torch.manual_seed(seed)
     cardinalities, numerical, ids, labels = read_split(args.data, "train")
+    cross = ReferenceCross(args.cross_layers, args.rank, args.parallel)
     model = Reference(
         cardinalities,
         numerical.shape[1],
         args.dim,
         args.bottom,
         args.top,
-        args.cross_layers if args.model == "dcnv2" else None,
-        args.rank,
-        args.parallel,
+        cross if args.model == "dcnv2" else None,
     )
     tables = list(model.tables.parameters())
     dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]

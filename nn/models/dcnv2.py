@@ -72,10 +72,10 @@ class DCNv2Options(ModelConfig):
 
 
 class DCNv2(Model):
-    """Dense half of DCNv2.
+    """Dense component of DCNv2.
 
-    Stacked: the cross network's output goes through the top MLP. Parallel: the cross network and the hidden layers of
-    the top MLP both see the input, and one linear layer joins them.
+    Stacked: the output of the cross network is the input of the top MLP. Parallel: the cross network and the hidden layers
+    of the top MLP have the same input, and one linear layer combines their outputs.
 
     Args:
         num_numerical: N; with 0 there is no bottom MLP and the input is the embeddings alone.
@@ -128,12 +128,12 @@ class DCNv2(Model):
 
     @classmethod
     def tables(cls, options: DCNv2Options, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return a table per feature."""
+        """Return one table per feature."""
         return one_table_per_feature(options, spec)
 
     @classmethod
     def build(cls, options: DCNv2Options, spec: FeatureSpec) -> DCNv2:
-        """Build the dense half for the features of a dataset."""
+        """Build the dense component for the features of a dataset."""
         return cls(
             num_numerical=len(spec.numerical),
             num_categorical=len(spec.categorical),
@@ -146,7 +146,7 @@ class DCNv2(Model):
         )
 
     def activations(self) -> Activations:
-        """Return what the cross layers keep: x0 * (W x + b) needs W x + b again, one x wide, for its gradient."""
+        """Return the columns that the cross layers keep: the gradient of x0 * (W x + b) needs W x + b, as wide as x."""
         layers = self.linear_layers()
         widest = max(max(layer) for layer in layers)
         # x0 is the bottom vector and the embeddings; the deep network of the parallel structure reads it again.
@@ -160,7 +160,7 @@ class DCNv2(Model):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
+        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""
         x0 = join(None if self.bottom is None else self.bottom(numerical), embeddings)
         crossed = self.cross(x0)
         if self.deep is not None:

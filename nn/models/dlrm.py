@@ -45,7 +45,7 @@ class DLRMOptions(ModelConfig):
 
 
 class DLRM(Model):
-    """Dense half of DLRM.
+    """Dense component of DLRM.
 
     Args:
         num_numerical: N; with 0 there is no bottom MLP and only the embeddings interact.
@@ -78,15 +78,15 @@ class DLRM(Model):
 
     @classmethod
     def tables(cls, options: DLRMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return a table per feature, of the width of the bottom vector."""
+        """Return one table per feature, with as many columns as the bottom vector."""
         return one_table_per_feature(options, spec)
 
     @classmethod
     def build(cls, options: DLRMOptions, spec: FeatureSpec) -> DLRM:
-        """Build the dense half for the features of a dataset.
+        """Build the dense component for the features of a dataset.
 
         Raises:
-            ValueError: there are fewer than two vectors to interact.
+            ValueError: fewer than two vectors would interact.
         """
         num_vectors = len(spec.categorical) + bool(spec.numerical)
         if num_vectors < 2:
@@ -103,10 +103,10 @@ class DLRM(Model):
         )
 
     def activations(self) -> Activations:
-        """Return the operations of the dot interaction; each pair of vectors counts once."""
+        """Return the operations of the dot interaction; every pair of vectors counts once."""
         return Activations(products={"dot interaction": self._product_flops})
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings, [B, F*D] or where they lie, to logits [B] in float32."""
+        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""
         bottom = None if self.bottom is None else self.bottom(numerical)
         return self.top(self.interaction(bottom, embeddings)).squeeze(1).float()

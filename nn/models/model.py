@@ -1,4 +1,4 @@
-"""What a model declares: its options, its tables, its dense half, and what that takes.
+"""Declaration of a model: options, tables, dense component, and its memory and work.
 
 A model is one file: a subclass of `Model` and the dataclass of its options. Planner, training step, memory estimate,
 checkpoints and export read the declaration, and know no model by name. docs/contributing.md has an example.
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What a dense half takes per sample beyond the inputs and outputs of its linear layers, which are counted anyway.
+    """Memory and work of a dense component per sample, in addition to the inputs and outputs of its linear layers.
 
     Attributes:
-        backward_columns: further columns kept for the backward pass.
-        forward_columns: further columns that live beside the widest layer in a forward pass alone.
-        reread_columns: columns of linear layers' inputs that lie in memory already: embeddings, or another layer's input.
-        products: name -> floating-point operations of the forward pass in products of vectors; the backward pass is
-            taken to need twice as many.
+        backward_columns: additional columns kept for the backward pass.
+        forward_columns: additional columns that exist beside the widest layer in a forward pass alone.
+        reread_columns: columns of linear layers' inputs that are in memory already: embeddings, or another layer's input.
+        products: floating-point operations of the forward pass in products of vectors, by name; the backward pass is
+            estimated at twice as many.
     """
 
     backward_columns: int = 0
@@ -41,7 +41,7 @@ class Activations:
 
 
 class Model(nn.Module):
-    """The dense half of a model, a plain module for one device, and the declaration of its tables.
+    """Dense component of a model, a plain single-device module, and the declaration of its tables.
 
     It knows neither ids nor ranks. All its weights are parameters: checkpoints hold no buffers. Layers that have a method
     `initialise(generator)` are initialised by it, in the order of registration; others keep PyTorch's own initial weights.
@@ -58,28 +58,28 @@ class Model(nn.Module):
 
     @classmethod
     def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return the tables, each with the features that it is looked up for.
+        """Return the tables with their features.
 
-        `nn.embedding.declared_tables.one_table_per_feature` makes the usual ones. The embeddings that `forward` sees have
-        the order of the features in this list.
+        `nn.embedding.declared_tables.one_table_per_feature` returns the usual ones. The order of the features in this list
+        is that of the embeddings that `forward` receives.
         """
         raise NotImplementedError
 
     @classmethod
     def build(cls, options: Any, spec: FeatureSpec) -> Self:
-        """Build the dense half for the features of a dataset.
+        """Build the dense component for the features of a dataset.
 
         Raises:
-            ValueError: the model cannot have these options with these features.
+            ValueError: the options do not fit the features.
         """
         raise NotImplementedError
 
     def activations(self) -> Activations:
-        """Return what the memory estimate and the floors count beyond linear layers."""
+        """Return the memory and work that the estimates count in addition to linear layers."""
         return Activations()
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings, [B, T] or where they lie, to logits [B] in float32."""
+        """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         raise NotImplementedError
 
     def linear_layers(self) -> list[tuple[int, int]]:
@@ -91,7 +91,7 @@ class Model(nn.Module):
         ]
 
     def num_parameters(self) -> int:
-        """Return how many numbers are trained; a linear layer is counted with a bias."""
+        """Return the number of trained parameters; every linear layer is counted with a bias."""
         linear = {
             id(parameter)
             for layer in self.modules()

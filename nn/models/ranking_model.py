@@ -1,4 +1,4 @@
-"""Tables and dense half together, on one device; on several ranks the sharded step joins them."""
+"""Tables and dense component as one module for one device; with several ranks the training step combines them."""
 
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -8,11 +8,11 @@ from nn.embedding.collection import embeddings_of
 
 
 class RankingModel(nn.Module):
-    """Tables and dense half on one device.
+    """Tables and dense component on one device.
 
     Args:
-        embeddings: tables in the order of the features of the dense half, one feature per table.
-        dense: `DLRM`, `DCNv2` or any module with their forward.
+        embeddings: tables in the order of the dense component's features, one feature per table.
+        dense: a `Model`, or a module with the same `forward`.
     """
 
     def __init__(self, embeddings: EmbeddingBagCollection, dense: nn.Module) -> None:

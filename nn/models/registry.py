@@ -1,4 +1,4 @@
-"""Models by name: the project's own, and those of other packages."""
+"""Models by name: those of the project and those of other packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_model(name: str) -> type[Model]:
     """Import the model that `model.name` names.
 
     Raises:
-        ValueError: there is no such model, or the class does not declare one.
+        ValueError: there is no such model, or the class is not a model.
     """
     module_name, colon, class_name = MODELS.get(name, name).partition(":")
     if not colon or not module_name or not class_name:
@@ -43,37 +43,37 @@ def find_model(name: str) -> type[Model]:
             f"model.name={name}: {module_name} cannot be imported ({error}); correct the name, or add the "
             "directory that it lies in to PYTHONPATH"
         ) from error
-    found = getattr(module, class_name, None)
-    if found is None:
+    model = getattr(module, class_name, None)
+    if model is None:
         raise ValueError(f"model.name={name}: {module_name} has no class {class_name}")
-    missing = _undeclared(found)
+    missing = _missing_declaration(model)
     if missing is not None:
         raise ValueError(
-            f"model.name={name} declares no model: {missing}; nn/models/model.py says what a model declares"
+            f"model.name={name} declares no model: {missing}; nn/models/model.py describes the declaration"
         )
-    return found
+    return model
 
 
-def _undeclared(found: Any) -> str | None:
-    """Say what a class lacks to be a model, or None."""
-    if not isinstance(found, type) or not issubclass(found, Model):
+def _missing_declaration(model: Any) -> str | None:
+    """Return what a class lacks to be a model, or None."""
+    if not isinstance(model, type) or not issubclass(model, Model):
         return "it is no subclass of nn.models.model.Model"
-    options = getattr(found, "Options", None)
+    options = getattr(model, "Options", None)
     if not (
         isinstance(options, type) and is_dataclass(options) and issubclass(options, ModelConfig)
     ):
         return "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
     for method in ("tables", "build"):
-        if getattr(found, method).__func__ is getattr(Model, method).__func__:
+        if getattr(model, method).__func__ is getattr(Model, method).__func__:
             return f"it has no class method {method}(options, spec)"
     return None
 
 
 def typed_config(composed: DictConfig) -> Config:
-    """Make the options of a run, the model's own among them; every check of options runs here.
+    """Return the typed options of a run, including those of its model; every check of options runs here.
 
     Raises:
-        ValueError: a value that cannot be, an option that does not exist, or no such model.
+        ValueError: an invalid value, an unknown option, or an unknown model.
     """
     config = to_config(composed)
     config.model = model_options(composed.model)
@@ -81,12 +81,12 @@ def typed_config(composed: DictConfig) -> Config:
 
 
 def model_options(composed: DictConfig) -> ModelConfig:
-    """Make the options of the model that `composed.name` names.
+    """Return the typed options of the model `composed.name`.
 
-    Options of the project's other models are accepted and not used, so that a recipe of one can name another.
+    Options of the project's other models are accepted and ignored, so that a recipe of one model can select another.
 
     Raises:
-        ValueError: a value that cannot be, an option that does not exist, or no such model.
+        ValueError: an invalid value, an unknown option, or an unknown model.
     """
     options = find_model(composed.name).Options
     known = {declared.name for declared in fields(options)}
@@ -101,28 +101,28 @@ def model_options(composed: DictConfig) -> ModelConfig:
 
 
 def _is_of_another(key: str, value: Any) -> bool:
-    """Tell whether an option, or a section of options, is one of the project's models.
+    """Return whether one of the project's models has an option or a section of this name.
 
     Raises:
-        ValueError: it is a section, with an option that does not exist.
+        ValueError: a section contains an unknown option.
     """
     for name in MODELS:
         options = find_model(name).Options
-        found = get_type_hints(options).get(key)
-        if found is None:
+        kind = get_type_hints(options).get(key)
+        if kind is None:
             continue
-        if isinstance(found, type) and is_dataclass(found) and isinstance(value, dict):
-            for unknown in unknown_keys(OmegaConf.create(value), found, f"model.{key}."):
+        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+            for unknown in unknown_keys(OmegaConf.create(value), kind, f"model.{key}."):
                 raise no_option(unknown, [option for option, _ in describe(options, "model.")])
         return True
     return False
 
 
 def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-    """Return the tables that a model declares for a dataset, checked.
+    """Return the tables that a model declares for a dataset, after checking them.
 
     Raises:
-        ValueError: they are not those of the dataset's features, or of a kind that is not supported yet.
+        ValueError: the tables do not match the features, or are not supported yet.
     """
     tables = find_model(options.name).tables(options, spec)
     check_tables(tables, options, spec)
@@ -130,15 +130,15 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
 
 
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
-    """Build the dense half: forward(numerical [B, N], embeddings) -> logits [B].
+    """Build the dense component: forward(numerical [B, N], embeddings) -> logits [B].
 
     Args:
-        options: of the model.
-        spec: the dataset.
-        seed: of the initial weights of layers that have no `initialise`; the global random state stays as it was.
+        options: options of the model.
+        spec: feature spec of the model.
+        seed: seed of the initial weights of layers without `initialise`; the global random state is not changed.
 
     Raises:
-        ValueError: the model cannot have these options with these features, or has buffers that a checkpoint would lose.
+        ValueError: the options do not fit the features, or the model has buffers, which checkpoints do not contain.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -153,16 +153,16 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
 
 
 def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
-    """Build the dense half without memory, for its shapes."""
+    """Build the dense component on the meta device, for its shapes."""
     with torch.device("meta"):
         return build_dense(options, spec)
 
 
 def check_model(options: ModelConfig, spec: FeatureSpec) -> None:
-    """Refuse a model that cannot be built for a dataset, before any process group exists; costs no memory.
+    """Check before any process group exists that a model can be built for a dataset; allocates no memory.
 
     Raises:
-        ValueError: as of `declared_tables` and `build_dense`.
+        ValueError: raised by `declared_tables` or `build_dense`.
     """
     declared_tables(options, spec)
     build_meta(options, spec)

@@ -31,7 +31,7 @@ def train_and_save(directory: Path, overrides: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """Return the checkpoints of two ranks per optimizer, with tables in all layouts."""
+    """Return a checkpoint of two ranks per optimizer, with tables of all shardings."""
     directory = tmp_path_factory.mktemp("saved")
     return {
         rule: run_distributed(train_and_save, 2, directory / rule, [*case(rule), MIXED])[0]
@@ -40,8 +40,8 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def whole(saved) -> dict[str, dict[str, np.ndarray]]:
-    """Return the same checkpoints of one rank, where a table is one tensor."""
+def complete(saved) -> dict[str, dict[str, np.ndarray]]:
+    """Return the state of the same checkpoints on one rank, with one tensor per table."""
     states = {}
     with ranks_of_cpu():
         for rule, path in saved.items():
@@ -51,24 +51,24 @@ def whole(saved) -> dict[str, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("rule", ["adagrad", "adam", "sgd"])
-def test_npy_files_hold_ids_rows_and_optimizer_state(saved, whole, rule, tmp_path):
+def test_npy_files_hold_ids_rows_and_optimizer_state(saved, complete, rule, tmp_path):
     written = export_tables(saved[rule], tmp_path / "out")
     states = {"adagrad": ["momentum1"], "adam": ["momentum1", "momentum2"], "sgd": []}[rule]
     assert list(written) == [f"cat_{index}" for index in range(5)]
     for table, files in written.items():
         assert sorted(files) == sorted(f"{table}.{kind}.npy" for kind in ["id", "weight", *states])
         arrays = {name: np.load(tmp_path / "out" / name, allow_pickle=False) for name in files}
-        rows = len(whole[rule][f"{table}.weight"])
+        rows = len(complete[rule][f"{table}.weight"])
         assert np.array_equal(arrays[f"{table}.id.npy"], np.arange(rows))
         for kind in ["weight", *states]:
-            exported, wanted = arrays[f"{table}.{kind}.npy"], whole[rule][f"{table}.{kind}"]
+            exported, wanted = arrays[f"{table}.{kind}.npy"], complete[rule][f"{table}.{kind}"]
             assert exported.dtype == wanted.dtype
             assert np.array_equal(exported, wanted)
     listed = json.loads((tmp_path / "out/export.json").read_text())
     assert listed == {"checkpoint": "step_3", "format": "npy", "tables": written}
 
 
-def test_safetensors_files_are_read_by_their_own_library(saved, whole, tmp_path):
+def test_safetensors_files_are_read_by_their_own_library(saved, complete, tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     export_tables(saved["adam"], tmp_path / "out", ["cat_1"], format=ExportFormat.safetensors)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
@@ -79,7 +79,7 @@ def test_safetensors_files_are_read_by_their_own_library(saved, whole, tmp_path)
     assert torch.equal(arrays.pop("id"), torch.arange(40))
     assert set(arrays) == {"weight", "momentum1", "momentum2"}
     for kind, values in arrays.items():
-        assert np.array_equal(values.numpy(), whole["adam"][f"cat_1.{kind}"])
+        assert np.array_equal(values.numpy(), complete["adam"][f"cat_1.{kind}"])
 
 
 def test_optimizer_state_can_be_left_out(saved, tmp_path):
@@ -98,16 +98,18 @@ def restore_tf2(path: Path, overrides: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_tf2_recipes_tables_go_out_and_come_back_bit_by_bit(saved, whole, layout, tmp_path):
+def test_the_tf2_recipes_tables_are_exported_and_restored_bit_by_bit(
+    saved, complete, layout, tmp_path
+):
     export_tables(saved["adagrad"], tmp_path / "tf2", format=ExportFormat.tf2)
     sparse = tmp_path / "tf2/sparse"
     names = {path.name for path in sparse.iterdir()}
     assert names == {"config.json", *(f"feature_{index}.npy" for index in range(5))}
     first = np.load(sparse / "feature_0.npy", mmap_mode="r", allow_pickle=False)
-    assert np.array_equal(first, whole["adagrad"]["cat_0.weight"])
-    told = json.loads((sparse / "config.json").read_text())
-    assert told["categorical_cardinalities"] == [500, 40, 7, 300, 1000]
-    assert told["embedding_dim"] == [8] * 5
+    assert np.array_equal(first, complete["adagrad"]["cat_0.weight"])
+    sizes = json.loads((sparse / "config.json").read_text())
+    assert sizes["categorical_cardinalities"] == [500, 40, 7, 300, 1000]
+    assert sizes["embedding_dim"] == [8] * 5
     overrides = [*case("adagrad", layout), "seed=7"]
     again = run_distributed(restore_tf2, 2, tmp_path / "tf2", overrides)[0]
     with ranks_of_cpu():
@@ -117,7 +119,7 @@ def test_the_tf2_recipes_tables_go_out_and_come_back_bit_by_bit(saved, whole, la
         state = state_of(back)
     tables = {name for name in state if name.startswith("cat_") and name.endswith(".weight")}
     assert len(tables) == 5
-    assert all(np.array_equal(state[name].numpy(), whole["adagrad"][name]) for name in tables)
+    assert all(np.array_equal(state[name].numpy(), complete["adagrad"][name]) for name in tables)
     rest = {name: value for name, value in state.items() if name not in tables}
     assert same(rest, {name: seeds[name] for name in rest})
 
@@ -153,15 +155,15 @@ def damage(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("missing", "feature_1.npy is no table"),
+        ("missing", "feature_1.npy is not a table"),
         ("truncated", r"feature_1.npy has \d+ bytes, want \d+"),
         ("one too many", "more tables than the 5"),
-        ("objects", "feature_1.npy holds object"),
+        ("objects", "feature_1.npy: got object"),
         ("columns first", "in column order"),
-        ("float64", "feature_1.npy holds float64"),
+        ("float64", "feature_1.npy: got float64"),
     ],
 )
-def test_tables_of_the_tf2_recipe_that_cannot_be_are_named(saved, tmp_path, kind, text):
+def test_invalid_tables_of_the_tf2_recipe_are_named(saved, tmp_path, kind, text):
     export_tables(saved["sgd"], tmp_path / "tf2", format=ExportFormat.tf2)
     damage(tmp_path / "tf2/sparse", kind)
     with ranks_of_cpu():
@@ -190,7 +192,7 @@ def test_tables_of_the_tf2_recipe_that_cannot_be_are_named(saved, tmp_path, kind
         (["checkpoint={saved}", "output=out", "format=tf2", "tables=[cat_0]"], "leave tables out"),
     ],
 )
-def test_the_command_says_what_is_wrong(saved, tmp_path, arguments, text):
+def test_the_command_reports_errors(saved, tmp_path, arguments, text):
     arguments = [option.replace("{saved}", str(saved["sgd"])) for option in arguments]
     ended = start_command("-m", "nn.export", *arguments, directory=tmp_path)
     assert ended.exit_code == 2
@@ -209,7 +211,7 @@ def test_the_command_exports_without_torch(saved, tmp_path):
     assert len(np.load(tmp_path / "out/cat_3.weight.npy")) == 300
 
 
-def test_nothing_is_left_where_an_export_fails(saved, tmp_path):
+def test_a_failed_export_leaves_nothing(saved, tmp_path):
     path = tmp_path / "step_3"
     path.mkdir()
     for entry in saved["adam"].iterdir():

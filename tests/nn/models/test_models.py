@@ -1,3 +1,5 @@
+"""DLRM and DCNv2 against a plain reference, and their tables, options, compilation and export."""
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ from nn.models.registry import MODELS, build_dense, declared_tables
 from nn.resume import can_restart
 from tests.helpers.command import ROOT, start_command
 from tests.helpers.composed import TINY, compose_config
-from tests.reference import Reference, ReferenceMLP
+from tests.reference import Reference, ReferenceCross, ReferenceMLP
 
 CARDINALITIES = (11, 5, 23)
 DIM = 4
@@ -58,7 +60,7 @@ def tables_of(config, spec, device=CPU):
 
 
 def batch_of(spec, size=6):
-    """A single-hot batch."""
+    """Return a one-hot batch."""
     generator = torch.Generator().manual_seed(0)
     ids = [
         torch.randint(0, f.cardinality, (size,), generator=generator, dtype=torch.int32)
@@ -81,7 +83,7 @@ def model_of(config, spec=SPEC):
 
 @torch.no_grad()
 def copy_into(reference: Reference, model: RankingModel):
-    """Give the reference the model's weights, less the columns that meet padding."""
+    """Copy the model's weights into the reference, without the columns of padding."""
 
     def copy_mlp(target: ReferenceMLP, source: MLP):
         linears = [layer for layer in target if isinstance(layer, nn.Linear)]
@@ -94,9 +96,9 @@ def copy_into(reference: Reference, model: RankingModel):
         table.weight.copy_(bags[table_name(feature.name)].weight)
     copy_mlp(reference.bottom, model.dense.bottom)
     copy_mlp(reference.top, model.dense.top)
-    if reference.cross_layers is None:
+    if reference.structure is None:
         return
-    if reference.parallel:
+    if reference.structure.parallel:
         copy_mlp(reference.deep, model.dense.deep)
     for index, (weights, layer) in enumerate(
         zip(reference.cross, model.dense.cross.layers, strict=True)
@@ -112,17 +114,14 @@ def copy_into(reference: Reference, model: RankingModel):
     ("config", "arguments"),
     [
         (config_of("dlrm"), {}),
-        (config_of("dcnv2"), {"cross_layers": 2, "rank": 2}),
-        (config_of("dcnv2", None), {"cross_layers": 2}),
-        (config_of("dcnv2", 2, PARALLEL), {"cross_layers": 2, "rank": 2, "parallel": True}),
-        (
-            config_of("dcnv2", bottom_mlp=[8, 5]),
-            {"cross_layers": 2, "rank": 2, "bottom": [8, 5]},
-        ),
+        (config_of("dcnv2"), {"cross": ReferenceCross(2, 2)}),
+        (config_of("dcnv2", None), {"cross": ReferenceCross(2, None)}),
+        (config_of("dcnv2", 2, PARALLEL), {"cross": ReferenceCross(2, 2, parallel=True)}),
+        (config_of("dcnv2", bottom_mlp=[8, 5]), {"cross": ReferenceCross(2, 2), "bottom": [8, 5]}),
     ],
     ids=["dlrm", "dcnv2", "full-rank", "parallel", "other-width"],
 )
-def test_logits_and_gradients_are_those_of_the_plain_reference(config, arguments):
+def test_logits_and_gradients_equal_the_plain_reference(config, arguments):
     torch.manual_seed(0)
     arguments = {"bottom": [8, DIM], "top": [8, 6, 1]} | arguments
     model = model_of(config)
@@ -164,7 +163,7 @@ def test_the_published_models_have_their_sizes(options, wanted):
     assert sum(p.numel() for p in dense.parameters()) == wanted
 
 
-def test_dlrm_without_numerical_features_is_pairs_of_embeddings_into_the_top_mlp():
+def test_dlrm_without_numerical_features_interacts_the_embeddings():
     spec = spec_of("a", "b", "c", num_numerical=0)
     model = model_of(config_of("dlrm"), spec)
     assert model.dense.bottom is None
@@ -198,10 +197,10 @@ def test_embeddings_in_the_wanted_order_are_not_copied():
 
 
 def test_the_order_of_the_keyed_tensor_does_not_matter():
-    parts = {key: torch.randn(2, 3) for key in "abc"}
+    columns = {key: torch.randn(2, 3) for key in "abc"}
 
     def pooled(order):
-        values = torch.cat([parts[key] for key in order], dim=1)
+        values = torch.cat([columns[key] for key in order], dim=1)
         return KeyedTensor(list(order), [3, 3, 3], values)
 
     wanted = embeddings_of(pooled("abc"), ["a", "b", "c"]).matrix()
@@ -247,7 +246,7 @@ def test_tables_are_named_and_sized_by_the_spec():
 
 
 @pytest.mark.parametrize("feature", ["type", "keys", "training", "forward", "a.b"])
-def test_names_that_no_module_may_bear_are_changed_for_the_table_alone(feature):
+def test_names_that_no_module_can_have_are_changed_for_the_table_only(feature):
     embeddings = tables_of(config_of("dlrm"), spec_of(feature))
     (table,) = embeddings.embedding_bag_configs()
     assert table.name != feature
@@ -290,7 +289,7 @@ def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(name, struct
 
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("structure", list(CrossStructure))
-def test_the_dense_half_compiles_without_a_graph_break(name, structure):
+def test_the_dense_component_compiles_without_a_graph_break(name, structure):
     torch.compiler.reset()
     dense = build_dense(config_of(name, structure=structure), SPEC)
     numerical, embeddings = torch.randn(6, 3), torch.randn(6, 3 * DIM)
@@ -299,7 +298,7 @@ def test_the_dense_half_compiles_without_a_graph_break(name, structure):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_dense_half_exports_for_any_batch_size(name):
+def test_the_dense_component_exports_for_any_batch_size(name):
     dense = build_dense(config_of(name), SPEC).eval()
     any_size = {0: torch.export.Dim("batch")}
     example = (torch.randn(6, 3), torch.randn(6, 3 * DIM))
@@ -325,13 +324,13 @@ def test_a_dot_interaction_of_one_vector_is_refused():
         build_dense(config, spec)
 
 
-def test_a_recipe_of_one_model_can_name_another():
+def test_a_recipe_of_one_model_can_select_another():
     config = compose_config("model.name=dlrm", "model.cross.num_layers=2", recipe="dcnv2").model
     assert type(config) is DLRMOptions
     assert type(compose_config("model.name=dcnv2").model) is DCNv2Options
 
 
-def test_a_run_of_before_had_the_options_of_all_models(tmp_path):
+def test_an_older_run_with_the_options_of_all_models_is_accepted(tmp_path):
     config = compose_config(*TINY, "model.name=dlrm")
     before = plain_config(config)
     before["model"]["cross"] = {"num_layers": 3, "projection_dim": 512, "structure": "stacked"}
@@ -343,14 +342,14 @@ def test_a_run_of_before_had_the_options_of_all_models(tmp_path):
 
 
 def test_the_options_of_a_model_need_no_torchrec():
-    found = "import sys; from nn.models.registry import MODELS, find_model; "
-    found += "[find_model(name) for name in MODELS]; print('torchrec' in sys.modules)"
-    ended = start_command("-c", found, directory=ROOT)
+    program = "import sys; from nn.models.registry import MODELS, find_model; "
+    program += "[find_model(name) for name in MODELS]; print('torchrec' in sys.modules)"
+    ended = start_command("-c", program, directory=ROOT)
     assert (ended.out, ended.err) == ("False\n", "")
 
 
 def test_a_checked_option_outside_the_model_needs_no_torch():
-    checked = "import sys; from main import launch; sys.argv = ['dlrm.py', 'optimizer.lr=-1']\n"
-    checked += "try:\n    launch('dlrm')\nexcept SystemExit:\n    print('torch' in sys.modules)"
-    ended = start_command("-c", checked, directory=ROOT)
+    program = "import sys; from main import launch; sys.argv = ['dlrm.py', 'optimizer.lr=-1']\n"
+    program += "try:\n    launch('dlrm')\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    ended = start_command("-c", program, directory=ROOT)
     assert (ended.out, ended.err) == ("False\n", "error: optimizer.lr must be positive, got -1.0\n")

@@ -1,4 +1,4 @@
-"""A third model, wholly in this file: it trains, shards, is planned, resumes, evaluates and exports as the project's own do."""
+"""A third model, defined in this file alone: training, sharding, plan, resuming, evaluation and export."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ class DeepFMOptions(ModelConfig):
 
 
 class DeepFM(Model):
-    """A deep network beside a factorization machine, both of the same embeddings (arXiv:1703.04247)."""
+    """Deep network and factorization machine on the same embeddings (arXiv:1703.04247)."""
 
     Options = DeepFMOptions
 
@@ -49,12 +49,12 @@ class DeepFM(Model):
         self.prefix_columns = num_numerical
         columns = num_features * dim
         self.deep = MLP(num_numerical + columns, [*hidden, 1], final_activation=False)
-        self.linear = nn.Linear(num_numerical, 1)  # with the initial weights of PyTorch
+        self.linear = nn.Linear(num_numerical, 1)  # PyTorch's initial weights
         self.scale = nn.Parameter(torch.ones(dim))
 
     @classmethod
     def tables(cls, options: DeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return tables with names of their own, in an order of their own."""
+        """Return tables whose names and order differ from those of the features."""
         return [
             EmbeddingBagConfig(
                 name=f"factors_{feature.name}",
@@ -90,7 +90,7 @@ class DeepFM(Model):
 
 
 class WithoutPrefix(DeepFM):
-    """The same, without room for the numerical features before the embeddings."""
+    """DeepFM without prefix columns for the numerical features."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -128,36 +128,36 @@ def trained(run_dir: Path, *overrides: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """A run of 12 steps."""
-    return trained(tmp_path_factory.mktemp("third") / "whole", "train.max_steps=12")
+def complete_run(tmp_path_factory) -> Path:
+    """Return the directory of a run of 12 steps."""
+    return trained(tmp_path_factory.mktemp("third") / "run", "train.max_steps=12")
 
 
-def test_it_trains_by_the_ordinary_command_and_learns(whole):
-    assert summary(whole)["steps"] == 12
+def test_the_model_trains_with_the_ordinary_command(complete_run):
+    assert summary(complete_run)["steps"] == 12
     losses = losses_of_cases([CASE], 24)[0]
     assert np.mean(losses[-6:]) < np.mean(losses[:6])
 
 
-def test_it_resumes_bit_by_bit(whole, tmp_path):
-    parts = trained(tmp_path / "parts", "train.max_steps=5")
-    assert stored_bytes(parts) != stored_bytes(whole)
-    trained(parts, "train.max_steps=12")
-    assert stored_bytes(parts) == stored_bytes(whole)
+def test_a_run_resumes_bit_by_bit(complete_run, tmp_path):
+    resumed = trained(tmp_path / "resumed", "train.max_steps=5")
+    assert stored_bytes(resumed) != stored_bytes(complete_run)
+    trained(resumed, "train.max_steps=12")
+    assert stored_bytes(resumed) == stored_bytes(complete_run)
 
 
-def test_a_saved_model_is_evaluated_to_the_same_numbers(whole, tmp_path):
-    restore = f"checkpoint.restore={whole}/checkpoints/step_12"
+def test_a_saved_model_is_evaluated_to_the_same_numbers(complete_run, tmp_path):
+    restore = f"checkpoint.restore={complete_run}/checkpoints/step_12"
     ended = run_command(*CASE, "mode=eval", restore, f"run_dir={tmp_path}/eval")
     assert (ended.exit_code, ended.err) == (0, "")
-    wanted = summary(whole)
-    found = summary(tmp_path / "eval")
+    wanted = summary(complete_run)
+    evaluated = summary(tmp_path / "eval")
     for key in ("steps", "test_auc", "test_log_loss", "test_rows"):
-        assert found[key] == wanted[key], key
+        assert evaluated[key] == wanted[key], key
 
 
-def test_its_tables_are_exported_under_their_names(whole, tmp_path):
-    written = export_tables(whole / "checkpoints" / "step_12", tmp_path / "out")
+def test_tables_are_exported_under_their_names(complete_run, tmp_path):
+    written = export_tables(complete_run / "checkpoints" / "step_12", tmp_path / "out")
     assert list(written) == TABLES
     weight = np.load(tmp_path / "out" / "factors_cat_3.weight.npy")
     assert weight.shape == (300, 8)
@@ -171,25 +171,25 @@ def test_its_tables_are_exported_under_their_names(whole, tmp_path):
         "sharding.tables={cat_0:column_wise,factors_cat_2:data_parallel}",
     ],
 )
-def test_two_ranks_learn_what_one_does(layout):
-    alone = losses_of_cases([CASE], 8)[0]
+def test_two_ranks_train_as_one(layout):
+    expected = losses_of_cases([CASE], 8)[0]
     for losses in run_distributed(losses_of_cases, 2, [[*CASE, layout]], 8):
-        np.testing.assert_allclose(losses[0], alone, rtol=2e-5)
+        np.testing.assert_allclose(losses[0], expected, rtol=2e-5)
 
 
-def test_room_before_the_embeddings_changes_no_result():
+def test_prefix_columns_do_not_change_the_result():
     without = [f"model.name={HERE}:WithoutPrefix", *CASE[1:]]
     assert losses_of_cases([CASE], 6) == losses_of_cases([without], 6)
 
 
-def test_its_tables_and_memory_are_planned():
+def test_tables_and_memory_are_planned():
     ended = run_command(*CASE, "mode=plan", "device=cuda", "sharding.hbm_gib=1")
     assert (ended.exit_code, ended.err) == (0, "")
     assert all(name in ended.out for name in TABLES)
     assert "GiB at its peak on rank 0" in ended.out
 
 
-def test_the_memory_of_its_dense_half_is_what_it_declares():
+def test_the_memory_of_the_dense_component_is_as_declared():
     config = compose_config(*CASE, "device=cuda", "sharding.hbm_gib=1", "train.amp=off")
     source = open_source(config)
     _, plan = build_plan(config, source, planned_hardware(config))
@@ -201,19 +201,19 @@ def test_the_memory_of_its_dense_half_is_what_it_declares():
     assert memory.lookups == 64 * 4 * 40
 
 
-def test_the_help_lists_its_options_and_no_others():
+def test_the_help_lists_the_options_of_the_model_only():
     ended = run_command("--help", *CASE)
     assert "  model.hidden=[16,8]" in ended.out
     assert "widths of the deep network's hidden layers" in ended.out
     assert "model.top_mlp" not in ended.out
 
 
-def test_its_options_may_refer_to_others():
+def test_options_may_refer_to_others():
     config = compose_config(*CASE, "model.hidden=['${model.embedding_dim}',4]")
     assert config.model.hidden == [8, 4]
 
 
-def test_a_mistyped_option_of_it_is_named():
+def test_a_mistyped_option_is_named():
     ended = run_command(*CASE, "model.hiden=[8]")
     wanted = (
         "error: there is no option model.hiden; did you mean model.hidden? --help lists them all\n"
@@ -222,21 +222,21 @@ def test_a_mistyped_option_of_it_is_named():
 
 
 class NoModel:
-    """A class that declares nothing."""
+    """Class that is no model."""
 
 
 class NoOptions(Model):
-    """A model without options."""
+    """Model without options."""
 
 
 class NoTables(DeepFM):
-    """A model that declares no tables."""
+    """Model without tables."""
 
     tables = Model.tables
 
 
 class NoBuild(Model):
-    """A model that is never built."""
+    """Model without `build`."""
 
     Options = DeepFMOptions
 
@@ -246,7 +246,7 @@ class NoBuild(Model):
 
 
 class Buffered(DeepFM):
-    """A model whose state is not in parameters alone."""
+    """Model with a persistent buffer."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -267,7 +267,7 @@ class Buffered(DeepFM):
         ("dcn", "there is no model.name=dcn; did you mean dcnv2?"),
     ],
 )
-def test_what_is_no_model_ends_the_command_in_one_line(name, message, tmp_path):
+def test_an_invalid_model_ends_the_command_with_one_line(name, message, tmp_path):
     ended = run_command(f"model.name={name}", *CASE[1:], f"run_dir={tmp_path}/run")
     assert (ended.exit_code, ended.out) == (2, "")
     assert message in ended.err
@@ -276,7 +276,7 @@ def test_what_is_no_model_ends_the_command_in_one_line(name, message, tmp_path):
 
 
 def changed(**changes):
-    """Change the first table."""
+    """Return a function that changes the first table."""
     return lambda tables: [replace(tables[0], **changes), *tables[1:]]
 
 
@@ -308,7 +308,7 @@ def look_up_twice(tables):
         (changed(weight_init_max=0.5), "initial weights of its own, which are not supported yet"),
     ],
 )
-def test_tables_that_cannot_be_are_refused(change, message):
+def test_invalid_tables_are_refused(change, message):
     config = compose_config(*CASE)
     spec = open_source(config).spec
     tables = declared_tables(config.model, spec)
@@ -318,7 +318,7 @@ def test_tables_that_cannot_be_are_refused(change, message):
     assert message in str(error.value)
 
 
-def test_a_width_that_no_kernel_has_is_refused():
+def test_an_unsupported_width_is_refused():
     config = compose_config(*CASE)
     spec = open_source(config).spec
     tables = [replace(table, embedding_dim=6) for table in declared_tables(config.model, spec)]

@@ -21,7 +21,7 @@ from nn.build import open_source
 from nn.distributed.errors import DivergedError
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.reference import Reference, ReferenceMLP
+from tests.reference import Reference, ReferenceCross, ReferenceMLP
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 TABLES = {
@@ -185,8 +185,9 @@ def reference_of(built: Built) -> Reference:
         model.embedding_dim,
         model.bottom_mlp,
         model.top_mlp,
-        None if cross is None else model.cross.num_layers,
-        model.cross.projection_dim,
+        None
+        if cross is None
+        else ReferenceCross(model.cross.num_layers, model.cross.projection_dim),
     )
     weights = whole([parts(built)])
     for table, feature in zip(reference.tables, spec.categorical, strict=True):
