@@ -20,6 +20,7 @@ from nn.embedding.multi_hot import MultiHot
 from nn.embedding.table_rules import table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
+from nn.models.tasks import binary_tasks
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
 from nn.sharding.sharded_embeddings import ShardedEmbeddings, TableSettings, register_optimizer
@@ -212,7 +213,8 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
     )
     dense = build_dense(config.model, source.spec, config.seed)
     initialise_dense(dense, config.seed)
-    return TrainStep(tables, dense.to(ranks.device), config, ranks)
+    tasks = binary_tasks([source.spec.label])
+    return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from nn.distributed.process_group import (
 )
 from nn.embedding.table_rules import table_rule
 from nn.models.registry import check_model
+from nn.models.tasks import Metric, metrics_of
 from nn.observability.console import (
     Progress,
     make_console,
@@ -55,7 +56,7 @@ from nn.observability.console import (
     print_summary,
 )
 from nn.observability.profiler import Profiler, check_profile
-from nn.observability.run_directory import SUMMARY_KEYS, RunDirectory, default_run_dir, environment
+from nn.observability.run_directory import RunDirectory, default_run_dir, empty_summary, environment
 from nn.resume import (
     ResumePoint,
     can_restart,
@@ -109,7 +110,7 @@ def run(config: Config, config_yaml: str) -> None:
             summary = _evaluate(session)
         else:
             summary = _inference(session)
-        print_summary(console, summary, session.recorder.run_dir)
+        print_summary(console, summary, session.metrics, session.recorder.run_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,11 @@ class Session:
     start: ResumePoint
     step: TrainStep
     teacher_auc: float | None
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """Metrics of all tasks, in the order of the records."""
+        return metrics_of(self.step.tasks)
 
     def evaluator(self, heartbeat: Heartbeat | None = None) -> Evaluator:
         """Return what scores the split to evaluate on."""
@@ -254,7 +260,7 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
             heartbeat = stop.heartbeat
             saving = Saving(_checkpoint_manager(session, heartbeat), stop)
         progress = stack.enter_context(
-            Progress(session.console, last_step, start_step=start.num_steps)
+            Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
         )
         trainer = Trainer(
             session.step,
@@ -338,9 +344,9 @@ def _evaluate(session: Session) -> dict[str, Any]:
     num_steps = session.start.num_steps
     record = {"step": num_steps, **session.evaluator().run()}
     session.recorder.write_test(record)
-    with Progress(session.console, num_steps) as progress:
+    with Progress(session.console, session.metrics, num_steps) as progress:
         progress.show_test(record)
-    summary = dict.fromkeys(SUMMARY_KEYS) | {"steps": num_steps} | record
+    summary = empty_summary(session.metrics) | {"steps": num_steps} | record
     summary["teacher_auc"] = session.teacher_auc
     session.recorder.finish(summary)
     return summary
@@ -369,7 +375,7 @@ def _inference(session: Session) -> dict[str, Any]:
         batch = loader.batch(0).to(ranks.device)
         results.append(measure(session.step, batch, config.inference, ranks))
     print_inference(session.console, results)
-    summary = dict.fromkeys(SUMMARY_KEYS) | {"steps": session.start.num_steps}
+    summary = empty_summary(session.metrics) | {"steps": session.start.num_steps}
     summary |= {"inference": results, "teacher_auc": session.teacher_auc}
     session.recorder.finish(summary)
     return summary

@@ -22,6 +22,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from configs.schema import Config
+from nn.models.tasks import AUC, Metric
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 
@@ -191,13 +192,16 @@ def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) 
     console.print()
 
 
-def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -> None:
+def print_summary(
+    console: Console, summary: Mapping[str, Any], metrics: Sequence[Metric], run_dir: Path
+) -> None:
     """Print the result and the files of the run directory.
 
     Args:
         console: from `make_console`.
         summary: the argument of `RunDirectory.finish`. Entries that are None were not measured and are left out.
             `untrained_test_auc` and `teacher_auc` are printed beside the test AUC.
+        metrics: of all tasks.
         run_dir: directory whose files are listed.
     """
     if console.quiet:
@@ -208,10 +212,11 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path) -
         if summary.get(name) is not None
     ]
     lines = {}
-    if summary["test_auc"] is not None:
-        bounds_text = f"  ({', '.join(bounds)})" if bounds else ""
-        lines["test AUC"] = _number(summary["test_auc"]) + bounds_text
-        lines["log loss"] = _number(summary["test_log_loss"])
+    for metric in metrics:
+        if summary[metric.test_key] is None:
+            continue
+        bounds_text = f"  ({', '.join(bounds)})" if bounds and metric == AUC else ""
+        lines[metric.title] = _number(summary[metric.test_key]) + bounds_text
     if summary["samples_per_s"] is not None:
         step_ms = _number(summary["step_ms"], ".1f")
         lines["speed"] = f"{_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
@@ -239,12 +244,21 @@ class Progress:
 
     Args:
         console: from `make_console`.
+        metrics: of all tasks.
         total_steps: last step of the run.
         start_step: step that the run resumes from; 0 for a new run.
     """
 
-    def __init__(self, console: Console, total_steps: int, *, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        console: Console,
+        metrics: Sequence[Metric],
+        total_steps: int,
+        *,
+        start_step: int = 0,
+    ) -> None:
         self.console = console
+        self.metrics = metrics
         self.total_steps = total_steps
         self._bar: Bar | None = None
         if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
@@ -252,7 +266,7 @@ class Progress:
             columns = (
                 _Position(Column(no_wrap=True)),
                 BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-                _Status(Column(no_wrap=True)),
+                _Status(metrics, Column(no_wrap=True)),
             )
             self._bar = Bar(*columns, console=console, expand=True, refresh_per_second=4)
             self._task = self._bar.add_task("", total=total_steps, completed=start_step, record={})
@@ -276,33 +290,34 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
         else:
-            self._print(format_train(record, self.total_steps))
+            self._print(format_train(record, self.metrics, self.total_steps))
 
     def show_test(self, record: Mapping[str, Any]) -> None:
         """Print an evaluation record, above the bar if there is one."""
-        self._print(format_test(record))
+        self._print(format_test(record, self.metrics))
 
     def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
 
 
-def format_train(record: Mapping[str, Any], total_steps: int) -> str:
+def format_train(record: Mapping[str, Any], metrics: Sequence[Metric], total_steps: int) -> str:
     """Format a training record as one line."""
     return (
-        f"step {record['step']:,}/{total_steps:,}  {_quality(record)}  {_speed(record)}  "
+        f"step {record['step']:,}/{total_steps:,}  {_quality(record, metrics)}  {_speed(record)}  "
         f"{_number(record['step_ms'], '.1f')} ms/step  left {_left(record, total_steps)}"
     )
 
 
-def format_test(record: Mapping[str, Any]) -> str:
-    """Format an evaluation record as one line, with the reason if AUC is undefined."""
-    auc, log_loss = record["test_auc"], _number(record["test_log_loss"])
-    if _is_number(record["test_log_loss"]) and not _is_number(auc):
-        auc_text = "undefined (all labels are the same)"
-    else:
-        auc_text = _number(auc)
+def format_test(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
+    """Format an evaluation record as one line, with the reason if a metric is undefined."""
+    # With no metric defined, all logits are to blame, not the labels.
+    is_measured = any(_is_number(record[metric.test_key]) for metric in metrics)
+    values = "  ".join(
+        f"{metric.title} {_number(record[metric.test_key], missing=metric.undefined if is_measured else 'n/a')}"
+        for metric in metrics
+    )
     return (
-        f"eval step {record['step']:,}: test AUC {auc_text}  log loss {log_loss}  "
+        f"eval step {record['step']:,}: {values}  "
         f"({record['test_rows']:,} rows, {record['eval_s']:.1f} s)"
     )
 
@@ -317,24 +332,33 @@ class _Position(ProgressColumn):
 class _Status(ProgressColumn):
     """Progress column: the last training record and the estimated time left."""
 
+    def __init__(self, metrics: Sequence[Metric], column: Column) -> None:
+        super().__init__(column)
+        self._metrics = metrics
+
     def render(self, task: Task) -> Text:
         record = task.fields["record"]
         if not record:
             return Text("starting", style="dim")
         left = _left({**record, "step": int(task.completed)}, int(task.total or 0))
-        return Text(f"{_quality(record)}  {_speed(record)}  left {left}")
+        return Text(f"{_quality(record, self._metrics)}  {_speed(record)}  left {left}")
 
 
 def _is_number(value: float | None) -> bool:
     return value is not None and isfinite(value)
 
 
-def _number(value: float | None, form: str = ".4f") -> str:
-    return format(value, form) if _is_number(value) else "n/a"
+def _number(value: float | None, form: str = ".4f", missing: str = "n/a") -> str:
+    return format(value, form) if _is_number(value) else missing
 
 
-def _quality(record: Mapping[str, Any]) -> str:
-    return f"loss {_number(record['loss'])}  auc {_number(record['train_auc'])}"
+def _quality(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
+    values = [
+        f"{metric.name} {_number(record[metric.train_key])}"
+        for metric in metrics
+        if metric.while_training
+    ]
+    return "  ".join([f"loss {_number(record['loss'])}", *values])
 
 
 def _speed(record: Mapping[str, Any]) -> str:

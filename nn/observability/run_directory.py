@@ -17,7 +17,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -35,21 +35,22 @@ from dataloading.dataset.durable_files import (
     sync_stream,
 )
 from nn.checkpoint.directory import list_checkpoints
+from nn.models.tasks import Metric
 from nn.observability.curves import draw_curves
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
 
-SUMMARY_KEYS = (
-    "steps",
-    "test_auc",
-    "test_log_loss",
-    "samples_per_s",
-    "step_ms",
-    "peak_hbm_bytes",
-)
+SUMMARY_KEYS = ("steps", "samples_per_s", "step_ms", "peak_hbm_bytes")
+"""Keys of every summary, beside those of the metrics."""
 
 # Float32 carries about 7 digits, and an AUC needs six decimals.
 SIGNIFICANT_DIGITS = 7
+
+
+def empty_summary(metrics: Iterable[Metric]) -> dict[str, Any]:
+    """Return a summary of which nothing was measured."""
+    steps, *others = SUMMARY_KEYS
+    return dict.fromkeys([steps, *(metric.test_key for metric in metrics), *others])
 
 
 def default_run_dir(recipe: str) -> Path:

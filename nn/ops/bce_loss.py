@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 
-def share_of_loss(logits: Tensor, labels: Tensor, num_valid: int, global_valid: int) -> Tensor:
+def bce_loss_share(logits: Tensor, labels: Tensor, num_valid: int, global_valid: int) -> Tensor:
     """Compute this rank's share of the mean binary cross entropy over the rows of the global batch.
 
     The sum of the shares over ranks is the mean, for any number of ranks. The same holds for gradients.
@@ -17,9 +17,9 @@ def share_of_loss(logits: Tensor, labels: Tensor, num_valid: int, global_valid: 
     """
     if logits.is_cuda:
         # Only CUDA builds of torch include Triton.
-        from nn.ops.triton.bce_loss import fused_share_of_loss
+        from nn.ops.triton.bce_loss import fused_bce_loss_share
 
-        return fused_share_of_loss(logits, labels, num_valid, global_valid)
+        return fused_bce_loss_share(logits, labels, num_valid, global_valid)
     losses = binary_cross_entropy_with_logits(
         logits[:num_valid], labels[:num_valid], reduction="sum"
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dataloading.batch import Batch
-from nn.ops.bce_loss import share_of_loss
+from nn.models.tasks import loss_share
 from nn.sharding.sharded_embeddings import Exchange, ShardedEmbeddings
 from nn.training.sparse_path import PassContext
 
@@ -50,7 +50,7 @@ class DynamicPath:
         with context.autocast():
             embeddings = self._tables.output_dist(ids.context, leaves)
             logits = context.dense(batch.numerical, embeddings)
-        share = share_of_loss(logits, batch.labels, batch.num_valid, batch.global_valid)
+        share = loss_share(context.tasks, logits, batch.labels, batch.num_valid, batch.global_valid)
         loss = context.ranks.all_reduce_sum(share.detach().clone())
         is_good = torch.isfinite(loss)
         # TorchRec divides what it sends back by the number of ranks.

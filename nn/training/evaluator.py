@@ -5,6 +5,7 @@ import time
 from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
+from nn.models.tasks import metrics_of
 from nn.training.metrics import RankingMetrics
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
@@ -37,7 +38,10 @@ class Evaluator:
         self._num_batches = available if max_steps is None else min(max_steps, available)
 
     def run(self) -> dict[str, float | int]:
-        """Return `test_auc`, `test_log_loss`, `test_rows` and `eval_s`, the same numbers on all ranks but the last."""
+        """Return the metrics (`test_auc`, `test_log_loss`), `test_rows` and `eval_s`.
+
+        All but `eval_s` are the same numbers on all ranks.
+        """
         started = time.perf_counter()
         metrics = RankingMetrics(self._ranks.device, self._ranks)
         self._step.set_training(False)
@@ -51,8 +55,7 @@ class Evaluator:
         self._step.set_training(True)
         measured = metrics.compute()
         return {
-            "test_auc": measured["auc"],
-            "test_log_loss": measured["log_loss"],
+            **{metric.test_key: measured[metric.name] for metric in metrics_of(self._step.tasks)},
             "test_rows": measured["rows"],
             "eval_s": time.perf_counter() - started,
         }

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.schema import Config
+from nn.models.tasks import AUC
 
 
 def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
     """Tell whether the evaluation after `num_steps`, if there was one, reached `eval.auc_threshold`."""
     threshold = config.eval.auc_threshold
-    if threshold is None or test.get("step") != num_steps or test["test_auc"] is None:
+    if threshold is None or test.get("step") != num_steps or test[AUC.test_key] is None:
         return False
-    return test["test_auc"] >= threshold
+    return test[AUC.test_key] >= threshold
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:

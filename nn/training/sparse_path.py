@@ -1,6 +1,6 @@
 """The way of a batch through the tables: one protocol, which `StaticPath` and `DynamicPath` implement."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from torch import Tensor
 from dataloading.batch import Batch
 from nn.distributed.process_group import Ranks
 from nn.models.model import Model
+from nn.models.tasks import Task
 from nn.training.gradient_bucket import GradientBucket
 from nn.training.loss_readback import LossReadback
 
@@ -55,7 +56,8 @@ class PassContext:
     """The objects and settings of a pass over a batch, beside the tables.
 
     Attributes:
-        dense: the dense half, on its device.
+        dense: the dense component, on its device.
+        tasks: what it learns.
         gradients: where its gradients go, followed by those of the replicated tables.
         readback: where the loss goes.
         ranks: this process.
@@ -65,6 +67,7 @@ class PassContext:
     """
 
     dense: Model
+    tasks: Sequence[Task]
     gradients: GradientBucket
     readback: LossReadback
     ranks: Ranks

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
-from nn.ops.bce_loss import share_of_loss
 from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.sharding.id_all_to_all import LocalIds
 from nn.sharding.static_embeddings import StaticEmbeddings
@@ -81,9 +81,9 @@ class StaticPass:
         # Of the embeddings, one tensor in either list once the backward pass has come to them.
         local_gradients: list[Tensor] = []
         owned_gradients: list[Tensor] = []
-        with context.autocast(), annotate("dense half"):
+        with context.autocast(), annotate("dense"):
             logits = context.dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
-        share = share_of_loss(logits, labels, *self._counts(len(labels)))
+        share = loss_share(context.tasks, logits, labels, *self._counts(len(labels)))
         with self._beside():
             loss = context.ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled

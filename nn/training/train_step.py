@@ -1,7 +1,7 @@
 """One step: a pass over a batch, a look at its loss, and the updates. Nothing here knows of epochs, files or terminals."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from dataloading.batch import Batch
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks
 from nn.models.model import Model
+from nn.models.tasks import Task
 from nn.observability.annotations import annotate
 from nn.sharding.sharded_embeddings import ShardedEmbeddings, local_tensors
 from nn.training.dense_optimizer import build_dense_optimizer
@@ -63,7 +64,8 @@ class TrainStep:
     Args:
         tables: the sparse half.
         dense: the dense half, on its device, with the seed's weights.
-        config: the whole run.
+        tasks: what they learn.
+        config: the complete run.
         ranks: this process.
 
     Attributes:
@@ -73,10 +75,16 @@ class TrainStep:
     """
 
     def __init__(
-        self, tables: ShardedEmbeddings, dense: Model, config: Config, ranks: Ranks
+        self,
+        tables: ShardedEmbeddings,
+        dense: Model,
+        tasks: Sequence[Task],
+        config: Config,
+        ranks: Ranks,
     ) -> None:
         self.tables = tables
         self.dense = dense
+        self.tasks = tasks
         if config.train.compile:
             # In place, so that parameters keep their names; the wrapped module would rename them.
             dense.compile()
@@ -89,6 +97,7 @@ class TrainStep:
         self._readback = LossReadback(ranks.device)
         context = PassContext(
             dense=dense,
+            tasks=tasks,
             gradients=GradientBucket(dense.parameters(), replicated),
             readback=self._readback,
             ranks=ranks,

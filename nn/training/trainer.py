@@ -16,6 +16,7 @@ from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
+from nn.models.tasks import AUC, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
@@ -96,6 +97,7 @@ class Trainer:
         self._config = config
         self._ranks = ranks
         self._last_step = total_steps(config, train_loader.steps_per_epoch)
+        self._metrics = metrics_of(step.tasks)
         self._train_metrics = RankingMetrics(ranks.device, ranks)
         self._loss_sum = 0.0
         self._loss_steps = 0
@@ -165,7 +167,7 @@ class Trainer:
         )
         if self._config.eval.at_start and not self._is_continuation:
             first = self.evaluate()
-            self._untrained_auc = None if start_step else first["test_auc"]
+            self._untrained_auc = None if start_step else first[AUC.test_key]
         was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
         is_done = start_step >= last_step or was_good
         batches = self._train_loader.batches(start_step, last_step - start_step)
@@ -204,8 +206,7 @@ class Trainer:
             "steps": self.num_steps,
             "epochs": self._epoch(),
             "stopped": "eval.auc_threshold reached" if is_good else "all steps done",
-            "test_auc": test.get("test_auc"),
-            "test_log_loss": test.get("test_log_loss"),
+            **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
             "test_rows": test.get("test_rows"),
             "best_test_auc": self.best_auc,
             "untrained_test_auc": self._untrained_auc,
@@ -216,7 +217,7 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
         record = {"step": self.num_steps, "epoch": self._epoch(), **self._evaluator.run()}
-        auc = record["test_auc"]
+        auc = record[AUC.test_key]
         if not (math.isnan(auc) or self.best_auc >= auc):
             self.best_auc, self._best_step = auc, self.num_steps
         self._test = record
@@ -262,7 +263,11 @@ class Trainer:
             "step": self.num_steps,
             "epoch": self._epoch(),
             "loss": self._loss_sum / self._loss_steps,
-            "train_auc": measured["auc"],
+            **{
+                metric.train_key: measured[metric.name]
+                for metric in self._metrics
+                if metric.while_training
+            },
             "lr": self._step.learning_rate,
             **speed.window(),
             "data_wait_ms": prefetcher.data_wait_ms / self._loss_steps,

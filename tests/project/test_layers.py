@@ -54,7 +54,7 @@ ROOMS = {
     "nn.models": {"nn.embedding", "nn.layers", "nn.ops"},
     "nn.sharding": {"nn.distributed", "nn.embedding", "nn.layers", "nn.models", "nn.ops"},
     "nn.checkpoint": {"nn.distributed"},
-    "nn.observability": {"nn.checkpoint", "nn.distributed", "nn.sharding"},
+    "nn.observability": {"nn.checkpoint", "nn.distributed", "nn.models", "nn.sharding"},
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",

@@ -10,14 +10,14 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def fused_share_of_loss(
+def fused_bce_loss_share(
     logits: Tensor, labels: Tensor, num_valid: int, global_valid: int
 ) -> Tensor:
-    """Compute `nn.ops.bce_loss.share_of_loss` with a fixed order of summation."""
-    return _ShareOfLoss.apply(logits, labels, num_valid, global_valid)
+    """Compute `nn.ops.bce_loss.bce_loss_share` with a fixed order of summation."""
+    return _BceLossShare.apply(logits, labels, num_valid, global_valid)
 
 
-class _ShareOfLoss(torch.autograd.Function):
+class _BceLossShare(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, num_valid: int, global_valid: int

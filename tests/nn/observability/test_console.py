@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from nn.models.tasks import binary_tasks, metrics_of
 from nn.observability.console import (
     Progress,
     format_test,
@@ -21,6 +22,7 @@ from nn.observability.console import (
 from nn.sharding.plan import TablePlan
 
 MIB = 1 << 20
+METRICS = metrics_of(binary_tasks(["clicked"]))
 TRAIN = {
     "step": 200,
     "loss": 0.49312,
@@ -84,50 +86,52 @@ def row(table: str, ranks: tuple[int, ...], mib: float) -> TablePlan:
 
 
 def test_a_record_of_training_is_one_line():
-    assert format_train(TRAIN, 512) == (
+    assert format_train(TRAIN, METRICS, 512) == (
         "step 200/512  loss 0.4931  auc 0.7312  812,345 samples/s  230.8 ms/step  left 0:01:12"
     )
 
 
 def test_a_record_of_an_evaluation_is_one_line():
-    assert format_test(TEST) == (
+    assert format_test(TEST, METRICS) == (
         "eval step 512: test AUC 0.7712  log loss 0.4521  (13,714 rows, 1.2 s)"
     )
 
 
 def test_an_evaluation_without_clicks_says_why_it_has_no_auc():
-    line = format_test(TEST | {"test_auc": math.nan})
+    line = format_test(TEST | {"test_auc": math.nan}, METRICS)
     assert "test AUC undefined (all labels are the same)  log loss 0.4521" in line
-    line = format_test(TEST | {"test_auc": math.nan, "test_log_loss": math.nan})
+    line = format_test(TEST | {"test_auc": math.nan, "test_log_loss": math.nan}, METRICS)
     assert "test AUC n/a  log loss n/a" in line
 
 
 @pytest.mark.parametrize("missing", [None, math.nan])
 def test_what_was_not_measured_is_said_so(missing):
-    line = format_train(TRAIN | {"train_auc": missing, "step_ms": missing}, 512)
+    line = format_train(TRAIN | {"train_auc": missing, "step_ms": missing}, METRICS, 512)
     assert "auc n/a  812,345 samples/s  n/a ms/step  left n/a" in line
 
 
 def test_a_pipe_gets_one_plain_line_a_record():
     console = console_of(width=40)
-    with Progress(console, 512) as progress:
+    with Progress(console, METRICS, 512) as progress:
         progress.advance(1)
         progress.show_train(TRAIN)
         progress.show_test(TEST)
-    assert printed(console) == f"{format_train(TRAIN, 512)}\n{format_test(TEST)}\n"
+    assert (
+        printed(console) == f"{format_train(TRAIN, METRICS, 512)}\n{format_test(TEST, METRICS)}\n"
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_gets_one_bar_with_evaluations_above_it(width):
     console = console_of(width, terminal=True)
-    with Progress(console, 512) as progress:
+    with Progress(console, METRICS, 512) as progress:
         progress.show_train(TRAIN)
         progress.advance(212)
         progress.show_test(TEST)
     text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", printed(console))
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert format_train(TRAIN, 512) not in text
-    assert lines.count(format_test(TEST)) == 1
+    assert format_train(TRAIN, METRICS, 512) not in text
+    assert lines.count(format_test(TEST, METRICS)) == 1
     assert lines[-1].startswith("212/512 ")
     # 300 steps of 230.8 ms are left: the time is counted on from the record.
     assert lines[-1].endswith("loss 0.4931  auc 0.7312  812,345 samples/s  left 0:01:09")
@@ -136,7 +140,7 @@ def test_a_terminal_gets_one_bar_with_evaluations_above_it(width):
 
 def test_a_bar_starts_where_a_restored_run_does():
     console = console_of(terminal=True)
-    with Progress(console, 512, start_step=100):
+    with Progress(console, METRICS, 512, start_step=100):
         pass
     assert "100/512" in printed(console)
 
@@ -145,10 +149,10 @@ def test_other_ranks_print_nothing(capsys, tmp_path):
     console = make_console(rank=1)
     print_header(console, ENVIRONMENT, {})
     print_plan(console, [row("a", (0,), 1)], world_size=2)
-    with Progress(console, 512) as progress:
+    with Progress(console, METRICS, 512) as progress:
         progress.show_train(TRAIN)
         progress.show_test(TEST)
-    print_summary(console, SUMMARY, tmp_path / "made by rank 0 only")
+    print_summary(console, SUMMARY, METRICS, tmp_path / "made by rank 0 only")
     assert capsys.readouterr().out == ""
 
 
@@ -226,7 +230,7 @@ def test_the_summary_sets_the_auc_beside_its_bounds_and_lists_the_files(tmp_path
     (tmp_path / "curves.png").touch()
     (tmp_path / "checkpoints").mkdir()
     bounds = {"untrained_test_auc": 0.5, "teacher_auc": 0.83, "peak_hbm_bytes": 3 << 29}
-    print_summary(console, SUMMARY | bounds, tmp_path)
+    print_summary(console, SUMMARY | bounds, METRICS, tmp_path)
     lines = [line.rstrip() for line in printed(console).splitlines()]
     assert "test AUC    0.7712  (untrained 0.5000, ceiling 0.8300)" in lines
     assert "log loss    0.4521" in lines
@@ -239,13 +243,13 @@ def test_the_summary_sets_the_auc_beside_its_bounds_and_lists_the_files(tmp_path
 def test_the_summary_leaves_out_what_was_not_measured(tmp_path):
     console = console_of(200)
     nothing = dict.fromkeys(SUMMARY) | {"steps": 0, "teacher_auc": 0.83}
-    print_summary(console, nothing, tmp_path)
+    print_summary(console, nothing, METRICS, tmp_path)
     assert printed(console).split("\n")[2].startswith("written to")
 
 
 def test_the_summary_says_that_an_auc_is_undefined(tmp_path):
     console = console_of(200)
-    print_summary(console, SUMMARY | {"test_auc": math.nan}, tmp_path)
+    print_summary(console, SUMMARY | {"test_auc": math.nan}, METRICS, tmp_path)
     assert "test AUC    n/a" in printed(console)
     assert "GPU" not in printed(console)
 

@@ -31,7 +31,7 @@ def test_a_profile_holds_the_steps_asked_for_and_the_parts_of_each(profiled):
         annotation.name
         for annotation in read_trace(profiled[0] / "profile/rank0.json.gz").annotations
     ]
-    parts = {STEP, "data wait", "lookup", "sort", "dense half", "backward", "update"}
+    parts = {STEP, "data wait", "lookup", "sort", "dense", "backward", "update"}
     assert {name: names.count(name) for name in parts} == dict.fromkeys(parts, 3)
 
 

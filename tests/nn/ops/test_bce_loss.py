@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nn.ops.bce_loss import share_of_loss
+from nn.ops.bce_loss import bce_loss_share
 
 
 def test_shares_add_up_to_the_mean_over_the_rows_that_count():
@@ -11,14 +11,14 @@ def test_shares_add_up_to_the_mean_over_the_rows_that_count():
     logits, labels = torch.randn(10), torch.randint(0, 2, (10,)).float()
     whole = torch.nn.functional.binary_cross_entropy_with_logits(logits[:7], labels[:7])
     shares = [
-        share_of_loss(logits[:5], labels[:5], 5, 7),
-        share_of_loss(logits[5:], labels[5:], 2, 7),
+        bce_loss_share(logits[:5], labels[:5], 5, 7),
+        bce_loss_share(logits[5:], labels[5:], 2, 7),
     ]
     torch.testing.assert_close(sum(shares), whole)
 
 
 def compare(device: str) -> None:
-    from nn.ops.triton.bce_loss import fused_share_of_loss
+    from nn.ops.triton.bce_loss import fused_bce_loss_share
 
     torch.manual_seed(0)
     # Logits so large that exp would overflow, and rows that do not count.
@@ -26,14 +26,14 @@ def compare(device: str) -> None:
     labels = torch.randint(0, 2, (2003,)).float()
     logits[-1] = float("nan")
     results = []
-    for function, place in ((share_of_loss, "cpu"), (fused_share_of_loss, device)):
+    for function, place in ((bce_loss_share, "cpu"), (fused_bce_loss_share, device)):
         leaf = logits.to(place, copy=True).requires_grad_()
         share = function(leaf, labels.to(place), 2002, 9000)
         (share * 3).backward()
         results.append((share.detach().cpu(), leaf.grad.cpu()))
     for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-9)
-    assert fused_share_of_loss(logits.to(device), labels.to(device), 2003, 9000).isnan(), (
+    assert fused_bce_loss_share(logits.to(device), labels.to(device), 2003, 9000).isnan(), (
         "a row that is no number must show"
     )
 

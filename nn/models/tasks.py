@@ -1,0 +1,102 @@
+"""Tasks of a model: the labels that it learns, with the loss and the metrics of each."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nn.ops.bce_loss import bce_loss_share
+
+Loss = Callable[[Tensor, Tensor, int, int], Tensor]
+"""A rank's share of a mean loss: logits [B], labels [B], valid rows of this rank and over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A number that tells how well a task is learnt.
+
+    Attributes:
+        name: as `RankingMetrics` and the records call it.
+        title: of its value on the test split, on the terminal.
+        undefined: printed where it has no value although there are rows.
+        while_training: whether it is also measured on training rows.
+    """
+
+    name: str
+    title: str
+    undefined: str = "n/a"
+    while_training: bool = False
+
+    @property
+    def test_key(self) -> str:
+        """Key of its value on the test split, in records and in the summary."""
+        return f"test_{self.name}"
+
+    @property
+    def train_key(self) -> str:
+        """Key of its value on training rows."""
+        return f"train_{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A label that a model learns.
+
+    Attributes:
+        name: of the task.
+        label: its column in the dataset.
+        loss: that is trained.
+        metrics: that are measured, in the order of the records.
+    """
+
+    name: str
+    label: str
+    loss: Loss
+    metrics: tuple[Metric, ...]
+
+
+AUC = Metric(
+    name="auc",
+    title="test AUC",
+    undefined="undefined (all labels are the same)",
+    while_training=True,
+)
+LOG_LOSS = Metric(name="log_loss", title="log loss")
+
+
+def binary_tasks(labels: Sequence[str]) -> list[Task]:
+    """Return a task per binary label.
+
+    Raises:
+        ValueError: there is not exactly one label; several are not supported yet.
+    """
+    if len(labels) != 1:
+        raise ValueError(
+            f"the dataset has {len(labels)} labels ({', '.join(labels)}), and exactly one binary label is supported "
+            "yet; keep one of them in the feature spec's channel_spec.label"
+        )
+    return [
+        Task(name=label, label=label, loss=bce_loss_share, metrics=(AUC, LOG_LOSS))
+        for label in labels
+    ]
+
+
+def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
+    """Return the metrics of all tasks, in the order of the records."""
+    return [metric for task in tasks for metric in task.metrics]
+
+
+def loss_share(
+    tasks: Sequence[Task], logits: Tensor, labels: Tensor, num_valid: int, global_valid: int
+) -> Tensor:
+    """Compute this rank's share of the loss of all tasks; the sum of the shares over ranks is the loss.
+
+    Args:
+        tasks: one.
+        logits: [B], float32.
+        labels: [B], float32.
+        num_valid: number of valid rows on this rank; they come first, the others are padding.
+        global_valid: number of valid rows over all ranks.
+    """
+    (task,) = tasks  # A single label is a vector, not a matrix of one column.
+    return task.loss(logits, labels, num_valid, global_valid)
