@@ -1,1 +1,1 @@
-"""Raw logs, or the synthetic stream, to a dataset directory. No torch in here."""
+"""Conversion of raw logs, or of the synthetic stream, to a dataset directory. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""`python -m preproc`: compose the options, check them, make, verify or convert a dataset directory."""
+"""`python -m preproc`: compose and check the options, then make, verify or convert a dataset directory."""
 
 from errno import ENOSPC
 from pathlib import Path
@@ -18,7 +18,7 @@ from preproc.report.console import Progress
 
 
 def build(config: PreprocConfig) -> None:
-    """Write the dataset of `config`; an error of the user's is a ValueError or an OSError."""
+    """Write the dataset of `config`; user errors are raised as ValueError or OSError."""
     assert config.output is not None
     output = Path(config.output)
     require(
@@ -27,7 +27,7 @@ def build(config: PreprocConfig) -> None:
     )
     check_output(output, config.overwrite)
     progress = Progress(Console())
-    # Each path imports what it needs: the synthetic one runs where DuckDB is not installed, too.
+    # Each branch imports its own dependencies, so the synthetic one also runs without DuckDB.
     if config.layout is Layout.synthetic:
         from preproc.synthetic import build_synthetic
 
@@ -48,7 +48,7 @@ def build(config: PreprocConfig) -> None:
 
 
 def execute(config: PreprocConfig) -> None:
-    """Do what `config.mode` asks for; each mode imports what it needs."""
+    """Run `config.mode`; each mode imports its own dependencies."""
     if config.mode is Mode.verify:
         from preproc.verify.run import run_verify
 
@@ -62,7 +62,7 @@ def execute(config: PreprocConfig) -> None:
 
 
 def run(composed: DictConfig) -> None:
-    """Turn the composed yaml into checked options and execute them; end with one message after an error."""
+    """Convert the composed yaml to checked options and execute them; end with one message after an error."""
     try:
         execute(to_config(composed))
     except ValueError as error:

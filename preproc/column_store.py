@@ -43,16 +43,16 @@ class StoredColumn:
         return values if self.width == 1 else values.reshape(-1, self.width)
 
     def chunks(self, rows: range, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row and the values of pieces of `rows`."""
+        """Yield the first row and the values of each chunk of `rows`."""
         for start in range(rows.start, rows.stop, size):
             yield start, self.read(start, min(start + size, rows.stop))
 
 
 class ColumnAppender:
-    """Appends to the files of several columns, all at the same row."""
+    """Appends rows to the files of several columns."""
 
     def __init__(self, columns: list[StoredColumn], num_rows: int) -> None:
-        """Open the columns and cut what stands behind row `num_rows`."""
+        """Open the columns, truncated to `num_rows` rows."""
         self._columns = columns
         self._streams = []
         for column in columns:
@@ -62,14 +62,14 @@ class ColumnAppender:
             self._streams.append(stream)
 
     def append(self, values: list[np.ndarray]) -> None:
-        """Append to each column its array."""
+        """Append one array per column."""
         for stream, array in zip(self._streams, values, strict=True):
             data = bytes_of(array)
             while data:
                 data = data[stream.write(data) :]
 
     def sync(self) -> None:
-        """Return once everything is on the disk."""
+        """Sync all files to disk."""
         for stream in self._streams:
             sync_stream(stream)
 

@@ -1,4 +1,4 @@
-"""The last stage of every pipeline: fitted state, report and spec of a dataset whose columns are written, then its place."""
+"""Last stage of every pipeline: write fitted state, report and spec beside the columns, then rename the dataset."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from preproc.report.files import write_report
 
 @dataclass(frozen=True, slots=True)
 class WrittenColumns:
-    """Columns of a dataset that are written, and their statistics.
+    """Written columns of a dataset, and their statistics.
 
     Attributes:
         categorical: features in the model's order.
@@ -53,7 +53,7 @@ def complete_dataset(
     directory: Path,
     progress: Progress,
 ) -> None:
-    """Write what is left of the dataset in `directory`, rename it to the output and print its summary."""
+    """Write fitted state, report and spec to `directory`, rename it to the output and print its summary."""
     assert config.output is not None
     save_fitted(directory, table, written.statistics)
     write_report(

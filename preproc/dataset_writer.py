@@ -1,7 +1,7 @@
-"""The dataset while it grows: files that are complete one by one, the spec last, then one rename.
+"""Writer of a dataset that a killed run resumes: one file after another, then the spec, then one rename.
 
-Unlike `dataloading.dataset.dataset_directory.write_dataset` it survives the process: a file that is on
-record is not written again by the next run.
+`dataloading.dataset.dataset_directory.write_dataset` starts from the beginning after a failure. Here the next
+run keeps every recorded file.
 """
 
 import zlib
@@ -20,7 +20,7 @@ from preproc.column_store import bytes_of
 
 
 class GrowingFile:
-    """One file of the dataset, written from its start; `record` tells its bytes and CRC-32 at the end."""
+    """One file of the dataset, written from its start; `record` holds its bytes and CRC-32."""
 
     def __init__(self, dataset: Path, name: str) -> None:
         self._path = dataset / name
@@ -54,7 +54,7 @@ class GrowingFile:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Return the entry of `metadata.files` of a file that is complete."""
+    """Return the entry of `metadata.files` for a complete file."""
     num_bytes = crc32 = 0
     with path.open("rb") as stream:
         while data := stream.read(1 << 22):
@@ -95,7 +95,7 @@ def finish_dataset(spec: FeatureSpec, files: Mapping[str, dict[str, Any]], outpu
 
 
 def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
-    """Return the files of a split by our writer's names."""
+    """Return the files of a split, by the names that this writer gives them."""
     assert spec.root is not None
     folder = spec.root / split
     return SplitFiles(
@@ -114,7 +114,7 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
 def _synced_files(
     directory: Path, splits: Mapping[str, SplitFiles], files: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Sync what is not synced yet and return `metadata.files`: files of the splits, then all others by name."""
+    """Sync the files that are not synced yet and return `metadata.files`, files of the splits first."""
     records = {}
     for split in splits.values():
         for path in (split.label, split.numerical, *split.ids.values(), *split.offsets.values()):
@@ -123,7 +123,7 @@ def _synced_files(
                 records[name] = dict(files[name])
     for path in sorted(directory.rglob("*")):  # vocabularies, report, bad rows
         name = path.relative_to(directory).as_posix()
-        # A run that was killed at this point may have left a spec, complete or partial.
+        # A run killed at this point may have left a spec, complete or partial.
         if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
             sync_file(path)
             records[name] = dict(files.get(name) or checksum(path))

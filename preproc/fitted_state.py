@@ -1,7 +1,7 @@
 """Statistics and vocabularies fitted on training rows, stored beside a dataset for `mode=transform` to apply again.
 
-`preproc.json` holds the statistics and the description of the features that they belong to; the
-vocabularies stand in `vocabulary/`.
+`preproc.json` holds the statistics and the description of their features. The folder `vocabulary/` holds the
+vocabularies.
 """
 
 import json
@@ -18,7 +18,7 @@ FITTED = "preproc.json"
 
 
 def features_of(table: TableConfig) -> dict[str, Any]:
-    """Return what a fitted state is bound to, as plain JSON."""
+    """Return the description of the features that a fitted state belongs to, as plain JSON."""
     whole = asdict(table)
     return json.loads(json.dumps({key: whole[key] for key in ("numerical", "categorical")}))
 
@@ -33,7 +33,7 @@ def load_fitted(config: PreprocConfig, table: TableConfig) -> dict[str, Any]:
     """Return `statistics` of an earlier run and its `directory`.
 
     Raises:
-        ValueError: there is none at `fitted`, or it belongs to other features.
+        ValueError: `fitted` holds no fitted state, or one of other features.
     """
     directory = Path(config.fitted or "")
     path = directory / FITTED
@@ -51,6 +51,6 @@ def load_fitted(config: PreprocConfig, table: TableConfig) -> dict[str, Any]:
 
 
 def copy_vocabulary(directory: Path, name: str, path: Path) -> None:
-    """Make relation directory `path` of the fitted vocabulary of feature `name`."""
+    """Copy the fitted vocabulary of feature `name` to the relation directory `path`."""
     path.mkdir(exist_ok=True)
     shutil.copyfile(directory / "vocabulary" / f"{name}.parquet", path / "0.parquet")

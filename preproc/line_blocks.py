@@ -1,4 +1,4 @@
-"""A raw file as blocks of whole lines, from any offset on, and what is wrong with a line."""
+"""Blocks of complete lines of a raw file, from any offset, and the mistake in a line."""
 
 import gzip
 import re
@@ -19,12 +19,12 @@ GZIP_ERRORS = (gzip.BadGzipFile, cast("type[Exception]", isal_zlib.error))
 
 
 def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
-    """Yield the text of `file` from byte `offset` of the plain text on, in whole lines.
+    """Yield the text of `file` from byte `offset` of the plain text, in complete lines.
 
     The last line gets a line end if it has none.
 
     Raises:
-        ValueError: a compressed file that is cut short or damaged, a line without an end.
+        ValueError: a compressed file is truncated or damaged, or a line has no end.
     """
     try:
         with _open(file) as stream:
@@ -61,7 +61,7 @@ def _open(file: RawFile) -> BinaryIO:
     if file.compression == "gzip":
         return igzip.open(file.path)
     if file.compression == "zstd":
-        # 25 MB that others need not load.
+        # 25 MB of memory that uncompressed input does not need.
         import pyarrow as pa
 
         return pa.CompressedInputStream(str(file.path), "zstd")
@@ -69,13 +69,13 @@ def _open(file: RawFile) -> BinaryIO:
 
 
 def _read_away(stream: BinaryIO, offset: int) -> None:
-    """Leave out the first `offset` bytes of a stream that cannot seek."""
+    """Skip the first `offset` bytes of a stream that cannot seek."""
     while offset and (data := stream.read(min(offset, 1 << 20))):
         offset -= len(data)
 
 
 def mistake_in(line: bytes) -> str | None:
-    """Return what is wrong with a line and what to do, or None."""
+    """Return the mistake in a line and its remedy, or None for a good line."""
     try:
         text = line.decode()
     except UnicodeDecodeError:

@@ -16,28 +16,28 @@ FOREIGN = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "P
 
 @dataclass(frozen=True, slots=True)
 class RawFile:
-    """One raw file; its first bytes, not its name, tell `compression`: none, gzip or zstd."""
+    """One raw file; `compression` (none, gzip or zstd) is detected from its first bytes, not its name."""
 
     path: Path
     compression: str
 
 
 def find_files(source: str | Sequence[str], option: str, parquet: bool = False) -> list[RawFile]:
-    """Return the files of `source`, each checked as far as that goes without reading it.
+    """Return the files of `source`, with every check that needs no full read.
 
     Args:
         source: a path, a glob, or several of them. Matches of one glob are in natural order (day_2
-            before day_10); several patterns keep the order in which they were given.
+            before day_10); several patterns keep the order of `source`.
         option: name of the option that `source` came from, for messages.
-        parquet: want Parquet files, not text.
+        parquet: require Parquet files, not text.
 
     Raises:
-        ValueError: a path or glob that matches nothing, a directory, a file named twice, an empty
-            file, a kind of file that cannot be read, a .zst file that was cut short.
+        ValueError: a path or glob matches nothing, a path is a directory, a file is named twice, is empty,
+            has an unsupported type, or is a truncated .zst file.
     """
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
-        # A name that exists is meant as it is written, even if it holds a bracket or a star.
+        # An existing path is taken literally, even with a bracket or a star in it.
         matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
         if not matches:
             kind = "no file matches" if set(pattern) & set("*?[") else "no such file"
@@ -50,7 +50,7 @@ def find_files(source: str | Sequence[str], option: str, parquet: bool = False) 
 
 
 def refuse_copies(files: Sequence[RawFile]) -> None:
-    """Raise ValueError if two files are the same, as far as their length and both their ends tell."""
+    """Raise ValueError if two files have the same length, the same start and the same end."""
     seen: dict[tuple[int, bytes, bytes], Path] = {}
     for file in files:
         size = file.path.stat().st_size
@@ -66,7 +66,7 @@ def refuse_copies(files: Sequence[RawFile]) -> None:
 
 
 def find_gap(files: Sequence[RawFile]) -> str | None:
-    """Return what is missing if names that differ in one number only leave out a number."""
+    """Return a message if files that differ only in one number skip a number, else None."""
     numbers: dict[tuple[str, str], list[int]] = {}
     for file in files:
         match = re.fullmatch(r"(.*?)(\d+)(\D*)", file.path.name)
@@ -115,7 +115,7 @@ def _open(path: Path, option: str, parquet: bool) -> RawFile:
 
 
 def cut_short(path: Path) -> str:
-    """Return the message for a compressed file that ends too early."""
+    """Return the message for a truncated compressed file."""
     return (
         f"{path}: the compressed data ends before its end marker, so the file was cut short; "
         "fetch it again"
@@ -125,8 +125,8 @@ def cut_short(path: Path) -> str:
 def zstd_is_complete(path: Path) -> bool:
     """Return whether `path` ends where its last Zstandard frame does (RFC 8878, section 3.1).
 
-    Decompressors take the end of the file for the end of the data. Walking over the block headers costs
-    one seek for every 128 KiB of text, and no decompression.
+    Decompressors treat the end of the file as the end of the data. This check walks over the block headers:
+    one seek per 128 KiB of text, without decompression.
     """
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -139,7 +139,7 @@ def zstd_is_complete(path: Path) -> bool:
 
 
 def _skip_frame(stream: BinaryIO) -> None:
-    """Move behind one frame; EOFError if a field of it is missing, or if this is no frame."""
+    """Seek past one frame; EOFError if one of its fields is missing, or if it is no frame."""
 
     def number(width: int) -> int:
         data = stream.read(width)
@@ -164,6 +164,6 @@ def _skip_frame(stream: BinaryIO) -> None:
     while not last:
         block = number(3)
         last = bool(block & 1)
-        repeated = (block >> 1 & 3) == 1  # one byte stands for the whole block
+        repeated = (block >> 1 & 3) == 1  # one byte, repeated over the block
         stream.seek(1 if repeated else block >> 3, 1)
     stream.seek(4 * (descriptor >> 2 & 1), 1)  # the checksum, if there is one

@@ -1,4 +1,4 @@
-"""The built-in click stream, written out as a dataset directory. Needs numpy only."""
+"""The built-in click stream as a dataset directory. It needs numpy only."""
 
 import os
 from collections import deque
@@ -15,14 +15,14 @@ from dataloading.dataset.source import Columns
 from dataloading.synthetic import SyntheticSource
 from preproc.report.console import Progress, SplitSummary, print_result, print_splits
 
-# Rows that one thread makes at once: about 10 MB for 26 tables.
+# Rows per thread and chunk: about 10 MB for 26 tables.
 CHUNK_ROWS = 1 << 16
 
 
 def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
     """Write the stream of `config.data.synthetic` and print its summary.
 
-    Training on `data.path` then sees the rows that it would see without it, numericals rounded to
+    Training on the dataset reads the same rows as training on the stream itself, with numericals rounded to
     `numerical_dtype`.
     """
     assert config.output is not None
@@ -72,7 +72,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
 def _chunks(
     source: SyntheticSource, split: str, pool: ThreadPoolExecutor, ahead: int
 ) -> Iterator[Columns]:
-    """Yield the rows of `split` in order, at most `ahead` chunks being made at a time."""
+    """Yield the rows of `split` in order; at most `ahead` chunks are made at a time."""
     num_rows = source.num_rows(split)
     starts = iter(range(0, num_rows, CHUNK_ROWS))
     making: deque[Future[Columns]] = deque()

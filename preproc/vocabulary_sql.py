@@ -8,7 +8,7 @@ ties broken.
   that order open, so two runs of theirs differ). Missing, rare and unseen values get id 0.
 * A numerical x becomes ln(x + 3); missing and x <= -3 become 0.
 
-Reading and checking raw lines is an engine's own business and stands in `preproc/criteo/parse.py`.
+`preproc/criteo/parse.py` reads and checks the raw lines.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def numerical(column: str) -> str:
 
 
 def count_values(column: str, rows: str) -> str:
-    """Return a query (value, count) over what is not missing of `column` in the relation `rows`."""
+    """Return a query (value, count) over the values of `column` in the relation `rows` that are not missing."""
     return (
         f"SELECT {column} AS value, count(*) AS count FROM {rows} "
         f"WHERE {column} IS NOT NULL GROUP BY {column}"
@@ -46,7 +46,7 @@ def merge_counts(partial: str) -> str:
 
 
 def coverage(counts: str, limits: Sequence[int]) -> str:
-    """Return a query of one row: values, rows, and for each limit those of values seen so often.
+    """Return a query of one row: number of values and of rows, then both again per limit.
 
     Args:
         counts: relation (value, count).

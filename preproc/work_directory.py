@@ -1,8 +1,8 @@
 """The work directory of a run, and its record of completed steps, from which a killed run resumes.
 
-`.OUT.preproc` beside the output, or below `temp_directory`, holds staged columns, DuckDB's file and
-`state.json`. The state is replaced by rename after what it says is done has reached the disk, so at
-any moment it is true; what stands beyond it is cut off or written again.
+The directory is `.OUT.preproc` beside the output, or below `temp_directory`. It holds the column store,
+DuckDB's file and `state.json`. The state is replaced by rename once the work that it records is on disk, so
+it is true at any moment. Data beyond the record is truncated or written again.
 """
 
 import json
@@ -34,9 +34,9 @@ class Work:
     """Record of a run. `state` is plain JSON; call `save` after each step that is complete.
 
     Attributes:
-        directory: where the run works.
-        dataset: where its dataset grows until it is renamed to the output, on the same file system.
-        state: `files` in it says which files of the dataset are complete, as `metadata.files` does.
+        directory: path of the work directory.
+        dataset: path of the partial dataset, on the file system of the output, to which it is renamed.
+        state: the record; its `files` lists the complete files of the dataset, in the form of `metadata.files`.
     """
 
     def __init__(self, directory: Path, dataset: Path, state: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Work:
 
     def save(self) -> None:
         """Write the state by rename, synced."""
-        # The sync of the directory covers the names of all files that the state lists.
+        # Syncing the directory also covers the names of all files that the state lists.
         path = self.directory / STATE
         replace_text(path, json.dumps(self.state), self.directory / f"{STATE}.new")
 
@@ -69,7 +69,7 @@ class Work:
 
 
 def work_directory_of(config: PreprocConfig, output: Path) -> Path:
-    """Return the directory that a run to `output` works in."""
+    """Return the work directory of a run to `output`."""
     parent = Path(config.temp_directory).absolute() if config.temp_directory else output.parent
     return parent / f".{output.name}.preproc"
 
@@ -78,9 +78,9 @@ def work_directory_of(config: PreprocConfig, output: Path) -> Path:
 def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]) -> Iterator[Work]:
     """Open the work directory of `output`; it is removed when the run is complete.
 
-    A run that ends otherwise leaves it if it has recorded something. The next one resumes from there if
-    its output and its `identity`, everything but files that the bytes of the dataset depend on, are the
-    same and the recorded files are intact. Otherwise it restarts.
+    A run that fails leaves it if it has recorded something. The next run resumes from there if its output and
+    its `identity` are the same and the recorded files are intact. Otherwise it restarts. The identity is
+    every option that the bytes of the dataset depend on.
 
     Raises:
         ValueError: another run holds the directory or writes to `output`, DuckDB runs out of memory
@@ -93,7 +93,7 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
             work = _opened(directory, output, identity)
             try:
                 with _held(work.dataset, output):
-                    # Those of runs that worked elsewhere: of two that began, the last one counts.
+                    # Partial datasets of runs with another work directory: the last run to start counts.
                     if clear_leftovers(output, but=work.dataset):
                         raise ValueError(
                             f"another run is writing {output}; wait for it, or choose another output"
@@ -124,7 +124,7 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
 
 @contextmanager
 def _held(directory: Path, output: Path) -> Iterator[None]:
-    """Hold `directory`, until this process ends, however it ends; ValueError if another one does."""
+    """Lock `directory` until the process ends, however it ends; ValueError if another process holds the lock."""
     try:
         lock = lock_directory(directory)
     except BlockingIOError:
@@ -151,7 +151,7 @@ def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
             return work
     (directory / STATE).unlink(missing_ok=True)
     clear(directory)
-    # A name of its own: else the files of a run that worked elsewhere could pass for this one's.
+    # A unique name, so that files of a run with another work directory are never mistaken for its own.
     dataset = partial_sibling(output)
     dataset.mkdir(parents=True)
     return Work(directory, dataset, {"identity": identity, "dataset": dataset.name})
@@ -171,7 +171,7 @@ def memory_bytes(config: PreprocConfig) -> int:
     """Return `memory_limit` in bytes; without one, 80 % of the machine's memory.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: the option is no size.
     """
     if config.memory_limit is None:
         return int(DEFAULT_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -212,7 +212,7 @@ def check_disk(directory: Path, needed_bytes: float, what: str) -> None:
 
 
 def same_disk(one: Path, other: Path) -> bool:
-    """Return whether two directories, which may not be there yet, will be on one file system."""
+    """Return whether two directories, which need not exist yet, are on one file system."""
     return _existing(one).stat().st_dev == _existing(other).stat().st_dev
 
 
@@ -223,5 +223,5 @@ def _existing(directory: Path) -> Path:
 
 
 def first_line(error: Exception | str) -> str:
-    """Return the first line of a message of DuckDB's."""
+    """Return the first line of a message from DuckDB."""
     return str(error).splitlines()[0]

@@ -1,10 +1,10 @@
-"""Datasets that Merlin's NVTabular wrote: Parquet, with the features told by `schema.pbtxt` or `_metadata.json`.
+"""Datasets that Merlin's NVTabular wrote: Parquet, with features described by `schema.pbtxt` or `_metadata.json`.
 
     DIR/schema.pbtxt        or DIR/train/schema.pbtxt: roles (tags) and cardinalities
     DIR/train/*.parquet     and valid/, validation/, val/ or test/
     DIR/train/_metadata.json  what HugeCTR reads: roles (cats, conts, labels), but no cardinalities
 
-Where both are there, `_metadata.json` says the roles. A cardinality that nobody says is the largest id and one.
+If both exist, `_metadata.json` defines the roles. An unspecified cardinality is the largest id plus one.
 """
 
 import json
@@ -37,7 +37,7 @@ class Roles:
         labels: names of the targets, the binary one first.
         numerical: names of the numericals.
         categorical: names of the categoricals.
-        cardinalities: rows of a table, of those that are known.
+        cardinalities: rows per table, where the schema has them.
         hotness: ids per row, where the schema fixes them.
     """
 
@@ -49,10 +49,10 @@ class Roles:
 
 
 def merlin_rows(root: Path) -> SourceRows:
-    """Return the rows below `root`, described above.
+    """Return the rows of the dataset in `root`.
 
     Raises:
-        ValueError: neither file is there, a role is missing, a column is not what its role wants.
+        ValueError: neither file exists, a role is missing, or a column does not fit its role.
     """
     splits = _splits(root)
     roles = _roles(root)
@@ -91,7 +91,7 @@ def merlin_rows(root: Path) -> SourceRows:
 
 
 def _splits(root: Path) -> dict[str, list[Path]]:
-    """Return the files of train, test and validation; Merlin's `valid` tests if nothing else does."""
+    """Return the files of train, test and validation; Merlin's `valid` becomes test where there is no test folder."""
 
     def files(name: str) -> list[Path]:
         return sorted((root / name).glob("*.parquet"), key=natural_order)
@@ -110,7 +110,7 @@ def _roles(root: Path) -> Roles:
     metadata = next((p for p in (root / "train" / METADATA, root / METADATA) if p.is_file()), None)
     if schema is None and metadata is None:
         raise ValueError(
-            f"{root}: neither {SCHEMA} nor train/{METADATA}, which tell what columns are"
+            f"{root}: neither {SCHEMA} nor train/{METADATA}, which describe the columns"
         )
     roles = _read_schema(schema) if schema else Roles()
     if metadata:
@@ -127,7 +127,7 @@ def _roles(root: Path) -> Roles:
 
 
 def _read_schema(path: Path) -> Roles:
-    """Return what a TensorFlow Metadata schema in text form says, with Merlin's tags and properties."""
+    """Return the roles in a TensorFlow Metadata schema in text form, from Merlin's tags and properties."""
     try:
         document = parse_text_proto(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -159,12 +159,12 @@ def _read_schema(path: Path) -> Roles:
 
 
 def _first(message: Message, key: str) -> Any:
-    """Return the first value of a field, None if it is not there."""
+    """Return the first value of a field, None if the field is absent."""
     return next(iter(message.get(key, [])), None)
 
 
 def _cardinality(value: object) -> int | None:
-    """Return `embedding_sizes.cardinality` out of a serialised `google.protobuf.Struct`."""
+    """Return `embedding_sizes.cardinality` of a serialised `google.protobuf.Struct`."""
     if not isinstance(value, str):
         return None
     try:
@@ -197,7 +197,7 @@ def _value(data: bytes) -> object:
 
 
 def _wire(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (field number, content) of a serialised message; varints come as their last byte's payload."""
+    """Yield (field number, content) of a serialised message; a varint is yielded as the payload of its last byte."""
 
     def varint(at: int) -> tuple[int, int]:
         number = shift = 0

@@ -1,12 +1,13 @@
-"""The npy files of facebookresearch's and MLPerf's PyTorch DLRM, a day each.
+"""npy files of facebookresearch's and MLPerf's PyTorch DLRM, one set per day.
 
     day_0_labels.npy   int [N, 1] or [N]
     day_0_dense.npy    float32 [N, 13], transformed already
-    day_0_sparse.npy   int [N, 26], one id a table; or instead of it
+    day_0_sparse.npy   int [N, 26], one id per table; or instead of it
     day_0_sparse_multi_hot.npz   arrays `0` to `25`, int [N, hotness]
 
-As their loader does, all days but the last train; of the last one the first half validates and the second half tests.
-Table sizes stand nowhere, so all ids are read once to find the largest of each table.
+As in their loader, all days but the last are for training. The first half of the last day is for validation,
+and the second half for testing. The files hold no table sizes, so all ids are read once to find the largest
+one per table.
 """
 
 import zipfile
@@ -22,7 +23,7 @@ from preproc.convert.rows import CHUNK_ROWS, Chunk, natural_order
 
 
 class NpyRows:
-    """The rows of such files."""
+    """Rows of the npy files below a directory."""
 
     kind = "MLPerf's npy files"
 
@@ -101,11 +102,11 @@ class _Day:
         for name, rows in [("dense", len(self.dense)), *[("ids", shape[0]) for shape in shapes]]:
             if rows != self.num_rows:
                 raise ValueError(
-                    f"{labels}: {self.num_rows} rows, but its {name} have {rows}; one of the two is cut short"
+                    f"{labels}: {self.num_rows} rows, but its {name} have {rows}; one of the two is truncated"
                 )
 
     def ids(self, start: int, stop: int) -> Iterator[tuple[slice, list[np.ndarray]]]:
-        """Yield (rows, ids of each table [n, hotness]) of the rows [start, stop), some at a time."""
+        """Yield (rows, ids per table [n, hotness]) of the rows [start, stop), in chunks."""
         if not self._multi_hot.is_file():
             sparse = _mapped(self._sparse)
             for first in range(start, stop, CHUNK_ROWS):
@@ -144,7 +145,7 @@ def _mapped(path: Path) -> np.ndarray:
             f"{path}: no such file; want labels, dense and sparse of every day"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path}: not a whole npy file ({error}); copy it again") from None
+        raise ValueError(f"{path}: not a complete npy file ({error}); copy it again") from None
 
 
 def _streams(archive: zipfile.ZipFile) -> Iterator[IO[bytes]]:

@@ -1,7 +1,8 @@
-"""The input of NVIDIA's transcoder: headerless CSV files, and a `feature_spec.yaml` that names their columns.
+"""Input of NVIDIA's transcoder: headerless CSV files, and a `feature_spec.yaml` that names their columns.
 
-Its chunks are of type `csv`: `features` in the order of the columns, and files one after another; the chunks of a split
-stand side by side. A cardinality may be `auto`: then it is the largest id and one, found by reading everything first.
+Its chunks are of type `csv`. `features` lists the columns in order, and the files follow one another. Several
+chunks of a split hold different columns of the same rows. A cardinality may be `auto`: then all files are
+read first, and it is the largest id plus one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ def is_csv_spec(root: Path) -> bool:
 
 
 class CsvRows:
-    """The rows of such a directory."""
+    """Rows of a directory in NVIDIA's CSV format."""
 
     kind = "NVIDIA's CSV"
 
@@ -98,7 +99,7 @@ class CsvRows:
             expect(same, f"{where}: source_spec.{split}", sorted(listed), want)
 
     def _tables(self, split: str) -> Iterator[pa.Table]:
-        """Yield rows with all columns, those of all chunks side by side."""
+        """Yield rows with the columns of all chunks."""
         readers = [self._batches(chunk) for chunk in self._sources[split]]
         waiting = [next(reader, None) for reader in readers]
         while True:
@@ -120,7 +121,7 @@ class CsvRows:
             )
 
     def _batches(self, chunk: Mapping[str, Any]) -> Iterator[pa.Table]:
-        """Yield the rows of one chunk's files, one after another."""
+        """Yield the rows of the files of one chunk, in order."""
         names = list(chunk["features"])
         types = dict.fromkeys(self._categorical, pa.int64())
         types |= dict.fromkeys([self._label, *self._numerical], pa.float64())
@@ -158,7 +159,7 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
     """Write `rows` as a directory that NVIDIA's transcoder reads: `train.csv`, ..., and the spec last.
 
     Raises:
-        ValueError: `root` is taken; a feature has several ids per row, for which their format has no place.
+        ValueError: `root` exists already, or a feature has several ids per row, which the format cannot hold.
     """
     root = check_output(root, overwrite)
     spec = rows.spec
@@ -185,7 +186,7 @@ def _write_split(rows: Rows, split: str, path: Path) -> None:
         + [(name, pa.float32()) for name in spec.numerical]
         + [(feature.name, pa.int64()) for feature in spec.categorical]
     )
-    # A float32 is written with the fewest digits that tell it from its neighbours, so nothing is lost.
+    # A float32 is written with the fewest digits that identify it, so nothing is lost.
     options = pc.WriteOptions(include_header=False)
     with pc.CSVWriter(path, schema, write_options=options) as writer:
         for chunk in rows.chunks(split):

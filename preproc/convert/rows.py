@@ -17,7 +17,7 @@ CHUNK_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive rows, as `SplitWriter.append` takes them.
+    """Consecutive rows, in the form of the arguments of `SplitWriter.append`.
 
     Attributes:
         labels: numbers [n].
@@ -37,18 +37,18 @@ class Rows(Protocol):
 
     Attributes:
         spec: features and splits; the rows of the splits need not be counted.
-        kind: what it is, in words.
+        kind: name of the format, for messages.
     """
 
     spec: FeatureSpec
     kind: str
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        """Yield the rows of `split` in order; ValueError at a row that cannot be."""
+        """Yield the rows of `split` in order; ValueError at an invalid row."""
 
 
 class SourceRows:
-    """The rows of a dataset directory, or of any other source that can be read at random."""
+    """Rows of a dataset directory, or of any other source with random access."""
 
     def __init__(self, source: Source, kind: str) -> None:
         self.spec = source.spec

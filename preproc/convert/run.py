@@ -1,4 +1,4 @@
-"""From any format that is known to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
+"""Conversion from any known format to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from preproc.report.console import Progress, SplitSummary, print_result, print_s
 
 
 def run_convert(config: PreprocConfig, progress: Progress) -> None:
-    """Convert `config.path` to `config.output` and print what came out.
+    """Convert `config.path` to `config.output` and print a summary.
 
     Raises:
-        ValueError: nothing there that can be read, a value that cannot be, an output that stands already.
+        ValueError: the path holds no known format, a value is invalid, or the output exists already.
     """
     assert config.path is not None
     assert config.output is not None
@@ -74,14 +74,14 @@ def _write_dataset(
 
 
 def find_rows(path: Path, numerical_dtype: str) -> Rows:
-    """Return the rows of whatever lies at `path`.
+    """Detect the format of `path` and return its rows.
 
     Args:
         path: a dataset directory, NVIDIA's CSV with its spec, Merlin's Parquet or MLPerf's npy files.
-        numerical_dtype: of the numericals of a CSV, which says none itself.
+        numerical_dtype: dtype of the numericals of a CSV, whose spec has none.
 
     Raises:
-        ValueError: nothing of this, or something wrong with it.
+        ValueError: the path holds none of these, or files with a mistake.
     """
     if (path / SPEC_NAME).is_file():
         if is_csv_spec(path):

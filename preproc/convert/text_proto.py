@@ -1,4 +1,4 @@
-"""The text form of protocol buffers, as far as schemas use it: fields, strings, numbers, nested messages."""
+"""Parser of the text form of protocol buffers, as far as schemas use it: fields, strings, numbers, messages."""
 
 import re
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": 
 
 
 def parse_text_proto(text: str) -> Message:
-    """Return the message that `text` spells; bytes of strings come as characters below 256.
+    """Return the message in `text`; bytes of strings become characters below 256.
 
     Raises:
-        ValueError: text that is none, with the line where it goes wrong.
+        ValueError: invalid text, with its line.
     """
     tokens = list(_tokens(text))
     message, at = _message(tokens, 0, None)
@@ -43,7 +43,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
 def _message(
     tokens: list[tuple[str, str, int]], at: int, closing: str | None
 ) -> tuple[Message, int]:
-    """Return the message that begins at token `at`, and the token behind it."""
+    """Return the message that begins at token `at`, and the index of the token after it."""
     message: Message = {}
     while at < len(tokens):
         kind, name, line = tokens[at]
@@ -72,7 +72,7 @@ def _message(
 
 
 def _scalar(tokens: list[tuple[str, str, int]], at: int) -> tuple[Any, int]:
-    """Return a number, a word, or strings that follow each other as one."""
+    """Return a number, a word, or consecutive strings joined to one."""
     kind, token, line = tokens[at]
     if kind == "string":
         parts = []

@@ -1,4 +1,4 @@
-"""Criteo logs as a table dataset: the same dataset as `preproc/criteo/pipeline.py` writes, from any engine."""
+"""Criteo logs as a table dataset: any engine writes the same dataset as `preproc/criteo/pipeline.py`."""
 
 from configs.preproc_schema import PreprocConfig, Split
 from configs.table_schema import Categorical, Label, Numerical, Source, SplitRule, TableConfig
@@ -7,7 +7,7 @@ from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, LABEL, NUMERICAL
 
 
 def criteo_table(config: PreprocConfig) -> TableConfig:
-    """Return the description of the raw logs that `config` names."""
+    """Return the description of the raw logs of `config` as a table."""
     files = [str(file.path) for file in find_files(config.source, "source")]
     split = SplitRule(by=config.split.name)
     if config.test_source:

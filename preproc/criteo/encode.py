@@ -1,8 +1,9 @@
-"""One categorical column: count its values, rank them, write the ids. Several columns at a time.
+"""Encoding of categorical columns: count the values, rank them, write the ids; several columns at a time.
 
-Counting and ranking are the SQL of `preproc/vocabulary_sql.py` in DuckDB, which spills when it has to; it is
-given what a `Counter` holds, once, or each time that it is full. Encoding is the join with the
-vocabulary, done as a `Lookup`, in as many passes over the column as the vocabulary has pieces that fit.
+A `Counter` counts the values. Each time it is full, and at the end, its counts go to DuckDB. DuckDB merges
+and ranks them with the SQL of `preproc/vocabulary_sql.py`, and spills when memory runs out. A `Lookup` of the
+vocabulary then maps values to ids. A vocabulary that does not fit in memory is split into parts, with one
+pass over the column per part.
 """
 
 from collections.abc import Iterator
@@ -23,11 +24,11 @@ from preproc.report.console import COVERAGE_LIMITS
 from preproc.vocabulary_sql import coverage, merge_counts, vocabulary
 
 CHUNK_ROWS = 1 << 20
-# Entries of a vocabulary that are put into a hash table at a time.
+# Entries of a vocabulary that are added to a hash table at a time.
 PART_ENTRIES = 1 << 18
-# What stands between arrays of a chunk: codes, ids, ids of the pieces before.
+# Arrays of a chunk: codes, ids, and ids from earlier parts of the vocabulary.
 CHUNK_BYTES = CHUNK_ROWS * 12
-# Partial counts of a column that are merged once there are so many, and four times those before.
+# Partial counts are merged once a column has more than this many, and four times those of the last merge.
 MERGE_ROWS = 1 << 25
 
 
@@ -39,8 +40,8 @@ class EncodedColumn:
         seen: counted rows that have a value.
         distinct: values among them.
         kept: values with an id.
-        coverage: for each of `COVERAGE_LIMITS`, values seen at least so often, and rows they make.
-        zeros: ids that are 0, by split.
+        coverage: per frequency limit of `COVERAGE_LIMITS`, the values seen at least that often and their rows.
+        zeros: number of ids that are 0, per split.
     """
 
     seen: int
@@ -51,7 +52,7 @@ class EncodedColumn:
 
 
 class ColumnEncoder:
-    """Encodes columns into the growing dataset; several threads may call it."""
+    """Encodes columns into the partial dataset; several threads may call it."""
 
     def __init__(
         self,
@@ -62,11 +63,11 @@ class ColumnEncoder:
         frequency_limit: int,
         table_bytes: int,
     ) -> None:
-        """Say where to and by which rules.
+        """Set the destination and the options.
 
         Args:
             connection: database with a view `non_hex` (column, row, value).
-            dataset: directory of the growing dataset.
+            dataset: directory of the partial dataset.
             splits: rows of each split.
             counted: rows whose values make the vocabulary.
             frequency_limit: values seen less often get id 0.
@@ -86,7 +87,7 @@ class ColumnEncoder:
         """Count and encode categorical column `number`, called `name`.
 
         Returns:
-            What is recorded of it, and bytes and CRC-32 of each file written.
+            Its statistics, and bytes and CRC-32 per written file.
         """
         with self._connection.cursor() as cursor:
             seen, distinct, kept, covered, has_non_hex = self._build_vocabulary(
@@ -115,7 +116,7 @@ class ColumnEncoder:
                 cursor.execute(f"INSERT INTO partial_{name} FROM partial")
                 held += len(values)
             if held > max(MERGE_ROWS, 4 * merged):
-                # Otherwise a value would stand there once for every count that holds it.
+                # Merging leaves one row per value, instead of one per partial count.
                 query = merge_counts(f"partial_{name}")
                 cursor.execute(f"CREATE TEMP TABLE merged_{name} AS {query}")
                 cursor.execute(f"DROP TABLE partial_{name}")
@@ -167,7 +168,7 @@ class ColumnEncoder:
         has_non_hex: bool,
     ) -> tuple[dict[str, dict], dict[str, int]]:
         """Write the ids of every split; return the files and how many ids are 0."""
-        # Only what has a code; the rest is patched in by `_patch`.
+        # Only values with a code; `_patch` adds the others.
         values = f"(SELECT value, id FROM vocabulary_{name})"
         if has_non_hex:
             values = (
@@ -181,7 +182,7 @@ class ColumnEncoder:
         for piece in range(pieces):
             lookup = None  # free its memory before the next one takes as much
             lookup = self._lookup(cursor, values, range(piece * self._piece, last))
-            if piece < pieces - 1:  # all but the last leave their ids here
+            if piece < pieces - 1:  # the last part is looked up while the ids are written
                 for split, rows in self._splits.items():
                     self._add_piece(column, rows, lookup, partial_ids, name, split)
         files: dict[str, dict[str, Any]] = {}
@@ -208,11 +209,11 @@ class ColumnEncoder:
         return files, zeros
 
     def _lookup(self, cursor: duckdb.DuckDBPyConnection, values: str, ids: range) -> Lookup:
-        """Return a lookup of the first of `ids`, as many as there is memory for, in query `values`."""
+        """Return a lookup of query `values` for the first of `ids`, as many as fit in memory."""
         first, last = ids.start, min(ids.start + self._piece, ids.stop)
         lookup = Lookup(last - first)
         for start in range(first, last, PART_ENTRIES):
-            # DuckDB knows the least and the largest id of each piece of the table, and skips the others.
+            # DuckDB keeps the smallest and the largest id of each block of the table, and skips other blocks.
             part = cursor.execute(
                 f"SELECT value, CAST(id AS INTEGER) AS id FROM {values} "
                 f"WHERE id > {start} AND id <= {min(start + PART_ENTRIES, last)}"
@@ -229,7 +230,7 @@ class ColumnEncoder:
         name: str,
         split: str,
     ) -> None:
-        """Add the ids of one piece of the vocabulary to what the pieces before it gave."""
+        """Add the ids of one part of the vocabulary to those of the parts before it."""
         path = column.path.with_name(f"{name}.{split}.ids")
         before = StoredColumn(path, "<i4") if split in partial_ids else None
         with path.open("r+b" if before else "wb") as stream:
@@ -250,7 +251,7 @@ class ColumnEncoder:
         start: int,
         ids: np.ndarray,
     ) -> None:
-        """Put in the ids of texts that have no code, for the rows from `start` on."""
+        """Write the ids of texts without a code, for the rows from `start`, into `ids`."""
         patches = cursor.execute(
             f'SELECT o."row" - {start} AS at, v.id AS id FROM non_hex AS o '
             f"JOIN vocabulary_{name} AS v ON o.value = v.value "

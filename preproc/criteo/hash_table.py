@@ -1,9 +1,9 @@
-"""Hash tables of 32-bit codes: how often each is seen, and which id it has. Compiled by Numba.
+"""Hash tables from 32-bit codes to counts or ids, compiled by Numba.
 
-A slot is one 64-bit number, the code above its count or id, so that a look-up touches one cache
-line; zero is an empty slot, for neither a count nor an id is zero. Slots are probed one after
-another, from a place that depends on a number drawn by the process: no file can be made of codes
-that all begin at the same place. What is counted and which ids are found does not depend on it.
+A slot is one 64-bit number: the code in the high half, its count or id in the low half. A look-up thus
+touches one cache line. Zero is an empty slot, since neither a count nor an id is zero. Probing is linear. Its
+start depends on a random number of the process, so no file can be built whose codes all collide. The results
+do not depend on that number.
 """
 
 import secrets
@@ -14,17 +14,17 @@ from numba import njit
 
 from preproc.criteo.tokenizer import NON_HEX
 
-# Numba's cache follows the file of a kernel alone, not the constants that it takes from others: what
-# is imported from elsewhere is therefore an argument.
+# Numba's cache tracks only the file of a kernel, not the constants that it imports. Imported constants are
+# therefore arguments.
 
-# Bytes per entry: a slot, and an empty one that keeps probes short; while a table grows, the one before.
+# Bytes per entry: a slot, and an empty one that keeps probes short; a growing table also holds the old one.
 ENTRY_BYTES = 16
 GROWING_ENTRY_BYTES = 24
-# Slots whose entries are handed over at a time.
+# Slots per chunk of entries that a full table yields.
 PART_SLOTS = 1 << 20
-# Slots that a count begins with: few columns have more values, and these stay in the cache.
+# First size of a counter: it fits in the cache, and few columns have more values.
 FIRST_SLOTS = 1 << 12
-# A count must fit its half of a slot.
+# A count has half of a slot.
 MOST_COUNTED = (1 << 32) - 1
 
 DRAWN = np.uint64(secrets.randbits(32))
@@ -34,7 +34,7 @@ HALF = np.uint64(32)
 
 @njit(nogil=True, cache=True)
 def _place(code, num_slots, drawn):
-    """Return where to begin to look: MurmurHash3's finaliser, scaled to the number of slots."""
+    """Return the first slot to probe: MurmurHash3's finaliser, scaled to the number of slots."""
     mixed = np.uint64(code) ^ drawn
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & LOW
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & LOW
@@ -44,10 +44,10 @@ def _place(code, num_slots, drawn):
 
 @njit(nogil=True, cache=True)
 def _count(codes, begin, slots, used, drawn, first_non_hex):
-    """Count codes[begin:]; return where it stopped, the slots in use, and whether one was NON_HEX.
+    """Count codes[begin:]; return the index where it stopped, the slots in use, and whether a code was NON_HEX.
 
-    It stops where a code is new and half of the slots are in use. Codes from `first_non_hex`, which is
-    NON_HEX, on are not counted.
+    It stops at a new code if half of the slots are in use. Codes of at least `first_non_hex` (NON_HEX) are
+    not counted.
     """
     most = len(slots) // 2
     has_non_hex = False
@@ -75,7 +75,7 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
 
 @njit(nogil=True, cache=True)
 def _insert(entries, slots, drawn):
-    """Put entries whose codes differ into slots of which at most half are then in use; skip zeros."""
+    """Insert entries of distinct codes, zeros skipped; at most half of the slots are in use afterwards."""
     for entry in entries:
         if entry == 0:
             continue
@@ -87,7 +87,7 @@ def _insert(entries, slots, drawn):
 
 @njit(nogil=True, cache=True)
 def _look_up(codes, slots, drawn, ids):
-    """Write the ids of the codes that are in `slots`; leave the others alone."""
+    """Write the ids of the codes in `slots` to `ids`; leave the others unchanged."""
     for at in range(len(codes)):
         code = codes[at]
         key = np.uint64(code) << HALF
@@ -115,7 +115,7 @@ class Counter:
         self._used = self._counted = 0
 
     def add(self, codes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Count uint32 `codes` [n]; yield what has to leave a full table, as `take` does."""
+        """Count uint32 `codes` [n]; yield the entries of a full table, in the form of `take`."""
         if self._counted + len(codes) > MOST_COUNTED:
             yield from self.take()
         self._counted += len(codes)
@@ -134,7 +134,7 @@ class Counter:
                 self._counted = len(codes) - at
 
     def take(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the distinct codes and their counts, in parts and in no order, and restart with an empty table."""
+        """Yield the distinct codes and their counts in chunks, unordered; then restart with an empty table."""
         for start in range(0, len(self._slots), PART_SLOTS):
             part = self._slots[start : start + PART_SLOTS]
             entries = part[part != 0]
@@ -147,13 +147,13 @@ class Lookup:
     """Maps codes to ids."""
 
     def __init__(self, most_entries: int) -> None:
-        """Make room for `most_entries` codes, `ENTRY_BYTES` each."""
+        """Allocate a table for `most_entries` codes, `ENTRY_BYTES` each."""
         self._slots = np.zeros(2 * most_entries + 1, np.uint64)
 
     def add(self, codes: np.ndarray, ids: np.ndarray) -> None:
-        """Add distinct uint32 `codes` and their int32 or int64 `ids`, from 1 on: a part of them all."""
+        """Add distinct uint32 `codes` and their int32 or int64 `ids`, which start at 1; may be called repeatedly."""
         _insert(codes.astype(np.uint64) << HALF | ids.astype(np.uint64), self._slots, DRAWN)
 
     def __call__(self, codes: np.ndarray, ids: np.ndarray) -> None:
-        """Put the ids of uint32 `codes` [n] into `ids` [n]; those of other codes stay as they are."""
+        """Write the ids of uint32 `codes` [n] to `ids` [n]; entries of unknown codes stay as they are."""
         _look_up(codes, self._slots, DRAWN, ids)

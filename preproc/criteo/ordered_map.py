@@ -1,4 +1,4 @@
-"""A function over a stream of items in several threads, results in the order of the items."""
+"""Map over a stream of items in several threads, with results in the order of the items."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +15,8 @@ def ordered_map(
 ) -> Iterator[Result]:
     """Yield `function(item)` for each of `items`, in their order.
 
-    One thread takes the items, `threads` threads call the function, and at most `ahead` items are
-    between the two ends. What either raises is raised here, in its place. Closing the iterator ends
-    all threads.
+    One thread reads the items and `threads` threads call the function. At most `ahead` items are in flight.
+    An exception of either is raised here, in order. Closing the iterator ends all threads.
     """
     begun: SimpleQueue[Future[Result] | None] = SimpleQueue()
     room, closed = Semaphore(ahead), Event()
@@ -30,7 +29,7 @@ def ordered_map(
                     break
                 begun.put(pool.submit(function, item))
             begun.put(None)
-        except BaseException as error:  # for the other end to raise
+        except BaseException as error:  # raised again by the consumer
             failed: Future[Result] = Future()
             failed.set_exception(error)
             begun.put(failed)

@@ -1,12 +1,12 @@
-"""Raw Criteo lines to a column store: read, parsed by several threads, written in their order.
+"""Raw Criteo lines to a column store: read, parsed by several threads, written in order.
 
 A line has 40 tab-separated columns: the label (0 or 1), 13 integers and 26 categories; a missing
 value is an empty field. Nothing is quoted. Blank lines are skipped.
 
-The store holds `label.u8`, the numericals in their stored dtype, one bit per numerical that says whether
-it was missing, and one column of 32-bit codes per category. A category of eight lower-case hexadecimal
-digits is its own code. Every other text is non-hex: it is kept in Parquet files (column, row, value)
-beside the codes, so that nothing is lost and no dictionary has to fit in memory.
+The store holds `label.u8`, the numericals in their stored dtype, one bit per numerical for missing values,
+and one column of 32-bit codes per category. A category of eight lower-case hexadecimal digits is its own
+code. Every other text is non-hex and is stored in Parquet files (column, row, value) beside the codes.
+Nothing is lost, and no dictionary has to fit in memory.
 """
 
 import os
@@ -31,20 +31,20 @@ from preproc.work_directory import Work
 
 # Key of the record and directory of the files. Earlier versions wrote them, and their runs resume here.
 NON_HEX_FILES = "odd"
-# Text that a thread parses at a time: enough to be worth handing over, little enough to have many.
+# Text per block that a thread parses: large enough for little overhead, small enough for many blocks.
 BLOCK_BYTES = 1 << 22
-# With its columns, which take at most four times the text; if most of its fields are texts without a
-# code, of a character each, the lines are longer, and columns and texts take less than seven times it.
+# Memory per block, with its columns. Columns take at most four times the text. If most fields are non-hex
+# texts of one character, lines are longer, and columns and texts take less than seven times the text.
 MEMORY_BYTES = 8 * BLOCK_BYTES
 CHECKPOINT_SECONDS = 10.0
-# Non-hex texts held in memory before a checkpoint writes them, and the memory of the DuckDB that does.
+# Non-hex texts in memory before a checkpoint writes them, and the memory of the DuckDB that writes.
 NON_HEX_BYTES = 1 << 24
 NON_HEX_MEMORY = "128MB"
 
 
 @dataclass(slots=True)
 class ColumnStore:
-    """The columns of all rows, on disk."""
+    """Columns of all rows, on disk."""
 
     label: StoredColumn
     numerical: StoredColumn
@@ -54,7 +54,7 @@ class ColumnStore:
 
     @classmethod
     def below(cls, directory: Path, numerical_dtype: str) -> "ColumnStore":
-        """Name the files of a work directory."""
+        """Return the column store in a work directory."""
         width = len(NUMERICAL)
         return cls(
             StoredColumn(directory / "label.u8", "u1"),
@@ -66,7 +66,7 @@ class ColumnStore:
 
     @property
     def columns(self) -> list[StoredColumn]:
-        """All of them."""
+        """All columns."""
         return [self.label, self.numerical, self.missing, *self.codes.values()]
 
     @property
@@ -83,19 +83,19 @@ def parse_files(
     store: ColumnStore,
     progress: Progress,
 ) -> list[int]:
-    """Store the lines of all files in order, from the end of the record of `work`; return the rows per file.
+    """Store the lines of all files in order, resuming from the record of `work`; return the rows per file.
 
-    `memory` is for the pieces of text that are parsed at a time.
+    `memory` is the limit for the blocks of text in flight.
 
     Raises:
-        ValueError: a bad line under `on_bad=fail`, a damaged file, a file without a good line.
+        ValueError: a bad line under `on_bad=fail`, a damaged file, or a file without a good line.
     """
     identities = [_identity(file) for file in files]
     state = _recorded(work, identities)
     if state.get("done"):
         return state["rows"]
     threads = config.threads or os.cpu_count() or 1
-    # One is being read and one written beside these.
+    # Two more blocks are being read and written.
     ahead = max(1, min(2 * threads, memory // MEMORY_BYTES - 2))
     parser = BlockParser(store.numerical.dtype.name)
 
@@ -157,7 +157,7 @@ def _parse_file(
 
 
 def _plain_bytes(file: RawFile) -> int:
-    """Return the bytes of its text; compressed logs are taken to unpack to three times their size."""
+    """Return the size of its text; compressed logs are estimated at three times their size."""
     return file.path.stat().st_size * (1 if file.compression == "none" else 3)
 
 
@@ -170,7 +170,7 @@ def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
     if known == identities or (known == identities[: len(known)] and not state.get("done")):
         pass
     elif state["whole_files"] == len(known) - 1 and known[:-1] == identities[: len(known) - 1]:
-        # The file that was being read was corrected meanwhile: only its rows go.
+        # The file that was being read has been corrected since: only its rows are dropped.
         state |= state["before"] | {"files": known[:-1], "rows": state["rows"][:-1]}
     else:
         state = fresh
@@ -185,7 +185,7 @@ def _identity(file: RawFile) -> list[Any]:
 
 
 class _Writer:
-    """Appends parsed blocks to the column store and records how far it is complete."""
+    """Appends parsed blocks to the column store and records its progress."""
 
     def __init__(self, work: Work, store: ColumnStore, state: dict[str, Any]) -> None:
         self.state = state
@@ -213,7 +213,7 @@ class _Writer:
         self._bad.close()
 
     def append(self, parsed: Parsed) -> None:
-        """Append one piece; it is on record only after the next checkpoint."""
+        """Append one block; the next checkpoint records it."""
         self._columns.append(parsed.columns)
         for non_hex in parsed.non_hex:
             self._non_hex.append(non_hex.moved(self._num_rows))
@@ -225,17 +225,17 @@ class _Writer:
         self.state["bad"] += len(parsed.bad)
 
     def quarantine(self, path: Path, line: int, reason: str, text: bytes) -> None:
-        """Keep a bad line aside: file, line number, reason and the line as it stands."""
+        """Write a bad line to the quarantine: file, line number, reason and the line unchanged."""
         self._bad.write(f"{path}\t{line}\t{reason}\t".encode() + text + b"\n")
 
     def checkpoint_if_due(self) -> None:
-        """Make a checkpoint now and then."""
+        """Make a checkpoint if the last one is long ago."""
         due = time.monotonic() - self._saved > CHECKPOINT_SECONDS
         if due or self._non_hex_bytes > NON_HEX_BYTES:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Bring everything to the disk, then record it."""
+        """Sync everything to disk, then record it."""
         self._columns.sync()
         if self._non_hex:
             _write_non_hex(
@@ -250,7 +250,7 @@ class _Writer:
 
 
 def _write_non_hex(non_hex: list[NonHexTexts], path: Path) -> None:
-    """Write texts that have no code, ordered by column and row; `path` lies in the work directory."""
+    """Write non-hex texts ordered by column and row; `path` is in the work directory."""
     import pyarrow as pa
 
     texts = pa.table(  # noqa: F841, the query reads it

@@ -1,7 +1,7 @@
 """A block of raw text to columns: labels, transformed numericals, their missing bits, codes.
 
-A category of eight lower-case hexadecimal digits is its own code; the texts of all others go beside
-the codes. Several threads parse pieces with one parser.
+A category of eight lower-case hexadecimal digits is its own code; all other texts are stored beside the
+codes. Several threads may share one parser.
 """
 
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ from preproc.criteo.tokenizer import LEAST, MISSING_BYTES, MOST, OTHER_LINE, par
 from preproc.line_blocks import mistake_in
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
 
-if TYPE_CHECKING:  # 25 MB that only texts without a code are worth
+if TYPE_CHECKING:  # 25 MB of memory that only non-hex texts need
     import pyarrow as pa
 
 KNOWN_PART = 1 << 17
-# Settings of a DuckDB that transforms a few integers.
+# A small DuckDB: it transforms a few integers.
 SMALL: dict[str, str | bool | int | float | list[str]] = {"threads": 1, "memory_limit": "64MB"}
-# A line of empty fields; what a piece has no rows for is memory that is never touched.
+# Length of a line of empty fields. Memory for rows that a block does not have is never touched.
 SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
-# Texts without a code, and integers that are not looked up, that the kernel finds before it stops.
+# Non-hex texts, and integers outside the lookup table, that the kernel collects before it stops.
 MOST_FOUND = 1 << 13
 
 
 @dataclass(slots=True)
 class NonHexTexts:
-    """Texts that have no code, as Arrow arrays: a Python string for each would be ten times as large.
+    """Texts without a code, as Arrow arrays; Python strings would take ten times the memory.
 
     Attributes:
         columns: uint8 [n], the number of the column.
-        rows: int32 [n] within a piece, int64 [n] over all.
+        rows: int32 [n] within a block, int64 [n] over all rows.
         texts: string [n].
     """
 
@@ -42,7 +42,7 @@ class NonHexTexts:
     texts: "pa.Array"
 
     def moved(self, rows: int) -> "NonHexTexts":
-        """Return them with row numbers that are larger by `rows`."""
+        """Return a copy whose row numbers are larger by `rows`."""
         import pyarrow as pa
 
         return NonHexTexts(
@@ -57,12 +57,12 @@ class NonHexTexts:
 
 @dataclass(slots=True)
 class Parsed:
-    """A piece of text as columns.
+    """A block of text as columns.
 
     Attributes:
         columns: arrays of the good lines, in the order of `ColumnStore.columns`.
-        non_hex: texts without a code, in parts, by row within the block.
-        bad: index of the line within the piece, reason, line.
+        non_hex: texts without a code, in chunks, with rows counted within the block.
+        bad: (index of the line within the block, reason, line).
         num_lines: lines of the text, good, bad or blank.
         num_bytes: of the text.
     """
@@ -81,8 +81,8 @@ class Parsed:
 
 @cache
 def _known(dtype: np.dtype) -> np.ndarray:
-    """Return the values of the integers LEAST to MOST and of a missing one, as they are stored."""
-    # In parts: what DuckDB needs for all at once would be the largest thing in memory.
+    """Return the stored values of the integers LEAST to MOST, then that of a missing one."""
+    # In chunks: otherwise this query would use more memory than anything else.
     parts: list[np.ndarray] = [
         np.arange(start, min(start + KNOWN_PART, MOST + 1))
         for start in range(LEAST, MOST + 1, KNOWN_PART)
@@ -101,19 +101,19 @@ def _transformed(
 
 
 class BlockParser:
-    """Parses pieces of whole lines; it keeps nothing from one piece to the next."""
+    """Parses blocks of complete lines; it keeps no state between blocks."""
 
     def __init__(self, numerical_dtype: str) -> None:
         self._connection = duckdb.connect(config=SMALL)
         self._dtype = np.dtype(numerical_dtype)
-        # The kernel copies values and need not know what they are: Numba has no float16.
+        # The kernel copies values as integers of the same width, since Numba has no float16.
         self._bits = np.dtype(f"u{self._dtype.itemsize}")
         self._known = _known(self._dtype).view(self._bits)
 
     def __call__(self, text: bytes) -> Parsed:
         """Return the columns of `text`, which ends with a line end."""
-        # An odd number of cache lines per column of codes: columns that lie a multiple of 4 KiB apart
-        # would push each other out of the cache.
+        # An odd number of cache lines per column of codes: columns a multiple of 4 KiB apart would evict each
+        # other from the cache.
         rows = len(text) // SHORTEST_LINE_BYTES // 32 * 32 + 48
         labels = np.empty(rows, np.uint8)
         numericals = np.empty((rows, NUM_NUMERICAL), self._bits)
@@ -144,7 +144,7 @@ class BlockParser:
                 end = text.index(b"\n", at)
                 line = text[at:end].removesuffix(b"\r")
                 reason = mistake_in(line)
-                if reason is None:  # text beyond ASCII, which this line alone may hold
+                if reason is None:  # text beyond ASCII: only this line has been validated
                     assert not trusted, line
                     stop, trusted = end + 1, True
                 else:
@@ -167,7 +167,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _non_hex_texts(text: bytes, non_hex: np.ndarray) -> NonHexTexts:
-    """Return what the kernel found: [n, 4] of column, row, start and end."""
+    """Return the texts at `non_hex`, int64 [n, 4]: column, row, start and end."""
     import pyarrow as pa
 
     data = b"".join([text[start:end] for start, end in non_hex[:, 2:].tolist()])

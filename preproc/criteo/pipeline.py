@@ -1,9 +1,9 @@
 """Raw Criteo logs to a dataset directory, out of core, in stages that survive the process.
 
-parse: the lines become a column store. shuffle: the training rows change places, if asked for.
-encode: each column is counted, ranked and written on its own. write: labels and numericals. At the
-end the spec is written and the directory renamed to its place. What a stage has done is on record
-(`preproc/work_directory.py`), and a killed run resumes after it.
+parse: lines become a column store. shuffle: the training rows are permuted, with `shuffle=true`. encode:
+every column is counted, ranked and written by itself. write: labels and numericals. At the end the spec is
+written and the directory renamed to the output. Completed stages are recorded (`preproc/work_directory.py`),
+and a killed run resumes after them.
 """
 
 import glob
@@ -47,13 +47,13 @@ from preproc.work_directory import (
     work_directory_of,
 )
 
-# Python, NumPy, Numba, Arrow and DuckDB themselves.
+# Memory of Python, NumPy, Numba, Arrow and DuckDB themselves.
 BASE_BYTES = 320 << 20
-# A column at work: counts in DuckDB, a chunk and a hash table beside it.
+# Memory per column in progress: counts in DuckDB, a chunk and a hash table.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
-# The ids of a row, as in the dataset of Criteo's terabyte (docs/criteo.md): how wide they become is
-# not known before the values are counted.
+# Bytes of the ids per row in the dataset of Criteo's terabyte (docs/criteo.md). The actual width is unknown
+# until the values are counted.
 IDS_BYTES = 63
 
 
@@ -85,14 +85,14 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         try:
             splits = split_rows(config, rows[: len(files)], rows[len(files) :])
         except ValueError:
-            work.forget()  # other options or other files are another dataset
+            work.forget()  # the next run has other options or files, so it cannot resume
             raise
         _write(config, work, store, splits, progress)
     print_result(progress.console, progress, output, sum(rows))
 
 
 def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dict[str, Any]:
-    """Return what the dataset depends on, apart from the files themselves."""
+    """Return the options that the dataset depends on, without the files themselves."""
     keys = ["split", "train_fraction", "frequency_limit", "vocabulary", "numerical_dtype"]
     keys += ["shuffle", "on_bad", "seed", "plot"]
     options = {key: getattr(config, key) for key in keys}
@@ -104,7 +104,7 @@ def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dic
 
 
 def estimated_rows(files: list[RawFile]) -> float:
-    """Return about how many rows the files have, from the length of their first lines."""
+    """Estimate the rows of the files from the length of their first lines."""
     rows = 0.0
     for file in files:
         piece = next(blocks(file, 0), b"")
@@ -115,10 +115,10 @@ def estimated_rows(files: list[RawFile]) -> float:
 
 
 def _check_disks(config: PreprocConfig, output: Path, store: ColumnStore, rows: float) -> None:
-    """Raise ValueError if the work directory or the dataset will not fit where they are to stand.
+    """Raise ValueError if there is too little disk space for the work directory or the dataset.
 
-    The staged columns stand once, twice while rows are shuffled. Beside them grows the dataset: labels
-    and numericals are written a second time, and ids take no more than the codes that they replace.
+    The column store exists once, and twice during the shuffle. The dataset needs space beside it: labels and
+    numericals are written a second time, and ids take no more than the codes that they replace.
     """
     work_parent = work_directory_of(config, output).parent
     work_bytes = rows * store.row_bytes * (2.0 if config.shuffle else 1.0)
@@ -134,10 +134,10 @@ def _check_disks(config: PreprocConfig, output: Path, store: ColumnStore, rows: 
 def split_rows(
     config: PreprocConfig, source_rows: list[int], test_rows: list[int]
 ) -> dict[str, range]:
-    """Return the rows of each split as a range over all staged rows; `train` begins at 0.
+    """Return the rows of each split as a range over all parsed rows; `train` begins at 0.
 
     Args:
-        config: says how to split.
+        config: options of the split.
         source_rows: good lines of each file of `source`.
         test_rows: good lines of each file of `test_source`; none if it is not set.
 
@@ -148,7 +148,7 @@ def split_rows(
     if test_rows:
         return {"train": range(num_rows), "test": range(num_rows, num_rows + sum(test_rows))}
     if config.split is Split.fraction:
-        # As a decimal number: 0.29 of 100 rows is 29 of them, not the 28 of floating point.
+        # As a decimal fraction: 0.29 of 100 rows is 29, whereas floating point gives 28.
         num_train = int(num_rows * Fraction(str(config.train_fraction)))
         splits = {"train": range(num_train), "test": range(num_train, num_rows)}
         way = f"train_fraction={config.train_fraction} of {num_rows} rows"
@@ -176,7 +176,7 @@ def _write(
     splits: dict[str, range],
     progress: Progress,
 ) -> None:
-    """Write the dataset of a complete column store, and put it in place."""
+    """Write the dataset of a complete column store and rename it to the output."""
     dataset = work.dataset
     num_rows = max(rows.stop for rows in splits.values())
     counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
@@ -223,10 +223,10 @@ def _encode(
     counted: range,
     progress: Progress,
 ) -> dict[str, EncodedColumn]:
-    """Shuffle the training rows, if asked for, and write the ids of all categorical columns."""
+    """Shuffle the training rows if `shuffle` is set, and write the ids of all categorical columns."""
     memory = memory_bytes(config)
     threads = config.threads or os.cpu_count() or 1
-    # Half of what the base leaves is for DuckDB, half for arrays. DuckDB reports a limit that is too low.
+    # Half of the remaining memory is for DuckDB, half for arrays. DuckDB reports a limit that is too low.
     spare = max(memory - BASE_BYTES, memory // 2)
     num_train = len(splits["train"])
     with connect(config, work.directory, spare // 2) as connection:
@@ -252,7 +252,7 @@ def _shuffle(
     threads: int,
     progress: Progress,
 ) -> None:
-    """Shuffle the training rows, if asked for and not done; texts without a code get a map."""
+    """Shuffle the training rows if `shuffle` is set and not done; note the old rows for texts without a code."""
     if not config.shuffle or work.state.get("shuffled"):
         return
     columns = list(store.columns)
@@ -273,14 +273,14 @@ def _shuffle(
 
 
 def _origin(store: ColumnStore) -> StoredColumn:
-    """Return the column that says where a shuffled row stood before."""
+    """Return the column with the original row of every shuffled row."""
     return StoredColumn(store.non_hex.with_name("origin.i64"), "<i8")
 
 
 def _view_non_hex(
     connection: duckdb.DuckDBPyConnection, work: Work, store: ColumnStore, shuffled_rows: int
 ) -> None:
-    """Make the relation `non_hex` (column, row, value): the texts that have no code, where they stand now."""
+    """Create the relation `non_hex` (column, row, value): texts without a code, by their current rows."""
     if not work.state["parse"][NON_HEX_FILES]:
         connection.execute('CREATE TABLE non_hex ("column" INTEGER, "row" BIGINT, value VARCHAR)')
         return
@@ -302,7 +302,7 @@ def _view_non_hex(
 def _encode_all(
     encoder: ColumnEncoder, work: Work, store: ColumnStore, workers: int, progress: Progress
 ) -> dict[str, EncodedColumn]:
-    """Encode the columns that are not on record, a few at a time; a staged column goes when it is."""
+    """Encode the columns that are not recorded, a few at a time, and remove each stored column once it is recorded."""
     state = work.state.setdefault("encoded", {})
     with progress.stage("count, rank and encode categoricals") as stage:
         stage.total = len(CATEGORICAL)
@@ -354,7 +354,7 @@ def _write_plain(
 
 
 def _missing_numericals(store: ColumnStore, counted: range) -> dict[str, ColumnSummary]:
-    """Return how much of each numerical is missing in the rows `counted`."""
+    """Return the fraction of missing values per numerical in the rows `counted`."""
     missing = np.zeros(len(NUMERICAL), np.int64)
     for _, bits in store.missing.chunks(counted, CHUNK_ROWS):
         bits = bits.reshape(len(bits), -1)

@@ -1,9 +1,9 @@
-"""A random order of all training rows, out of core: a pure function of the seed and the rows.
+"""Out-of-core random permutation of all training rows: a pure function of the seed and the number of rows.
 
-Each row draws a bucket, and each bucket is permuted in memory; the buckets stand one after another.
-If buckets are drawn independently and uniformly, and permutations too, every order of all rows is
-equally likely: this is the first step of a radix sort by random numbers. How many buckets there are
-depends on the rows alone, never on the memory or the threads, so the order does not either.
+Every row draws a bucket, every bucket is permuted in memory, and the buckets are concatenated. If buckets and
+permutations are drawn independently and uniformly, every order is equally likely: this is the first step of a
+radix sort by random numbers. The number of buckets depends on the rows alone. The order is therefore the same
+for any memory limit and number of threads.
 """
 
 import os
@@ -23,7 +23,7 @@ CHUNK_ROWS = 1 << 21
 
 
 def num_buckets(num_rows: int) -> int:
-    """Return how many buckets `num_rows` rows are dealt to."""
+    """Return the number of buckets for `num_rows` rows."""
     return -(-num_rows // BUCKET_ROWS)
 
 
@@ -40,7 +40,7 @@ def order_within(seed: int, bucket: int, num_rows: int) -> np.ndarray:
 
 
 def worker_bytes(columns: list[StoredColumn], num_rows: int) -> int:
-    """Return what a thread takes at most: a bucket of the widest column twice, and its order."""
+    """Return the most memory per thread: a bucket of the widest column twice, and its order."""
     widest = max(column.row_bytes for column in columns)
     rows = min(num_rows, BUCKET_ROWS)
     return rows * (2 * widest + np.dtype(np.int64).itemsize)
@@ -51,8 +51,8 @@ def shuffle_rows(
 ) -> None:
     """Put the first `num_rows` rows of all columns into the random order of `seed`.
 
-    First every column is dealt into a second file, bucket after bucket; once that is on record, each
-    bucket is permuted back into the first one. Both steps can be repeated from their start.
+    First, every column is partitioned into a second file, bucket after bucket. Once that is recorded, every
+    bucket is permuted back into the first file. Both steps can be repeated from their start.
     """
     state = work.state.setdefault("shuffle", {"dealt": [], "permuted": []})
     buckets = num_buckets(num_rows)
@@ -68,7 +68,7 @@ def shuffle_rows(
         with _dealt(column).open("wb", buffering=0) as stream:
             for start, values in column.chunks(range(num_rows), CHUNK_ROWS):
                 dealt = buckets_of(seed, start, start + len(values), buckets)
-                # Stable, so rows of a bucket keep their order whatever the size of a chunk is.
+                # Stable, so the order within a bucket does not depend on the chunk size.
                 values = values[np.argsort(dealt, kind="stable")]
                 at = 0
                 for bucket, count in enumerate(np.bincount(dealt, minlength=buckets)):
@@ -83,7 +83,7 @@ def shuffle_rows(
         with column.path.open("r+b", buffering=0) as stream:
             for bucket in range(buckets):
                 first, last = int(starts[bucket]), int(starts[bucket + 1])
-                # Without a name, so that no bucket is in memory while the next one is read.
+                # Not bound to a name, so that the bucket is freed before the next one is read.
                 _write_at(
                     stream.fileno(),
                     source.read(first, last)[order_within(seed, bucket, last - first)],

@@ -1,8 +1,7 @@
 """Tab-separated lines to columns of numbers: one pass over the bytes, compiled by Numba.
 
-The kernel takes good lines as they come and stops in front of any other; which of its fields is
-wrong, and whether that is the whole truth, is for `preproc/line_blocks.py` to say. It holds no lock of
-Python's, so several threads parse at once.
+The kernel parses good lines and stops before any other line. `preproc/line_blocks.py` then decides whether
+that line is bad, and which field is wrong. The kernel releases the GIL, so several threads parse at once.
 """
 
 import numpy as np
@@ -10,23 +9,24 @@ from numba import njit
 
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
-# Numba's cache of compiled kernels follows this file alone. After a change of NUM_NUMERICAL or
+# Numba's cache of compiled kernels tracks only this file. After a change of NUM_NUMERICAL or
 # NUM_CATEGORICAL in `preproc/vocabulary_sql.py` touch this file, or remove `__pycache__`.
 
-# Codes of a hexadecimal column that stand for no number: a missing field, and a field that is not
-# exactly eight lower-case digits (or is one of these two), whose text is kept beside the codes.
+# Two codes with a special meaning: a missing field, and a non-hex field, whose text is stored beside the
+# codes. Non-hex is any field other than eight lower-case digits, or one that spells either of these two
+# codes.
 MISSING = 0xFFFFFFFF
 NON_HEX = 0xFFFFFFFE
-# Integers whose transformed value is looked up, nearly all of Criteo's; the table holds one more
-# value, that of a missing integer. Numbers of at most 18 digits always fit 64 bits.
+# Range of integers whose transformed value is looked up: nearly all of Criteo's. The table has one more
+# entry, for a missing integer. Numbers of at most 18 digits always fit 64 bits.
 LEAST, MOST = -16, (1 << 21) - 17
 MAX_DIGITS = 18
-# Why the kernel stops: the text is at its end, the line is not one it takes, an array is full.
+# Reasons for which the kernel stops: end of the text, a line that it cannot parse, a full array.
 END, OTHER_LINE, FULL = 0, 1, 2
 
 TAB, LINE_END, RETURN = ord("\t"), ord("\n"), ord("\r")
 PLUS, MINUS, ZERO = ord("+"), ord("-"), ord("0")
-# Fields of the bit set that says which integers of a row are missing, as numpy.packbits has them.
+# Bytes of the bit set of missing integers in a row, in the order of numpy.packbits.
 MISSING_BYTES = (NUM_NUMERICAL + 7) // 8
 
 
@@ -36,8 +36,8 @@ def _each(byte: int) -> np.uint64:
 
 
 ONES, HIGH_BITS, LOW_NIBBLES = _each(0x01), _each(0x80), _each(0x0F)
-# A digit is 0x30 to 0x39, a letter 0x61 to 0x66: what to take away from each byte, so that its high
-# bit (set before) goes if it is too small, and what to add, so that its high bit comes if too large.
+# A digit is 0x30 to 0x39, a letter 0x61 to 0x66. Subtracting the lower bound clears the high bit (set before)
+# of a byte that is too small. Adding to a byte that is too large sets its high bit.
 LEAST_DIGIT, TO_LETTER = _each(0x30), np.uint64(0x61 - 0x30)
 OVER_DIGIT, OVER_LETTER = _each(0x7F - 0x39), np.uint64((0x7F - 0x39) - (0x7F - 0x66))
 PAIRS, QUADS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF)
@@ -49,7 +49,7 @@ NIBBLE, WHOLE, CODE = np.uint64(4), np.uint64(32), np.uint64(0xFFFFFFFF)
 def _word(text, at):
     """Return eight bytes as a little-endian number.
 
-    LLVM makes one load of it, if indices are unsigned: signed ones may count from the end.
+    LLVM turns it into one load if indices are unsigned, since signed ones may count from the end.
     """
     word, first = np.uint64(0), np.uint64(at)
     for byte in range(8):
@@ -59,14 +59,14 @@ def _word(text, at):
 
 @njit(nogil=True, cache=True)
 def _hexadecimal(word):
-    """Return the number that eight characters stand for, or NON_HEX if one is no lower-case digit."""
+    """Return the value of eight hexadecimal characters, or NON_HEX if one is no lower-case digit."""
     letters = (word >> SIX) & ONES
     enough = ((word | HIGH_BITS) - (LEAST_DIGIT + letters * TO_LETTER)) & HIGH_BITS
     wrong = (word | (word + (OVER_DIGIT - letters * OVER_LETTER))) & HIGH_BITS
     if enough != HIGH_BITS or wrong != 0:
         return np.uint32(NON_HEX)
-    # Nibbles join their neighbours to bytes, these to pairs, these to the number; the first
-    # character, in the lowest byte, is the most significant.
+    # Nibbles are joined to bytes, bytes to pairs, pairs to the number. The first character, in the lowest
+    # byte, is the most significant.
     digits = (word & LOW_NIBBLES) + letters * NINE
     digits = ((digits << NIBBLE) | (digits >> BYTE)) & PAIRS
     digits = ((digits << BYTE) | (digits >> HALF)) & QUADS
@@ -80,7 +80,7 @@ def _ends_field(byte):
 
 @njit(nogil=True, cache=True)
 def _integers(text, at, row, known, numericals, missing, far, far_values, num_far):
-    """Store the integers of a row; return where the next field begins or -1, and entries of `far`."""
+    """Store the integers of a row; return the index of the next field or -1, and the number of entries of `far`."""
     missing_bits = 0
     for column in range(NUM_NUMERICAL):
         byte = np.int64(text[at])
@@ -116,7 +116,7 @@ def _integers(text, at, row, known, numericals, missing, far, far_values, num_fa
 
 @njit(nogil=True, cache=True)
 def _categories(text, at, stop, trusted, row, codes, non_hex, num_non_hex):
-    """Store the codes of a row; return where the next line begins or -1, and entries of `non_hex`."""
+    """Store the codes of a row; return the index of the next line or -1, and the number of entries of `non_hex`."""
     for column in range(NUM_CATEGORICAL):
         code, end = np.uint32(MISSING), at
         if not _ends_field(text[at]):
@@ -164,28 +164,28 @@ def parse_lines(
     far_values,
     non_hex,
 ):
-    """Parse lines into row `row` and those behind it.
+    """Parse lines into the rows from `row`.
 
     Blank lines are skipped; a carriage return before the line end is left out.
 
     Args:
         text: uint8; text[stop - 1] is a line end.
-        at: where a line begins.
-        stop: where to end, behind a line end.
-        trusted: whether text beyond ASCII is known to be UTF-8; if not, its lines are not taken.
-        row: rows that stand in the columns already.
+        at: index of the start of a line.
+        stop: index to end at, just after a line end.
+        trusted: whether text beyond ASCII is known to be UTF-8; if not, the kernel stops at such lines.
+        row: rows that the columns hold already.
         known: the stored value of the integers LEAST to MOST, then that of a missing one.
         labels: uint8 [rows].
         numericals: stored values [rows, NUM_NUMERICAL].
-        missing: uint8 [rows, MISSING_BYTES], a bit an integer.
+        missing: uint8 [rows, MISSING_BYTES], one bit per integer.
         codes: uint32 [NUM_CATEGORICAL, rows].
-        far: int64 [n], index in the flat `numericals` of an integer that `known` does not hold.
-        far_values: int64 [n], that integer.
-        non_hex: int64 [n, 4]: column, row, start and end of a text that has no code.
+        far: int64 [n], indices in the flat `numericals` of integers outside `known`.
+        far_values: int64 [n], those integers.
+        non_hex: int64 [n, 4]: column, row, start and end of each text without a code.
 
     Returns:
-        END, OTHER_LINE or FULL; the beginning of the first line that was not parsed; the number of
-        lines, blank ones included, that were; rows in the columns; entries of `far`, of `non_hex`.
+        END, OTHER_LINE or FULL; index of the first line that was not parsed; number of parsed lines, blank
+        ones included; rows in the columns; entries of `far` and of `non_hex`.
     """
     num_lines = num_far = num_non_hex = 0
     while at < stop:

@@ -10,15 +10,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-# Frequency limits that the report tries: what would be kept, and how many rows that covers.
+# Frequency limits for which the report shows the kept values and the rows that they cover.
 COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
 
 
 @dataclass(slots=True)
 class SplitSummary:
-    """One split: its rows, those labelled 1, and how many ids of each categorical feature are 0.
+    """Statistics of one split: rows, rows labelled 1, and ids that are 0 per categorical feature.
 
-    `unseen` counts values that are there and have no id, where that was counted.
+    `unseen` counts values without an id, if the run counts them.
     """
 
     rows: int
@@ -29,15 +29,15 @@ class SplitSummary:
 
 @dataclass(slots=True)
 class ColumnSummary:
-    """One feature over the rows that vocabularies are built on.
+    """Statistics of one feature, over the rows that vocabularies are built on.
 
     Attributes:
-        missing: part of the rows without a value.
+        missing: fraction of the rows without a value.
         distinct: values seen, of a categorical feature.
         kept: values with an id of their own, of a categorical feature.
-        coverage: of a categorical feature, for each of `COVERAGE_LIMITS` the values that are seen at
-            least so often, and the rows they make.
-        rows: rows that were looked at.
+        coverage: of a categorical feature, per limit of `COVERAGE_LIMITS` the values seen at least that often
+            and their rows.
+        rows: rows of the statistics.
     """
 
     missing: float
@@ -48,9 +48,9 @@ class ColumnSummary:
 
 
 class Progress:
-    """Prints a line as each stage ends; while it runs, how far it is, its rate and the time left.
+    """Prints one line at the end of each stage, and its progress, rate and remaining time while it runs.
 
-    On a terminal that is a line that changes; elsewhere, in a log, a new line per minute.
+    A terminal shows the progress in one line that changes; a log gets a new line per minute.
     """
 
     def __init__(self, console: Console) -> None:
@@ -77,12 +77,12 @@ class Progress:
 
 
 class Stage:
-    """A stage that runs; `name` may be completed before it ends.
+    """A running stage; `name` may be extended before its end.
 
     Attributes:
-        name: what is printed when it ends.
-        detail: what it is busy with.
-        total: total work, in any unit; None if that is not known.
+        name: text printed at its end.
+        detail: text about the current work.
+        total: total work, in any unit; None if unknown.
     """
 
     def __init__(self, name: str, show: Callable[[str], object]) -> None:
@@ -94,10 +94,10 @@ class Stage:
         self._first: float | None = None
 
     def update(self, done: float, rows: int | None = None) -> None:
-        """Show that `done` of `total` is done, and `rows` rows, but not more often than it can be read."""
+        """Show that `done` of `total` and `rows` rows are done, at most a few times per second."""
         now = time.monotonic()
         if self._first is None:
-            self._first = done  # what an earlier run did took none of this one's time
+            self._first = done  # work of an earlier run took no time of this run
         interval = 0.2 if getattr(self._show, "__name__", "") == "update" else 60
         if now - self._shown < interval:
             return
@@ -105,7 +105,7 @@ class Stage:
         self._show(self.describe(done, now - self._began, rows))
 
     def describe(self, done: float, seconds: float, rows: int | None = None) -> str:
-        """Return the line that is shown: part done, rows and their rate, time left."""
+        """Return the line to show: rows and their rate, percentage done, time left."""
         text = f"{self.name}: {self.detail}" if self.detail else self.name
         if rows:
             text += f", {rows:,} rows ({rows / max(seconds, 1e-9):,.0f} rows/s)"
@@ -127,10 +127,10 @@ def print_columns(
     """Print the table of feature columns.
 
     Args:
-        console: where to.
-        columns: one entry a feature.
-        splits: the splits as they were written.
-        counted: the rows that `columns` describes, in words.
+        console: destination.
+        columns: one entry per feature.
+        splits: summaries of the written splits.
+        counted: description of the rows of the statistics.
     """
     table = Table(title=f"columns, counted on {counted}", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("column")

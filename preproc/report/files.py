@@ -1,4 +1,4 @@
-"""The report of a run beside its dataset: report.json, and report.png to look at."""
+"""Report of a run, stored in its dataset: report.json, and report.png as a figure."""
 
 import json
 from dataclasses import asdict
@@ -18,9 +18,9 @@ def write_report(
     bad_rows: int,
     plot: bool,
 ) -> None:
-    """Write report.json and, if asked for, report.png below `directory`.
+    """Write report.json and, with `plot`, report.png below `directory`.
 
-    The same data and options give the same bytes: no times are in it.
+    The same data and options give the same bytes, since the report holds no times.
     """
     document = {
         "counted": counted,

@@ -35,9 +35,9 @@ def draw(
 
     Args:
         path: of the image.
-        columns: one entry a feature, in the order in which they are drawn.
-        splits: as they were written.
-        frequency_limit: that of the run; columns may have limits of their own.
+        columns: one entry per feature, in the order of the rows of the figure.
+        splits: summaries of the written splits.
+        frequency_limit: limit of the run; a column may have its own.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ def _draw_sizes(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: i
         if column.kept != column.distinct:
             text += f" of {_short(column.distinct)}"
         axes.text(1.2 * max(column.distinct, 1), y, text, va="center", size=7.5)
-    # Room for the words behind the longest bar.
+    # Space for the text after the longest bar.
     axes.set(
         title=f"values that are kept (dark) of those seen, limit {frequency_limit}",
         xscale="log",
@@ -91,7 +91,7 @@ def _draw_sizes(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: i
 
 
 def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: int) -> None:
-    """Draw, for each limit, the part of rows whose value is kept, of those that have one."""
+    """Draw per limit the fraction of rows with a value whose value is kept."""
     cells = np.full((len(columns), len(COVERAGE_LIMITS)), np.nan)
     table_rows = np.zeros(len(COVERAGE_LIMITS), np.int64)
     for y, column in enumerate(columns.values()):
@@ -99,7 +99,7 @@ def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit
             seen = max(column.coverage[0][1], 1)
             cells[y] = [100 * rows / seen for _, rows in column.coverage]
             table_rows += [values + 1 for values, _ in column.coverage]
-    # Darker where more is lost.
+    # Darker cells lose more rows.
     axes.imshow(100 - cells, cmap="YlOrBr", vmin=0, vmax=60, aspect="auto", alpha=0.85)
     for (y, x), part in np.ndenumerate(cells):
         if np.isfinite(part):
@@ -120,7 +120,7 @@ def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit
 
 
 def _short(number: int) -> str:
-    """Return a number in three digits: 950, 24.1k, 1.07M."""
+    """Format a number in three digits: 950, 24.1k, 1.07M."""
     for unit, factor in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= factor:
             return f"{number / factor:.3g}{unit}"

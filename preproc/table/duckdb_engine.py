@@ -1,7 +1,7 @@
 """Engines that run the SQL of table datasets: the interface, and DuckDB.
 
-An engine reads sources, numbers rows, and writes the result of a query to Parquet. Everything else,
-the SQL itself and the dataset's files, is the same for all of them (`preproc/table/pipeline.py`).
+An engine reads sources, numbers rows, and writes the result of a query to Parquet. The SQL itself and the
+files of the dataset are the same for all engines (`preproc/table/pipeline.py`).
 """
 
 import csv
@@ -21,59 +21,59 @@ from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import quoted, text
 from preproc.work_directory import connect, first_line, memory_bytes
 
-# Python and NumPy beside DuckDB.
+# Memory of Python and NumPy beside DuckDB.
 BASE_BYTES = 200 << 20
 
 
 def nulls_first(order_by: list[str]) -> str:
-    """Return the ORDER BY list that means the same to every engine."""
+    """Return an ORDER BY list with the same meaning in every engine."""
     return ", ".join(f"{expression} NULLS FIRST" for expression in order_by)
 
 
 class Engine(Protocol):
-    """Runs queries. Relations have names; every result that is to stay is a directory of Parquet.
+    """Interface of an engine. Relations have names, and stored results are directories of Parquet files.
 
     Attributes:
-        columns_at_once: threads that may call it at the same time.
+        columns_at_once: threads that may call the engine at the same time.
     """
 
     columns_at_once: int
 
     def read(self, name: str, source: Source, files: list[RawFile]) -> None:
-        """Make relation `name` of the files' rows in their order, with `file_` and `order_`.
+        """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
 
-        `(file_, order_)` orders the rows; all columns of text files are text, missing where empty.
+        Rows are ordered by `(file_, order_)`. All columns of text files are text, and empty fields are missing.
         """
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
-        """Write `query` in the order of `order_by` with `row_`, 0, 1, ..., as the first column."""
+        """Write `query`, ordered by `order_by`, with the row number `row_` from 0 as the first column."""
 
     def write(self, query: str, path: Path) -> None:
-        """Write the result of `query`, in the order that it asks for."""
+        """Write the result of `query` in its own order."""
 
     def view(self, name: str, path: Path) -> None:
-        """Make relation `name` of what was written to `path`."""
+        """Create relation `name` of the files written to `path`."""
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the few rows of a query."""
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
-        """Return what could not be split into columns: file, line, reason, text.
+        """Return the lines that could not be split into columns: file, line number, reason, text.
 
-        Under `on_bad=fail` an engine may raise instead when it meets one.
+        Under `on_bad=fail` an engine may raise an error at the first one instead.
         """
 
     def exploded(self, relation: str, row: str, column: str) -> str:
-        """Return a query (row, position, value): a row for each item of a list column."""
+        """Return a query (row, position, value) with one row per item of a list column."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
 class DuckDBEngine:
-    """One process, within `memory_limit`, spilling to the work directory."""
+    """DuckDB in this process, within `memory_limit`; it spills to the work directory."""
 
-    # One query takes all threads; several at once would share its memory.
+    # One query uses all threads, and concurrent queries would share its memory.
     columns_at_once = 1
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
@@ -87,7 +87,7 @@ class DuckDBEngine:
         )
 
     def read(self, name: str, source: Source, files: list[RawFile]) -> None:
-        """Read each file by itself, so that an error names it."""
+        """Read each file by its own query, so that an error names the file."""
         parts = []
         for number, file in enumerate(files):
             path = glob.escape(str(file.path))
@@ -124,7 +124,7 @@ class DuckDBEngine:
         )
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
-        """Number the rows in one streaming pass behind the sort."""
+        """Number the rows in one streaming pass after the sort."""
         self.write(
             f"SELECT row_number() OVER () - 1 AS row_, * FROM (SELECT * FROM ({query}) "
             f"ORDER BY {nulls_first(order_by)})",
@@ -175,7 +175,7 @@ class DuckDBEngine:
         )
 
     def exploded(self, relation: str, row: str, column: str) -> str:
-        """Unnest the list beside its subscripts."""
+        """Unnest the list together with its subscripts."""
         return (
             f"SELECT {row}, CAST(generate_subscripts({column}, 1) - 1 AS INTEGER) AS position_, "
             f"nullif(CAST(unnest({column}) AS STRING), '') AS value FROM {relation}"
@@ -199,7 +199,7 @@ def _header(source: Source, file: RawFile) -> list[str]:
 
 
 def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
-    """Return the error to raise: what the user can mend as a ValueError, the rest as it is."""
+    """Return the error to raise: a ValueError for user errors, any other error unchanged."""
     message = str(error)
     if "GZIP" in message and file:
         return ValueError(cut_short(file.path))

@@ -1,10 +1,10 @@
-"""The transformations of table datasets, as SQL that DuckDB and Spark both take, word for word.
+"""Transformations of table datasets, as the same SQL text for DuckDB and Spark.
 
-What the two call differently stands behind functions that each engine defines for itself:
-`hex_number(text)`, `split_text(text, separator)`. Sums are taken over whole numbers, so that they
-do not depend on the order in which an engine adds.
+Where the two differ, each engine defines a function of the same name: `hex_number(text)` and
+`split_text(text, separator)`. Sums are over integers, so they do not depend on the order in which an engine
+adds.
 
-A value's text is what is counted; the empty text is missing, as null is.
+Categorical values are compared as text. An empty text is missing, like null.
 """
 
 from fractions import Fraction
@@ -12,18 +12,18 @@ from fractions import Fraction
 from configs.table_schema import Categorical, Numerical, SplitRule, transform_of
 from preproc.vocabulary_sql import vocabulary
 
-# Stands between the values of a cross; no text holds it.
+# Separates the values of a cross; it does not occur in text.
 UNIT_SEPARATOR = "chr(31)"
 FIXED_POINT = 2.0**40
 
 
 def quoted(name: str) -> str:
-    """Return an identifier."""
+    """Return `name` as a quoted identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
-    """Return a literal."""
+    """Return `value` as a text literal."""
     return "'" + value.replace("'", "''") + "'"
 
 
@@ -33,7 +33,7 @@ def double(value: float) -> str:
 
 
 def value_of(feature: Categorical) -> str:
-    """Return the expression of a categorical's text, or of its list."""
+    """Return the expression of a categorical value: text, or a list."""
     if feature.list:
         return feature.expression or quoted(feature.name)
     if feature.cross:
@@ -45,12 +45,12 @@ def value_of(feature: Categorical) -> str:
 
 
 def number_of(feature: Numerical) -> str:
-    """Return the expression of a numerical as a double before any transform; null if it is none."""
+    """Return the expression of a numerical as a double before any transform; null where it is no number."""
     return f"try_cast({feature.expression or quoted(feature.name)} AS DOUBLE)"
 
 
 def not_a_number(feature: Numerical) -> str:
-    """Return the condition that a field holds something, but no number."""
+    """Return the condition that a field is not empty and no finite number."""
     expression = feature.expression or quoted(feature.name)
     number = number_of(feature)
     nothing = f"({expression}) IS NULL OR CAST({expression} AS STRING) = ''"
@@ -59,20 +59,20 @@ def not_a_number(feature: Numerical) -> str:
 
 
 def transformed(expression: str, transform: object, fitted: list[float]) -> str:
-    """Return `expression` after one transform; `fitted` are the two numbers of a fitted one."""
+    """Return `expression` after one transform; `fitted` holds the two numbers of a fitted transform."""
     name, argument = transform_of(transform)
     if name == "fill":
         return f"coalesce({expression}, {double(argument)})"
     if name == "clip":
         low, high = (double(bound) for bound in argument)
-        # Without the case, least and greatest would pass over a missing value.
+        # Without the case, least and greatest would ignore a missing value.
         clipped = f"least(greatest({expression}, {low}), {high})"
         return f"(CASE WHEN {expression} IS NOT NULL THEN {clipped} END)"
     if name == "log":
         inner = f"({expression}) + {double(argument)}"
         return f"(CASE WHEN {inner} > 0 THEN ln({inner}) END)"
     smallest, size = fitted
-    # A column of one value only has no size: it becomes 0.
+    # A column with a single value has size 0; it becomes 0.
     return f"((({expression}) - {double(smallest)}) / {double(size or 1.0)})"
 
 
@@ -84,7 +84,7 @@ def extremes(expression: str, rows: str) -> str:
 def fixed_point_sums(expression: str, low: float, high: float, rows: str) -> str:
     """Return a query of one row: sums of u and u * u in units of 2**-40, u = x scaled to [0, 1].
 
-    Whole numbers add up to the same sum in any order, so it is the same on any engine and cluster.
+    A sum of integers is the same in any order, and so on any engine and cluster.
     """
     size = double((high - low) or 1.0)
     unit = f"(x - {double(low)}) / {size}"
@@ -103,7 +103,7 @@ def mean_and_deviation(
 
 
 def random_number(seed: int, row: str) -> str:
-    """Return an expression in [0, 1) that depends on the seed and the row's number."""
+    """Return an expression in [0, 1) that depends only on the seed and the row number."""
     digits = f"substr(md5('{int(seed)}:' || CAST({row} AS STRING)), 1, 13)"
     return f"(CAST(hex_number({digits}) AS DOUBLE) / {double(2.0**52)})"
 
@@ -111,7 +111,7 @@ def random_number(seed: int, row: str) -> str:
 def split_of(
     rule: SplitRule, rows: int, last_file_rows: int, train_fraction: float, seed: int
 ) -> str:
-    """Return the expression of a row's split, over the columns `row_` and, by column, `split_`."""
+    """Return the expression of a row's split, over the column `row_`, or `split_` with by=column."""
     train = rule.train if rule.train is not None else train_fraction
     if rule.by == "column":
         return "split_"
@@ -137,6 +137,6 @@ def kept_values(counts: str, frequency_limit: int, max_size: int | None) -> str:
 
 
 def bucket(value: str, buckets: int) -> str:
-    """Return the id of a value among hash buckets: 1 to `buckets`, 0 for what is missing."""
+    """Return the id of a value among hash buckets: 1 to `buckets`, 0 for a missing value."""
     digits = f"substr(md5({value}), 1, 15)"
     return f"coalesce(hex_number({digits}) % {buckets} + 1, 0)"

@@ -1,4 +1,4 @@
-"""The files of a table dataset, from what an engine wrote as Parquet: the same bytes from any engine."""
+"""Writer of the files of a table dataset from the Parquet files of an engine: the same bytes from any engine."""
 
 import glob
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class TableFiles:
     """Writes the files of all splits.
 
     Attributes:
-        records: bytes and CRC-32 of each file written.
+        records: bytes and CRC-32 per written file.
     """
 
     def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
@@ -39,13 +39,13 @@ class TableFiles:
         self._connection.close()
 
     def _files(self, relation: str) -> str:
-        """Return the literal that names all files of a relation."""
+        """Return the SQL literal of all files of a relation."""
         return text(glob.escape(str(self._directory / relation)) + "/*.parquet")
 
     def _chunks(
         self, relation: str, columns: str, rows: range, order: str = "row_"
     ) -> Iterator[tuple[range, dict[str, np.ndarray]]]:
-        """Yield rows and their columns, some of `rows` at a time; relations are stored in order."""
+        """Yield chunks of `rows` and their columns; relations are stored in order."""
         files = self._files(relation)
         for start in range(rows.start, rows.stop, CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, rows.stop)
@@ -58,7 +58,7 @@ class TableFiles:
             )
 
     def write_labels(self, relation: str) -> dict[str, int]:
-        """Write the labels of relation `rows_`; return the clicks of each split."""
+        """Write the labels of relation `rows_`; return the clicks per split."""
         clicks = {}
         for split, rows in self._splits.items():
             clicks[split] = 0
@@ -72,7 +72,7 @@ class TableFiles:
         return clicks
 
     def write_numericals(self, relation: str, names: list[str], dtype: str) -> None:
-        """Write the numericals, row-major; ValueError for one that `dtype` cannot hold."""
+        """Write the numericals, row-major; ValueError for a value that `dtype` cannot hold."""
         columns = ", ".join(f"n{i}" for i in range(len(names)))
         for split, rows in self._splits.items():
             with GrowingFile(self._dataset, f"{split}/numerical.bin") as file:
@@ -95,7 +95,7 @@ class TableFiles:
     def write_ids(
         self, relation: str, feature: CategoricalFeature, is_list: bool
     ) -> dict[str, tuple[int, int]]:
-        """Write the ids of a feature; return for each split its ids that are not 0, and zeros."""
+        """Write the ids of a feature; return per split the ids that are not 0, and those that are."""
         counts = {}
         dtype = feature.dtype.newbyteorder("<")
         for split, rows in self._splits.items():
@@ -140,7 +140,7 @@ class TableFiles:
 
 
 def _fixed(ids: np.ndarray, lengths: np.ndarray, hotness: int) -> np.ndarray:
-    """Return ids [rows, hotness]: what is too long is cut, what is too short is filled with 0."""
+    """Return ids [rows, hotness]: longer lists are cut, shorter ones are padded with 0."""
     place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     row = np.repeat(np.arange(len(lengths)), lengths)
     fixed = np.zeros((len(lengths), hotness), ids.dtype)

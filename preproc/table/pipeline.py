@@ -1,9 +1,9 @@
-"""Any table to a dataset directory: sources, SQL, and an engine that runs it.
+"""Conversion of any table to a dataset directory: sources, SQL, and an engine that runs it.
 
-stage: the query's rows get a number and go to Parquet. order: splits stand one after another, the
-training rows first, shuffled if asked for. fit: statistics and vocabularies of the training rows,
-or those of an earlier run (`mode=transform`). encode: ids, numbers. write: the dataset's files.
-Each relation that is written is on record, so a killed run resumes after the last one.
+stage: the rows of the query are numbered and written to Parquet. order: the splits are concatenated, training
+rows first, shuffled with `shuffle=true`. fit: statistics and vocabularies of the training rows, or those of
+an earlier run (`mode=transform`). encode: ids and numericals. write: the files of the dataset. Every written
+relation is recorded, so a killed run resumes after the last one.
 """
 
 from collections.abc import Callable
@@ -62,8 +62,8 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     """Write the dataset that `table` describes and print its summary.
 
     Raises:
-        ValueError: sources, columns or rows that are not as described; SQL that an engine refuses;
-            a split without rows; too little disk or memory.
+        ValueError: sources, columns or rows that differ from their description; SQL that the engine rejects;
+            a split without rows; too little disk space or memory.
     """
     assert config.output is not None
     output = Path(config.output).resolve()
@@ -77,7 +77,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     identity = _identity(config, table, every)
     with work_directory(config, output, identity) as work:
         if not work.has_progress:
-            # Numbered rows, sorted rows, encoded columns: each about as large as the plain text.
+            # Numbered rows, sorted rows and encoded columns are each about as large as the plain text.
             packed = sum(
                 file.path.stat().st_size * (1 if file.compression == "none" else 3)
                 for file in every
@@ -110,7 +110,7 @@ def _identity(config: PreprocConfig, table: TableConfig, files: list[RawFile]) -
     fitted = Path(config.fitted or "") / SPEC_NAME
     return {
         "options": {key: getattr(value, "name", value) for key, value in options.items()},
-        # It holds the checksums of all that was fitted.
+        # The spec holds the checksums of the fitted state.
         "fitted": checksum(fitted) if config.mode is Mode.transform and fitted.exists() else None,
         "table": asdict(table),
         "engine": config.engine.name,
@@ -132,7 +132,7 @@ class _EncodedFeature:
 
 
 class _Run:
-    """One run: the relations that it writes have the names of their directories."""
+    """One run; every relation is named like its directory."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Run:
         return num_rows
 
     def _encode(self, counted: range, fitted: dict[str, Any] | None) -> dict[str, _EncodedFeature]:
-        """Count, rank and encode all categorical features, several at a time if the engine can."""
+        """Count, rank and encode all categorical features, several at a time if the engine supports that."""
         features = self.table.categorical
         encoded: dict[str, _EncodedFeature] = {}
         with self.progress.stage("count, rank and encode categoricals") as stage:
@@ -246,7 +246,7 @@ class _Run:
         return summaries, files.records
 
     def _once(self, name: str, write: Callable[[Path], None]) -> None:
-        """Write relation `name` unless it is on record, then make it visible to queries."""
+        """Write relation `name` unless it is recorded, then make it visible to queries."""
         done = self.work.state.setdefault("relations", [])
         path = self.work.directory / name
         if name not in done:
@@ -262,7 +262,7 @@ class _Run:
         self._once(name, lambda path: self.engine.write(query, path))
 
     def _stage(self) -> int:
-        """Write relation `staged_`, the good rows numbered; return how many are bad."""
+        """Write relation `staged_`, the numbered good rows; return the number of bad rows."""
         table, relations = self.table, self.work.state.setdefault("relations", [])
         if "all_" not in relations:
             for name, source in table.sources.items():
@@ -315,7 +315,7 @@ class _Run:
         return num_bad + self.work.state["rejected"]
 
     def _number_all(self, query: str, order: list[str], path: Path) -> None:
-        """Write `query` numbered, and what the engine could not read beside it."""
+        """Write `query` with row numbers, and beside it the lines that the engine could not read."""
         self.engine.number(query, order, path)
         rejected = self.engine.rejected()
         if rejected and self.config.on_bad is OnBad.fail:
@@ -360,7 +360,7 @@ class _Run:
             stream.write((self.work.directory / REJECTED).read_text())
 
     def _order(self) -> None:
-        """Write relation `rows_`: numbered so that each split is one range, the training rows first."""
+        """Write relation `rows_`, numbered so that each split is one range, training rows first."""
         rule, config = self.table.split, self.config
         ((rows, last),) = self.engine.rows("SELECT count(*), max(file_) FROM staged_")
         ((last_rows,),) = self.engine.rows(
@@ -387,7 +387,7 @@ class _Run:
                 self.splits[name] = range(start, start + split_rows[name])
                 start += split_rows[name]
         if rule.by in ("fraction", "last_file") and not config.shuffle:
-            # Already in this order.
+            # The rows are in this order already.
             path = "staged_" if "staged_" in self.work.state["relations"] else "all_"
             self.engine.view("rows_", self.work.directory / path)
             self.work.state["rows_in"] = path
@@ -410,7 +410,7 @@ class _Run:
     def _numericals(
         self, statistics: dict[str, Any], counted: range, fit: bool
     ) -> dict[str, ColumnSummary]:
-        """Write relation `numerical_`; fill `statistics` with what was fitted on training rows."""
+        """Write relation `numerical_`; add the numbers fitted on training rows to `statistics`."""
         features = self.table.numerical
         if not features:
             return {}
@@ -433,7 +433,7 @@ class _Run:
         }
 
     def _fit(self, transform: Any, expression: str, train: str) -> list[float]:
-        """Return the two numbers of a fitted transform, none of the others."""
+        """Return the two numbers of a fitted transform, or an empty list for any other."""
         name, _ = transform_of(transform)
         if name not in ("minmax", "standardise"):
             return []
@@ -492,7 +492,7 @@ class _Run:
     def _missing(
         self, feature: Categorical, seen: int, rows: int, number: int, counted: range
     ) -> float:
-        """Return the part of rows without any value."""
+        """Return the fraction of rows without a value."""
         if feature.is_list:
             ((seen,),) = self.engine.rows(
                 f"SELECT count(DISTINCT row_) FROM {self._of(counted, f'items_{number}')} "
@@ -506,7 +506,7 @@ class _Run:
         encoded: dict[str, _EncodedFeature],
         nonzeros: dict[str, dict[str, int]],
     ) -> None:
-        """Note per split how many values have no id."""
+        """Count the values without an id per split."""
         names = [feature.name for feature in self.table.categorical]
         lists = [f.name for f in self.table.categorical if f.is_list]
         single = [f"count(c{i})" for i, name in enumerate(names) if name not in lists]

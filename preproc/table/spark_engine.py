@@ -1,8 +1,8 @@
-"""Spark behind the interface of `preproc/table/duckdb_engine.py`: the same SQL, on a cluster.
+"""Spark engine: the same SQL as in `preproc/table/duckdb_engine.py`, on a cluster.
 
-`python -m preproc engine=spark` starts it on this machine; `spark-submit` gives it a cluster, whose
-workers must see sources and `temp_directory` under the same paths. docs/preprocessing.md has both,
-and the settings of the RAPIDS accelerator.
+`python -m preproc engine=spark` runs it on this machine, and `spark-submit` on a cluster. All workers of a
+cluster must have sources and `temp_directory` under the same paths. docs/preprocessing.md describes both, and
+the settings of the RAPIDS accelerator.
 """
 
 import shutil
@@ -21,19 +21,19 @@ from preproc.table.duckdb_engine import nulls_first
 from preproc.table.expressions import quoted
 from preproc.work_directory import memory_bytes
 
-# Columns of what is wrong with a line, and of the line.
+# Columns for the mistake in a line, and for the line.
 REASON, LINE = "reason_", "line_"
 
 
 class SparkEngine:
-    """With `threads` that many threads of this machine and `memory_limit`; else the cluster given."""
+    """Spark on `threads` threads of this machine within `memory_limit`, or on the cluster of the session."""
 
-    # Small columns leave most of a cluster idle.
+    # A small column would leave most of a cluster idle.
     columns_at_once = 8
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         session = SparkSession.builder.appName("preproc")
-        # Without `threads` everything is as spark-submit, or Spark's own configuration, says.
+        # Without `threads`, spark-submit or Spark's own configuration sets the resources.
         if config.threads:
             session = (
                 session.master(f"local[{config.threads}]")
@@ -44,12 +44,12 @@ class SparkEngine:
                 .config("spark.local.dir", str(directory / "spill"))
             )
         self._spark = session.getOrCreate()
-        # Identifiers in double quotes, as in DuckDB; text comes as text, never as another type.
+        # Identifiers in double quotes, as in DuckDB; text stays text.
         self._spark.conf.set("spark.sql.ansi.enabled", "true")
         self._spark.conf.set("spark.sql.ansi.doubleQuotedIdentifiers", "true")
         self._spark.conf.set("spark.sql.session.timeZone", "UTC")
         self._spark.sparkContext.setLogLevel("ERROR")
-        # Otherwise a line is whole as soon as it has the columns that a query asks for.
+        # Otherwise a line counts as complete once it has the columns that a query reads.
         self._spark.conf.set("spark.sql.csv.parser.columnPruning.enabled", "false")
         self._texts: list[tuple[RawFile, int, DataFrame]] = []
         self._sql(
@@ -63,7 +63,7 @@ class SparkEngine:
         )
 
     def read(self, name: str, source: Source, files: list[RawFile]) -> None:
-        """Read each file by itself; `order_` is its place in the file, by block and within it."""
+        """Read each file by itself; `order_` is the position of a row in the file, by block and within it."""
         parts = []
         for number, file in enumerate(files):
             if file.compression == "zstd":
@@ -77,7 +77,7 @@ class SparkEngine:
             columns = [F.col(f"`{name}`") for name in names]
             frame = frame.select(
                 F.lit(number).alias("file_"),
-                # Blocks stand at their offset; the rows of a block are read one after another.
+                # A block is identified by its offset; the rows of a block are read in order.
                 F.struct(
                     F.col("_metadata.file_block_start"), F.monotonically_increasing_id()
                 ).alias("order_"),
@@ -101,7 +101,7 @@ class SparkEngine:
         reader = reader.option("quote", '"' if csv else "\u0000").option(
             "escape", '"' if csv else "\u0000"
         )
-        # A line that cannot be split into the columns is kept as it is in a column of its own.
+        # A line that cannot be split into the columns is kept in a column of its own.
         reader = reader.option("mode", "PERMISSIVE").option("columnNameOfCorruptRecord", LINE)
         reader = reader.option("nullValue", "").option("emptyValue", "")
         names = source.columns or reader.csv(path).columns
@@ -109,7 +109,7 @@ class SparkEngine:
         return reader.schema(schema).csv(path), names
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
-        """Sort over partitions, then number them: no single task sees all rows."""
+        """Sort over partitions, then number the rows; no single task reads all rows."""
         ordered = path.with_name(f"{path.name}.ordered")
         frame = self._sql(f"SELECT * FROM ({query}) ORDER BY {nulls_first(order_by)}")
         frame = frame.withColumn("id_", F.monotonically_increasing_id())
@@ -164,10 +164,10 @@ class SparkEngine:
             raise _explained(error) from None
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
-        """Return the lines that were left out; lines are counted as Spark does, without blank ones."""
+        """Return the rejected lines; Spark counts lines without blank ones."""
         bad_lines = []
         for file, headers, frame in self._texts:
-            # Numbering lines takes one task for the whole file: only if there is a reason.
+            # Numbering lines needs one task for a complete file, so it is done only if a line was rejected.
             if frame.where(F.col(REASON).isNotNull()).isEmpty():
                 continue
             numbered = frame.withColumn("number_", F.row_number().over(Window.orderBy("order_")))
@@ -179,7 +179,7 @@ class SparkEngine:
         return bad_lines
 
     def exploded(self, relation: str, row: str, column: str) -> str:
-        """Explode the list with its positions."""
+        """Explode the list together with its positions."""
         return (
             f"SELECT {row}, position_, nullif(CAST(item_ AS STRING), '') AS value FROM "
             f"(SELECT {row}, posexplode({column}) AS (position_, item_) FROM {relation})"
@@ -190,14 +190,14 @@ class SparkEngine:
 
 
 def _reason(columns: list[Column]) -> Column:
-    """Return what is wrong with a line of text, null if nothing is."""
-    # Spark puts this character where bytes are no UTF-8.
+    """Return the mistake in a line of text, null for a good line."""
+    # Spark replaces bytes that are not UTF-8 by this character.
     garbled = F.concat_ws("", *columns).contains("\ufffd")
     wanted = f"not {len(columns)} columns"
     return F.when(F.col(LINE).isNotNull(), wanted).when(garbled, "not UTF-8 text").alias(REASON)
 
 
 def _explained(error: PySparkException) -> Exception:
-    """Return the first lines of a Spark error, which says in them what is wrong."""
+    """Return the first two lines of a Spark error, which hold its reason."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return ValueError(f"Spark: {' '.join(lines[:2])}")

@@ -1,4 +1,4 @@
-"""Expected content per file of a dataset: the size, the checksum, and which values can be in it."""
+"""Expected content per file of a dataset: size, checksum and valid values."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
 
 Wrong = Callable[[np.ndarray], np.ndarray]
-"""Items of a chunk -> which of them cannot be, bool."""
+"""Items of a chunk -> bool per item, True where it is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Column:
 
     Attributes:
         dtype: of one item.
-        wrong: tells the items that cannot be.
-        kind: what such an item is called, such as `ids outside [0, 10)`.
-        place: index of an item -> where that is, in words.
+        wrong: function that marks invalid items.
+        kind: description of such items, such as `ids outside [0, 10)`.
+        place: index of an item -> its place, for messages.
     """
 
     dtype: np.dtype
@@ -39,11 +39,11 @@ class FileTask:
 
     Attributes:
         path: of the file.
-        num_bytes: its right size; None if nothing says so.
-        crc32: of its right bytes, hexadecimal; None if the spec lists none.
-        column: what it holds; None: the checksum alone is compared.
-        parquet: the spec of the columns in it, if it is a Parquet file.
-        split: to whose label rate it counts; None unless these are labels.
+        num_bytes: its expected size; None if unknown.
+        crc32: its expected CRC-32, hexadecimal; None if the spec lists none.
+        column: check of its items; None: only the checksum is compared.
+        parquet: spec of its columns, if it is a Parquet file.
+        split: split whose label rate it belongs to; None unless it holds labels.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class FileTask:
 
 
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
-    """Yield every file that the spec names or lists a checksum of."""
+    """Yield every file that the spec names, or for which it lists a checksum."""
     assert spec.root is not None
     listed = {spec.root / name: entry for name, entry in listed_in(spec, "files").items()}
 
@@ -96,14 +96,14 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
 
 
 def listed_in(spec: FeatureSpec, key: str) -> Mapping[str, Any]:
-    """Return a mapping of the spec's metadata, empty where there is none, as in NVIDIA's directories."""
+    """Return a mapping in the metadata of the spec; it is empty in NVIDIA's directories."""
     listed = spec.metadata.get(key) or {}
     expect(isinstance(listed, Mapping), f"{spec.root}: metadata.{key}", listed, "a mapping")
     return listed
 
 
 def _num_rows(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
-    """Return the rows that a split should have: as written in the spec, else as most of its files have."""
+    """Return the expected rows of a split: those in the spec, else those of most of its files."""
     written = listed_in(spec, "rows").get(split)
     if written is not None:
         return int(written)
@@ -140,10 +140,10 @@ def _numerical(spec: FeatureSpec) -> Column:
 
 
 def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
-    """Return what the ids of `feature` must be; `offsets` of a ragged one, int64 [N + 1]."""
+    """Return the check of the ids of `feature`; `offsets` are int64 [N + 1] for a ragged one."""
 
     def wrong(ids: np.ndarray) -> np.ndarray:
-        # As unsigned numbers, so that a negative id is too large as well.
+        # Viewed as unsigned, a negative id is too large as well.
         return ids.view(f"<u{ids.itemsize}") >= feature.cardinality
 
     def place(index: int) -> str:

@@ -1,4 +1,4 @@
-"""Mistakes in the values of a Parquet file, a row group at a time."""
+"""Check of the values of a Parquet file, one row group at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +12,14 @@ from dataloading.dataset.parquet_files import check_columns, open_file
 
 
 def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[str, int]]]:
-    """Read all of a file.
+    """Check all values of a file.
 
     Args:
         path: of the file.
         spec: of its columns.
 
     Returns:
-        rows, rows labelled 1, and (text that says what is wrong and where first, how often) per kind of mistake.
+        rows, rows labelled 1, and per kind of mistake (description with the first place, number of mistakes).
     """
     names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
     counts: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""Reader of a complete dataset directory that reports the file and row of every mistake.
+"""Verification of a dataset directory: read every byte, and report the file and row of mistakes.
 
-Opening a dataset checks its spec and sizes and stops at the first mistake; this reads every byte once, in chunks, and
-counts every mistake. A directory without `metadata`, as NVIDIA's preprocessing writes it, has no checksums to compare
-with; everything else is checked in it too.
+Opening a dataset checks only its spec and sizes, and stops at the first mistake. Verification reads every
+byte once, in chunks, and counts all mistakes. A directory without `metadata`, as NVIDIA's preprocessing
+writes it, has no checksums to compare with. All other checks apply to it too.
 """
 
 import os
@@ -21,17 +21,17 @@ from preproc.report.console import Progress, SplitSummary, Stage, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in
 
 CHUNK_BYTES = 1 << 22
-"""Read at once by each thread; memory is a few times that per thread, whatever the dataset's size."""
+"""Bytes per read and thread; memory is a few times that per thread, for any size of the dataset."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """Mistakes, and statistics of the labels.
+    """Mistakes in a dataset, and statistics of its labels.
 
     Attributes:
         num_wrong: total of wrong values and files.
-        lines: one per file and kind of mistake: how many, and where the first is.
-        splits: rows and clicks.
+        lines: one per file and kind of mistake, with their number and the first place.
+        splits: rows and clicks per split.
     """
 
     num_wrong: int = 0
@@ -45,10 +45,10 @@ class Findings:
 
 
 def run_verify(config: PreprocConfig, progress: Progress) -> None:
-    """Verify `config.path` and print what was found; SystemExit(1) if anything is wrong.
+    """Verify `config.path` and print the mistakes; SystemExit(1) if there are any.
 
     Raises:
-        ValueError: the spec cannot be read, or a file that it names is missing: then no data is read.
+        ValueError: the spec cannot be read, or a file that it names is missing; no data is read then.
     """
     assert config.path is not None
     spec = FeatureSpec.load(config.path, measure=False)
@@ -91,9 +91,9 @@ def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) 
     """Read every file of `tasks`, several at a time.
 
     Args:
-        tasks: files; of the same path at most one.
+        tasks: files to read, each path at most once.
         threads: files read at a time.
-        advance: told the bytes of each chunk that was read.
+        advance: called with the number of bytes of each chunk.
     """
     findings = Findings()
     with ThreadPoolExecutor(threads) as pool:
@@ -157,7 +157,7 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
 
 
 def _chunks(path: Path) -> Iterator[memoryview]:
-    """Yield the bytes of `path`; each chunk is valid until the next is asked for."""
+    """Yield the bytes of `path`; a chunk is valid until the next one is requested."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as stream:
         while True:
@@ -170,7 +170,7 @@ def _chunks(path: Path) -> Iterator[memoryview]:
 
 
 class _Meter:
-    """Tells how far the bytes are, how fast they go and how long they will take."""
+    """Shows the bytes read, their rate and the remaining time."""
 
     def __init__(self, progress: Progress, total: int, stage: Stage) -> None:
         self._progress = progress

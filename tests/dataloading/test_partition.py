@@ -147,7 +147,7 @@ def test_a_batch_that_does_not_divide_is_named(batch, world, fitting):
 
 
 def test_too_many_blocks_are_refused_with_a_block_that_works():
-    message = r"shuffling 268435457 blocks needs 2\.0 GiB in each process that reads, .* make the shuffle block 3 times as long"
+    message = r"shuffling 268435457 blocks needs 2\.0 GiB per reader process, .* make the shuffle block 3 times as long"
     with pytest.raises(ValueError, match=message):
         block_order(2 * MAX_BLOCKS + 1, 0, 0)
 

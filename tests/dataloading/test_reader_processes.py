@@ -270,7 +270,7 @@ def test_signals_that_end_a_run_leave_the_readers_to_it(source, forked):
 def test_readers_end_with_the_process_that_forked_them():
     script = """
         import os, signal
-        from dataloading.loader import Loader
+        from tests.helpers.datasets import make_loader
         from dataloading.synthetic import SyntheticSource
         source = SyntheticSource(train_rows=50, test_rows=10, num_numerical=1, cardinalities=(5,), hotness=(1,), seed=1)
         loader = make_loader(source, "train", batch_size=5)

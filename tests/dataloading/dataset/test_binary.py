@@ -342,7 +342,7 @@ def test_what_a_file_cannot_hold_is_refused_and_nothing_is_left(tmp_path, column
         (
             [0, 1],
             [1, 2],
-            r"ids of shape \(2,\) for 2 lengths that sum to 3; want flat ids and one length a row",
+            r"ids of shape \(2,\) for 2 lengths that sum to 3; want flat ids and one length per row",
         ),
         ([0, 1], [3, -1], "want flat ids and one length per row that add up to them"),
         (

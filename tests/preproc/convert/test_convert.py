@@ -360,13 +360,13 @@ def test_npy_days_are_read_in_their_order_not_the_alphabets(tmp_path):
         (lambda root: (root / "day_1_dense.npy").unlink(), "day_1_dense.npy: no such file"),
         (
             lambda root: np.save(root / "day_1_sparse.npy", np.zeros((6, 3), np.int32)),
-            "day_1_labels.npy: 7 rows, but its ids have 6; one of the two is cut short",
+            "day_1_labels.npy: 7 rows, but its ids have 6; one of the two is truncated",
         ),
         (
             lambda root: np.save(root / "day_1_sparse.npy", np.zeros((7, 2), np.int32)),
             "want those of the first day",
         ),
-        (lambda root: (root / "day_1_labels.npy").write_bytes(b"x" * 9), "not a whole npy file"),
+        (lambda root: (root / "day_1_labels.npy").write_bytes(b"x" * 9), "not a complete npy file"),
         (
             lambda root: [(root / f"day_{day}_labels.npy").unlink() for day in (1, 2)],
             "1 day; want two at least",
