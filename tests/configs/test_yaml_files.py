@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
 
 from configs.command_line import composed_command
@@ -13,6 +14,7 @@ from configs.schema import Amp, Config, OptimizerName, SchedulerConfig
 from nn.models.registry import typed_config
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra
+from tests.helpers.preproc_command import compose_preproc, compose_preproc_with_hydra
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = ["dlrm", "dcnv2"]
@@ -83,6 +85,23 @@ def test_the_helper_composes_as_the_command_line(recipe):
     ]
     composed = compose_with_hydra(*overrides, recipe=recipe)
     assert compose_config(*overrides, recipe=recipe) == typed_config(composed)
+
+
+def test_preprocessing_options_of_tests_are_set_as_hydra_sets_them():
+    overrides = [
+        "source=[/a/day_0,'/a/odd[1]*b']",
+        "output='/tmp/out put'",
+        "train_fraction=0.29",
+        "memory_limit=60MB",
+        "data.synthetic.train_rows=300",
+    ]
+    table = "table={label:{name:y},categorical:[a,{name:both,cross:[a,b]}],sources:{t:{files:x}}}"
+    choices = [["dataset=criteo_1tb"], ["dataset=any", table], []]
+    for more in choices:
+        composed = compose_preproc(*overrides, *more)
+        assert composed == compose_preproc_with_hydra(*overrides, *more)
+        assert OmegaConf.is_struct(composed)
+    assert compose_preproc("dataset=any", table) != compose_preproc("dataset=any")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -62,6 +62,11 @@ def compose_config(*overrides: str, recipe: str = "dlrm") -> Config:
     Hydra composes the files of each choice once. Options are then set as Hydra sets them; tests/configs/test_yaml_files.py
     compares both ways.
     """
+    return deepcopy(_typed(overrides, recipe))
+
+
+@cache
+def _typed(overrides: tuple[str, ...], recipe: str) -> Config:
     parsed = [_parse(text) for text in overrides]
     choices = [override.input_line for override in parsed if override.key_or_group in GROUPS]
     config = deepcopy(_compose_files(*choices, recipe=recipe))
