@@ -56,8 +56,8 @@ def test_few_frames_lead_from_the_command_to_a_step(stacks, tmp_path):
 
 
 def test_several_jobs_of_one_command_know_their_number(tmp_path):
-    runs = [f"run_dir={tmp_path}/run_${{hydra:job.num}}", "seed=1,2", "--multirun"]
-    runs.append(f"hydra.sweep.dir={tmp_path}/sweep")
+    runs = [f"run_dir={tmp_path}/run_${{hydra:job.num}}", "seed=1,2"]
+    runs += [f"hydra.sweep.dir={tmp_path}/sweep", "--multirun"]
     ended = run_command(*TINY, *QUIET, *runs)
     assert ended.exit_code == 0, ended.err
     assert {"run_0", "run_1"} <= {path.name for path in tmp_path.iterdir()}

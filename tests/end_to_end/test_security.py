@@ -118,7 +118,7 @@ def test_a_pickle_in_a_table_of_the_tf2_recipe_is_refused(saved, tmp_path):
     np.save(tmp_path / "tf2/sparse/feature_0.npy", trap, allow_pickle=True)
     with ranks_of_cpu():
         step = build(compose_config(*TINY)).step
-        with pytest.raises(ValueError, match=r"feature_0\.npy holds object"):
+        with pytest.raises(ValueError, match=r"feature_0\.npy: got object"):
             checkpoint.restore(
                 tmp_path / "tf2", step, with_optimizer=False, components=[Component.tables]
             )

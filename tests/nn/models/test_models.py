@@ -349,7 +349,7 @@ def test_the_options_of_a_model_need_no_torchrec():
 
 
 def test_a_checked_option_outside_the_model_needs_no_torch():
-    program = "import sys; from main import launch; sys.argv = ['dlrm.py', 'optimizer.lr=-1']\n"
-    program += "try:\n    launch('dlrm')\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    program = "import sys; from main import command; sys.argv = ['dlrm.py', 'optimizer.lr=-1']\n"
+    program += "try:\n    command('dlrm')()\nexcept SystemExit:\n    print('torch' in sys.modules)"
     ended = start_command("-c", program, directory=ROOT)
     assert (ended.out, ended.err) == ("False\n", "error: optimizer.lr must be positive, got -1.0\n")
