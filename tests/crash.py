@@ -237,11 +237,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)))
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with _directory() as directory:
-        in_save = crash(directory, given.seed, given.kills, given.ranks)
+        in_save = crash(directory, options.seed, options.kills, options.ranks)
     print(
-        f"seed {given.seed}: {given.kills} kills, {in_save} of them while saving: equal bit by bit to the uninterrupted run"
+        f"seed {options.seed}: {options.kills} kills, {in_save} of them while saving: equal bit by bit to the uninterrupted run"
     )
 
 

@@ -107,7 +107,7 @@ def test_processes_read_what_threads_read(kind, source, forked, workers, prefetc
             plain = make_loader(source, split, **options)
             loader = forked(source, split, workers=workers, **options)
             assert len(loader.reader_pids) == min(workers, prefetch)
-            # Two epochs and a bit, with their partial batches; then from the middle, as a run that goes on.
+            # Two epochs and a bit, with their partial batches; then from the middle, as a resumed run.
             for start in (0, 2):
                 num_steps = 2 * plain.steps_per_epoch + 1
                 found = [contents(batch) for batch in loader.batches(start, num_steps)]
@@ -150,7 +150,7 @@ def test_an_error_reaches_the_consumer_at_its_batch_and_spares_later_reads(tmp_p
 
 
 class FailingSource(BinarySource):
-    """Raises what it is told."""
+    """Source that raises an error."""
 
     def __init__(self, spec: FeatureSpec, error: Exception) -> None:
         super().__init__(spec)
@@ -176,7 +176,7 @@ class OddError(Exception):
         (OSError("a library's own words"), OSError, "^a library's own words$"),
     ],
 )
-def test_other_errors_are_told_as_a_thread_would(source, forked, error, kind, message):
+def test_other_errors_are_raised_as_by_a_thread(source, forked, error, kind, message):
     batches = forked(FailingSource(source.spec, error), "train", batch_size=10).batches()
     with pytest.raises(kind, match=message) as raised:
         next(batches)
@@ -246,7 +246,7 @@ def test_a_slot_is_no_larger_than_the_split(source, forked):
         (signal.SIGBUS, "a file of the dataset became shorter while it was read"),
     ],
 )
-def test_a_process_that_dies_is_told_of(source, forked, signum, message):
+def test_a_process_that_dies_is_reported(source, forked, signum, message):
     faulthandler.disable()  # pytest's would dump the stack of a process that gets SIGBUS
     loader = forked(source, "train", batch_size=5, workers=2, prefetch=2)
     batches = loader.batches()

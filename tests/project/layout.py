@@ -38,7 +38,7 @@ def imports_of(modules: dict[str, Path]) -> Graph:
 
 
 def levels_of(graph: Graph) -> dict[str, int]:
-    """How many imports lie below each module, along the longest way."""
+    """Return the level of each module: the length of its longest chain of imports."""
     levels: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():
         levels[name] = 1 + max((levels[target] for target in graph.get(name, ())), default=0)

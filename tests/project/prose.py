@@ -18,16 +18,19 @@ LONGEST_LINE = 130
 
 UNITS = "row|rank|step|batch|epoch|second|minute|hour|day|node|GPU|CPU|core|device|feature|table|column|sample|checkpoint"
 UNITS = f"(?:{UNITS}|split|file|host|process|id|pass|run|block|layer)"
-COUNTED = "ids|bytes|[KMGT]i?B|rows|samples|steps|batches|processes|threads|workers|lookups|numbers|values"
-COUNTED = f"(?:{COUNTED}|lines?|copies|launches|columns|columns|times|ms|µs|s|us|once|{{[^}}]*}}|[0-9][0-9.,]*)"
+COUNTED = "ids|bytes|[KMGT]i?B(?:/s)?|rows|samples|steps|batches|processes|threads|workers|lookups|numbers|values"
+COUNTED = f"(?:{COUNTED}|lines?|copies|launches|columns|state|times|ms|µs|s|us|once|{{[^}}]*}}|[0-9][0-9.,]*)"
+# After "the rows a rank" a verb may follow, which makes it no rate; these do not follow as verbs.
+AFTER_RATE = (
+    "and|or|of|on|in|for|with|at|by|is|are|from|to|than|when|where|while|which|whichever|instead"
+)
 
-# Phrase -> what to write. Only what is wrong wherever it stands: "whole" or "home" may be meant literally.
+# Phrase -> what to write. Only phrases that are wrong everywhere: "whole" or "home" may be meant literally.
 PHRASES = {
     r"\banew\b": "again, from the beginning",
     r"\bwho(m)?ever\b": "the one that, every caller that",
     r"\bfor ever\b": "forever, without end",
-    r"\b(go|goes|going|gone|went) on from\b": "resume from",
-    r"\bgone on\b": "resumed, continued",
+    r"\b(go|goes|going|gone|went) on\b": "resume, continue",
     r"\bput back\b": "restored",
     r"\bin halves\b": "one component only",
     r"\bowe[sd]?\b": "say what is sent or awaited",
@@ -36,7 +39,11 @@ PHRASES = {
     r"\bnot there yet\b": "not implemented yet",
     r"\bspeaks? for\b": "the node's leader, rank 0",
     r"\bis said\b": "is reported",
-    rf"\b{COUNTED} an? {UNITS}(?=\s*(?:[.,;:)\]|\"'}}]|$|and\b|or\b|of\b|on\b|in\b|for\b|with\b|at\b|by\b|is\b|are\b))": "per",
+    r"\btold\b": "given, passed, reported",
+    r"\bin all\b(?=\s*(?:[.,;:|)]|$))": "total",
+    r"\bdays and nodes\b": "long and multi-node runs",
+    r"\bwants a fixed\b": "requires fixed hotness",
+    rf"\b{COUNTED} an? {UNITS}(?=\s*(?:[.,;:)(\]|\"'}}]|$|(?:{AFTER_RATE})\b))": "per",
     r"\bcall_on_main\b": "run_on_rank0",
     r"\bis_main\b": "is_rank0",
     r"\bspeaks_for_node\b": "is_node_leader",
@@ -52,6 +59,10 @@ PHRASES = {
     r"(?<!Loss)\bReadback\b": "LossReadback",
     r"\bAgreement\b": "PreemptionSync",
     r"\bCaptured\b": "CudaGraph",
+    r"\bclass Start\b": "ResumePoint",
+    r"\bHalf(?=[(:.])": "Component",
+    r"(?<![.\w])marks\.(?=\w)": "annotations",
+    r"(?<![.\w])(alive|moved)\(\)": "heartbeat.beat()",
     r"\bidle\(\)": "without_updates()",
 }
 PATTERNS = {
@@ -59,7 +70,18 @@ PATTERNS = {
     for phrase, better in PHRASES.items()
 }
 QUESTION = re.compile(r"(What|Which|How|Whether|Where|When|Who|Why)\b")
-LOOP = re.compile(r"\bfor each in\b")
+HEADING = re.compile(r"#+ (.*)")
+# Names that say how a value came, and not what it is.
+NAMES = {
+    "given": "a name of what the variable holds",
+    "home": "local",
+    "marks": "annotations",
+    "odd": "non_hex",
+    "said": "a name of what the variable holds",
+    "staged": "column_store",
+    "stands": "is_intact",
+    "told": "a name of what the variable holds",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +101,9 @@ def files() -> list[Path]:
     """Everything that people read: code, tests, yaml, README and docs."""
     tops = ("configs", "dataloading", "preproc", "nn", "benchmarks", "tests", "docs")
     below = [path for top in tops for path in (ROOT / top).rglob("*")]
-    found = [*ROOT.glob("*"), *below]
     return sorted(
         path
-        for path in found
+        for path in [*ROOT.glob("*"), *below]
         if path.suffix in (".py", ".md", ".yaml", ".sh")
         and path.name not in ("prose.py", "test_words.py")
     )
@@ -91,16 +112,14 @@ def files() -> list[Path]:
 def findings_in(path: Path) -> list[Finding]:
     """All findings of a file, by line."""
     name, text = str(path.relative_to(ROOT)), path.read_text()
-    found = [Finding(name, *each) for each in phrases_in(text)]
+    checks = [phrases_in]
     if path.suffix == ".py":
-        found += [Finding(name, *each) for each in questions_in(text)]
+        checks += [questions_in, names_in]
         if not name.startswith("tests/"):
-            found += [Finding(name, *each) for each in loops_in(text)]
-    if path.suffix == ".md":
-        found += [Finding(name, *each) for each in unwrapped_in(text)]
-    else:
-        found += [Finding(name, *each) for each in long_lines_in(text)]
-    return sorted(found, key=lambda finding: finding.line)
+            checks.append(loops_in)
+    checks += [headings_in, unwrapped_in] if path.suffix == ".md" else [long_lines_in]
+    findings = [Finding(name, *finding) for check in checks for finding in check(text)]
+    return sorted(findings, key=lambda finding: finding.line)
 
 
 def phrases_in(text: str) -> Iterator[tuple[int, str, str]]:
@@ -120,8 +139,34 @@ def questions_in(source: str) -> Iterator[tuple[int, str, str]]:
                 yield node.body[0].lineno, title[:60], "an imperative or a noun phrase"
 
 
+def headings_in(markdown: str) -> Iterator[tuple[int, str, str]]:
+    """Headings that begin as a question does."""
+    for number, line in enumerate(markdown.splitlines(), 1):
+        heading = HEADING.match(line)
+        if heading and QUESTION.match(heading[1]):
+            yield number, line[:60], "a noun phrase"
+
+
+def names_in(source: str) -> Iterator[tuple[int, str, str]]:
+    """Variables, arguments, functions and classes that have a name of the list."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                pass
+            case ast.arg(arg=name):
+                pass
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                pass
+            case ast.ClassDef(name=name):
+                pass
+            case _:
+                continue
+        if name.strip("_") in NAMES:
+            yield node.lineno, name, NAMES[name.strip("_")]
+
+
 def loops_in(source: str) -> Iterator[tuple[int, str, str]]:
-    """Loops whose variable says nothing."""
+    """Loops with the variable `each`."""
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for before, token, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
         if (before.string, token.string, after.string) == ("for", "each", "in"):
@@ -195,10 +240,10 @@ def main(paths: list[str]) -> int:
         path.write_text(wrapped(path.read_text()))
     if paths:
         return 0
-    found = [finding for path in files() for finding in findings_in(path)]
-    print(*found, sep="\n")
-    print(f"{len(found)} findings in {len({finding.path for finding in found})} files")
-    return int(bool(found))
+    findings = [finding for path in files() for finding in findings_in(path)]
+    print(*findings, sep="\n")
+    print(f"{len(findings)} findings in {len({finding.path for finding in findings})} files")
+    return int(bool(findings))
 
 
 if __name__ == "__main__":

@@ -84,9 +84,9 @@ def on_gpus(result, **ms_of_all_to_all: float):
 
 
 def test_the_tables_are_markdown_with_as_many_cells_as_columns(result):
-    given = on_gpus(result, first=1.0, second=0.4)
-    assert "| 10.0 | 9.0 (-10.0%) |" in speed_line(given)
-    head, rule, line = breakdown_table([given]).splitlines()
+    result_on_gpus = on_gpus(result, first=1.0, second=0.4)
+    assert "| 10.0 | 9.0 (-10.0%) |" in speed_line(result_on_gpus)
+    head, rule, line = breakdown_table([result_on_gpus]).splitlines()
     assert head.count("|") == rule.count("|") == line.count("|")
     assert "| 1.00 (0.50), least 0.40 | 2.00 (1.75) | 0.25 | 0.50 |" in line
     assert "lookup" not in head
@@ -119,7 +119,7 @@ def test_a_dataset_has_the_tables_of_the_row_and_is_generated_once(tmp_path, mon
 
 def test_a_measurement_leaves_nothing_running(tmp_path):
     # As torchrun does it: the rank has a session of its own, and outlives its launcher.
-    rank = "setsid sleep 600 & echo $! > told; mv told rank; wait"
+    rank = "setsid sleep 600 & echo $! > pid; mv pid rank; wait"
     with launched(["bash", "-c", f"cd {tmp_path}; {rank}"], tmp_path / "log") as launcher:
         assert wait_until(lambda: (tmp_path / "rank").exists(), 60)
         pid = int((tmp_path / "rank").read_text())

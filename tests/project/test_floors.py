@@ -100,34 +100,32 @@ def test_dcnv2_counts_its_input_once_as_embeddings():
     ("rule", "a_row"), [("sgd", 32), ("adagrad", 64), ("rowwise_adagrad", 36), ("adam", 96)]
 )
 def test_an_update_reads_and_writes_the_rules_state(rule, a_row):
-    given = composed(f"optimizer.embedding_name={rule}")
-    assert count_hbm(*given, batch=10, unique=7, world_size=1)["rows updated"] == 7 * 2 * a_row
+    case = composed(f"optimizer.embedding_name={rule}")
+    assert count_hbm(*case, batch=10, unique=7, world_size=1)["rows updated"] == 7 * 2 * a_row
 
 
 def test_fp32_and_fp16_send_embeddings_in_four_bytes():
     for amp, size, activation in (("bf16", 2, 2), ("fp16", 4, 2), ("off", 4, 4)):
-        given = composed(f"train.amp={amp}")
-        hbm = count_hbm(*given, batch=10, unique=7, world_size=1)
+        case = composed(f"train.amp={amp}")
+        hbm = count_hbm(*case, batch=10, unique=7, world_size=1)
         assert hbm["pooled embeddings"] == 5 * 10 * 2 * 8 * size
         assert hbm["activations"] == 2 * 10 * 44 * activation
-        sent = count_all_to_all(*given, batch=10, world_size=2)
+        sent = count_all_to_all(*case, batch=10, world_size=2)
         assert sent["embeddings"] == sent["gradients"] == 10 * 2 * 8 * size / 2
 
 
 def test_bytes_of_other_ranks_are_sent_and_received():
-    given = composed()
-    assert set(count_all_to_all(*given, batch=10, world_size=1).values()) == {0}
-    sent = count_all_to_all(*given, batch=10, world_size=4)
+    case = composed()
+    assert set(count_all_to_all(*case, batch=10, world_size=1).values()) == {0}
+    sent = count_all_to_all(*case, batch=10, world_size=4)
     assert sent == {
         "ids": 0.75 * 10 * 4 * 4,
         "embeddings": 0.75 * 10 * 16 * 2,
         "gradients": 0.75 * 10 * 16 * 2,
     }
-    assert (
-        count_all_to_all(*given, batch=10, world_size=4, expands=True)["ids"] == 0.75 * 10 * 4 * 2
-    )
+    assert count_all_to_all(*case, batch=10, world_size=4, expands=True)["ids"] == 0.75 * 10 * 4 * 2
     alone, four = (
-        count_hbm(*given, batch=10, unique=7, world_size=world_size) for world_size in (1, 4)
+        count_hbm(*case, batch=10, unique=7, world_size=world_size) for world_size in (1, 4)
     )
     assert four["pooled embeddings"] == alone["pooled embeddings"] / 5 * 8
 
@@ -170,8 +168,8 @@ def test_equal_first_ids_expand_to_the_same_rows():
 
 
 def test_expanded_features_store_one_id_per_row():
-    given = compose_row("dlrm", *SMALL[:1], *SMALL[2:], "data.multi_hot.hotness=[1,3]")
-    floor = floor_of(given, model_spec(given, open_source(given)), 2, exponent=1.05)
+    case = compose_row("dlrm", *SMALL[:1], *SMALL[2:], "data.multi_hot.hotness=[1,3]")
+    floor = floor_of(case, model_spec(case, open_source(case)), 2, exponent=1.05)
     assert floor.all_to_all["ids"] == 0.5 * 32 * 4 * 2
     unique = unique_rows(100, 64, 1, 1.05) + unique_rows(50, 64, 3, 1.05, expands=True)
     assert floor.hbm["rows read"] == pytest.approx(unique / 2 * 8 * 4)

@@ -124,7 +124,7 @@ def test_the_file_map_names_what_is_there(path):
 
 
 def test_the_file_map_says_each_purpose_in_under_ten_words():
-    assert {path: said for path, said in file_map().items() if len(said.split()) >= 10} == {}
+    assert {path: text for path, text in file_map().items() if len(text.split()) >= 10} == {}
 
 
 def test_every_room_and_every_python_file_beside_them_is_in_the_map():

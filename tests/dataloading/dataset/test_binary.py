@@ -79,7 +79,7 @@ def write_mixed(root: Path, num_rows: int = 50) -> dict[str, np.ndarray]:
 
 def write_small(root: Path, **columns: object) -> None:
     """Write two rows of one numerical and one feature of ten rows, but for what `columns` replaces."""
-    given = {
+    arguments_of_writer = {
         "numerical": [[0.5], [1.0]],
         "labels": [0, 1],
         "ids": {"x": np.array([0, 9])},
@@ -88,7 +88,7 @@ def write_small(root: Path, **columns: object) -> None:
         root, categorical=[CategoricalFeature.of("x", 10)], numerical=["n"]
     ) as dataset:
         for split in ("train", "test"):
-            dataset[split].append(**given)
+            dataset[split].append(**arguments_of_writer)
 
 
 def test_what_nvidias_description_says_is_read(tmp_path):
@@ -388,8 +388,11 @@ def test_ragged_ids_must_fit_their_lengths(tmp_path, ids, lengths, message):
     ],
 )
 def test_a_dataset_that_cannot_be_written_is_refused_at_the_start(tmp_path, arguments, message):
-    given = {"categorical": [CategoricalFeature.of("a", 2)]} | arguments
-    with pytest.raises(ValueError, match=message), write_dataset(tmp_path / "d", **given):
+    arguments_of_writer = {"categorical": [CategoricalFeature.of("a", 2)]} | arguments
+    with (
+        pytest.raises(ValueError, match=message),
+        write_dataset(tmp_path / "d", **arguments_of_writer),
+    ):
         pytest.fail("the block was entered")
     assert list(tmp_path.iterdir()) == []
 

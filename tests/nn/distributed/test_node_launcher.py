@@ -1,4 +1,4 @@
-"""`python -m nn.distributed.node_launcher` with ranks that end in every way: exit codes, restarts and logs."""
+"""`python -m nn.distributed.node_launcher` with ranks that end in different ways: exit codes, restarts and logs."""
 
 import multiprocessing as mp
 import os
@@ -16,7 +16,7 @@ import torch
 
 from nn.distributed.node_launcher import exit_code, main, numa_options
 
-# A rank that ends as it is told to: `exit N`, `kill` once amid a group, `wait` for the warning. It says when it starts.
+# Rank that ends by its arguments: `exit N`, `kill` once within a group, `wait` for the signal. It prints each start.
 RANK = """\
 import os, signal, sys, time
 rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -51,7 +51,7 @@ class Node:
 
 @contextmanager
 def started(directory: Path, *how: str) -> Iterator[Node]:
-    """Two ranks under `nn.distributed.node_launcher`, with one restart."""
+    """Start two ranks under `nn.distributed.node_launcher`, with one restart."""
     (directory / "rank.py").write_text(RANK)
     flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     arguments = [directory / "logs", "node", *flags, directory / "rank.py", *how]
@@ -80,12 +80,12 @@ def run_node(arguments: list[str], log: str) -> None:
 
 
 def ended(directory: Path, *how: str) -> tuple[int | None, str]:
-    """Exit code and output of a node."""
+    """Return exit code and output of a node."""
     with started(directory, *how) as node:
         return node.ended()
 
 
-def test_a_node_whose_ranks_end_well_ends_well_and_each_rank_has_its_logs(tmp_path):
+def test_a_node_of_successful_ranks_exits_with_0_and_has_logs_per_rank(tmp_path):
     code, out = ended(tmp_path, "end")
     assert code == 0, out
     for rank in range(2):
@@ -95,14 +95,14 @@ def test_a_node_whose_ranks_end_well_ends_well_and_each_rank_has_its_logs(tmp_pa
         assert f"rank {rank} start 0" in out, "the job's own log has it too"
 
 
-def test_an_error_that_would_come_again_is_not_tried_again(tmp_path):
+def test_a_final_error_is_not_restarted(tmp_path):
     code, out = ended(tmp_path, "exit", "2")
     assert code == 2
     assert "gpu07: rank 1 ended with exit code 2" in out
     assert "start 1" not in out
 
 
-def test_a_rank_that_was_killed_is_started_again_and_meets_the_others(tmp_path):
+def test_a_killed_rank_is_restarted_with_the_others(tmp_path):
     """Rank 0 holds the rendezvous of the process group."""
     code, out = ended(tmp_path, "kill", "0")
     assert code == 0, out
@@ -111,13 +111,13 @@ def test_a_rank_that_was_killed_is_started_again_and_meets_the_others(tmp_path):
     }
 
 
-def test_ranks_that_lost_others_are_started_again_and_the_node_says_1(tmp_path):
+def test_ranks_that_lost_others_are_restarted_and_the_node_exits_with_1(tmp_path):
     code, out = ended(tmp_path, "exit", "75")
     assert code == 1
     assert "rank 1 start 1" in out
 
 
-def test_a_warning_reaches_the_ranks_and_is_waited_for(tmp_path):
+def test_a_preemption_signal_is_forwarded_and_the_node_waits(tmp_path):
     with started(tmp_path, "wait") as node:
         logs = tmp_path / "logs"
         deadline = time.monotonic() + 60
@@ -139,15 +139,15 @@ def test_a_warning_reaches_the_ranks_and_is_waited_for(tmp_path):
         ([75, 2], False, 2),
         ([75, 3], True, 3),
         ([75, 75], True, 75),
-        # Warned while it was still importing.
+        # Preempted during imports.
         ([-10], True, 75),
     ],
 )
-def test_the_code_of_a_node_is_the_most_telling_of_its_ranks(codes, was_preempted, expected):
+def test_the_exit_code_of_a_node_is_the_most_specific_of_its_ranks(codes, was_preempted, expected):
     assert exit_code(codes, was_preempted=was_preempted) == expected
 
 
-def test_help_and_missing_arguments_are_answered_with_the_usage(capsys):
+def test_help_and_missing_arguments_print_the_usage(capsys):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out.startswith(
         "usage: python -m nn.distributed.node_launcher LOG_DIR NUMA_BINDING "
@@ -157,7 +157,7 @@ def test_help_and_missing_arguments_are_answered_with_the_usage(capsys):
     assert capsys.readouterr().err.startswith(wanted)
 
 
-def test_ranks_are_bound_where_they_can_be(monkeypatch, capsys):
+def test_ranks_are_bound_to_cpus_if_possible(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert numa_options("node", "gpu07") == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

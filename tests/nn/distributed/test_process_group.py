@@ -28,7 +28,7 @@ ONE_TABLE = [
 
 
 def on_two_ranks(*arguments: str) -> list[Ended]:
-    """The ends of a command on two ranks."""
+    """Run a command on two ranks and return both results."""
     return run_distributed(run_command, 2, *arguments)
 
 
@@ -45,7 +45,7 @@ def use_collectives() -> dict:
     """Call every collective of `Ranks` once."""
     with ranks_of_cpu() as ranks:
         numbers = torch.tensor([ranks.rank, 10])
-        parts = ranks.gather(numbers)
+        gathered = ranks.gather(numbers)
         try:
             ranks.run_on_rank0(lambda: refuse(ranks.rank))
         except ValueError as error:
@@ -53,7 +53,7 @@ def use_collectives() -> dict:
         ranks.barrier()
         return {
             "who": (ranks.rank, ranks.local_rank, ranks.world_size, ranks.is_rank0),
-            "gathered": None if parts is None else torch.stack(parts).tolist(),
+            "gathered": None if gathered is None else torch.stack(gathered).tolist(),
             "sum": ranks.all_reduce_sum(numbers.clone()).tolist(),
             "broadcast": ranks.broadcast_object({"rank": ranks.rank}),
             "called": ranks.run_on_rank0(lambda: f"made by {ranks.rank}"),
@@ -76,7 +76,7 @@ def test_alone_every_collective_is_the_identity():
     }
 
 
-def test_two_ranks_share_what_they_know_and_what_the_first_refuses():
+def test_two_ranks_exchange_values_and_errors_of_rank_0():
     first, second = run_distributed(use_collectives, 2)
     assert (first["who"], second["who"]) == ((0, 0, 2, True), (1, 1, 2, False))
     assert first["gathered"] == [[0, 10], [1, 10]]
@@ -97,7 +97,7 @@ def test_the_group_is_closed_when_a_run_fails():
     assert not dist.is_initialized()
 
 
-def test_a_run_alone_asks_for_no_launcher(monkeypatch):
+def test_one_process_needs_no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with process_group(ranks_from_environment("cpu")):
@@ -189,31 +189,31 @@ def test_a_loss_that_is_no_number_ends_both_ranks(bad_number, tmp_path):
     assert second.err == ""
 
 
-def leave_last_words(directory: Path, *arguments: str) -> None:
-    """Run a command, write down what it says and end the process, whose connections end with it."""
+def record_end(directory: Path, *arguments: str) -> None:
+    """Run a command, record its exit code and errors, and end the process with its connections."""
     ended = run_command(*arguments)
     rank = os.environ["RANK"]
     (directory / f"rank_{rank}.json").write_text(json.dumps([ended.exit_code, ended.err]))
     os._exit(ended.exit_code)
 
 
-def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_said_once(tmp_path):
+def test_a_bad_row_of_one_rank_ends_all_ranks_and_is_reported_once(tmp_path):
     root = write_clicks(tmp_path / "clicks")
     # The second rank reads the rows 160 .. 191.
     plant(root / "train" / "item.bin", 170, 101, "int8")
     files = [f"data.path={root}", "data.shuffle_block=0", f"run_dir={tmp_path / 'run'}"]
     with pytest.raises(AssertionError, match="a rank died"):
-        run_distributed(leave_last_words, 2, tmp_path, *ON_FILES, *files)
+        run_distributed(record_end, 2, tmp_path, *ON_FILES, *files)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
     assert (first[0], second[0]) == (1, 2)
-    said = r"error: rank 1: feature 'item': id 101 at row 170 of [^\n]+\n"
-    assert re.fullmatch(said, second[1])
-    waited = r"error: rank 0 stopped because another rank has exited; see the message[^\n]+\n"
-    assert re.fullmatch(waited, first[1])
+    reported = r"error: rank 1: feature 'item': id 101 at row 170 of [^\n]+\n"
+    assert re.fullmatch(reported, second[1])
+    lost_rank = r"error: rank 0 stopped because another rank has exited; see the message[^\n]+\n"
+    assert re.fullmatch(lost_rank, first[1])
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_an_error_of_a_node_is_said_on_that_node(monkeypatch):
+def test_an_error_of_a_node_is_printed_on_that_node(monkeypatch):
     """A dataset may be missing on one node only; only its ranks meet the error."""
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("WORLD_SIZE", "16")

@@ -30,8 +30,8 @@ TEST = {"step": 200, "epoch": 0, "test_auc": math.nan, "test_log_loss": 0.5, "te
 
 
 def open_recorder(run_dir: Path, **changes) -> RunDirectory:
-    given = {"rank": 0, "config_yaml": "seed: 1\n", "environment": {"recipe": "dlrm"}}
-    return RunDirectory(run_dir, **(given | {"tensorboard": False} | changes))
+    settings = {"rank": 0, "config_yaml": "seed: 1\n", "environment": {"recipe": "dlrm"}}
+    return RunDirectory(run_dir, **(settings | {"tensorboard": False} | changes))
 
 
 def strict_json(text: str):
@@ -52,9 +52,9 @@ def test_metrics_open_with_the_environment_and_every_line_is_there_at_once(tmp_p
 
 
 def test_numbers_keep_seven_digits_and_no_json_reader_meets_a_nan():
-    given = {"lr": 1e-5 / 3, "speed": 1234567.89, "steps": 10**12, "parts": (math.inf, 0.5)}
+    record = {"lr": 1e-5 / 3, "speed": 1234567.89, "steps": 10**12, "parts": (math.inf, 0.5)}
     wanted = {"lr": 3.333333e-06, "speed": 1234568.0, "steps": 10**12, "parts": [None, 0.5]}
-    assert to_json_value(given) == wanted
+    assert to_json_value(record) == wanted
 
 
 def test_planned_memory_is_written_with_its_sum(tmp_path):
@@ -192,18 +192,18 @@ def test_two_runs_within_a_second_get_two_directories(tmp_path, monkeypatch):
 
 def test_environment_names_the_versions_and_the_machines(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/dlrm.py", "data.path=a b"])
-    told = environment("dlrm", torch.device("cpu"), world_size=8, num_hosts=2)
-    assert told["command"] == "dlrm.py 'data.path=a b'"
-    assert told["torch"] == torch.__version__
-    assert (told["recipe"], told["world_size"], told["num_hosts"]) == ("dlrm", 8, 2)
-    assert (told["gpu"], told["gpu_driver"]) == (None, None)
-    assert told["torchrec"]
-    assert told["fbgemm"]
-    assert told["num_cpus"] >= 1
+    facts = environment("dlrm", torch.device("cpu"), world_size=8, num_hosts=2)
+    assert facts["command"] == "dlrm.py 'data.path=a b'"
+    assert facts["torch"] == torch.__version__
+    assert (facts["recipe"], facts["world_size"], facts["num_hosts"]) == ("dlrm", 8, 2)
+    assert (facts["gpu"], facts["gpu_driver"]) == (None, None)
+    assert facts["torchrec"]
+    assert facts["fbgemm"]
+    assert facts["num_cpus"] >= 1
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_is_told_and_whether_files_were_changed(tmp_path):
+def test_the_commit_and_changed_files_are_recorded(tmp_path):
     def git(*arguments: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         command = ["git", "-C", str(tmp_path), *who, *arguments]

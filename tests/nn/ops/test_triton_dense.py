@@ -43,9 +43,9 @@ def outcome(forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -
     x = x.detach().requires_grad_()
     out = forward(x)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
-    given = weight.clone()
-    gradients = torch.autograd.grad(out, [x, *module.parameters()], given)
-    assert torch.equal(given, weight), "the gradient from outside may have other readers"
+    gradient = weight.clone()
+    gradients = torch.autograd.grad(out, [x, *module.parameters()], gradient)
+    assert torch.equal(gradient, weight), "the gradient from outside may have other readers"
     return [out.detach(), *gradients]
 
 

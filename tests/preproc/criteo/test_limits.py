@@ -43,20 +43,20 @@ def test_a_run_on_a_full_disk_ends_with_a_message_and_goes_on_when_there_is_spac
     options = [*job(str(source)), f"temp_directory={tmp_path / 'disk'}"]
     preproc(*options, f"output={tmp_path / 'wanted'}")
     script = (
-        'mount -t tmpfs -o size=600k tmpfs "$DISK" && "$@" 2>"$TOLD"; echo $? >>"$TOLD"; '
-        'ls -A "$DISK" >>"$TOLD"; mount -o remount,size=200m "$DISK" && exec "$@"'
+        'mount -t tmpfs -o size=600k tmpfs "$DISK" && "$@" 2>"$LOG"; echo $? >>"$LOG"; '
+        'ls -A "$DISK" >>"$LOG"; mount -o remount,size=200m "$DISK" && exec "$@"'
     )
     subprocess.run(
         [*OWN_MOUNTS, "sh", "-c", script, "sh", *COMMAND, *options, f"output={tmp_path / 'out'}"],
         cwd=ROOT,
-        env={"DISK": str(tmp_path / "disk"), "TOLD": str(tmp_path / "told")},
+        env={"DISK": str(tmp_path / "disk"), "LOG": str(tmp_path / "log")},
         stdout=subprocess.DEVNULL,
         check=True,
     )
-    told = (tmp_path / "told").read_text()
-    assert told.startswith("error: ")
-    assert message in told
-    assert told.splitlines()[1] == "1"
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("error: ")
+    assert message in log
+    assert log.splitlines()[1] == "1"
     assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
 
 

@@ -22,7 +22,7 @@ def test_two_threads_write_what_one_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(parse, "BLOCK_BYTES", 20_000)
     threads = []
     monkeypatch.setattr(
-        parse, "ordered_map", lambda *given: threads.append(given[2]) or ordered_map(*given)
+        parse, "ordered_map", lambda *args: threads.append(args[2]) or ordered_map(*args)
     )
     preproc(*options, f"output={tmp_path / 'one'}", "threads=1")
     preproc(*options, f"output={tmp_path / 'two'}", "threads=2")

@@ -1,4 +1,4 @@
-"""A run that is killed goes on, and writes what an uninterrupted one writes; memory stays in bounds."""
+"""A killed run resumes, and writes what an uninterrupted one writes; memory stays in bounds."""
 
 import os
 import random
@@ -417,6 +417,6 @@ def test_a_stage_tells_its_rate_and_the_time_left():
     stage = Stage("parse", print)
     stage.total, stage.detail = 400.0, "day_3"
     stage.update(100.0)
-    told = stage.describe(200.0, 60.0, rows=6_000_000)
-    assert told == "parse: day_3, 6,000,000 rows (100,000 rows/s), 50.0 %, 0:02:00 left"
+    text = stage.describe(200.0, 60.0, rows=6_000_000)
+    assert text == "parse: day_3, 6,000,000 rows (100,000 rows/s), 50.0 %, 0:02:00 left"
     assert re.search(r"0:01:00 left", stage.describe(250.0, 60.0))

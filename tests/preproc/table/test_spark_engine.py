@@ -51,7 +51,7 @@ def both(tmp_path, *overrides: str) -> dict[str, bytes]:
     specs = [
         yaml.safe_load((tmp_path / engine / "feature_spec.yaml").read_text()) for engine in files
     ]
-    for spec in specs:  # reasons are told in each engine's own words
+    for spec in specs:  # the engines word their reasons differently
         spec["metadata"]["files"].pop("bad_rows.tsv", None)
     assert specs[0] == specs[1]
     return files["spark"]
@@ -130,7 +130,7 @@ def test_raw_criteo_logs(tmp_path, spark, monkeypatch):
     assert len(found) == 2 * (1 + 1 + 2)
 
 
-def test_a_bad_row_is_told(tmp_path, spark):
+def test_a_bad_row_is_reported(tmp_path, spark):
     source = write_lines(tmp_path / "t.csv", ["y,c", "1,a", "0,b", "x,c"])
     table = {
         "sources": {"t": {"files": str(source)}},
