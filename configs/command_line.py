@@ -27,7 +27,7 @@ def register(schema: type, name: str, section_classes: SectionClasses = NO_SECTI
     Args:
         schema: typed options.
         name: name of the schema in the yaml files.
-        section_classes: of each open section of the schema, what finds its class; for the help alone.
+        section_classes: per open section of the schema, the function that returns its class; used by the help.
     """
     node = OmegaConf.structured(schema)
     for section in open_sections(schema):
@@ -46,7 +46,8 @@ def composed_command(
 ) -> Callable[[], None]:
     """Return a function that composes `configs/<config_name>.yaml` with the command line and calls `task` with the result.
 
-    It is Hydra's own, with errors translated around it: no function of ours stands between it and `task` in a stack trace.
+    It is Hydra's own function, wrapped to translate errors. A stack trace holds no function of this module
+    between Hydra and `task`.
 
     Args:
         task: function to call with the composed options, which it passes to `to_config`.
@@ -54,7 +55,7 @@ def composed_command(
         schema_name: name of the schema in the yaml files.
         config_name: name of the yaml file to compose.
         groups: config groups, that is, folders of yaml files to choose from.
-        section_classes: of each open section of the schema, what finds its class; for the help alone.
+        section_classes: per open section of the schema, the function that returns its class; used by the help.
 
     Raises:
         ValueError: from the returned function: an option does not exist, or has an invalid value.
@@ -81,7 +82,7 @@ def composed_command(
 
 
 def _was_called(function: Callable, error: BaseException) -> bool:
-    """Tell whether an error was raised inside a function."""
+    """Return whether an error was raised inside a function."""
     code = inspect.unwrap(function).__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 

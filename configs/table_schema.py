@@ -1,7 +1,7 @@
-"""The description of a table dataset: sources, columns, transformations, splits; the `table` section of its yaml.
+"""Description of a table dataset, the `table` section of its yaml: sources, columns, transformations, splits.
 
-It is read from plain yaml by `TableConfig.of`, which refuses what it does not know: names of columns
-are the user's, so they are no options that a schema could list.
+`TableConfig.of` reads it from plain yaml and rejects unknown keys. Column names are chosen by the user, so
+Hydra's schema cannot list them.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from configs.schema import is_file_name, require
 
 FORMATS = ("csv", "tsv", "parquet")
 SPLITS = ("fraction", "last_file", "random", "column")
-# Numbers in, numbers out, one after another; those with None take no argument.
+# Transforms of numbers, applied in order; minmax and standardise take no argument.
 TRANSFORMS = ("fill", "clip", "log", "minmax", "standardise")
 
 
@@ -67,13 +67,13 @@ class Categorical:
     Attributes:
         name: of the feature.
         expression: SQL over the source's columns; by default the column called `name`.
-        cross: names of columns whose values together are the value; instead of an expression.
-        separator: the value is text that holds several values, with this between them.
-        list: the value is a list (of Parquet) that holds several values.
+        cross: names of columns whose combined values are the value; instead of an expression.
+        separator: separator of several values within one text.
+        list: the value is a Parquet list of several values.
         hotness: ids per row of a list, the rest cut off or filled with id 0; null: ragged.
         frequency_limit: values seen less often get id 0; null: the run's `frequency_limit`.
-        max_size: most values that are kept, the most frequent ones.
-        buckets: no vocabulary; a value's id is a hash of it, 1 to this.
+        max_size: most values to keep, the most frequent first.
+        buckets: hash values to ids from 1 to this number, without a vocabulary.
     """
 
     name: str
@@ -112,16 +112,16 @@ class SplitRule:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TableConfig:
-    """A dataset out of tables.
+    """Description of a dataset made from tables.
 
     Attributes:
         sources: relations by name.
-        query: SQL over them; by default all rows of the one source.
-        order_by: expressions that order the rows of a query, which have no order of their own.
+        query: SQL over the sources; by default all rows of the only source.
+        order_by: expressions that order the rows of a query, which are unordered otherwise.
         label: the label.
         numerical: numerical features in channel order.
         categorical: categorical features in the model's order.
-        split: which rows train.
+        split: division into splits.
     """
 
     sources: dict[str, Source]
@@ -163,7 +163,7 @@ class TableConfig:
         return parsed
 
     def check(self) -> None:
-        """Raise ValueError if parts contradict each other."""
+        """Raise ValueError if settings contradict each other."""
         for name, source in self.sources.items():
             where = f"table.sources.{name}"
             known = f"{where}.format: got {source.format!r}, want one of {', '.join(FORMATS)}"

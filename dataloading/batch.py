@@ -23,7 +23,7 @@ def jagged(
         keys: feature names in the spec's order.
         values: all ids, feature after feature.
         lengths: ids of each row, feature after feature, [F * B].
-        offsets: [F * B + 1]; None: computed from `lengths` where somebody asks, on their device.
+        offsets: [F * B + 1]; None: TorchRec computes them from `lengths` on first use, on their device.
         length_per_key: ids of each feature.
     """
     return KeyedJaggedTensor(
@@ -38,14 +38,14 @@ def jagged(
 
 
 class FixedLayout:
-    """Lengths and offsets of batches whose every valid row has the same number of ids per feature: made once, moved once.
+    """Lengths and offsets of batches with fixed hotness: built once, and copied to a device once.
 
     Args:
         keys: feature names in the spec's order.
-        hotness: ids a valid row has of each feature.
+        hotness: ids of a valid row per feature.
         num_valid: rows with ids; the others have none.
         padded_to: rows of the batch, B.
-        dtype: dtype of the ids; FBGEMM wants the same for offsets.
+        dtype: dtype of the ids; FBGEMM requires the same for offsets.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ fixed_layout = lru_cache(maxsize=8)(FixedLayout)
 
 @dataclass
 class Batch:
-    """Rows that one rank trains on at one step; rows [num_valid, B) are padding.
+    """Rows of one rank at one step; rows [num_valid, B) are padding.
 
     Attributes:
         numerical: float32 [B, num_numerical].
         labels: float32 [B].
         ids: keys are the feature names in the spec's order; padding rows have length 0, so they touch no table.
-        num_valid: rows that count.
-        global_valid: rows that count over all ranks.
+        num_valid: rows without padding.
+        global_valid: rows without padding over all ranks.
     """
 
     numerical: Tensor
@@ -95,10 +95,10 @@ class Batch:
     num_valid: int
     global_valid: int
     layout: FixedLayout | None = field(default=None, repr=False)
-    """Layout of `ids` if it is shared between batches: then only the ids themselves travel to the device."""
+    """Layout of `ids`, if batches share it; then only the ids themselves are copied to the device."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Return a copy on `device`; a shared layout is copied there once in its life."""
+        """Return a copy on `device`; a shared layout is copied to a device only once."""
         device = torch.device(device)
         if self.layout is None:
             ids = self.ids.to(device, non_blocking=non_blocking)
@@ -115,7 +115,7 @@ class Batch:
         )
 
     def pin_memory(self) -> "Batch":
-        """Return a copy in pinned memory; a shared layout stays where it is."""
+        """Return a copy in pinned memory; a shared layout is not copied."""
         if self.layout is None:
             ids = self.ids.pin_memory()
         else:
@@ -130,7 +130,7 @@ class Batch:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until `stream` is done with it, as TorchRec's pipelines ask."""
+        """Keep the memory until the work queued on `stream` is done; TorchRec's pipelines call this."""
         self.numerical.record_stream(stream)
         self.labels.record_stream(stream)
         self.ids.record_stream(stream)

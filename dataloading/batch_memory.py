@@ -11,11 +11,11 @@ from dataloading.batch import Batch
 from dataloading.reader_processes import shared_memory
 
 ALIGNMENT = 256
-"""Every column begins at a multiple of so many bytes."""
+"""Alignment of columns in a slot, in bytes."""
 
 
 class BatchMemory:
-    """Hands tensors out as arrays, and finds them again: whether memory is pinned only the tensor itself knows."""
+    """Allocator of tensors as numpy arrays; `tensor` returns the tensor, which knows if it is pinned."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[np.ndarray, Tensor]] = {}
@@ -28,7 +28,7 @@ class BatchMemory:
         return array
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """Return the tensor behind an array that came from here."""
+        """Return the tensor of an array that `allocate` returned."""
         return self._tensors[id(array)][1]
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -36,7 +36,7 @@ class BatchMemory:
 
 
 class OwnMemory(BatchMemory):
-    """New memory for each column, which lives as long as somebody has it."""
+    """New memory for every column, freed with its last reference."""
 
     def __init__(self, *, pin: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class OwnMemory(BatchMemory):
 
 
 class Slot(BatchMemory):
-    """A piece of memory, one column behind the other: at the same places for the same columns, in every process."""
+    """Columns one after another in given memory: the same columns have the same offsets in every process."""
 
     def __init__(self, memory: Tensor) -> None:
         super().__init__()
@@ -62,10 +62,10 @@ class Slot(BatchMemory):
 
 
 class Slots:
-    """Memory that reader processes fill, and how far the device is with copying it.
+    """Memory that reader processes fill, and CUDA events of the copies from it to the device.
 
     Attributes:
-        batches: of memory slot, the batches that have been in it, by their sizes: their memory is always the same.
+        batches: per slot, its batches by their sizes; a batch of the same sizes always has the same memory.
     """
 
     def __init__(self, num_slots: int, num_bytes: int) -> None:
@@ -79,11 +79,11 @@ class Slots:
         return len(self._memories)
 
     def memory(self, slot: int) -> Slot:
-        """Return the memory of a slot, nothing of it handed out."""
+        """Return the memory of a slot, with no column allocated yet."""
         return Slot(self._memories[slot])
 
     def pin(self) -> None:
-        """Let the current GPU copy from here by itself; once, and after the processes were forked."""
+        """Pin the memory for the current GPU, once; call it after the processes are forked."""
         if self._copied:
             return
         for memory in self._memories:
@@ -91,7 +91,7 @@ class Slots:
             self._copied.append(torch.cuda.Event())
 
     def unpin(self) -> None:
-        """Undo `pin`, as far as it came, when all copies are done."""
+        """Wait for all copies, then unpin whatever `pin` has pinned."""
         if self._copied:
             torch.cuda.synchronize()
         for memory, _ in zip(self._memories, self._copied, strict=False):
@@ -99,18 +99,18 @@ class Slots:
         self._copied = []
 
     def are_copied(self, slot: int) -> None:
-        """Note that the slot is free again when the current stream has come here."""
+        """Record an event on the current stream, after the copies from the slot."""
         if self._copied:
             self._copied[slot].record()
 
     def wait_for_copies(self, slot: int) -> None:
-        """Wait until a slot is free again."""
+        """Wait until the copies from a slot are done."""
         if self._copied:
             self._copied[slot].synchronize()
 
 
 def aligned(num_bytes: int) -> int:
-    """Return the room that a column takes in a slot."""
+    """Return the space of a column in a slot, in bytes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

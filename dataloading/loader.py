@@ -1,4 +1,4 @@
-"""Source and partition made into an iterator of batches, read ahead by threads or by processes."""
+"""Loader: batches from a source and a partition, read ahead by threads or by processes."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -18,7 +18,7 @@ from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, row
 from dataloading.reader_processes import ReaderProcesses
 
 SLOTS_IN_USE = 2
-"""Batches of reader processes that are not being read: one that was just handed out, one that may still be copied."""
+"""Slots beyond the batches read ahead: one for the batch in use, one that the device may still copy from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +44,13 @@ class LoaderSettings:
 class Loader:
     """Batches of one split for one rank, in an order that depends on the step alone.
 
-    Each of `workers` threads, or processes after `fork_readers`, reads complete batches, straight into the tensors that
-    are handed out. At most `prefetch` batches are read or being read at a time, so no more workers are busy. Batches come
-    in the order of the steps whatever the timing of the workers, and stay on the host: the training step copies them.
+    Each of `workers` threads, or processes after `fork_readers`, reads complete batches straight into their
+    tensors. At most `prefetch` batches are in flight, so no more workers are busy. The batches are yielded in
+    the order of the steps, independent of the timing of the workers. They are in host memory, and the
+    training step copies them.
 
     Args:
-        source: rows.
+        source: source of the rows.
         split: `train`, `test`, ...
         settings: batch size, shuffle and workers.
         rank: of `world_size` ranks.
@@ -103,17 +104,17 @@ class Loader:
         self._readers: ReaderProcesses | None = None
 
     def fork_readers(self) -> None:
-        """Let processes read instead of threads; they are forked now, see `ReaderProcesses` for when that may be.
+        """Fork processes that read instead of threads; `ReaderProcesses` explains when to call this.
 
-        A batch's memory is then used again: it holds the batch until the next one but one is asked for, and copies of it must
-        be queued, on the stream that is current then, before the next one is asked for.
+        The memory of batches is reused then. A batch stays valid until the second `next()` after its own.
+        Copies of it must be queued before the next `next()`, on the stream that is current there.
 
-        Does nothing where the size of a batch depends on its rows (ragged features), or where more rows are decoded together
-        than a rank's batch has (large row groups of Parquet): the batches beside it, which other processes read, want them too.
-        So do they a row group across the border of two batches, which is decoded twice.
+        It does nothing in two cases. With ragged features the size of a batch depends on its rows. With
+        Parquet row groups larger than the batch of a rank, several processes would decode the same row group.
+        A row group across the border of two batches is decoded twice in any case.
 
         Raises:
-            ValueError: there is no room for the processes, or for the batches that they read ahead.
+            ValueError: the system has too little memory for the processes or for the batches that they read ahead.
         """
         is_ragged = any(feature.hotness is None for feature in self.source.spec.categorical)
         if is_ragged or self.source.granule(self.split) > self.batch_size // self.world_size:
@@ -132,18 +133,18 @@ class Loader:
 
     @property
     def reader_pids(self) -> list[int]:
-        """The processes that read; none where threads do."""
+        """Ids of the reader processes; empty if threads read."""
         return self._readers.pids if self._readers is not None else []
 
     def close(self) -> None:
-        """End the reader processes, if there are any, and free their memory."""
+        """End the reader processes, if any, and free their memory."""
         self.end_readers()
         if self._slots is not None:
             self._slots.unpin()
         self._slots = None
 
     def end_readers(self) -> None:
-        """End the reader processes alone: after a failure a GPU may wait for ranks that are gone, and so may who waits for it."""
+        """End the reader processes without waiting for the GPU, which may hang after another rank has failed."""
         if self._readers is not None:
             self._readers.close()
         self._readers = None
@@ -177,11 +178,11 @@ class Loader:
         """Yield the batches of steps [start_step, start_step + num_steps), epoch after epoch.
 
         Args:
-            start_step: counted over epochs; resuming needs nothing else.
-            num_steps: None: without end.
+            start_step: first step, counted over epochs; resuming needs nothing else.
+            num_steps: number of steps; None: without end.
 
         Raises:
-            ValueError: what the source found wrong with a row, raised at the batch that holds it.
+            ValueError: an invalid row, raised at the batch that holds it.
         """
         steps = islice(count(start_step), num_steps)
         if self._readers is None or self._slots is None:
@@ -202,7 +203,7 @@ class Loader:
                 self.data_wait_ms = (perf_counter() - asked) * 1e3
                 pending.extend(pool.submit(self.batch, step) for step in islice(steps, 1))
                 yield batch
-                del batch  # the consumer alone decides how long it lives
+                del batch  # so that the consumer holds the only reference
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -212,7 +213,7 @@ class Loader:
         assert not readers.num_pending, "one iterator at a time"
         if self.device.type == "cuda":
             slots.pin()
-            # An iterator before this one may have been left while its last batch was being copied.
+            # An earlier iterator may have been dropped while its last batch was being copied.
             torch.cuda.synchronize()
         pending: deque[int] = deque()
 
@@ -228,7 +229,7 @@ class Loader:
                 asked = perf_counter()
                 slot = readers.finish()
                 self.data_wait_ms = (perf_counter() - asked) * 1e3
-                # How many there are does not depend on the order, which a process has worked out.
+                # Counts do not depend on the order of rows, so the shuffle is not computed here again.
                 rows = self._rows(pending.popleft(), None)
                 start(1)
                 yield self._batch_in(slot, rows, slots)
@@ -246,7 +247,7 @@ class Loader:
         self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
 
     def _batch_in(self, slot: int, rows: RankRows, slots: Slots) -> Batch:
-        """Return what a reader process has left in a slot."""
+        """Return the batch that a reader process has written to a slot."""
         key = (rows.num_valid, rows.padded_to, rows.global_valid)
         batches = slots.batches[slot]
         if key not in batches:
@@ -256,7 +257,7 @@ class Loader:
         return batches[key]
 
     def _columns(self, num_valid: int, padded_to: int, allocate: Allocate) -> Columns:
-        """Return columns that lie in memory as those that the source fills."""
+        """Return columns with the memory layout of those that the source fills."""
         spec = self.source.spec
         num_ids = [num_valid * (feature.hotness or 0) for feature in spec.categorical]
         return Columns.empty(spec, num_valid, padded_to, num_ids, allocate)
@@ -292,7 +293,7 @@ class Loader:
         return Batch(numerical, labels, ids, rows.num_valid, rows.global_valid, shared)
 
     def _enter_thread(self) -> None:
-        # A new thread starts on GPU 0 and would make a context there when it pins memory.
+        # A new thread starts on GPU 0 and would create a CUDA context there when it pins memory.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -300,7 +301,7 @@ class Loader:
 def _lengths(
     columns: Columns, hotness: tuple[int | None, ...], rows: RankRows, allocate: Allocate
 ) -> np.ndarray:
-    """Return the ids of num_ids row, feature after feature, [F * B], in the dtype of the ids."""
+    """Return the number of ids of every row, feature after feature, [F * B], in the dtype of the ids."""
     lengths = allocate((len(hotness) * rows.padded_to,), columns.values.dtype)
     table = lengths.reshape(len(hotness), rows.padded_to)
     for row, num_ids, ragged in zip(table, hotness, columns.lengths, strict=True):

@@ -1,7 +1,8 @@
-"""Rows that a rank reads at a step: a pure function, so that resuming needs the step and nothing else.
+"""Rows that a rank reads at a step: a pure function of the step, so resuming needs nothing else.
 
-With `batch_size=8`, `world_size=2` and 19 rows, one epoch is three steps. Steps 0 and 1 give 4 rows to each rank; step 2
-has 3 rows left, so rank 0 gets 2 of them, rank 1 gets 1, and rank 1 pads its batch to 2 rows.
+With `batch_size=8`, `world_size=2` and 19 rows, one epoch is three steps. At steps 0 and 1 each rank gets 4
+rows. At step 2 only 3 rows are left: rank 0 gets 2 of them, rank 1 gets 1, and rank 1 pads its batch to 2
+rows.
 """
 
 from dataclasses import dataclass
@@ -11,16 +12,16 @@ from threading import Lock
 import numpy as np
 
 MAX_BLOCKS = 2**27
-"""Blocks of one permutation: 1 GiB of row numbers. Each process that reads keeps those of two epochs."""
+"""Most blocks of one permutation: 1 GiB of row numbers. Every reader process keeps those of two epochs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """The order of one epoch: blocks of consecutive rows are permuted, rows inside a block are not.
+    """Order of one epoch: blocks of consecutive rows are permuted, rows inside a block are not.
 
     Attributes:
         seed: not negative.
-        epoch: counts from 0; each has its own order.
+        epoch: counted from 0; every epoch has its own order.
         block: rows that stay together. A partial last block stays at the end.
     """
 
@@ -37,7 +38,7 @@ class Shuffle:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """One rank's part of one step.
+    """Rows of one rank at one step.
 
     Attributes:
         runs: int64 [K, 2], half-open row ranges in the order of the batch.
@@ -53,12 +54,12 @@ class RankRows:
 
 
 def num_steps(num_rows: int, batch_size: int) -> int:
-    """Return the steps of an epoch, a partial last batch counted."""
+    """Return the steps of an epoch, including a partial last batch."""
     return -(-num_rows // batch_size)
 
 
 def check_batch(batch_size: int, world_size: int) -> None:
-    """Raise `ValueError` unless every rank gets the same part of a full batch."""
+    """Raise `ValueError` unless a full batch divides evenly over the ranks."""
     if batch_size < 1 or batch_size % world_size:
         fitting = max(batch_size // world_size, 1) * world_size
         raise ValueError(
@@ -76,7 +77,7 @@ def rows_at(
     world_size: int,
     shuffle: Shuffle | None,
 ) -> RankRows:
-    """Return the rows that `rank` reads at `step` of an epoch; over ranks and steps each row comes exactly once.
+    """Return the rows that `rank` reads at `step` of an epoch; over ranks and steps every row is read exactly once.
 
     Args:
         step: step of the epoch, below `num_steps(num_rows, batch_size)`.
@@ -129,7 +130,7 @@ def block_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
         )
     with (
         _ORDER_LOCK
-    ):  # several reader threads ask at the start of an epoch; one of them should compute
+    ):  # several reader threads call this at the start of an epoch; only one should compute
         return _block_order(num_blocks, seed, epoch)
 
 

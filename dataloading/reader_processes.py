@@ -1,8 +1,8 @@
-"""Processes that read batches into memory which they share with the process that trains.
+"""Processes that read batches into memory shared with the training process.
 
-Threads would do, were it not for Python's lock: a thread that reads takes and leaves it at every column, and the step, which
-leaves it at every kernel it launches, waits for it each time. On four H200 the readers' threads cost a DLRM step 0.8 of
-2.4 ms (benchmarks/README.md).
+Reader threads compete with the training step for the GIL. They acquire and release it at every column. The
+step releases it at every kernel launch, and waits to get it back. On four H200 the reader threads cost a DLRM
+step 0.8 of 2.4 ms (benchmarks/README.md).
 """
 
 import ctypes
@@ -18,24 +18,26 @@ from typing import NoReturn
 
 # <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
-# What a terminal or a batch system sends to all processes of a run: the one that trains answers, and needs its readers.
+# Signals that a terminal or a batch system sends to all processes of a run. The training process handles
+# them, and needs its readers.
 SIGNALS_OF_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class ReaderProcesses:
-    """Reads into slots of shared memory; what is started first is finished first.
+    """Reads into slots of shared memory, finished in the order in which they are started.
 
-    The processes are forked when this is made, so that they have all that is open here and import nothing. That wants to be
-    early, since they inherit locks as they happen to be, and there are fewer before a CUDA context, NCCL and most threads.
+    The constructor forks the processes, so they inherit open files and modules. Call it early: a forked
+    process also inherits the state of all locks, and there are fewer of them before a CUDA context, NCCL and
+    most threads exist.
 
     Args:
-        read: run in the processes: fills the slot of this number with what this other number stands for. It may use numpy, but
-            not CUDA, nor what runs in threads of its own.
-        num_slots: how many there are, in memory that came from `shared_memory`.
-        num_processes: how many.
+        read: function of a slot and a number, called in a process: fill the slot with the batch of that
+            number. It may use numpy, but neither CUDA nor libraries that start threads.
+        num_slots: number of slots, in memory from `shared_memory`.
+        num_processes: number of processes.
 
     Raises:
-        ValueError: the system has no room for so many.
+        ValueError: the system cannot start that many processes.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class ReaderProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The processes."""
+        """Ids of the processes."""
         return [reader.pid for reader in self._readers]
 
     @property
@@ -68,11 +70,11 @@ class ReaderProcesses:
 
     @property
     def next_slot(self) -> int:
-        """The slot that `start` will fill."""
+        """Slot that `start` will fill."""
         return self._num_started % self._num_slots
 
     def start(self, number: int) -> None:
-        """Let a process fill the next slot, which nobody may be using any more."""
+        """Let a process fill the next slot, which must be free."""
         assert self.num_pending < self._num_slots
         reader = self._readers[self._num_started % len(self._readers)]
         slot = self.next_slot
@@ -80,11 +82,11 @@ class ReaderProcesses:
         reader.ask(slot, number)
 
     def finish(self) -> int:
-        """Wait for what was started first, and return its slot.
+        """Wait for the oldest pending read, and return its slot.
 
         Raises:
-            ValueError, OSError, MemoryError: what `read` raised.
-            RuntimeError: it raised something else, or its process has ended.
+            ValueError, OSError, MemoryError: raised by `read`.
+            RuntimeError: `read` raised another exception, or its process has ended.
         """
         reader = self._readers[self._num_finished % len(self._readers)]
         slot = self._num_finished % self._num_slots
@@ -93,7 +95,7 @@ class ReaderProcesses:
         return slot
 
     def close(self) -> None:
-        """End the processes, whatever they are at; nothing is pending any more."""
+        """Kill the processes; no read is pending afterwards."""
         for reader in self._readers:
             reader.close()
         self._readers = []
@@ -101,17 +103,17 @@ class ReaderProcesses:
 
 
 def shared_memory(num_bytes: int) -> mmap.mmap:
-    """Return memory that processes forked from now on write into for this one; it needs no room in /dev/shm."""
+    """Return memory shared with processes that are forked later; it needs no space in /dev/shm."""
     return mmap.mmap(-1, num_bytes)
 
 
 class _Reader:
-    """One process, as its parent sees it."""
+    """One reader process, from the side of its parent."""
 
     def __init__(self, read: Callable[[int, int], None]) -> None:
         self._connection, its = Pipe()
         parent = os.getpid()
-        # Until the child ignores them: it would answer as its parent does.
+        # Blocked until the child ignores them, since it inherits the handlers of its parent.
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RUN)
         try:
             self.pid = os.fork()
@@ -124,7 +126,7 @@ class _Reader:
         self._has_ended = False
 
     def ask(self, slot: int, number: int) -> None:
-        # One that has ended says so where its answer is waited for.
+        # `wait` reports a process that has ended.
         with suppress(ConnectionError):
             self._connection.send((slot, number))
 
@@ -156,12 +158,12 @@ class _Reader:
 
 
 def _serve(read: Callable[[int, int], None], connection: Connection, parent: int) -> NoReturn:
-    """Fill slots until the parent is gone."""
+    """Fill slots until the parent has ended."""
     exit_code = 1
     try:
         for signum in SIGNALS_OF_THE_RUN:
             signal.signal(signum, signal.SIG_IGN)
-        # Not every reader sees the parent's end of its pipe close: those that were forked later have it open.
+        # A closed pipe is not enough: readers forked later inherit the parent's end of it.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         while os.getppid() == parent:
             slot, number = connection.recv()
@@ -172,7 +174,7 @@ def _serve(read: Callable[[int, int], None], connection: Connection, parent: int
     except Exception:
         os.write(2, traceback.format_exc().encode())
     finally:
-        # Nothing of the parent's is to be flushed, closed or freed here.
+        # Skips handlers that would flush, close or free resources of the parent.
         os._exit(exit_code)
 
 
@@ -187,6 +189,6 @@ def _problem_of(read: Callable[[int, int], None], slot: int, number: int) -> Exc
         arguments = (str(error),) if error.errno is None else (error.errno, error.strerror)
         return OSError(*arguments, *([error.filename] if error.filename else []))
     except Exception:
-        # Not every exception can be sent to another process.
+        # Not every exception can be pickled.
         return RuntimeError(f"in a process that reads batches:\n{traceback.format_exc()}")
     return None

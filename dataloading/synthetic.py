@@ -1,7 +1,7 @@
-"""A click stream without a download: power-law ids, and labels drawn from a hidden teacher.
+"""Synthetic click stream: power-law ids, and labels drawn from a hidden teacher model.
 
-Every value is a function of (seed, split, column, row), so any rank can make any row, in any order, and nothing is
-stored.
+Every value is a function of (seed, split, column, row). Any rank can therefore make any row, in any order,
+and nothing is stored.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from dataloading.randomness import power_law, stream_key, uniform
 from dataloading.teacher import Teacher
 
 CHUNK_ROWS = 8192
-"""Rows made at a time: the scratch arrays of one column then stay in the cache."""
+"""Rows made at a time, so that the temporary arrays of a column stay in the cache."""
 CALIBRATION_ROWS = 16384
 
 
 class SyntheticSource:
-    """Clicks made on demand, behind the interface of a dataset directory.
+    """Source of synthetic clicks, made on demand.
 
     Args:
         train_rows: rows of split `train`.
@@ -72,7 +72,7 @@ class SyntheticSource:
         return 1
 
     def before_fork(self, split: str, num_processes: int) -> None:
-        """Do nothing: rows are made when they are asked for."""
+        """Do nothing: rows are made on demand."""
 
     def read(
         self,
@@ -85,7 +85,7 @@ class SyntheticSource:
         return self._make(split, expand(runs).astype(np.uint64), padded_to, allocate)[0]
 
     def teacher_auc(self, split: str = "test") -> float:
-        """Return the AUC of the teacher's own logits on `split`: no model can be expected to do better."""
+        """Return the AUC of the teacher's own logits on `split`, an upper bound for models."""
         columns, logits = self._make(split, np.arange(self.num_rows(split), dtype=np.uint64))
         positive, negative = (
             np.sort(logits[columns.labels == 1]),

@@ -1,9 +1,10 @@
-"""The hidden model behind the labels of the synthetic click stream.
+"""Hidden model that draws the labels of the synthetic click stream.
 
     logit = bias + numericals . w + sum_f a_f[id_f] + sum over some pairs (f, g) of <v_f[id_f], v_g[id_g]>
 
-`a` and `v` fade with the rank of the id, so that most of the signal lies in ids that occur often enough to be learned;
-the pairs are what a model with interactions gains over logistic regression. Features of several ids use their mean.
+`a` and `v` fade with the frequency rank of the id, so most of the signal is in ids that occur often enough to
+be learned. The pairs are the gain of a model with interactions over logistic regression. Multi-hot features
+use the mean over their ids.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.randomness import stream_key, uniform
 
 KNOWN_IDS = 4096
-"""Ids from here on have no effect of their own: too rare to be learned from a small stream."""
+"""Ids from this one have no effect, since they are too rare to be learned from a small stream."""
 FADE_RANK = 32
 """The effect of an id falls with the square root of (1 + id / FADE_RANK)."""
 NUM_PAIRS = 8
@@ -25,7 +26,7 @@ POSITIVE_RATE = 0.27
 
 
 class Teacher:
-    """Logits of rows.
+    """Model that returns logits of rows.
 
     Args:
         spec: features, each of fixed hotness.
@@ -43,7 +44,7 @@ class Teacher:
             return ((numbers - 0.5) * np.sqrt(12)).astype(np.float32)
 
         def effects(feature: int, *names: object) -> np.ndarray:
-            """Return one hidden number an id, the last standing for all rare ids."""
+            """Return one hidden number per id, the last one for all rare ids."""
             rows = min(spec.categorical[feature].cardinality, KNOWN_IDS)
             fade = 1 / np.sqrt(1 + np.arange(rows, dtype=np.float32) / FADE_RANK)
             return np.append(weights(rows, feature, *names) * fade, np.float32(0))
@@ -59,10 +60,11 @@ class Teacher:
         self._bias = np.float32(0)
 
     def calibrate(self, numerical: np.ndarray, ids: Sequence[np.ndarray]) -> None:
-        """Set scales and bias so that these rows have the deviations and the positive rate named above."""
+        """Set scales and bias so that these rows have DEVIATIONS and POSITIVE_RATE."""
         for name, values in self._parts(numerical, ids).items():
             deviation = float(values.std(dtype=np.float64))
-            # A few known ids among uniform draws from a huge table would be blown up: no effect instead.
+            # With uniform draws from a huge table few ids are known; scaling would amplify them, so the part
+            # is left out.
             self._scales[name] = np.float32(DEVIATIONS[name] / deviation if deviation > 0.01 else 0)
         self._bias = np.float32(0)
         logits = self.logits(numerical, ids).astype(np.float64)
@@ -78,7 +80,7 @@ class Teacher:
 
         Args:
             numerical: float32 [n, num_numerical].
-            ids: integers [n, hotness], one array a feature.
+            ids: integers [n, hotness], one array per feature.
         """
         total = np.full(len(numerical), self._bias)
         for name, values in self._parts(numerical, ids).items():
@@ -86,7 +88,7 @@ class Teacher:
         return total
 
     def _parts(self, numerical: np.ndarray, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the three parts; only elementwise sums, so that a row does not depend on its neighbours."""
+        """Return the three parts of the logit; sums are elementwise, so a row does not depend on its neighbours."""
         parts = {name: np.zeros(len(numerical), np.float32) for name in DEVIATIONS}
         for column, weight in enumerate(self._numerical):
             parts["numerical"] += numerical[:, column] * weight

@@ -1,10 +1,10 @@
-"""The bytes of a split: writer and reader of NVIDIA's split binary.
+"""Writer and reader of NVIDIA's split binary format.
 
-Every file is a plain little-endian array, row i of each file is sample i; no header, no padding, no index:
+Every file is a plain little-endian array without header, padding or index. Row i of each file is sample i:
 
     numerical   float16 or float32 [N, num_numerical], row-major
-    label       one byte a row, 0 or 1 (numpy's bool)
-    ids         int8 ... int64, [N] or row-major [N, hotness]; one file a feature
+    label       one byte per row, 0 or 1 (numpy's bool)
+    ids         int8 ... int64, [N] or row-major [N, hotness]; one file per feature
     ragged      ids of all rows one after another, and a second file with int64 [N + 1] offsets into them
 """
 
@@ -26,7 +26,7 @@ LABEL_DTYPE = np.dtype(np.uint8)
 
 
 class GrowingFile:
-    """One growing file: its rows, bytes and CRC-32."""
+    """A file that is being written: its rows, bytes and CRC-32."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -37,7 +37,7 @@ class GrowingFile:
         self._stream = path.open("xb")
 
     def append(self, values: np.ndarray, num_rows: int) -> None:
-        """Append the items of `num_rows` rows, checked and cast already."""
+        """Append the items of `num_rows` rows, which are checked and cast already."""
         data = np.ascontiguousarray(values).data.cast("B") if values.size else b""
         self._stream.write(data)
         self.crc32 = zlib.crc32(data, self.crc32)
@@ -45,21 +45,21 @@ class GrowingFile:
         self.num_rows += num_rows
 
     def close(self) -> None:
-        """Close it, its bytes on the disk."""
+        """Sync and close the file."""
         if not self._stream.closed:
             sync_stream(self._stream)
             self._stream.close()
 
     def abandon(self) -> None:
-        """Close it without care for what is in it."""
+        """Close the file without a sync."""
         self._stream.close()
 
 
 class SplitWriter:
     """Appends chunks of columns to the files of one split.
 
-    Columns grow independently: rows of all columns chunk by chunk, or one whole column after another. Threads may
-    append to different columns at the same time.
+    Columns grow independently: chunk by chunk over all columns, or one complete column after another. Threads
+    may append to different columns at the same time.
     """
 
     file_type: type[GrowingFile] = GrowingFile
@@ -104,7 +104,7 @@ class SplitWriter:
             lengths: ids per row, [n], for each ragged feature in `ids`.
 
         Raises:
-            ValueError: a value that the file cannot hold, naming feature, value and row.
+            ValueError: a value that the file cannot hold; the message names feature, value and row.
         """
         if numerical is not None:
             self._append_numerical(np.asarray(numerical))
@@ -241,21 +241,21 @@ def _checked_lengths(name: str, values: np.ndarray, lengths: np.ndarray | None) 
 
 
 def file_name(name: str) -> str:
-    """Return the file that our writer gives a feature; NVIDIA's names end in `.bin` already."""
+    """Return the file name of a feature; NVIDIA's feature names end in `.bin` already."""
     if "/" in name or "\0" in name or name.startswith("."):
         raise ValueError(f"feature name {name!r} cannot name a file: no slash, no leading dot")
     return name if name.endswith(".bin") else f"{name}.bin"
 
 
 class BinarySource:
-    """Reads rows of a dataset directory, through memory maps: the page cache is the only copy.
+    """Source of the rows of a dataset directory, read through memory maps without a copy of its own.
 
-    Ids are checked where they are read, on every batch: one maximum over an unsigned view, so that negative ids are
-    too large as well.
+    Ids are checked on every read: one maximum over an unsigned view, in which negative ids are too large as
+    well.
 
     Args:
         spec: of the dataset.
-        columns: of each split that is read, if they are in memory; None: the files are mapped.
+        columns: columns per split, if they are in memory; None: the files are mapped.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class BinarySource:
         return 1
 
     def before_fork(self, split: str, num_processes: int) -> None:
-        """Do nothing: processes share what is mapped."""
+        """Do nothing: processes share the memory maps."""
 
     def read(
         self,
@@ -341,7 +341,7 @@ class BinarySource:
         flat = piece.reshape(-1)
         at = int(((flat < 0) | (flat >= feature.cardinality)).argmax())
         row = selection.row_at(start + at // (feature.hotness or 1))
-        if feature.hotness is None:  # that was the id's place in the file, not its row
+        if feature.hotness is None:  # `row` was the index of the id in the file
             row = int(self._columns[split].offsets[feature.name].searchsorted(row, "right")) - 1
         return ValueError(
             f"feature '{feature.name}': id {flat[at]} at row {row} of {self.spec.splits[split].ids[feature.name]} lies "
@@ -351,14 +351,14 @@ class BinarySource:
 
 @dataclass(frozen=True, slots=True)
 class SplitColumns:
-    """The columns of one split as arrays.
+    """Columns of one split as arrays.
 
     Attributes:
         label: uint8 [N].
         numerical: floats [N, num_numerical]; None without numericals.
         ids: integers by feature: [N], [N, hotness], or flat for a ragged feature.
-        offsets: int64 [N + 1] of each ragged feature.
-        files: where they come from, for messages.
+        offsets: int64 [N + 1] per ragged feature.
+        files: files of the split, for messages.
     """
 
     label: np.ndarray
@@ -372,7 +372,7 @@ class SplitColumns:
         """Return memory maps of the files of a split."""
 
         def column(path: Path, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-            if path.stat().st_size == 0:  # a ragged feature without a single id
+            if path.stat().st_size == 0:  # a ragged feature without any ids
                 return np.empty(0, dtype)
             mapped = np.memmap(path, dtype.newbyteorder("<"), mode="r").view(np.ndarray)
             return mapped if width is None else mapped.reshape(-1, width)

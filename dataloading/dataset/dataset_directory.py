@@ -1,6 +1,6 @@
 """Writer of a dataset directory that is complete or absent.
 
-Everything goes to a temporary sibling, the spec last, which is then renamed to its place.
+All files are written to a temporary sibling, the spec last. The sibling is then renamed to the dataset directory.
 """
 
 import os
@@ -37,7 +37,7 @@ class DatasetWriter:
     """The splits of a dataset that is being written; `writer["train"]` is a `SplitWriter`.
 
     Attributes:
-        directory: where the files lie until the end; what else is put there becomes part of the dataset.
+        directory: temporary directory of the files; other files added there become part of the dataset.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ def write_dataset(
     """Write a dataset directory; leaving the block completes it, an exception leaves `root` as it was.
 
     Args:
-        root: the directory to make; parents are made too.
+        root: directory to create, with its parents.
         categorical: features in the model's order.
-        numerical: names of the numericals, none to many.
+        numerical: names of the numericals; may be empty.
         label: name of the label.
-        numerical_dtype: float16 (what NVIDIA's recipe reads) or float32.
+        numerical_dtype: float16 (required by NVIDIA's recipe) or float32.
         file_format: `binary`, or `parquet`, whose columns must grow together.
         splits: `train`, `test` and any other.
         metadata: plain yaml values; `rows` and `files` are added.
@@ -120,7 +120,7 @@ def write_dataset(
     clear_leftovers(root)
     temporary = partial_sibling(root)
     temporary.mkdir(parents=True)
-    # A later writer sees by the lock which directories are leftovers.
+    # The lock tells a later writer that this directory is no leftover.
     lock = lock_directory(temporary, wait=True)
     try:
         dataset = DatasetWriter(temporary, spec, splits, writer)
@@ -169,7 +169,7 @@ def _split_writer(file_format: str) -> type[SplitWriter]:
         return SplitWriter
     if file_format != PARQUET:
         raise ValueError(f"file_format: got {file_format!r}, want binary or {PARQUET}")
-    # Only those who want such a dataset need pyarrow.
+    # Imported here, since only Parquet needs pyarrow.
     from dataloading.dataset.parquet_writer import ParquetSplitWriter
 
     return ParquetSplitWriter
@@ -199,11 +199,11 @@ def check_output(root: Path | str, overwrite: bool = False) -> Path:
 
 
 def write_spec(spec: FeatureSpec, root: Path) -> None:
-    """Write `root`/feature_spec.yaml by rename, synced: it exists only whole.
+    """Write `root`/feature_spec.yaml by rename, synced, so that it is never partial.
 
     Args:
         spec: its paths must lie below `root`.
-        root: directory that holds all the files already, since a directory with a spec counts as complete.
+        root: directory that holds all files already, since a directory with a spec counts as complete.
     """
     features: dict[str, dict[str, Any]] = {}
     for feature in spec.categorical:
@@ -250,10 +250,10 @@ def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, 
 
 
 def verify_checksums(spec: FeatureSpec) -> int:
-    """Read every file that the spec's metadata lists and return how many there are.
+    """Compare the checksum of every file in the metadata of the spec; return the number of files.
 
     Raises:
-        ValueError: the first file whose bytes are not those that were written; a spec that lists none.
+        ValueError: a file has changed, or the spec lists no checksums.
     """
     assert spec.root is not None
     listed = spec.metadata.get("files")

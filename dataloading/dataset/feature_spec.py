@@ -1,7 +1,7 @@
 """Specification of a dataset directory: its `feature_spec.yaml`, read, checked and hashed.
 
 The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with three additions: `hotness`, ragged features and row
-counts under `metadata`. `docs/data_format.md` describes both it and the bytes, which `dataloading.dataset.binary` reads.
+counts under `metadata`. `docs/data_format.md` describes the yaml and the binary files.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ CHANNELS = ("categorical", "label", "numerical")
 
 
 def id_dtype(cardinality: int) -> np.dtype:
-    """Dtype that NVIDIA's preprocessing gives the ids of `cardinality` rows; int64 where theirs gives up."""
+    """Return the dtype of the ids of `cardinality` rows by NVIDIA's rule, and int64 beyond its range."""
     for dtype in (np.int8, np.int16, np.int32):
         if cardinality < np.iinfo(dtype).max:
             return np.dtype(dtype)
@@ -73,7 +73,7 @@ class CategoricalFeature:
 
     @classmethod
     def of(cls, name: str, cardinality: int, hotness: int | None = 1) -> "CategoricalFeature":
-        """Return a feature for the writer: dtype by NVIDIA's rule, the mean of a ragged one left to measure."""
+        """Return a feature for the writer, with the dtype by NVIDIA's rule; a ragged mean is measured later."""
         return cls(name, int(cardinality), id_dtype(cardinality), hotness, hotness or 0.0)
 
 
@@ -88,7 +88,7 @@ class FeatureSpec:
         label: name of the one label.
         categorical: features in channel order, which is the model's order.
         splits: `train`, `test` and any other split, by name.
-        metadata: free, but for `rows` and `files`, which our writer fills in.
+        metadata: any keys; the writer fills in `rows` and `files`.
     """
 
     root: Path | None
@@ -114,7 +114,7 @@ class FeatureSpec:
         return self.splits[split].num_rows
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 (hex) of what a model depends on: names, order, cardinalities and hotness."""
+        """Return the SHA-256 (hex) of names, order, cardinalities and hotness, on which a model depends."""
         categorical = [[f.name, f.cardinality, f.hotness] for f in self.categorical]
         facts = [list(self.numerical), self.label, categorical]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -128,10 +128,11 @@ class FeatureSpec:
         Args:
             root: dataset directory.
             filename: name of the spec in it.
-            measure: False leaves sizes unchecked and rows uncounted, for those who want to look at wrong files too.
+            measure: check sizes and count rows; False also loads the spec of a dataset with damaged files.
 
         Raises:
-            ValueError: anything that is missing, malformed or contradicts itself, with file, key, got and wanted.
+            ValueError: something is missing, malformed or contradictory; the message names file, key and
+                expected value.
         """
         root = Path(root)
         path = root / filename
@@ -177,7 +178,7 @@ def _section(document: object, key: str) -> Mapping[str, Any]:
 
 
 def _parse(root: Path, document: object) -> FeatureSpec:
-    """Return the checked spec of `document`, its rows not counted yet; errors start with the key."""
+    """Return the checked spec of `document` without row counts; errors start with the key."""
     features, sources = _section(document, "feature_spec"), _section(document, "source_spec")
     channels = _section(document, "channel_spec")
     metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
@@ -221,7 +222,7 @@ def _parse(root: Path, document: object) -> FeatureSpec:
 
 
 def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the names in CHANNELS; every feature must stand in exactly one of them."""
+    """Return the names per channel of CHANNELS; every feature must be in exactly one channel."""
     unknown = [channel for channel in channels if channel not in CHANNELS]
     expect(not unknown, "channel_spec", unknown, f"no channels but {', '.join(CHANNELS)}")
     listed = [
@@ -248,7 +249,7 @@ def _dtype(features: Mapping[str, Any], name: str) -> str:
 
 
 def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
-    """Return one entry of `feature_spec`; a ragged mean that is not written is 0 until measured."""
+    """Return one entry of `feature_spec`; a missing ragged mean is 0 until it is measured."""
     dtype, entry = _dtype(features, name), features[name]
     expect(
         dtype in ID_DTYPES, f"feature_spec.{name}.dtype", dtype, f"one of {', '.join(ID_DTYPES)}"
@@ -265,7 +266,7 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
 
 
 def measured(spec: FeatureSpec) -> FeatureSpec:
-    """Return `spec` with the rows of every split, and the means that are not known; ValueError at sizes that disagree."""
+    """Return `spec` with the rows per split and missing means filled in; ValueError if sizes disagree."""
     widths = RowBytes(
         numerical=len(spec.numerical) * spec.numerical_dtype.itemsize,
         ids={f.name: f.dtype.itemsize * (f.hotness or 1) for f in spec.categorical},
@@ -300,7 +301,7 @@ def _mean_hotness(feature: CategoricalFeature, train: SplitFiles) -> float:
 
 def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
     """Return the rows of a split in Parquet, its columns checked against `spec`."""
-    # Only those who have such a dataset need pyarrow.
+    # Imported here, since only Parquet needs pyarrow.
     from dataloading.dataset.parquet_files import count_rows
 
     return count_rows(files.parquet, parquet_columns(spec))

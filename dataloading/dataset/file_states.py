@@ -12,7 +12,7 @@ NUM_SAMPLES = 16
 
 
 def file_states(spec: FeatureSpec) -> dict[str, list[int]]:
-    """Return [bytes, modification time in ns] of every file of a dataset, by its path in it; a synthetic stream has none."""
+    """Return [bytes, modification time in ns] per file of a dataset, by relative path; empty for a synthetic stream."""
     return {
         name: [state.st_size, state.st_mtime_ns]
         for name, state in ((name, path.stat()) for name, path in _files(spec).items())
@@ -20,20 +20,20 @@ def file_states(spec: FeatureSpec) -> dict[str, list[int]]:
 
 
 def file_samples(spec: FeatureSpec) -> dict[str, list[int]]:
-    """Return [bytes, CRC-32 of 16 evenly spaced pieces of 4 KiB] of every file: a copy elsewhere has the same."""
+    """Return [bytes, CRC-32 of 16 evenly spaced samples of 4 KiB] per file; a copy of the dataset has the same."""
     return {name: [path.stat().st_size, _sample(path)] for name, path in _files(spec).items()}
 
 
 def changed_files(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names whose states differ, missing and further ones among them, each with what differs.
+    """Return the names of files whose states differ, including missing and added ones, with the difference.
 
-    A file whose time alone differs is among them: while a run reads it, it may be half rewritten.
+    A different time alone counts too: the file may be partly rewritten while a run reads it.
     """
     return _changes(before, now, "touched or rewritten")
 
 
 def changed_samples(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names whose samples differ, missing and further ones among them, each with what differs."""
+    """Return the names of files whose samples differ, including missing and added ones, with the difference."""
     return _changes(before, now, "the same size, other bytes")
 
 

@@ -1,18 +1,18 @@
-"""Picking runs of rows out of many columns without a Python step a row."""
+"""Selection of runs of rows from many columns, without a Python loop over rows."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 FEW_RUNS = 2
-"""Up to so many runs are handed out as views, one by one; more are copied together in one numpy call."""
+"""Up to this many runs are yielded as views, one by one; more runs are copied in one numpy call."""
 
 
 class Selection:
-    """Half-open row ranges, ready to be picked out of one column after another.
+    """Half-open row ranges to select from any number of columns.
 
-    A shuffled batch is tens of blocks or thousands of single rows: then the columns are seen as rows of `unit` rows (the
-    largest that divides every bound) and one `take` a column collects them all.
+    A shuffled batch is tens of blocks or thousands of single rows. Columns are then viewed as blocks of
+    `unit` rows, the largest number that divides every bound, and one `take` per column copies all of them.
 
     Args:
         runs: int64 [K, 2].
@@ -28,7 +28,7 @@ class Selection:
             self._units = expand(runs // self._unit)
 
     def pieces(self, column: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield (place in the selection, rows of `column`) until every selected row was given.
+        """Yield (slice of the selection, rows of `column`) for all selected rows.
 
         Args:
             column: [N] or [N, k], C-contiguous.
@@ -47,7 +47,7 @@ class Selection:
             start += last - first
 
     def row_at(self, position: int) -> int:
-        """Return the row that stands at `position` of the selection."""
+        """Return the row at `position` of the selection."""
         ends = np.cumsum(self.lengths)
         run = int(np.searchsorted(ends, position, side="right"))
         return int(self.runs[run, 1] - (ends[run] - position))

@@ -1,4 +1,4 @@
-"""The reader that a dataset directory needs."""
+"""Choice of the reader of a dataset directory."""
 
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -9,7 +9,7 @@ def open_dataset(spec: FeatureSpec) -> Source:
     """Return the source of rows of `spec`.
 
     Raises:
-        ValueError: some splits are Parquet and others are not.
+        ValueError: some splits are Parquet, and others are not.
     """
     in_parquet = [name for name, files in spec.splits.items() if files.parquet]
     if not in_parquet:
@@ -18,7 +18,7 @@ def open_dataset(spec: FeatureSpec) -> Source:
         raise ValueError(
             f"{spec.root}: {', '.join(in_parquet)} in Parquet and the other splits in split_binary; want one format"
         )
-    # Only those who have such a dataset need pyarrow.
+    # Imported here, since only Parquet needs pyarrow.
     from dataloading.dataset.parquet import ParquetSource
 
     return ParquetSource(spec)

@@ -1,8 +1,8 @@
-"""Rows of a Parquet dataset directory.
+"""Source of the rows of a Parquet dataset directory.
 
-Parquet is read a row group at a time. A split that is small when decoded is decoded once and stays in memory. Of a larger
-one, runs of rows are cut out of decoded row groups: a shuffled epoch asks for whole ones (`granule`), and a row group
-that two batches share is decoded once, since the last few are kept.
+Parquet is read one row group at a time. A small split is decoded once and stays in memory. For a larger one,
+rows are copied from decoded row groups. A shuffled epoch then reads complete row groups (`granule`). The last
+few row groups are cached, so one that two batches share is decoded once.
 """
 
 from collections import OrderedDict
@@ -20,12 +20,12 @@ from dataloading.dataset.source import Allocate, Columns
 from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
-"""Decoded rows that are kept: a whole split if it fits, else the row groups that were read last."""
+"""Bytes of decoded rows to keep: a complete split if it fits, else the latest row groups."""
 LEAST_KEPT = 4
 
 
 class ParquetSource:
-    """Reads rows of a dataset directory in Parquet.
+    """Source of the rows of a dataset directory in Parquet.
 
     Ids, labels and missing values are checked when a row group is decoded. Safe to call from several threads.
     """
@@ -53,7 +53,7 @@ class ParquetSource:
         return 1 if self._fits[split] else self._splits[split].granule
 
     def before_fork(self, split: str, num_processes: int) -> None:
-        """Decode a split that stays in memory, which processes then share; of another one let each keep its part."""
+        """Decode a small split, which processes then share; for a larger one, divide the cache among the processes."""
         if self._fits[split]:
             self._whole(split)
         else:
@@ -69,7 +69,8 @@ class ParquetSource:
         """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
 
         Raises:
-            ValueError: a missing value, an id outside its table or a label that is neither 0 nor 1, with row and file.
+            ValueError: a missing value, an id outside its table, or a label other than 0 and 1; the message
+                names row and file.
         """
         if self._fits[split]:
             return self._whole(split).read(split, runs, padded_to, allocate)
@@ -109,7 +110,7 @@ class ParquetSource:
         return out
 
     def _whole(self, split: str) -> BinarySource:
-        """Return a split in memory, decoded when it is first asked for."""
+        """Return a split in memory, decoded on first use."""
         with self._lock:
             if split not in self._in_memory:
                 files = self._splits[split]
@@ -145,7 +146,7 @@ def _num_ids(group: RowGroup, index: int, rows: slice) -> int:
 
 
 class _GroupCache:
-    """The row groups that were asked for last; one that is asked for twice at a time is decoded once."""
+    """Cache of the latest row groups; concurrent requests decode a row group once."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
@@ -166,7 +167,7 @@ class _GroupCache:
         return group.result()
 
     def keep(self, num_groups: int) -> None:
-        """Keep fewer or more from now on."""
+        """Change the number of cached row groups."""
         with self._lock:
             self._num_groups = num_groups
             self._drop_oldest()

@@ -1,4 +1,4 @@
-"""The Parquet files of a split: their footers, and whether their columns are what the spec says."""
+"""Parquet files of a split: their footers, and a check of their columns against the spec."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -39,10 +39,10 @@ def open_file(path: Path, metadata: pq.FileMetaData | None = None) -> pq.Parquet
 
     Args:
         path: of the file.
-        metadata: its footer, if it was read before.
+        metadata: its footer, if it has been read already.
     """
     try:
-        # Read ahead of a memory map gains nothing, and would be done by threads of Arrow's own, also where processes read.
+        # Reading ahead gains nothing with a memory map, and it would start Arrow's threads in reader processes.
         return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         first_line = str(error).partition("\n")[0]
@@ -56,10 +56,10 @@ def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
 
     Args:
         paths: files of a split.
-        columns: what each column must hold.
+        columns: kind of each column.
 
     Raises:
-        ValueError: a file that is cut short, lacks a column or holds one of another type; no rows at all.
+        ValueError: a file is truncated, lacks a column or has one of another type, or there are no rows.
     """
     num_rows = 0
     for path in paths:
@@ -72,7 +72,7 @@ def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
 
 
 def check_columns(path: Path, schema: pa.Schema, columns: Mapping[str, ColumnKind]) -> None:
-    """Raise `ValueError` unless `schema`, that of the file `path`, has all of `columns`, and of the right types."""
+    """Raise `ValueError` unless `schema` of the file `path` has all of `columns` with the right types."""
     missing = [name for name in columns if name not in schema.names]
     expect(not missing, str(path), f"no column {', '.join(missing)}", "every feature of the spec")
     for name, kind in columns.items():
@@ -81,7 +81,7 @@ def check_columns(path: Path, schema: pa.Schema, columns: Mapping[str, ColumnKin
 
 
 def mean_hotness(paths: Sequence[Path], name: str) -> float:
-    """Return the mean ids per row of a list column, from the footers: an empty list counts as one id."""
+    """Return the mean ids per row of a list column, from the footers; an empty list counts as one id."""
     num_ids = num_rows = 0
     for path in paths:
         with open_file(path) as file:

@@ -1,7 +1,8 @@
-"""Writes a split as Parquet, for the same callers and with the same checks as the split binary.
+"""Writer of a split as Parquet, with the interface and the checks of the split binary writer.
 
-One column a feature: the label int8, numericals float16 or float32, ids in the spec's dtype, or lists of it where a
-row has several. Values are stored plainly: dictionaries cost five times the time to read (`benchmarks/README.md`).
+Every feature is one column: the label int8, numericals float16 or float32, ids in the spec's dtype, or lists
+of it for several ids per row. Values are stored without dictionaries, which take five times as long to read
+(`benchmarks/README.md`).
 """
 
 import zlib
@@ -20,13 +21,13 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
 
 ROW_GROUP_ROWS = 16_384
-"""Rows that are read together and stay together in a shuffle."""
+"""Rows of a row group, which are read together and stay together in a shuffle."""
 PART_ROWS = 1024 * ROW_GROUP_ROWS
-"""Rows of a file: its footer is read whole, so it must not grow without bound."""
+"""Most rows of a file: its footer is read completely, so its size must be bounded."""
 
 
 class PendingColumn(GrowingFile):
-    """A column whose rows wait in memory until a row group is full."""
+    """A column whose rows are buffered until a row group is full."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,7 +36,7 @@ class PendingColumn(GrowingFile):
         self._pieces: list[np.ndarray] = []
 
     def append(self, values: np.ndarray, num_rows: int) -> None:
-        """Append items that were checked and cast already."""
+        """Append items, which are checked and cast already."""
         self._pieces.append(np.array(values))
         self.num_bytes += values.nbytes
         self.num_rows += num_rows
@@ -50,14 +51,14 @@ class PendingColumn(GrowingFile):
         """Do nothing: there is no file."""
 
     def abandon(self) -> None:
-        """Drop what waits."""
+        """Drop the buffered rows."""
         self._pieces = []
 
 
 class ParquetSplitWriter(SplitWriter):
     """Appends chunks of rows to the Parquet files of one split.
 
-    Columns should grow together: rows that some column lacks yet are kept in memory.
+    Columns should grow together: rows that some column still lacks are kept in memory.
     """
 
     file_type = PendingColumn
@@ -79,7 +80,7 @@ class ParquetSplitWriter(SplitWriter):
             self._write_group(ROW_GROUP_ROWS)
 
     def close(self) -> SplitFiles:
-        """Write what waits, close all files and return them; ValueError unless every column holds the same rows."""
+        """Write buffered rows, close all files and return them; ValueError unless all columns have the same rows."""
         num_rows = self._checked_rows()
         if self._complete():
             self._write_group(self._complete())
@@ -103,7 +104,7 @@ class ParquetSplitWriter(SplitWriter):
         }
 
     def _complete(self) -> int:
-        """Return the rows that every column holds and no file yet."""
+        """Return the buffered rows that every column has."""
         return min(file.num_rows for file in self._files()) - self._written
 
     def _write_group(self, num_rows: int) -> None:
@@ -144,7 +145,7 @@ def _take(column: GrowingFile, num_items: int) -> np.ndarray:
 
 
 class _Part:
-    """One Parquet file that is being written."""
+    """A Parquet file that is being written."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Row groups of Parquet files: found, decoded, and every value in them checked."""
+"""Row groups of Parquet files: decoding, with a check of every value."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from dataloading.dataset.parquet_files import open_file
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Decoded rows, one array a column.
+    """Decoded rows, one array per column.
 
     Attributes:
         labels: numbers [n], each 0 or 1.
-        numerical: numbers [n], one array a feature.
-        ids: integers, flat, one array a feature, each inside its table.
+        numerical: numbers [n], one array per feature.
+        ids: integers, flat, one array per feature, checked against its table.
         offsets: int [n + 1] of ragged features, None where the hotness is fixed.
     """
 
@@ -31,7 +31,7 @@ class RowGroup:
 
 
 class SplitGroups:
-    """The row groups of one split, over all its files."""
+    """Row groups of one split, over all its files."""
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
         self.paths = paths
@@ -67,8 +67,8 @@ class SplitGroups:
         """Read a row group.
 
         Raises:
-            ValueError: bytes that are no Parquet, a missing value, an id outside its table or a label that is neither 0 nor 1,
-                with row and file.
+            ValueError: damaged Parquet data, a missing value, an id outside its table, or a label other than
+                0 and 1; the message names row and file.
         """
         part, inside = self._locate(group)
         names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
@@ -90,17 +90,17 @@ class SplitGroups:
         return RowGroup(labels, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
 
     def _locate(self, group: int) -> tuple[int, int]:
-        """Return the file of a row group, and its number in there."""
+        """Return the file of a row group, and its index in that file."""
         part = bisect_right(self._first_group, group) - 1
         return part, group - self._first_group[part]
 
     def _first_row_in_part(self, group: int) -> int:
-        """Return the row of its file that a row group begins with."""
+        """Return the first row of a row group within its file."""
         part, _ = self._locate(group)
         return self._starts[group] - self._starts[self._first_group[part]]
 
     def _open(self, part: int) -> pq.ParquetFile:
-        """Return this thread's own reader of a file: one reader serves one thread."""
+        """Return this thread's reader of a file, since a reader is not thread-safe."""
         name = str(part)
         files = self._opened.__dict__
         if name not in files:
@@ -110,7 +110,7 @@ class SplitGroups:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a row group, for messages: its file and the row of the file that it begins with."""
+    """Place of a row group, for messages: its file and its first row in that file."""
 
     path: Path
     first_row: int

@@ -1,4 +1,4 @@
-"""Rows of a dataset in host memory, column by column, and what every source of them promises."""
+"""Rows of a dataset as columns in host memory, and the interface of their sources."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ import numpy as np
 from dataloading.dataset.feature_spec import FeatureSpec
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""(shape, dtype) -> array that need not be zeroed; the loader passes one that returns pinned memory, or memory that a reader
-process shares, where columns lie in the order in which `Columns.empty` asks for them."""
+"""(shape, dtype) -> array, not necessarily zeroed. The loader passes a function that returns pinned memory,
+or memory shared with a reader process. In shared memory, columns follow one another in the order of the calls
+of `Columns.empty`."""
 
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as arrays. B rows, of which the last may be padding: all zero, without ids.
+    """B rows as arrays. The last rows may be padding: all zero, without ids.
 
     Attributes:
         numerical: float32 [B, num_numerical]; (B, 0) in a dataset without numericals.
         labels: float32 [B].
         values: all ids, feature after feature, int32 (int64 if any table has 2**31 rows or more).
-        ids: one view into `values` a feature, in the spec's order: flat [num_valid * hotness] or [sum of lengths].
+        ids: one view into `values` per feature, in the spec's order: flat [num_valid * hotness] or [sum of lengths].
         lengths: int32 [B] for ragged features, None where the hotness is fixed.
     """
 
@@ -40,14 +41,14 @@ class Columns:
         num_ids: Sequence[int],
         allocate: Allocate = np.empty,
     ) -> "Columns":
-        """Return columns to be filled: valid rows and ids undefined, padding already zero.
+        """Return columns to fill: valid rows and ids are undefined, padding is zero.
 
         Args:
             spec: features.
-            num_valid: rows to be filled.
+            num_valid: rows to fill.
             padded_to: B.
-            num_ids: ids of each feature over all valid rows.
-            allocate: where the memory comes from.
+            num_ids: ids per feature over all valid rows.
+            allocate: allocator of the memory.
         """
         assert num_valid <= padded_to
         numerical = allocate((padded_to, len(spec.numerical)), np.dtype(np.float32))
@@ -76,13 +77,13 @@ class Source(Protocol):
         """Return the rows of `split`; ValueError if there is no such split."""
 
     def granule(self, split: str) -> int:
-        """Return the consecutive rows of `split` that are read together even if only one is asked for.
+        """Return the number of consecutive rows of `split` that are read together even if only one is needed.
 
         The loader rounds the blocks of a shuffle up to a multiple of it.
         """
 
     def before_fork(self, split: str, num_processes: int) -> None:
-        """Decode what so many processes, which are about to be forked, would each keep of a split."""
+        """Decode the data of a split that `num_processes` processes, forked next, would otherwise each decode."""
 
     def read(
         self,
@@ -97,8 +98,8 @@ class Source(Protocol):
             split: name of the split.
             runs: int64 [K, 2], half-open row ranges.
             padded_to: rows of the result; the rest is padding. None: no padding.
-            allocate: where the memory comes from.
+            allocate: allocator of the memory.
 
         Raises:
-            ValueError: an id lies outside its table, naming feature, value, row and file.
+            ValueError: an id is outside its table; the message names feature, value, row and file.
         """

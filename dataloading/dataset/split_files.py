@@ -1,4 +1,4 @@
-"""The files of one split: found inside the dataset directory, and their sizes checked against each other."""
+"""Files of one split: their paths inside the dataset directory, and a check of their sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class SplitFiles:
 
     Attributes:
         num_rows: rows of every file.
-        numerical: None in a dataset without numericals.
-        label: None in a synthetic stream.
+        numerical: file of the numericals; None without numericals.
+        label: file of the label; None in a synthetic stream.
         ids: file of each categorical feature, by name.
         offsets: file of each ragged feature, by name.
-        parquet: Parquet files that hold all columns, one after another; then none of the files above exist.
+        parquet: Parquet files that hold all columns, in order; the files above do not exist then.
     """
 
     num_rows: int
@@ -56,7 +56,7 @@ class RowBytes:
 
 
 def expect(condition: bool, where: str, got: object, want: str) -> None:
-    """Raise `ValueError` naming the key, what it holds and what it should hold, unless `condition` holds."""
+    """Raise `ValueError` with the key, its value and the expected value, unless `condition` is true."""
     if not condition:
         raise ValueError(f"{where}: got {got!r}, want {want}")
 
@@ -77,15 +77,15 @@ def parse_chunks(
     label_name: str,
     ragged: Mapping[str, bool],
 ) -> SplitFiles:
-    """Return the files that one split's `source_spec` names, not counted yet.
+    """Return the files in the `source_spec` of one split, without row counts.
 
     Args:
         root: dataset directory.
-        where: key of `chunks`, which starts every error.
-        chunks: what the yaml holds there.
+        where: key of `chunks`, with which every error starts.
+        chunks: value of that key.
         numericals: names of the numericals in channel order.
         label_name: name of the label.
-        ragged: whether each categorical feature is ragged.
+        ragged: per categorical feature, whether it is ragged.
     """
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
@@ -159,9 +159,9 @@ def _parquet_files(
 
 
 def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
-    """Return the split `validation` if its files lie beside those of `test`.
+    """Return the split `validation` if its files exist beside those of `test`.
 
-    NVIDIA's preprocessing writes it and leaves it out of the spec.
+    NVIDIA's preprocessing writes the split but does not list it in the spec.
     """
 
     def beside(path: Path) -> str | None:
@@ -169,7 +169,7 @@ def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
         return "/".join(["validation", *rest]) if folder == "test" and rest else None
 
     def found(paths: Mapping[str, Path]) -> dict[str, Path]:
-        """Return the counterparts that exist; one that leaves the directory is an error."""
+        """Return the counterparts that exist; a path outside the directory is an error."""
         names = {key: beside(path) for key, path in paths.items()}
         return {
             k: find_file(root, name)
@@ -204,14 +204,14 @@ def find_file(root: Path, name: object) -> Path:
 
 
 def count_rows(files: SplitFiles, widths: RowBytes) -> int:
-    """Return the rows of a split, from the size of its label file.
+    """Return the rows of a split, by the size of its label file.
 
     Args:
-        files: `num_rows` is not looked at.
-        widths: bytes of a row in each file.
+        files: files of the split; `num_rows` is ignored.
+        widths: bytes per row of each file.
 
     Raises:
-        ValueError: the split is empty, or a file is not as long as the labels ask for.
+        ValueError: the split is empty, or the size of a file does not match the number of labels.
     """
     assert files.label is not None
     num_rows = files.label.stat().st_size
