@@ -133,13 +133,13 @@ def made(section: type, options: dict):
 @pytest.mark.parametrize(
     ("section", "options", "message"), REFUSED, ids=[message[:50] for _, _, message in REFUSED]
 )
-def test_what_cannot_be_is_refused_by_name_and_value(section, options, message):
+def test_an_invalid_value_is_refused_with_its_name(section, options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         made(section, options)
 
 
 def test_every_check_is_tried():
-    """One refusal a `require` at least: a check whose own message fails would otherwise stay unseen."""
+    """Every `require` has a case, so a message that cannot be formatted is noticed."""
     files = [ROOT / "configs" / "schema.py", *(ROOT / "nn" / "models").glob("*.py")]
     text = "\n".join(path.read_text() for path in files)
     checks = len(
@@ -148,7 +148,7 @@ def test_every_check_is_tried():
     assert len(REFUSED) >= checks
 
 
-def test_the_tables_take_the_dense_halfs_rule_unless_told_otherwise():
+def test_the_tables_have_the_dense_optimizer_by_default():
     same = OptimizerConfig(name=OptimizerName.adam, lr=0.5)
     assert (same.table_name, same.table_lr) == (OptimizerName.adam, 0.5)
     own = OptimizerConfig(lr=0.5, embedding_name=OptimizerName.adagrad, embedding_lr=0.1)
@@ -165,7 +165,7 @@ def test_tables_are_overridden_by_name(override):
     assert tables.get("cat_1.bin") in (None, ShardingType.data_parallel)
 
 
-def test_no_override_is_an_empty_one():
+def test_no_override_means_an_empty_mapping():
     assert compose_config(*TINY).sharding.tables == {}
 
 

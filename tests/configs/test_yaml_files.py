@@ -214,7 +214,7 @@ def test_published_experiments_fit_the_gpus_of_their_command(name, tmp_path, mon
     ended = plan_on_h200s(name, count)
     assert (ended.exit_code, ended.err) == (0, "")
     assert re.findall(r"^cat_\d+ ", ended.out, re.MULTILINE) == [f"cat_{n} " for n in range(26)]
-    assert list(tmp_path.iterdir()) == [], "a plan starts nothing and writes nothing"
+    assert list(tmp_path.iterdir()) == [], "a plan writes no files"
 
 
 @pytest.mark.parametrize("name", [name for name, (_, too_few) in GPUS.items() if too_few])

@@ -1,4 +1,4 @@
-"""A batch: what TorchRec reads from it, and that padding touches no table.
+"""Batch: its interface for TorchRec, and padding that touches no table.
 
 pytest tests/dataloading/test_batch.py
 """

@@ -1,4 +1,4 @@
-"""The loader: the same batches whatever the threads do, and no thread left behind.
+"""Loader: the same batches for any timing of the threads, and no thread left at the end.
 
 pytest tests/dataloading/test_loader.py
 """
@@ -24,7 +24,7 @@ ROWS = {"train": 50, "test": 21}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset whose columns all hold the number of the row."""
+    """Write a dataset whose columns all hold the row number."""
     root = tmp_path_factory.mktemp("loader") / "dataset"
     features = [CategoricalFeature.of("row", 100), CategoricalFeature.of("pair", 100, 2)]
     with write_dataset(root, categorical=features, numerical=("n", "m")) as dataset:
@@ -45,7 +45,7 @@ def source(root: Path) -> BinarySource:
 
 @pytest.fixture(scope="module")
 def ragged_source(tmp_path_factory: pytest.TempPathFactory) -> BinarySource:
-    """Row r has the ids 0 ... r % 3 - 1 of `tags` and the id r of `row`."""
+    """Return a source whose row r has the ids 0 ... r % 3 - 1 of `tags` and the id r of `row`."""
     root = tmp_path_factory.mktemp("ragged") / "dataset"
     features = [CategoricalFeature.of("tags", 3, None), CategoricalFeature.of("row", 100)]
     with write_dataset(root, categorical=features) as dataset:
@@ -128,7 +128,7 @@ def test_order_depends_on_neither_threads_nor_prefetch(source, threads, prefetch
 
 
 class SlowSource(BinarySource):
-    """Takes longest for the rows that are asked for first."""
+    """Source that is slowest for the first rows."""
 
     def read(self, split, runs, *rest):
         time.sleep(0.03 if runs[0, 0] == 0 else 0)
@@ -227,7 +227,7 @@ def test_dropping_the_iterator_leaves_no_thread(source):
     assert loader_threads() == []
 
 
-def test_a_batch_stays_as_it_is_while_others_are_read(source):
+def test_a_batch_does_not_change_while_others_are_read(source):
     loader = make_loader(source, "train", batch_size=5)
     kept = list(loader.batches(num_steps=10))
     assert [rows_of(batch) for batch in kept] == [
@@ -270,7 +270,7 @@ def test_batches_for_a_gpu_are_pinned(source):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_memory_of_reader_processes_is_used_again_when_the_gpu_has_copied_it(source):
+def test_memory_of_reader_processes_is_reused_once_the_gpu_has_copied_it(source):
     loader = make_loader(source, "train", batch_size=5, prefetch=2, shuffle_block=1, device="cuda")
     loader.fork_readers()
     assert loader.reader_pids
@@ -279,7 +279,7 @@ def test_memory_of_reader_processes_is_used_again_when_the_gpu_has_copied_it(sou
         for batch in loader.batches(num_steps=30):
             assert batch.numerical.is_pinned()
             assert batch.ids.values().is_pinned()
-            torch.cuda._sleep(10_000_000)  # some 5 ms, for which the copies wait
+            torch.cuda._sleep(10_000_000)  # about 5 ms, for which the copies wait
             moved.append(batch.to(torch.device("cuda"), non_blocking=True))
     torch.cuda.synchronize()
     loader.close()

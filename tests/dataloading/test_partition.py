@@ -69,7 +69,7 @@ def test_ranks_agree_on_the_shape_of_a_batch(num_rows, batch, world):
         assert sum(valid) == min(batch, num_rows - step * batch)
 
 
-def test_the_tail_is_shared_as_the_docstring_says():
+def test_the_last_batch_is_divided_as_documented():
     tail = [
         rows_at(2, num_rows=19, batch_size=8, rank=rank, world_size=2, shuffle=None)
         for rank in (0, 1)
@@ -124,7 +124,7 @@ def test_neighbouring_blocks_are_one_run():
     assert len(rows.runs) == 32 - neighbours[seed]
 
 
-def test_another_process_finds_the_same_order():
+def test_another_process_computes_the_same_order():
     code = "from dataloading.partition import block_order; print(block_order(50, 7, 3).tolist())"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -153,7 +153,7 @@ def test_too_many_blocks_are_refused_with_a_block_that_works():
 
 
 @pytest.mark.parametrize("wrong", [{"seed": -1}, {"epoch": -1}, {"block": 0}])
-def test_a_shuffle_that_cannot_be_is_refused(wrong):
+def test_an_invalid_shuffle_is_refused(wrong):
     with pytest.raises(
         ValueError, match="want seed and epoch of at least 0 and block of at least 1"
     ):

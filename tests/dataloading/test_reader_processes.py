@@ -1,4 +1,4 @@
-"""Batches that processes read: the same as threads', whatever becomes of the processes, and no process left behind.
+"""Reader processes: the batches of reader threads, errors of dying processes, and no process left at the end.
 
 pytest tests/dataloading/test_reader_processes.py
 """
@@ -61,7 +61,7 @@ def source(tmp_path) -> BinarySource:
 
 @pytest.fixture
 def forked():
-    """Makes loaders whose readers are processes, and sees them end."""
+    """Return a function that makes loaders with reader processes; check that the processes end."""
     loaders = []
 
     def make(source: Source, split: str, **options) -> Loader:
@@ -92,7 +92,7 @@ def same(one: list, other: list) -> bool:
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (1, 4), (4, 1), (3, 4), (2, 9)])
 @pytest.mark.parametrize("kind", ["files", "synthetic"])
-def test_processes_read_what_threads_read(kind, source, forked, workers, prefetch):
+def test_processes_and_threads_read_the_same_batches(kind, source, forked, workers, prefetch):
     if kind == "synthetic":
         settings = {"num_numerical": 2, "cardinalities": (7, 90), "hotness": (1, 3), "seed": 2}
         source = SyntheticSource(train_rows=50, test_rows=21, **settings)
@@ -116,7 +116,7 @@ def test_processes_read_what_threads_read(kind, source, forked, workers, prefetc
                 assert all(map(same, found, wanted))
 
 
-def test_a_batch_stays_until_the_next_but_one_is_asked_for(source, forked):
+def test_a_batch_is_valid_until_the_second_next(source, forked):
     loader = forked(source, "train", batch_size=5, prefetch=2)
     before = None
     for step, batch in enumerate(loader.batches(num_steps=20)):
@@ -127,7 +127,7 @@ def test_a_batch_stays_until_the_next_but_one_is_asked_for(source, forked):
         before = batch
 
 
-def test_an_iterator_that_is_left_early_disturbs_no_later_one(source, forked):
+def test_an_iterator_that_is_dropped_early_disturbs_no_later_one(source, forked):
     loader = forked(source, "train", batch_size=5, prefetch=4)
     for start in range(4):
         batches = loader.batches(start, 8)
@@ -161,7 +161,7 @@ class FailingSource(BinarySource):
 
 
 class OddError(Exception):
-    """Cannot be made from its text."""
+    """Error that cannot be constructed from its text."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -191,7 +191,7 @@ def test_an_iterator_may_outlive_the_processes(source, forked):
     batches.close()
 
 
-def test_where_no_process_can_be_started_none_is_left(source, monkeypatch):
+def test_a_failed_fork_leaves_no_process(source, monkeypatch):
     fork, pids = os.fork, []
 
     def third_fails() -> int:
@@ -210,7 +210,7 @@ def test_where_no_process_can_be_started_none_is_left(source, monkeypatch):
     assert all(has_ended(pid) for pid in pids)
 
 
-def test_where_a_later_loader_finds_no_room_the_readers_of_the_first_end(source, monkeypatch):
+def test_readers_of_the_first_loader_end_if_the_second_has_too_little_memory(source, monkeypatch):
     train, test = (make_loader(source, split, batch_size=5) for split in ("train", "test"))
     for loader in (train, test):
         loader.device = torch.device("cuda", 0)
@@ -252,7 +252,7 @@ def test_a_process_that_dies_is_reported(source, forked, signum, message):
     batches = loader.batches()
     next(batches)
     os.kill(loader.reader_pids[1], signum)
-    # What it had read before it died is still handed out.
+    # Batches that it had read before are still yielded.
     with pytest.raises(RuntimeError, match=message):
         list(islice(batches, 6))
 
@@ -331,7 +331,7 @@ def losses(config: Config, source: Source, *, processes: bool) -> list[float]:
         return found
 
 
-def test_a_whole_run_is_the_same_with_either(tmp_path, monkeypatch):
+def test_a_run_is_the_same_with_processes_and_with_threads(tmp_path, monkeypatch):
     results, pids = [], []
 
     def enter(loaders: Loaders) -> Loaders:
@@ -356,7 +356,7 @@ def test_a_whole_run_is_the_same_with_either(tmp_path, monkeypatch):
     assert all(has_ended(pid) for pid in pids)
 
 
-def test_a_model_learns_the_same_from_either():
+def test_a_model_learns_the_same_with_processes_and_with_threads():
     # An epoch of 10 steps and a tail.
     config = compose_config(*TINY, "data.synthetic.train_rows=650", "train.batch_size=64")
     source = open_source(config)

@@ -1,4 +1,4 @@
-"""The synthetic click stream: every row a function of its index, ids by their power law, labels worth learning.
+"""Synthetic click stream: rows as functions of their index, ids by a power law, labels that can be learned.
 
 pytest tests/dataloading/test_synthetic.py
 """
@@ -38,7 +38,7 @@ def source() -> SyntheticSource:
     return make()
 
 
-def test_a_row_is_the_same_whatever_rows_are_asked_beside_it(source):
+def test_a_row_does_not_depend_on_the_rows_read_with_it(source):
     whole = read(source, (0, 17_000))
     for runs in ([(8190, 8195)], [(16_999, 17_000), (0, 3), (1, 2)], [(5, 8500)]):
         rows = np.concatenate([np.arange(*run) for run in runs])
@@ -95,7 +95,7 @@ def test_shapes_and_dtypes_are_those_of_any_source(source):
     assert not columns.labels[10:].any()
 
 
-def test_no_row_and_no_numericals_are_fine():
+def test_zero_rows_and_zero_numericals_are_allowed():
     columns = read(make(num_numerical=0), padded_to=2)
     assert columns.numerical.shape == (2, 0)
     assert len(columns.values) == 0
@@ -146,7 +146,7 @@ def test_numericals_have_mean_0_and_variance_1(source):
 @pytest.mark.parametrize(
     "change", [{}, {"exponent": 0.0}, {"num_numerical": 0}, {"cardinalities": (5,), "hotness": ()}]
 )
-def test_positives_and_the_ceiling_are_as_promised(change):
+def test_positive_rate_and_best_auc_are_as_documented(change):
     source = make(**change)
     assert 0.25 < read(source, (0, 20_000)).labels.mean() < 0.30
     assert (0.65 if change else 0.80) < source.teacher_auc() < 0.86
@@ -161,13 +161,13 @@ def test_ids_too_rare_to_be_learned_have_no_effect():
     assert 0.25 < read(source, (0, 20_000)).labels.mean() < 0.30
 
 
-def test_the_ceiling_is_the_auc_of_the_teachers_logits(source):
+def test_the_best_auc_is_that_of_the_teachers_logits(source):
     columns, logits = source._make("test", np.arange(9000, dtype=np.uint64))
     assert source.teacher_auc() == pytest.approx(roc_auc_score(columns.labels, logits), abs=1e-12)
 
 
 def test_the_labels_can_be_learned_but_not_from_shuffled_ones(source):
-    """Logistic regression on one-hot frequent ids gets a good part of the way to the teacher."""
+    """Logistic regression on one-hot frequent ids reaches a good part of the AUC of the teacher."""
 
     def features(columns) -> np.ndarray:
         bags = [ids.reshape(len(columns.labels), -1) for ids in columns.ids]

@@ -1,4 +1,4 @@
-"""The bytes of a split: ours are NVIDIA's and NVIDIA's are read; a wrong value is named with its row and file.
+"""Split binary: NVIDIA's bytes are written and read, and a wrong value is named with its row and file.
 
 pytest tests/dataloading/dataset/test_binary.py
 """
@@ -53,7 +53,7 @@ NUMERICAL = ("a", "b", "c")
 
 
 def write_mixed(root: Path, num_rows: int = 50) -> dict[str, np.ndarray]:
-    """Write one-hot, three-hot and ragged ids in two chunks a split; return the columns."""
+    """Write one-hot, three-hot and ragged ids in two chunks per split; return the columns."""
     columns = mixed_columns(num_rows)
     half, split_at = num_rows // 2, columns["lengths"][: num_rows // 2].sum()
     with write_dataset(
@@ -78,7 +78,7 @@ def write_mixed(root: Path, num_rows: int = 50) -> dict[str, np.ndarray]:
 
 
 def write_small(root: Path, **columns: object) -> None:
-    """Write two rows of one numerical and one feature of ten rows, but for what `columns` replaces."""
+    """Write two rows of one numerical and one feature of ten rows, with `columns` replaced."""
     arguments_of_writer = {
         "numerical": [[0.5], [1.0]],
         "labels": [0, 1],
@@ -91,7 +91,7 @@ def write_small(root: Path, **columns: object) -> None:
             dataset[split].append(**arguments_of_writer)
 
 
-def test_what_nvidias_description_says_is_read(tmp_path):
+def test_a_dataset_by_nvidias_description_is_read(tmp_path):
     source = BinarySource(FeatureSpec.load(write_handwritten(tmp_path / "d")))
     for split, num_rows in ROWS.items():
         columns = source.read(split, runs_of([[0, num_rows]]))
@@ -119,7 +119,7 @@ def test_wider_dtypes_are_read(tmp_path):
     ]
 
 
-def test_what_we_write_are_nvidias_bytes(tmp_path):
+def test_the_written_bytes_are_nvidias(tmp_path):
     by_hand, ours = write_handwritten(tmp_path / "by_hand"), tmp_path / "ours"
     features = [CategoricalFeature.of("cat_0.bin", 10), CategoricalFeature.of("cat_1.bin", 40000)]
     with write_dataset(ours, categorical=features, numerical=("num_0", "num_1")) as dataset:
@@ -329,7 +329,7 @@ def test_offsets_of_the_wrong_length_are_named_at_open(tmp_path):
         ({"labels": [], "numerical": np.zeros((0, 1)), "ids": {"x": np.zeros(0, int)}}, "split 'train' has no rows"),
     ],
 )  # fmt: skip
-def test_what_a_file_cannot_hold_is_refused_and_nothing_is_left(tmp_path, columns, message):
+def test_a_value_that_a_file_cannot_hold_is_refused_and_no_file_is_left(tmp_path, columns, message):
     with pytest.raises(ValueError, match=message):
         write_small(tmp_path / "d", **columns)
     assert list(tmp_path.iterdir()) == []
@@ -451,7 +451,7 @@ def test_a_complete_dataset_is_replaced_only_on_demand(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_an_empty_directory_is_taken_and_another_is_not(tmp_path):
+def test_only_an_empty_directory_is_accepted(tmp_path):
     (tmp_path / "d").mkdir()
     write_small(tmp_path / "d")
     (tmp_path / "home").mkdir()
@@ -529,7 +529,7 @@ def test_the_documented_spec_is_read(tmp_path):
     assert BinarySource(loaded).read("train", runs_of([[0, 5]])).ids[2].tolist() == [0] * 5
 
 
-def test_what_a_killed_writer_left_is_cleared_and_what_another_writes_is_not(tmp_path):
+def test_leftovers_of_a_killed_writer_are_cleared_and_files_of_a_running_one_are_not(tmp_path):
     leftover = tmp_path / ".data.partial-0"
     leftover.mkdir()
     (leftover / "label.bin").write_bytes(b"1")

@@ -133,7 +133,7 @@ def test_a_lock_that_waits_ends_with_the_process_that_held_it(tmp_path):
     other.communicate()
 
 
-def test_a_file_system_without_locks_is_told_apart(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_raises_an_error_of_its_own(tmp_path, monkeypatch):
     def no_locks(descriptor, operation):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 

@@ -1,4 +1,4 @@
-"""The spec of a dataset directory: what NVIDIA's recipe wrote is read, what contradicts itself is named.
+"""Spec of a dataset directory: specs of NVIDIA's recipe are read, and contradictions are named.
 
 pytest tests/dataloading/dataset/test_feature_spec.py
 """
@@ -173,7 +173,7 @@ def test_a_contradiction_is_named_with_its_key(root, old, new, message):
     assert message in error_of(edited(root, old, new))
 
 
-def test_a_missing_spec_says_what_a_dataset_is(tmp_path):
+def test_a_missing_spec_is_reported_with_the_remedy(tmp_path):
     message = error_of(tmp_path / "nowhere")
     assert "nowhere/feature_spec.yaml: no such file; name a dataset directory" in message
 

@@ -19,7 +19,7 @@ from dataloading.dataset.file_states import (
 
 @pytest.fixture(params=["binary", "parquet"])
 def spec(request, tmp_path) -> FeatureSpec:
-    """A numerical, a one-hot feature and a ragged one."""
+    """Write a dataset of a numerical, a one-hot and a ragged feature, and return its spec."""
     features = [CategoricalFeature.of("item", 100), CategoricalFeature.of("tags", 50, hotness=None)]
     root = tmp_path / "clicks"
     with write_dataset(
@@ -54,7 +54,7 @@ def test_a_file_that_was_written_to_or_replaced_is_named(spec):
     name = sorted(states)[0]
     path = spec.root / name
     data = bytearray(path.read_bytes())
-    assert len(data) < SAMPLE_BYTES, "a sample is the whole file"
+    assert len(data) < SAMPLE_BYTES, "a sample is the complete file"
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(1, 1))

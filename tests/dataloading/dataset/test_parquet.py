@@ -1,4 +1,4 @@
-"""A Parquet dataset directory gives the same rows as the split binary, and names what is wrong in it."""
+"""A Parquet dataset directory gives the rows of the split binary, and mistakes in it are named."""
 
 import json
 import zlib
@@ -28,7 +28,7 @@ FEATURES = [
 
 
 def write(root: Path, file_format: str) -> Path:
-    """Write the same rows in either format, in chunks that fit no row group."""
+    """Write the same rows in either format, in chunks that do not match the row groups."""
     generator = np.random.default_rng(5)
     with write_dataset(
         root, categorical=FEATURES, numerical=("x", "y"), file_format=file_format
@@ -57,7 +57,7 @@ def binary(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory) -> Path:
-    """Row groups of 8 rows, three of them a file."""
+    """Write row groups of 8 rows, three per file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parquet_writer, "ROW_GROUP_ROWS", 8)
         patch.setattr(parquet_writer, "PART_ROWS", 24)
@@ -66,7 +66,7 @@ def parquet(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=["in memory", "by row groups"])
 def kept(request, monkeypatch) -> None:
-    """Return whether a split of this size stays decoded."""
+    """Let a split of this size stay decoded or not."""
     if request.param == "by row groups":
         monkeypatch.setattr("dataloading.dataset.parquet.KEPT_BYTES", 0)
 
@@ -103,7 +103,7 @@ def test_the_spec_differs_in_the_files_only(binary, parquet):
 
 
 @pytest.mark.usefixtures("by_groups")
-def test_a_shuffled_epoch_keeps_whole_row_groups_and_loses_no_row(parquet):
+def test_a_shuffled_epoch_keeps_complete_row_groups_and_loses_no_row(parquet):
     loader = make_loader(
         open_dataset(FeatureSpec.load(parquet)), "train", batch_size=20, seed=3, shuffle_block=3
     )
@@ -129,7 +129,7 @@ def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
     assert sorted(decoded) == list(range(13))  # 103 rows by 8
 
 
-def test_a_small_split_is_shuffled_row_by_row_whatever_its_row_groups(parquet):
+def test_a_small_split_is_shuffled_by_rows_for_any_row_groups(parquet):
     loader = make_loader(
         open_dataset(FeatureSpec.load(parquet)), "train", batch_size=103, shuffle_block=1
     )

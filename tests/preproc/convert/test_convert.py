@@ -1,4 +1,4 @@
-"""`python -m preproc mode=convert`: other people's formats become dataset directories, and go back, value for value."""
+"""`python -m preproc mode=convert`: conversion from and to other formats keeps every value."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def error_of(path: Path, output: Path, *options: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Rows pass in threes, so that every seam is crossed."""
+    """Convert chunks of three rows, so that every boundary is tested."""
     for module in (rows_module, npy, csv_spec):
         monkeypatch.setattr(module, "CHUNK_ROWS", 3)
 
@@ -53,7 +53,7 @@ def test_a_dataset_of_nvidias_comes_back_byte_for_byte(tmp_path, via):
     assert FeatureSpec.load(back).fingerprint() == FeatureSpec.load(root).fingerprint()
 
 
-def test_several_ids_a_row_survive_parquet(tmp_path):
+def test_several_ids_per_row_survive_parquet(tmp_path):
     features = [CategoricalFeature.of("pair", 9, 2), CategoricalFeature.of("tags", 300, None)]
     with write_dataset(tmp_path / "a", categorical=features) as dataset:
         for split in ("train", "test"):
@@ -77,12 +77,12 @@ def test_an_output_that_holds_a_dataset_is_kept(tmp_path):
     assert FeatureSpec.load(tmp_path / "b").splits["train"].parquet
 
 
-def test_a_directory_without_anything_known_is_refused(tmp_path):
+def test_a_directory_of_an_unknown_format_is_refused(tmp_path):
     (tmp_path / "x").mkdir()
     assert "nothing to convert; want a directory with" in error_of(tmp_path / "x", tmp_path / "y")
 
 
-def test_a_path_is_asked_for():
+def test_a_missing_path_is_refused():
     with pytest.raises(Refused, match="set path=DIR, the directory to convert"):
         preproc("mode=convert", "output=x")
 
@@ -146,7 +146,7 @@ def test_csv_with_chunks_side_by_side_becomes_nvidias_binary(tmp_path):
         ("a.csv", "2,0.5,7\n" * 4, "label: 2.0 at row 0 of split 'train'; want 0 or 1"),
     ],
 )
-def test_a_csv_that_cannot_be_is_named(tmp_path, name, text, message):
+def test_an_invalid_csv_is_named(tmp_path, name, text, message):
     root = write_csv_files(tmp_path / "csv")
     (root / name).write_text(text)
     assert message in error_of(root, tmp_path / "out")
@@ -236,7 +236,7 @@ def test_merlins_parquet_with_its_schema(tmp_path, to):
     assert columns_of(out, "test").ids[0].tolist() == [2, 3, 4, 2, 3, 4]
 
 
-def test_merlins_parquet_with_hugectrs_metadata_counts_what_nobody_says(tmp_path):
+def test_merlins_parquet_with_hugectrs_metadata_has_cardinalities_by_the_largest_ids(tmp_path):
     root = write_merlin(tmp_path / "m", valid="test")
     (root / "train/_metadata.json").write_text(
         json.dumps(
@@ -276,12 +276,12 @@ def test_merlins_test_and_valid_become_test_and_validation(tmp_path):
         (lambda text: text.replace("max: 7", "max: 3"), "id 4 at row 2 of"),
     ],
 )
-def test_what_is_wrong_with_merlins_output_is_said(tmp_path, change, message):
+def test_a_mistake_in_merlins_output_is_reported(tmp_path, change, message):
     root = write_merlin(tmp_path / "m", text=change(schema(genres=properties(300))))
     assert message in error_of(root, tmp_path / "out")
 
 
-def test_merlins_output_wants_rows_to_test_on(tmp_path):
+def test_merlins_output_needs_rows_to_test_on(tmp_path):
     root = write_merlin(tmp_path / "m", valid="other", text=schema())
     assert "train/ only; want valid/ or test/" in error_of(root, tmp_path / "out")
 
@@ -303,7 +303,7 @@ def test_text_protos_are_read_in_all_their_forms():
     ("text", "message"),
     [("a: }", "line 1: got }"), ('a: "x', "does not end"), ("\na", "line 2: field a has no value")],
 )
-def test_a_text_proto_that_is_none_is_refused(text, message):
+def test_an_invalid_text_proto_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_text_proto(text)
 
@@ -373,7 +373,7 @@ def test_npy_days_are_read_in_their_order_not_the_alphabets(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_with_npy_files_is_said(tmp_path, damage, message):
+def test_a_mistake_in_npy_files_is_reported(tmp_path, damage, message):
     root = write_npy(tmp_path / "npy", False)
     damage(root)
     assert message in error_of(root, tmp_path / "out")

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def fails(message: str, *overrides: str) -> None:
-    """The command must stop with exactly this message (a regular expression)."""
+    """Assert that the command fails with exactly this message (a regular expression)."""
     with pytest.raises(Refused) as caught:
         preproc(*overrides)
     assert re.fullmatch(f"error: {message}", caught.value.message), caught.value.message
@@ -42,7 +42,7 @@ def fails(message: str, *overrides: str) -> None:
 
 
 def spoiled(tmp_path: Path, line: str, number: int = 42) -> Path:
-    """Write good lines but for line `number`."""
+    """Write good lines, and `line` as line `number`."""
     return write_lines(tmp_path / "raw.tsv", [*GOOD[: number - 1], line, *GOOD[number:]])
 
 
@@ -73,7 +73,7 @@ def test_a_line_of_41_columns_is_named(tmp_path, output):
 
 
 @pytest.mark.parametrize("value", ["12a", "1.5", "1e3", " 1", "1_000", "9" * 19])
-def test_what_is_not_an_integer_is_named(tmp_path, output, value):
+def test_a_value_that_is_no_integer_is_named(tmp_path, output, value):
     source = spoiled(tmp_path, raw_line(0, i5=value))
     fails(
         rf"{source}, line 42: column 6 \(num_4\) is '{re.escape(value)}', wanted an integer of "
@@ -166,7 +166,7 @@ def test_a_truncated_zstandard_is_named(tmp_path, output):
     )
 
 
-def test_no_cut_of_a_zstandard_file_passes_for_whole(tmp_path):
+def test_no_truncated_zstandard_file_counts_as_complete(tmp_path):
     # Two frames with a skippable one between them; the first spans several blocks.
     frames = zstandard(tmp_path / "a", 30_000), zstandard(tmp_path / "b", 3)
     skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
@@ -340,7 +340,7 @@ def test_a_directory_with_other_things_in_it_is_not_written_to(tmp_path):
         ),
     ],
 )
-def test_an_option_that_cannot_be_is_refused(output, overrides, message):
+def test_an_invalid_option_is_refused(output, overrides, message):
     fails(message, *[option.replace("OUT", str(output)) for option in overrides])
 
 
@@ -354,7 +354,7 @@ def test_a_memory_limit_that_is_no_size_is_refused(tmp_path, output):
     )
 
 
-def test_too_little_memory_is_told(tmp_path):
+def test_too_little_memory_is_reported(tmp_path):
     source, output = write_lines(tmp_path / "raw.tsv", GOOD), tmp_path / "out"
     fails(
         r"DuckDB ran out of memory; raise memory_limit \(now 1MB\) or lower threads: .*",
@@ -395,7 +395,7 @@ def test_ctrl_c_ends_the_command_with_one_message(tmp_path, output):
     shutil.rmtree(output)
 
 
-def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_next_run_resumes(tmp_path, monkeypatch):
     source, output = write_lines(tmp_path / "raw.tsv", GOOD), tmp_path / "out"
     with monkeypatch.context() as patch:
 
@@ -415,7 +415,9 @@ def test_a_full_disk_is_told_and_the_next_run_goes_on(tmp_path, monkeypatch):
     assert len(data_files(output)) == 2 * 28
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, output, monkeypatch):
+def test_too_little_disk_space_is_reported_before_anything_is_written(
+    tmp_path, output, monkeypatch
+):
     monkeypatch.setattr(work.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     source = write_lines(tmp_path / "raw.tsv", GOOD)
     fails(
@@ -426,7 +428,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, o
     )
 
 
-def test_a_disk_that_is_too_small_for_the_dataset_alone_is_told(tmp_path, output, monkeypatch):
+def test_too_little_disk_space_for_the_dataset_alone_is_reported(tmp_path, output, monkeypatch):
     # Work and output are on two disks: 100 rows of 133 bytes here, of 90 bytes there.
     free = {tmp_path / "work": 13_500, tmp_path: 8_000}
     monkeypatch.setattr(work.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
@@ -485,7 +487,7 @@ def test_a_gap_is_found_however_far_the_numbers_reach():
 def test_a_damaged_gzip_is_named(tmp_path, output):
     source = write_lines(tmp_path / "raw.tsv.gz", GOOD * 20, compress=True)
     packed = bytearray(source.read_bytes())
-    packed[-7] ^= 1  # its checksum: the text itself is whole
+    packed[-7] ^= 1  # its checksum; the text itself is intact
     source.write_bytes(packed)
     fails(
         rf"{source}: damaged gzip data \(.*\); fetch it again",
@@ -508,7 +510,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("on_bad", "packed"), [("skip", False), ("quarantine", False), ("quarantine", True)]
 )
-def test_bad_rows_are_left_out_counted_and_kept_aside(tmp_path, on_bad, packed):
+def test_bad_rows_are_left_out_counted_and_quarantined(tmp_path, on_bad, packed):
     lines = [BAD.get(number, line.encode()) for number, line in enumerate(GOOD, start=1)]
     source = tmp_path / "raw.tsv"
     text = b"\r\n".join(lines)
@@ -530,7 +532,7 @@ def test_bad_rows_are_left_out_counted_and_kept_aside(tmp_path, on_bad, packed):
     assert kept[3][2].startswith(b"column 4 (num_2) is '1e3', wanted an integer")
 
 
-def test_the_command_says_what_is_wrong_in_one_line_and_fails(tmp_path, output):
+def test_the_command_reports_a_mistake_in_one_line_and_fails(tmp_path, output):
     source = spoiled(tmp_path, raw_line(3))
     done = subprocess.run(
         [*COMMAND, f"source={source}", f"output={output}"], cwd=ROOT, capture_output=True, text=True
@@ -550,7 +552,7 @@ def test_the_command_says_what_is_wrong_in_one_line_and_fails(tmp_path, output):
         ("frequencylimit=1", "there is no option frequencylimit; did you mean frequency_limit?"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_in_one_line(option, message):
+def test_an_invalid_option_is_refused_in_one_line(option, message):
     command = [sys.executable, "-m", "preproc", option]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == USER_ERROR_EXIT_CODE
@@ -559,7 +561,7 @@ def test_an_option_that_cannot_be_is_refused_in_one_line(option, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_killed_run_leaves_nothing_that_looks_whole_and_the_next_one_works(tmp_path):
+def test_a_killed_run_leaves_no_complete_dataset_and_the_next_one_works(tmp_path):
     noise = [raw_line(i % 2, c1=f"{zlib.crc32(b'%d' % i):08x}") for i in range(100_000)]
     source, output = write_lines(tmp_path / "raw.tsv", noise), tmp_path / "out"
     run = subprocess.Popen(
@@ -607,7 +609,7 @@ def test_help_lists_every_option_with_its_meaning(tmp_path):
     )
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
-    assert "frequency_limit=20 a value seen less often gets id 0" in text
+    assert "frequency_limit=20 a value that occurs less often gets id 0" in text
     for key, meaning in describe(PreprocConfig):
         assert f" {key}=" in text
         assert f" {meaning}" in text

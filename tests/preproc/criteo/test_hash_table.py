@@ -1,4 +1,4 @@
-"""Counts and look-ups in hash tables, against Python's own."""
+"""Counts and look-ups in hash tables, compared with Python dictionaries."""
 
 from collections import Counter as Counts
 
@@ -66,7 +66,7 @@ def test_a_counter_counts_however_often_it_is_full(kind, most_entries, monkeypat
     assert counted == Counts(codes[codes < NON_HEX].tolist())
 
 
-def test_a_count_that_would_not_fit_its_bits_begins_anew(monkeypatch):
+def test_a_count_that_would_overflow_restarts(monkeypatch):
     monkeypatch.setattr(hashing, "MOST_COUNTED", 10)
     counter = Counter(100)
     five = np.full(5, 3, np.uint32)

@@ -1,4 +1,4 @@
-"""A disk that is really full, and memory that is really short."""
+"""Runs on a full disk and within a memory limit, with a real file system and real memory."""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.exit_codes import USER_ERROR_EXIT_CODE
 from tests.helpers.preproc_command import preproc, raw_line, write_lines
 from tests.preproc.criteo.test_restart import all_files, any_table, raw_logs
 from tests.preproc.table.test_pipeline import _hydra
@@ -33,10 +34,10 @@ def can_mount() -> bool:
         (any_table, "DuckDB could not read or write in"),
     ],
 )
-def test_a_run_on_a_full_disk_ends_with_a_message_and_goes_on_when_there_is_space(
+def test_a_run_on_a_full_disk_ends_with_a_message_and_resumes_when_there_is_space(
     tmp_path, job, message
 ):
-    # Equal lines pack to so little that the estimate before the run cannot know.
+    # Repeated lines compress so well that the estimate before the run is too low.
     lines = [raw_line(row % 2, c1=f"{row * 2654435761 % 2**32:08x}") for row in range(400)] * 150
     source = write_lines(tmp_path / "raw.gz", lines, compress=True)
     (tmp_path / "disk").mkdir()
@@ -56,7 +57,7 @@ def test_a_run_on_a_full_disk_ends_with_a_message_and_goes_on_when_there_is_spac
     log = (tmp_path / "log").read_text()
     assert log.startswith("error: ")
     assert message in log
-    assert log.splitlines()[1] == "1"
+    assert log.splitlines()[1] == str(USER_ERROR_EXIT_CODE)
     assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
 
 

@@ -1,4 +1,4 @@
-"""Parsing in several threads: the same bytes, in order, and no thread that outlives its work."""
+"""Parsing in several threads: the same bytes in the same order, and no thread left at the end."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from tests.helpers.preproc_command import preproc, write_lines
 from tests.preproc.criteo.test_restart import all_files, noise
 
 
-def test_two_threads_write_what_one_writes(tmp_path, monkeypatch):
+def test_two_threads_write_the_bytes_of_one(tmp_path, monkeypatch):
     lines = noise(3000)
     lines[700] = "no line"
     for day, part in enumerate((lines[:2000], lines[2000:])):
@@ -32,7 +32,7 @@ def test_two_threads_write_what_one_writes(tmp_path, monkeypatch):
     assert b"day_0.gz\t701\t" in (tmp_path / "two/bad_rows.tsv").read_bytes()
 
 
-def test_results_come_in_order_however_long_each_takes():
+def test_results_come_in_order_for_any_durations():
     def slow(number: int) -> int:
         time.sleep(0.002 * (number % 3 == 0))
         return number
@@ -40,17 +40,17 @@ def test_results_come_in_order_however_long_each_takes():
     assert list(ordered_map(slow, range(50), threads=4, ahead=8)) == list(range(50))
 
 
-def test_no_more_than_asked_for_are_ahead():
+def test_no_more_items_than_allowed_are_in_flight():
     taken = count()
     results = ordered_map(lambda item: item, taken, threads=2, ahead=3)
     next(results)
     time.sleep(0.05)
-    # One was given out, three are on their way, and one more waits for room.
+    # One item is yielded, three are in flight, and one more is waiting.
     assert next(taken) <= 5
     results.close()
 
 
-def test_errors_of_either_end_come_in_their_place():
+def test_errors_of_items_and_function_are_raised_in_order():
     def items():
         yield from (1, 2, 3)
         raise ValueError("no more")

@@ -136,7 +136,7 @@ def test_two_runs_on_one_and_two_threads_write_the_same_bytes(tmp_path, lines):
 def test_gzip_zstandard_and_plain_text_are_the_same(tmp_path, lines):
     plain = write_lines(tmp_path / "raw.tsv", lines)
     packed = write_lines(tmp_path / "raw.tsv.gz", lines, compress=True)
-    # The name tells nothing: this one is Zstandard all the same.
+    # Zstandard data, despite the name.
     zstandard = tmp_path / "raw.txt"
     duckdb.sql(
         f"COPY (FROM read_csv('{plain}', columns = {{'line': 'VARCHAR'}}, delim = '\x01', "
@@ -232,7 +232,7 @@ def test_numericals_can_be_float32(tmp_path):
     assert numerical.tolist() == [np.float32(math.log(7))] + [0.0] * 12
 
 
-def test_the_reader_reads_what_was_written(tmp_path, lines):
+def test_the_reader_reads_the_written_dataset(tmp_path, lines):
     source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
     preproc(f"source={source}", f"output={output}")
     columns = BinarySource(FeatureSpec.load(output)).read("train", np.array([[5, 9]]))

@@ -39,7 +39,7 @@ FORKS.set_forkserver_preload(
 
 
 def noise(num_rows: int, seed: int = 0) -> list[str]:
-    """Lines of two columns with many values, and texts that are no hexadecimals now and then."""
+    """Return lines with many values in two columns, and some non-hexadecimal texts."""
     draw = random.Random(seed)
     return [
         raw_line(
@@ -99,7 +99,7 @@ def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, j
     while not (tmp_path / "out").exists():
         run = FORKS.Process(target=preproc, args=(*options, f"output={tmp_path / 'out'}"))
         run.start()
-        # Some steps further than the last run, at any moment between two of them.
+        # Some steps after the last run, at any moment between two steps.
         left, last = draw.randint(*steps), recorded()
         while left and run.is_alive():
             if recorded() != last:
@@ -113,7 +113,7 @@ def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, j
     assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
 
 
-def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_path, monkeypatch):
+def test_a_run_stopped_within_a_file_resumes_after_its_last_checkpoint(tmp_path, monkeypatch):
     lines = noise(8000)
     source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
     preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
@@ -121,7 +121,7 @@ def test_a_run_stopped_within_a_file_reads_on_behind_its_last_checkpoint(tmp_pat
     calls = count(1)
 
     def every_third(writer):
-        # So rows beyond the checkpoint are in the files when the run is stopped.
+        # The files then hold rows beyond the checkpoint when the run is stopped.
         if next(calls) % 3 == 0:
             writer.checkpoint()
 
@@ -164,7 +164,7 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
 
 
 @pytest.mark.parametrize("job", [raw_logs, any_table])
-def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatch, job):
+def test_recorded_and_complete_files_are_synced(tmp_path, monkeypatch, job):
     synced, missed = set(), []
     fsync, save = os.fsync, Work.save
     put_in_place = output_module.put_in_place
@@ -204,7 +204,7 @@ def test_what_is_on_record_or_complete_has_reached_the_disk(tmp_path, monkeypatc
     assert {"report.png", "bad_rows.tsv"} < {path.name for path in (tmp_path / "out").iterdir()}
 
 
-def test_other_options_begin_anew(tmp_path, monkeypatch):
+def test_other_options_restart(tmp_path, monkeypatch):
     source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -218,7 +218,7 @@ def test_other_options_begin_anew(tmp_path, monkeypatch):
 
 
 def stopped_at(stage: str, monkeypatch, *options: str) -> None:
-    """Run the command until it comes to function `stage` of the job, where the disk is full."""
+    """Run the command up to function `stage` of the job, which fails as on a full disk."""
     with monkeypatch.context() as patch:
         patch.setattr(
             f"preproc.criteo.pipeline.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop"))
@@ -227,7 +227,7 @@ def stopped_at(stage: str, monkeypatch, *options: str) -> None:
             preproc(*options)
 
 
-def test_a_run_to_another_output_does_not_go_on_with_the_files_of_the_first(tmp_path, monkeypatch):
+def test_a_run_to_another_output_does_not_resume_from_the_files_of_the_first(tmp_path, monkeypatch):
     options = [
         f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}",
         f"temp_directory={tmp_path}",
@@ -257,7 +257,7 @@ def test_a_run_whose_files_were_removed_writes_them_again(tmp_path, monkeypatch,
 
 
 def test_runs_that_work_in_two_places_never_share_a_dataset(tmp_path, monkeypatch):
-    # The same sizes, other bytes: nothing but the owner tells their files apart.
+    # The files have equal sizes and other bytes, so only their owner distinguishes them.
     source = write_lines(tmp_path / "raw.tsv", noise(500))
     options = [f"source={source}", f"output={tmp_path / 'out'}"]
     one, two = (
@@ -305,7 +305,7 @@ def test_other_test_rows_leave_nothing_of_the_splits_before(tmp_path, monkeypatc
         assert all_files(tmp_path / "out" / name) == all_files(tmp_path / "wanted" / name)
 
 
-def test_shuffling_moves_whole_training_rows_and_nothing_else(tmp_path):
+def test_shuffling_moves_complete_training_rows_and_nothing_else(tmp_path):
     source = write_lines(tmp_path / "raw.tsv", noise(2000))
     for name, *options in (
         ["plain", "shuffle=false"],
@@ -355,7 +355,7 @@ def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_p
     assert (rows[:10_000] == np.arange(10_000)).sum() < 8
 
 
-def test_a_thread_that_shuffles_takes_no_more_memory_than_it_is_counted_for(tmp_path, monkeypatch):
+def test_a_thread_that_shuffles_stays_within_its_memory_estimate(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "BUCKET_ROWS", 20_000)
     monkeypatch.setattr(shuffle, "CHUNK_ROWS", 10_000)
     labels = StoredColumn(tmp_path / "labels", "u1")
@@ -378,7 +378,7 @@ def test_buckets_depend_on_the_rows_alone():
     assert np.bincount(whole, minlength=7).min() > 600
 
 
-def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
+def test_a_vocabulary_in_parts_gives_the_same_ids(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}")
     monkeypatch.setattr("preproc.criteo.encode.ENTRY_BYTES", 1 << 20)
@@ -403,7 +403,7 @@ def test_a_vocabulary_in_pieces_gives_the_same_ids(tmp_path, monkeypatch):
     assert Watched.most_alive == 1
 
 
-def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, monkeypatch):
+def test_merging_partial_counts_does_not_change_the_counts(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "raw.tsv", noise(4000))
     preproc(f"source={source}", f"output={tmp_path / 'whole'}", "frequency_limit=2")
     monkeypatch.setattr("preproc.criteo.encode.GROWING_ENTRY_BYTES", 1 << 20)
@@ -413,7 +413,7 @@ def test_partial_counts_that_are_merged_now_and_then_count_the_same(tmp_path, mo
     assert all_files(tmp_path / "merged") == all_files(tmp_path / "whole")
 
 
-def test_a_stage_tells_its_rate_and_the_time_left():
+def test_a_stage_shows_its_rate_and_the_time_left():
     stage = Stage("parse", print)
     stage.total, stage.detail = 400.0, "day_3"
     stage.update(100.0)

@@ -43,7 +43,7 @@ def ids_of(files: dict[str, bytes], name: str, dtype: str = "<i1") -> list[int]:
 
 @pytest.fixture
 def people(tmp_path):
-    """Eight rows with quotes, commas within quotes, missing fields and text that is no ASCII."""
+    """Return eight rows with quotes, commas within quotes, missing fields and non-ASCII text."""
     source = tmp_path / "people.csv"
     source.write_text(
         "bought,age,city,tags\n"
@@ -194,7 +194,7 @@ def test_vocabularies_can_be_limited_crossed_hashed_and_cut(tmp_path):
 
 
 def numbered(path: Path, rows: int) -> Path:
-    """Write rows whose category is their own number, to see where each of them goes."""
+    """Write rows whose category is their row number, so that they can be followed."""
     path.write_text("y,n,part\n" + "".join(f"{i % 2},{i:05},{'abc'[i % 3]}\n" for i in range(rows)))
     return path
 
@@ -252,7 +252,7 @@ def test_training_rows_can_be_shuffled(tmp_path):
     assert rows_of(tmp_path / "out", "test") == list(range(450, 500))
 
 
-def test_a_transform_does_not_go_on_with_a_fit_that_was_made_anew(tmp_path, people, monkeypatch):
+def test_a_transform_does_not_resume_after_the_fit_has_changed(tmp_path, people, monkeypatch):
     features = {"numerical": [{"name": "age", "transforms": [{"fill": 0}, "minmax"]}]}
     table = described(people, **features)
     build(tmp_path / "fit", table)
@@ -370,14 +370,14 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
         ({"split": {"train": 0.001}}, "table.split: no rows are left for train of 8.*"),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(tmp_path, people, change, message):
+def test_an_invalid_description_is_refused(tmp_path, people, change, message):
     with pytest.raises(Refused) as caught:
         build(tmp_path / "out", described(people) | change)
     assert re.fullmatch(f"error: {message}", caught.value.message, re.DOTALL), caught.value.message
     assert not (tmp_path / "out").exists()
 
 
-def test_a_table_run_that_was_stopped_goes_on(tmp_path, people, monkeypatch):
+def test_a_stopped_table_run_resumes(tmp_path, people, monkeypatch):
     from preproc.table.pipeline import TableFiles
 
     wanted = build(tmp_path / "wanted", described(people))
@@ -401,13 +401,13 @@ def test_a_table_run_that_was_stopped_goes_on(tmp_path, people, monkeypatch):
         ("criteo_wdl", "criteo_1tb_day_0_head.tsv.gz", 10_000),
     ],
 )
-def test_a_dataset_that_ships_is_built(tmp_path, dataset, source, rows):
+def test_a_shipped_dataset_is_built(tmp_path, dataset, source, rows):
     preproc(f"dataset={dataset}", f"source={SHARED / source}", f"output={tmp_path / 'out'}")
     spec = FeatureSpec.load(tmp_path / "out")
     assert sum(split.num_rows for split in spec.splits.values()) == rows
 
 
-def test_every_dataset_that_ships_describes_a_table_or_has_its_own_layout():
+def test_every_shipped_dataset_describes_a_table_or_has_its_own_layout():
     for path in (Path(__file__).parents[3] / "configs" / "dataset").glob("*.yaml"):
         content = yaml.safe_load(path.read_text())
         if content["layout"] == "table" and content["table"]:

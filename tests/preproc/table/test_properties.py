@@ -1,4 +1,4 @@
-"""Any table of strings gives the ids that ten lines of Python give."""
+"""Any table of strings gives the ids of a reference of ten lines of Python."""
 
 import math
 import shutil
@@ -139,7 +139,7 @@ def line(label: str, number: str, first: str, last: str) -> bytes:
 
 
 def with_other_tab(row: bytes, number: int, other: bytes) -> bytes:
-    """Return the line with something else in the place of one of its tabs."""
+    """Return the line with `other` in place of one of its tabs."""
     fields = row.split(b"\t")
     return b"\t".join(fields[: number + 1]) + other + b"\t".join(fields[number + 1 :])
 
@@ -168,7 +168,7 @@ def with_other_tab(row: bytes, number: int, other: bytes) -> bytes:
     ),
     line_end=st.sampled_from([b"\n", b"\r\n"]),
 )
-def test_a_piece_of_any_bytes_gives_the_rows_of_its_good_lines(rows, line_end):
+def test_a_block_of_any_bytes_gives_the_rows_of_its_good_lines(rows, line_end):
     text = b"".join(row + line_end for row in rows)
     found = PARSER(text)
     lines = [raw.removesuffix(b"\r") for raw in text.split(b"\n")[:-1]]
@@ -209,7 +209,7 @@ def test_a_piece_of_any_bytes_gives_the_rows_of_its_good_lines(rows, line_end):
 
 
 @pytest.mark.parametrize("category", ["", "0123abcd", "x", "a longer text than eight"])
-def test_a_parsed_piece_stays_within_what_is_counted_for_it(category):
+def test_a_parsed_block_stays_within_its_memory_estimate(category):
     line = "1" + "\t" * 13 + f"\t{category}" * 26 + "\n"
     text = line.encode() * ((1 << 18) // len(line))
     found = PARSER(text)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def spark():
-    """The session that the engine finds; small, since the data are."""
+    """Start the Spark session that the engine uses, with settings for small data."""
     from pyspark.sql import SparkSession
 
     session = (
@@ -119,7 +119,7 @@ def test_rows_of_a_file_in_many_blocks_keep_their_order(tmp_path, spark):
 
 
 def test_raw_criteo_logs(tmp_path, spark, monkeypatch):
-    # Two of the 26 categories: each is the same dozen of queries again.
+    # Two of the 26 categories, since every category takes the same dozen queries.
     # benchmarks/preproc_equality.py compares all of them, on real logs.
     monkeypatch.setattr("preproc.criteo.as_table.CATEGORICAL", ("cat_0", "cat_25"))
     lines = random_lines(200)
@@ -141,8 +141,8 @@ def test_a_bad_row_is_reported(tmp_path, spark):
         preproc("dataset=any", f"table={_hydra(table)}", f"output={tmp_path / 'o'}", "engine=spark")
 
 
-def test_lines_with_other_columns_or_no_utf8_are_kept_aside(tmp_path, spark):
-    # The second column is asked for by nothing, and still must be there.
+def test_lines_with_other_columns_or_no_utf8_are_quarantined(tmp_path, spark):
+    # No query reads the second column, but it must exist.
     good = [f"{row % 2},x,{row % 5}".encode() for row in range(300)]
     bad = {10: b"1,x", 150: b"1,x,2,3", 290: b"1,x,\xff"}
     lines = [bad.get(row, line) for row, line in enumerate(good)]

@@ -20,7 +20,7 @@ ROWS = 50
 
 @pytest.fixture
 def dataset(tmp_path) -> Path:
-    """One feature a row, two a row, a varying number of them, and two numericals."""
+    """Write a dataset of a one-hot, a two-hot and a ragged feature, and two numericals."""
     features = [
         CategoricalFeature.of("user", 40),
         CategoricalFeature.of("pair", 9, hotness=2),
@@ -63,7 +63,7 @@ def forget_checksums(path: Path) -> None:
     spec.write_text(yaml.safe_dump(document))
 
 
-def test_a_whole_dataset_passes_with_its_label_rates(dataset, capsys):
+def test_a_complete_dataset_passes_with_its_label_rates(dataset, capsys):
     preproc("mode=verify", f"path={dataset}")
     out = capsys.readouterr().out
     assert "nothing wrong" in out
@@ -113,7 +113,7 @@ def test_all_wrong_ids_are_counted_and_the_first_is_located(dataset, capsys):
     assert "train/user.bin: 3 ids of 'user' outside [0, 40), the first 40 at row 12" in lines
 
 
-def test_an_id_of_several_a_row_is_located_by_its_row(dataset, capsys):
+def test_an_id_of_a_multi_hot_feature_is_located_by_its_row(dataset, capsys):
     plant(dataset / "test/pair.bin", 2 * 33 + 1, 9, "int8")
     assert any("the first 9 at row 33" in finding for finding in found(dataset, capsys)[1])
 
@@ -139,7 +139,7 @@ def test_an_offset_that_decreases_is_located(dataset, capsys):
     assert want in lines
 
 
-def test_offsets_that_end_elsewhere_accuse_the_ids_length(dataset, capsys):
+def test_offsets_beyond_the_ids_blame_the_file_of_ids(dataset, capsys):
     plant(dataset / "train/tags.offsets.bin", ROWS, 120, "<i8")
     _, lines = found(dataset, capsys)
     assert "train/tags.bin: truncated: 200 bytes, want 240" in lines
@@ -174,7 +174,7 @@ def test_a_file_that_only_the_checksums_name_is_read_too(dataset, capsys):
     assert found(dataset, capsys)[1][0].startswith("notes.txt: its bytes have changed")
 
 
-def test_what_preprocessing_wrote_beside_the_splits_is_read_too(tmp_path, capsys):
+def test_files_of_preprocessing_beside_the_splits_are_read_too(tmp_path, capsys):
     lines = [raw_line(row % 2, c1=f"{row:08x}") for row in range(40)] + ["no line"]
     source, output = write_lines(tmp_path / "raw.tsv", lines), tmp_path / "out"
     options = ["plot=true", "on_bad=quarantine"]
@@ -196,7 +196,7 @@ def test_what_preprocessing_wrote_beside_the_splits_is_read_too(tmp_path, capsys
     assert [line.partition(": its bytes have changed")[0] for line in wrong] == others
 
 
-def test_a_missing_file_ends_it_before_anything_is_read(dataset):
+def test_a_missing_file_is_reported_before_anything_is_read(dataset):
     (dataset / "test/user.bin").unlink()
     with pytest.raises(Refused, match=r"test/user.bin' is missing"):
         preproc("mode=verify", f"path={dataset}")
@@ -231,7 +231,7 @@ def replace_column(path: Path, name: str, row: int, value: object) -> None:
     pq.write_table(table, path, row_group_size=8)
 
 
-def test_a_whole_parquet_dataset_passes(in_parquet, capsys):
+def test_a_complete_parquet_dataset_passes(in_parquet, capsys):
     preproc("mode=verify", f"path={in_parquet}")
     out = capsys.readouterr().out
     assert "nothing wrong" in out
@@ -275,6 +275,6 @@ def test_a_truncated_parquet_file_is_named_and_the_others_are_still_read(in_parq
     assert any("the first 49 at row 3" in line for line in lines)
 
 
-def test_a_path_is_asked_for():
+def test_a_missing_path_is_refused():
     with pytest.raises(Refused, match="set path=DIR"):
         preproc("mode=verify")
