@@ -9,7 +9,6 @@ weights and optimizer states must be equal bit by bit. Another run starts if kil
 """
 
 import argparse
-import multiprocessing as mp
 import os
 import random
 import shutil
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from configs.exit_codes import LOST_RANK_EXIT_CODE
 from tests.helpers.distributed import free_port, launched_as
+from tests.helpers.forks import fork_context
 from tests.helpers.runs import differences
 
 NUM_STEPS = 300
@@ -72,8 +72,7 @@ def start(
     No rank writes curves.png, which takes longer than this small run. All ranks are on one node, or on nodes of
     `local_world_size` ranks.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["nn.run"])
+    context = fork_context()
     port = free_port()
     log.touch()
     processes = [

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torchrec.distributed import comm
 
+from tests.helpers.forks import fork_context
+
 ANSWER_S = 300
 """Time limit of a call; ranks in a deadlock are killed then."""
 GRACE_S = 60
@@ -78,9 +80,7 @@ def _context() -> mp.context.BaseContext:
     """Return the start method of ranks: a process with a CUDA context must not fork, so on GPUs ranks are spawned."""
     if torch.cuda.is_available():
         return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["nn.run"])
-    return context
+    return fork_context()
 
 
 _pool: RankPool | None = None

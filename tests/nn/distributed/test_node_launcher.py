@@ -1,6 +1,5 @@
 """`python -m nn.distributed.node_launcher` with ranks that end in different ways: exit codes, restarts and logs."""
 
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from nn.distributed.node_launcher import exit_code, main, numa_options
+from tests.helpers.forks import fork_context
 
 # Rank that ends by its arguments: `exit N`, `kill` once within a group, `wait` for the signal. It prints each start.
 RANK = """\
@@ -57,8 +57,7 @@ def started(directory: Path, *how: str) -> Iterator[Node]:
     arguments = [directory / "logs", "node", *flags, directory / "rank.py", *how]
     log = directory / "log"
     # Forked from a process that has imported torch.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["nn.run"])
+    context = fork_context()
     process = context.Process(target=run_node, args=(list(map(str, arguments)), str(log)))
     process.start()
     try:

@@ -11,7 +11,6 @@ import tracemalloc
 import weakref
 from contextlib import suppress
 from itertools import count
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +25,12 @@ from preproc.criteo.hash_table import Lookup
 from preproc.criteo.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.report.console import Stage
 from preproc.work_directory import Work
+from tests.helpers.forks import fork_context
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "preproc", "plot=false"]
-# Runs that are killed start from a process that has imported everything.
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["tests.helpers.preproc_command", "preproc.criteo.pipeline", "preproc.table.pipeline"]
-)
 
 
 def noise(num_rows: int, seed: int = 0) -> list[str]:
@@ -97,7 +92,7 @@ def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, j
         return 0
 
     while not (tmp_path / "out").exists():
-        run = FORKS.Process(target=preproc, args=(*options, f"output={tmp_path / 'out'}"))
+        run = fork_context().Process(target=preproc, args=(*options, f"output={tmp_path / 'out'}"))
         run.start()
         # Some steps after the last run, at any moment between two steps.
         left, last = draw.randint(*steps), recorded()
