@@ -1,0 +1,43 @@
+"""The examples of docs/contributing.md run as they are printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.command import ROOT, run_command
+from tests.helpers.composed import TINY
+from tests.nn.embedding.test_triton_embedding_bag import compare
+
+PAGE = (ROOT / "docs/contributing.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+COMMANDS = re.findall(r"^PYTHONPATH=\. python dlrm.py (.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture
+def examples(tmp_path, monkeypatch) -> Path:
+    """Write the files of the page into a directory that is imported from."""
+    for name, source in FILES.items():
+        (tmp_path / name).write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_the_page_has_a_model_and_an_optimizer():
+    assert set(FILES) == {"tower.py", "momentum.py", "momentum_kernel.py"}
+    assert len(COMMANDS) == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_example_trains(examples, command):
+    options = [option.strip('"') for option in command.split()]
+    ended = run_command(*TINY, *options, "train.max_steps=4", f"run_dir={examples / 'run'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert (examples / "run/checkpoints/step_4").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+def test_the_kernel_of_the_optimizer_equals_its_update(examples):
+    pytest.importorskip("triton")
+    compare("momentum:MOMENTUM", 40, "cpu", torch.float32)
