@@ -47,7 +47,7 @@ class OwnMemory(BatchMemory):
 
 
 class Slot(BatchMemory):
-    """Columns one after another in given memory: the same columns have the same offsets in every process."""
+    """Columns one after another in a block of memory: the same columns have the same offsets in every process."""
 
     def __init__(self, memory: Tensor) -> None:
         super().__init__()

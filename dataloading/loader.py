@@ -126,8 +126,8 @@ class Loader:
             self._slots = Slots(num_slots, slot_bytes)
         except OSError as error:
             raise ValueError(
-                f"{num_slots} batches of {slot_bytes / 2**20:.1f} MiB, which are read ahead, find no room ({error.strerror}); "
-                "lower data.prefetch or the batch size"
+                f"{num_slots} batches of {slot_bytes / 2**20:.1f} MiB, which are read ahead, do not fit in memory "
+                f"({error.strerror}); lower data.prefetch or the batch size"
             ) from None
         self._readers = ReaderProcesses(self._read_into, len(self._slots), num_processes)
 

@@ -154,7 +154,7 @@ class _Reader:
         if code == -signal.SIGBUS:
             return f"{message} by SIGBUS: a file of the dataset became shorter while it was read, or its disk failed"
         by = f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
-        return f"{message}{by}; was it killed for want of memory?"
+        return f"{message}{by}; was it killed because memory ran out?"
 
 
 def _serve(read: Callable[[int, int], None], connection: Connection, parent: int) -> NoReturn:

@@ -160,7 +160,7 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
 
 
 def print_result(console: Console, progress: Progress, output: Path, rows: int) -> None:
-    """Print the path of the dataset, its size and the speed of the whole run."""
+    """Print the path of the dataset, its size and the speed of the run."""
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     console.print(
         f"{rows:,} rows in {progress.seconds:.2f} s ({rows / progress.seconds:,.0f} rows/s), "

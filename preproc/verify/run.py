@@ -68,16 +68,18 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         written = listed_in(spec, "rows").get(name, split.rows)
         if files.parquet and written != split.rows:
             findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
-    say = progress.console.print
+    print_line = progress.console.print
     for line in sorted(findings.lines):
-        say(f"wrong: {line}", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"wrong: {line}", highlight=False, markup=False, soft_wrap=True)
     readable = {name: split for name, split in findings.splits.items() if split.rows}
     print_splits(progress.console, readable)
     if not listed_in(spec, "files"):
-        say("the spec lists no checksums (metadata.files), so only sizes and values were checked")
+        print_line(
+            "the spec lists no checksums (metadata.files), so only sizes and values were checked"
+        )
     rate = total / max(progress.seconds, 1e-9) / 1e6
     outcome = f"{findings.num_wrong:,} wrong" if findings.num_wrong else "nothing wrong"
-    say(
+    print_line(
         f"{config.path}: {outcome} ({rate:,.0f} MB/s)",
         highlight=False,
         markup=False,

@@ -226,7 +226,7 @@ def test_readers_of_the_first_loader_end_if_the_second_has_too_little_memory(sou
     monkeypatch.setattr(Slots, "__init__", second_fails)
     with pytest.raises(
         ValueError,
-        match=r"6 batches of \d\.\d MiB, .* find no room \(Cannot allocate memory\); lower data\.prefetch",
+        match=r"6 batches of \d\.\d MiB, .* do not fit in memory \(Cannot allocate memory\); lower data\.prefetch",
     ):
         Loaders(train, test).__enter__()
     assert len(pids) == 4
@@ -242,7 +242,7 @@ def test_a_slot_is_no_larger_than_the_split(source, forked):
 @pytest.mark.parametrize(
     ("signum", "message"),
     [
-        (signal.SIGKILL, "ended by SIGKILL; was it killed for want of memory"),
+        (signal.SIGKILL, "ended by SIGKILL; was it killed because memory ran out"),
         (signal.SIGBUS, "a file of the dataset became shorter while it was read"),
     ],
 )
