@@ -83,9 +83,7 @@ class DCNv2(Model):
         embedding_dim: D.
         bottom_mlp: widths of the bottom MLP, ReLU after each.
         top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
-        num_cross_layers: cross layers.
-        projection_dim: rank of a cross layer's weight; None for full rank.
-        structure: stacked or parallel.
+        cross: the cross network.
 
     Raises:
         ValueError: parallel with a top MLP that has no hidden layer.
@@ -101,9 +99,7 @@ class DCNv2(Model):
         embedding_dim: int,
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
-        num_cross_layers: int,
-        projection_dim: int | None,
-        structure: CrossStructure = CrossStructure.stacked,
+        cross: CrossConfig,
     ) -> None:
         super().__init__()
         self.bottom = (
@@ -112,9 +108,9 @@ class DCNv2(Model):
         self.prefix_columns = bottom_mlp[-1] if num_numerical else 0
         self._embedding_columns = num_categorical * embedding_dim
         width = self.prefix_columns + self._embedding_columns
-        self.cross = CrossNet(width, num_cross_layers, projection_dim)
+        self.cross = CrossNet(width, cross.num_layers, cross.projection_dim)
         self.deep = None
-        if structure is CrossStructure.parallel:
+        if cross.structure is CrossStructure.parallel:
             *hidden, last = top_mlp
             if not hidden:
                 raise ValueError(
@@ -140,9 +136,7 @@ class DCNv2(Model):
             embedding_dim=options.embedding_dim,
             bottom_mlp=options.bottom_mlp,
             top_mlp=options.top_mlp,
-            num_cross_layers=options.cross.num_layers,
-            projection_dim=options.cross.projection_dim,
-            structure=options.cross.structure,
+            cross=options.cross,
         )
 
     def activations(self) -> Activations:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -15,6 +14,7 @@ from configs.schema import Config, ModelConfig, describe
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import check_tables
 from nn.models.model import Model
+from nn.user_objects import load_user_object
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -28,24 +28,16 @@ def find_model(name: str) -> type[Model]:
     Raises:
         ValueError: there is no such model, or the class is not a model.
     """
-    module_name, colon, class_name = MODELS.get(name, name).partition(":")
-    if not colon or not module_name or not class_name:
+    path = MODELS.get(name, name)
+    module_name, _, class_name = path.partition(":")
+    if not module_name or not class_name:
         close = get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(
             f"there is no model.name={name}; {hint}the models are {', '.join(MODELS)}, and "
             "package.module:Class is one of your own"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise ValueError(
-            f"model.name={name}: {module_name} cannot be imported ({error}); correct the name, or add the "
-            "directory that it lies in to PYTHONPATH"
-        ) from error
-    model = getattr(module, class_name, None)
-    if model is None:
-        raise ValueError(f"model.name={name}: {module_name} has no class {class_name}")
+    model = load_user_object(path, "model.name")
     missing = _missing_declaration(model)
     if missing is not None:
         raise ValueError(

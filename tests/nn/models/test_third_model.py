@@ -256,8 +256,11 @@ class Buffered(DeepFM):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such.module:Class", "no_such.module cannot be imported (No module named 'no_such')"),
-        (f"{HERE}:Nobody", f"{HERE} has no class Nobody"),
+        (
+            "no_such.module:Class",
+            "no_such.module cannot be imported (ModuleNotFoundError: No module named 'no_such')",
+        ),
+        (f"{HERE}:Nobody", f"{HERE} has no Nobody"),
         (f"{HERE}:NoModel", "it is no subclass of nn.models.model.Model"),
         (f"{HERE}:NoOptions", "it has no Options, a dataclass"),
         (f"{HERE}:NoBuild", "it has no class method build(options, spec)"),
