@@ -1,4 +1,4 @@
-"""From the command line to a run: compose the configuration, check it, hand it over, say plainly what went wrong."""
+"""The command of a recipe: compose the configuration, check it, run it, and end with a message and an exit code."""
 
 import os
 import signal
@@ -36,15 +36,15 @@ from nn.distributed.launcher import (
     leave_launcher,
 )
 
-# A launcher ends all ranks when it sees the first one fail; the rank that speaks must not be ended before it has.
+# A launcher ends all ranks when the first one fails; the rank that prints the error must not be ended before it has.
 SILENT_RANK_WAIT_S = 2.0
 
 
 @contextmanager
 def _process() -> Iterator[None]:
     """Set up the process as a rank, and end it as the launcher expects."""
-    # OpenMP's threads otherwise spin while they wait, and starve the loader's where cores are few. Read when torch is
-    # imported.
+    # Otherwise OpenMP's waiting threads spin, and the loader's threads get no core where cores are few. OpenMP reads it
+    # when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_with_launcher()
     signal.signal(signal.SIGUSR1, _stop_at_once)
@@ -70,7 +70,7 @@ def command(config_name: str) -> Callable[[], None]:
 
 
 def _model_options(model: DictConfig) -> type:
-    """Find the class of the model's options, for the help; it is declared with the model, which needs torch."""
+    """Return the class of the model's options, for the help; the model's module declares it, which imports torch."""
     from nn.models.registry import find_model
 
     return find_model(model.name).Options
@@ -96,16 +96,13 @@ def _exit_codes() -> Iterator[None]:
     except StoppedError as error:
         _end_together(str(error), RESUME_EXIT_CODE)
     except KeyboardInterrupt:
-        text = (
-            "interrupted; what was recorded so far is in the run directory, and the model as of the latest "
-            "checkpoint, if there is one"
-        )
+        text = "interrupted; the records so far and the latest checkpoint, if there is one, are in the run directory"
         _end_together(text, INTERRUPTED_EXIT_CODE)
 
 
 @_exit_codes()
 def _run(composed: DictConfig) -> None:
-    # Only now: torch and TorchRec take seconds to import, and `--help` and typing errors need neither.
+    # Here, not above: torch and TorchRec take seconds to import, and `--help` and errors of options need neither.
     from nn.library_warnings import quiet_libraries
     from nn.versions import require_stack
 
@@ -113,7 +110,7 @@ def _run(composed: DictConfig) -> None:
     require_stack()
     quiet_libraries()
     if sys.stdout.isatty() and is_node_leader():
-        # Five to ten seconds; the next line overwrites it.
+        # Importing takes five to ten seconds; the next line overwrites this one.
         print("loading torch and TorchRec ...", end="\r", flush=True)
     from nn.models.registry import typed_config
 
@@ -125,14 +122,14 @@ def _run(composed: DictConfig) -> None:
 
 
 def _stop_at_once(signum: int, frame: FrameType | None) -> None:
-    """Until training has begun there is nothing to save, and its own handler takes over."""
+    """End the process: before training starts there is nothing to save. Training installs its own handler."""
     name = signal.Signals(signum).name
-    text = f"stopped by {name} before anything was trained; the same command starts again"
+    text = f"stopped by {name} before training started; rerun the same command"
     _end_together(text, RESUME_EXIT_CODE)
 
 
 def _end_together(message: str, exit_code: int) -> NoReturn:
-    """End for a reason that every rank of the node has met: one of them says it."""
+    """End with an error that all ranks of the node have met; one of them prints it."""
     _end(message if is_node_leader() else None, exit_code)
 
 
@@ -141,7 +138,7 @@ def _end(message: str | None, exit_code: int) -> NoReturn:
         sign = "" if exit_code == RESUME_EXIT_CODE else "error: "
         print(f"{sign}{message}", file=sys.stderr, flush=True)
     if message is None or (exit_code == LOST_RANK_EXIT_CODE and is_launched()):
-        # The launcher blames the rank that it sees end first, which shall be the one that was lost.
+        # The launcher reports the rank that ends first, which should be the one that was lost.
         time.sleep(SILENT_RANK_WAIT_S)
     if exit_code == RESUME_EXIT_CODE:
         ask_launcher_to_end()

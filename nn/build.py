@@ -1,4 +1,4 @@
-"""From the configuration to the objects of a run: source, plan, both halves, loaders."""
+"""The objects of a run, built from its configuration: source, plan, tables and dense component, loaders."""
 
 import os
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ TRAIN_SPLIT = "train"
 
 
 def open_source(config: Config) -> Source:
-    """Open the dataset directory, or the synthetic stream where none is named."""
+    """Open the dataset directory, or synthetic clicks without one."""
     data = config.data
     if data.path is not None:
         return open_dataset(FeatureSpec.load(Path(data.path), data.feature_spec))
@@ -73,25 +73,25 @@ def check_table_dtype(config: Config, spec: FeatureSpec) -> None:
             from torch's generator, whose state no checkpoint holds.
     """
     dtype = config.model.embedding_dtype
-    ragged = [each.name for each in spec.categorical if each.hotness is None]
+    ragged = [feature.name for feature in spec.categorical if feature.hotness is None]
     if dtype is not TableDtype.fp32 and ragged:
         raise ValueError(
-            f"model.embedding_dtype={dtype.name} wants a fixed number of ids a row, and {ragged[0]} has a "
-            "varying one: FBGEMM updates such tables, and does not round as this recipe does; set "
+            f"model.embedding_dtype={dtype.name} requires fixed hotness, but feature {ragged[0]} is ragged: "
+            "FBGEMM updates such tables, and does not round as this recipe does; set "
             "model.embedding_dtype=fp32"
         )
 
 
 def check_optimizers(config: Config, spec: FeatureSpec) -> None:
-    """Refuse optimizers that are not there or cannot train these tables.
+    """Refuse optimizers that do not exist or cannot train these tables.
 
     Raises:
-        ValueError: `package.module:NAME` names no optimizer; FBGEMM would update tables and does not have theirs; or the
-            tables' optimizer has no kernel and is to train on a GPU.
+        ValueError: `package.module:NAME` is no optimizer; FBGEMM would update tables and lacks their optimizer; or the
+            tables' optimizer has no kernel for GPUs and would train on one.
     """
     dense_rule(config.effective_optimizer.name)
     rule = table_rule(config.effective_optimizer.table_name)
-    ragged = [each.name for each in spec.categorical if each.hotness is None]
+    ragged = [feature.name for feature in spec.categorical if feature.hotness is None]
     if rule.fbgemm is None and ragged:
         raise ValueError(
             f"table optimizer {rule.name} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
@@ -106,13 +106,13 @@ def check_optimizers(config: Config, spec: FeatureSpec) -> None:
 def hardware_of(
     config: Config, device_kind: str, world_size: int, local_world_size: int
 ) -> Hardware:
-    """Describe what the tables are planned for: the machine, except where the configuration says otherwise.
+    """Describe the hardware to plan for: this machine, unless the configuration overrides it.
 
     Args:
-        config: the whole run.
+        config: the complete run.
         device_kind: `cpu` or `cuda`.
-        world_size: ranks in all.
-        local_world_size: ranks a node.
+        world_size: total number of ranks.
+        local_world_size: ranks per node.
 
     Raises:
         ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
@@ -126,7 +126,7 @@ def hardware_of(
             hbm_bytes = torch.cuda.get_device_properties(0).total_memory
         else:
             raise ValueError(
-                "no GPU here to ask for its memory; say what to plan for, such as "
+                "there is no GPU whose memory could be used for the plan; set sharding.hbm_gib, such as "
                 "sharding.hbm_gib=139 for an H200"
             )
     if sharding.host_gib is not None:
@@ -137,7 +137,7 @@ def hardware_of(
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """As `hardware_of`, for ranks and devices that need not exist: `sharding.world_size` and `sharding.hbm_gib`.
+    """Describe the hardware of `mode=plan`: ranks and GPUs need not exist (`sharding.world_size`, `sharding.hbm_gib`).
 
     Raises:
         ValueError: nodes of unequal size.
@@ -150,7 +150,7 @@ def planned_hardware(config: Config) -> Hardware:
     if world_size % local:
         raise ValueError(
             f"sharding.world_size={world_size} is no multiple of sharding.local_world_size={local}; "
-            "every node must run equally many ranks"
+            "all nodes must run equally many ranks"
         )
     has_gpu = torch.cuda.is_available() or config.sharding.hbm_gib is not None
     on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
@@ -160,10 +160,10 @@ def planned_hardware(config: Config) -> Hardware:
 def build_plan(
     config: Config, source: Source, hardware: Hardware
 ) -> tuple[ShardingPlan, list[TablePlan]]:
-    """Lay the tables over the ranks.
+    """Plan the sharding of the tables.
 
     Raises:
-        ValueError: the tables do not fit, an override cannot be, data.multi_hot is not for these features, or the batch
+        ValueError: the tables do not fit, an override is invalid, data.multi_hot is not for these features, or the batch
             does not divide over the ranks.
     """
     if config.train.batch_size % hardware.world_size:
@@ -184,7 +184,7 @@ def build_plan(
 
 
 def build_multi_hot(config: Config, source: Source) -> MultiHot:
-    """Build what expands one-hot ids; it expands none unless data.multi_hot says so.
+    """Build the expansion of one-hot ids; without data.multi_hot it expands none.
 
     Raises:
         ValueError: data.multi_hot is not for these features.
@@ -193,12 +193,12 @@ def build_multi_hot(config: Config, source: Source) -> MultiHot:
 
 
 def model_spec(config: Config, source: Source) -> FeatureSpec:
-    """Return the dataset as the model sees it: as stored, but for the hotness of features that are expanded."""
+    """Return the feature spec that the model sees: the stored one with the hotness of expanded features."""
     return build_multi_hot(config, source).expanded_spec(source.spec)
 
 
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> TrainStep:
-    """Build both halves with the seed's weights."""
+    """Build tables and dense component with the seed's weights."""
     embeddings = _meta_tables(config, source)
     keep_float32(embeddings, replicated_tables(plan))
     tables = ShardedEmbeddings(
@@ -219,36 +219,36 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """This rank's loaders, in a `with` that ends what reads for them.
+    """This rank's loaders; a context manager that ends their readers.
 
     Attributes:
-        train: of the training split; None where nothing is trained.
-        test: of the split to evaluate on; None where nothing is evaluated.
+        train: of the training split; None in modes that do not train.
+        test: of the split to evaluate on; None in modes that do not evaluate.
     """
 
     train: Loader | None
     test: Loader | None
 
     def __enter__(self) -> Self:
-        """Fork what reads for a GPU: before there is a process group, see `ReaderProcesses`."""
+        """Fork the reader processes of a GPU, before the process group exists; see `ReaderProcesses`."""
         try:
-            for each in self._all():
-                if each.device.type == "cuda":
-                    each.fork_readers()
+            for loader in self._all():
+                if loader.device.type == "cuda":
+                    loader.fork_readers()
         except BaseException as error:
             self.__exit__(type(error))
             raise
         return self
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        for each in self._all():
+        for loader in self._all():
             if error is None:
-                each.close()
+                loader.close()
             else:
-                each.end_readers()
+                loader.end_readers()
 
     def _all(self) -> list[Loader]:
-        return [each for each in (self.train, self.test) if each is not None]
+        return [loader for loader in (self.train, self.test) if loader is not None]
 
 
 def build_loaders(config: Config, source: Source, ranks: Ranks) -> Loaders:

@@ -1,10 +1,10 @@
-"""Silence for what the libraries say on every start and no user can act on; their errors still come through."""
+"""Filters for warnings that libraries print at every start and no user can act on; errors are not filtered."""
 
 import logging
 import warnings
 
-# Loggers that warn about their own internals: FX tracing inside TorchRec, cache settings of tables without a cache, the
-# groups of ranks it makes.
+# Loggers that warn about their own internals: FX tracing inside TorchRec, cache settings of tables without a cache, its
+# process groups.
 CHATTY_LOGGERS = (
     "torch.fx._symbolic_trace",
     "torchrec.distributed.utils",
@@ -29,7 +29,7 @@ CHATTY_WARNINGS = (
 
 
 def quiet_libraries() -> None:
-    """Call before importing TorchRec."""
+    """Install the filters; call it before TorchRec is imported."""
     for name in CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     for text in CHATTY_WARNINGS:

@@ -1,6 +1,6 @@
-"""The checkpoint that a run starts from: the latest checkpoint of its own `run_dir`, the one that `checkpoint.restore` names, or nothing.
+"""The checkpoint that a run starts from: the latest one of its `run_dir`, the one that `checkpoint.restore` names, or none.
 
-In its own directory a run resumes only as what it was: same data, same settings that decide what is learnt.
+A run resumes in its own `run_dir` only with the same data and the same settings that decide what is learnt.
 """
 
 import json
@@ -35,10 +35,10 @@ from nn.embedding.declared_tables import table_of_feature
 from nn.models.registry import declared_tables
 from nn.training.limits import is_good_enough, total_steps
 
-# Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor its order.
+# Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
     *("run_dir", "mode", "device", "data.path", "data.prefetch", "data.workers"),
-    "data.threads",  # what data.workers was called in runs that began before it
+    "data.threads",  # the old name of data.workers, in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile."),
 )
@@ -52,7 +52,7 @@ class ResumePoint:
     Attributes:
         path: checkpoint to load, or None.
         facts: its run.json; empty without a checkpoint.
-        is_continuation: it is one of this `run_dir`, whose records are kept.
+        is_continuation: whether the checkpoint is one of this `run_dir`, whose records are kept.
     """
 
     path: Path | None = None
@@ -61,7 +61,7 @@ class ResumePoint:
 
     @property
     def num_steps(self) -> int:
-        """Updates behind it."""
+        """Updates made before it."""
         return self.facts.get("num_steps", 0)
 
     @property
@@ -72,10 +72,12 @@ class ResumePoint:
 
 
 def named_resume_point(config: Config, source: Source) -> ResumePoint:
-    """Check what `checkpoint.restore` names, before any process group; a run that goes on by itself needs it no more.
+    """Check the checkpoint that `checkpoint.restore` names, before any process group exists.
+
+    A run that has checkpoints of its own ignores it.
 
     Raises:
-        ValueError: mode=eval names none, what it names is no checkpoint, or not of this dataset, or has nothing left to train.
+        ValueError: mode=eval without a checkpoint; or a path that is no checkpoint, or one of another dataset.
     """
     return ResumePoint() if _has_own_checkpoint(config) else _named(config, source)
 
@@ -86,18 +88,18 @@ def own_resume_point(
     """Find the checkpoint of its own run directory that a run resumes from; all ranks must call it.
 
     Raises:
-        ValueError: on all ranks, when what is there is of another run, or of a newer version.
+        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version.
     """
     if not ranks.broadcast_object(_has_own_checkpoint(config)):
         return None
 
     start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
-    # Where all of its own are damaged it begins as it did at first.
+    # If all of its own checkpoints are damaged, the run starts as it did the first time.
     return start if start.is_continuation else _named(config, source)
 
 
 def is_over(config: Config, loader: Loader, ranks: Ranks, start: ResumePoint) -> bool:
-    """Tell whether nothing is left to do in the run that is continued; all ranks must call it."""
+    """Tell whether a run that resumes has nothing left to do; all ranks must call it."""
     if not start.is_continuation:
         return False
     last_step = total_steps(config, loader.steps_per_epoch)
@@ -105,10 +107,10 @@ def is_over(config: Config, loader: Loader, ranks: Ranks, start: ResumePoint) ->
 
 
 def load(config: Config, start: ResumePoint, step: Trained) -> None:
-    """Load what a run begins with; its own checkpoint is always taken whole.
+    """Load the checkpoint that a run starts from; one of its own is always loaded completely.
 
     Raises:
-        SharedError: it is of another model or optimizer, or cannot be read.
+        SharedError: the checkpoint is of another model or optimizer, or cannot be read.
     """
     if start.path is None:
         return
@@ -172,7 +174,7 @@ def _named(config: Config, source: Source) -> ResumePoint:
 
 
 def _how_to_name_one(run_dir: str | None) -> str:
-    """Say how to name a checkpoint; the latest of the run directory, if there is one: that may be what was meant."""
+    """Return advice on how to name a checkpoint; the latest one of the run directory, if any, may be what was meant."""
     found = list_checkpoints(Path(run_dir) / "checkpoints") if run_dir is not None else []
     if not found:
         return "set checkpoint.restore to a run's checkpoints/step_N"
@@ -186,26 +188,26 @@ def _latest_intact(
     channel: HostChannel,
     logger: Logger,
 ) -> ResumePoint:
-    """Find the latest whole checkpoint of `config.run_dir`; all ranks must call it, and read its bytes together.
+    """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes.
 
     Args:
-        config: the whole run, of mode train.
+        config: the complete run, of mode train.
         spec: the dataset as the model sees it.
         ranks: this process.
         channel: between the hosts.
         logger: prints on rank 0.
 
     Raises:
-        ValueError: on all ranks, when what is there is of another run, or of a newer version.
+        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version.
     """
     directory = _run_dir(config) / "checkpoints"
     while True:
-        found = ranks.run_on_rank0(lambda: _latest(directory, logger))
-        if found is None:
+        latest = ranks.run_on_rank0(lambda: _latest(directory, logger))
+        if latest is None:
             return ResumePoint()
-        path, facts = found
+        path, facts = latest
         damages = channel.gather(find_damage(path, facts, ranks.rank, ranks.world_size))
-        damage = next((each for each in damages if each), None)
+        damage = next((found for found in damages if found), None)
         if damage is None:
             start = ResumePoint(path, facts, is_continuation=True)
             ranks.run_on_rank0(partial(_check_same_run, config, spec, ranks, start, logger))
@@ -233,7 +235,7 @@ def _latest(directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | No
             return path, read_facts(path)
         except NewerFormatError as error:
             raise ValueError(
-                f"{path} cannot be gone on from: {error}, or set another run_dir"
+                f"cannot resume from {path}: {error}, or set another run_dir"
             ) from None
         except ValueError as error:
             _report_damage(path, str(error), logger)
@@ -243,8 +245,8 @@ def _latest(directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | No
 def _report_damage(path: Path, damage: str, logger: Logger) -> None:
     aside = mark_damaged(path)
     logger.warning(
-        f"the checkpoint of step {step_of(path)} is not used: {damage}; it is {aside} now, and the run "
-        "goes on from the one before it, if there is one"
+        f"the checkpoint of step {step_of(path)} is not used: {damage}; it was renamed to {aside}, and "
+        "the run resumes from the one before it, if there is one"
     )
 
 
@@ -255,10 +257,9 @@ def _check_same_run(
     start: ResumePoint,
     logger: Logger,
 ) -> None:
-    """Refuse to go on with other data or settings.
+    """Refuse to resume with other data or settings.
 
-    Files of the dataset may have other times, as those that were put back have: their samples are what counts, as they
-    do for a dataset that has moved.
+    Files of the dataset may have other times, as restored files and copies have: their sizes and samples are compared.
     """
     if config.checkpoint.allow_changes:
         return
@@ -268,7 +269,7 @@ def _check_same_run(
         raise ValueError(
             f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
             "another run_dir (with checkpoint.restore to start from this run's model), or "
-            "checkpoint.allow_changes=true to go on with the new ones"
+            "checkpoint.allow_changes=true to resume with the new ones"
         )
     problem = feature_mismatch(
         read_index(start.checkpoint),
@@ -285,14 +286,14 @@ def _check_same_run(
     if changed:
         raise ValueError(
             f"files of {spec.root} have changed since the checkpoint of step {facts['num_steps']} of "
-            f"run_dir={config.run_dir}: {', '.join(changed[:3])}; put the same bytes back (their times may differ) or "
+            f"run_dir={config.run_dir}: {', '.join(changed[:3])}; restore the same bytes (their times may differ) or "
             "set data.path to a copy of the dataset it was trained on, or checkpoint.allow_changes=true if its rows "
             "are the same"
         )
-    is_at_its_place = facts["config"]["data"]["path"] == config.data.path
-    if is_at_its_place and changed_files(facts["data_files"], now["data_files"]):
+    is_same_directory = facts["config"]["data"]["path"] == config.data.path
+    if is_same_directory and changed_files(facts["data_files"], now["data_files"]):
         logger.info(
-            f"note: files of {spec.root} were touched or put back since the checkpoint of step {facts['num_steps']}; "
+            f"note: files of {spec.root} were touched or restored since the checkpoint of step {facts['num_steps']}; "
             f"their sizes and samples are the same. python -m preproc mode=verify path={spec.root} compares every byte "
             "with the checksums of its feature_spec.yaml"
         )
@@ -310,7 +311,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _is_of_another_model(key: str, now: dict[str, Any]) -> bool:
-    """Tell whether the model lacks an option: runs of before had those of all models."""
+    """Tell whether the model lacks an option; older checkpoints hold the options of all models."""
     return key.startswith("model.") and key not in now
 
 

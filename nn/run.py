@@ -1,4 +1,4 @@
-"""One run from its typed configuration: check, plan, build, then train, evaluate or time."""
+"""A run from its typed configuration: check, plan, build, then train, evaluate or measure latency."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,19 +75,19 @@ from nn.training.trainer import RunOutput, Saving, Trainer
 
 
 def run(config: Config, config_yaml: str) -> None:
-    """Do what `config.mode` says.
+    """Run `config.mode`.
 
     Args:
         config: the checked configuration.
         config_yaml: the same as text, for the run directory.
 
     Raises:
-        ValueError: something the user wrote or gave cannot be; raised alike on all ranks.
-        RankError: the same, found by one rank only, such as a bad row.
-        DivergedError: the loss stopped being a number; raised alike on all ranks.
-        SharedError: what all ranks found while they trained, such as a checkpoint of another model.
+        ValueError: an invalid option or input; raised on all ranks.
+        RankError: an error that one rank alone finds, such as a bad row.
+        DivergedError: the loss is not finite; raised on all ranks.
+        SharedError: an error that all ranks find while training, such as a checkpoint of another model.
         LostRankError: another rank has ended.
-        StoppedError: a signal asked for it; raised alike on all ranks.
+        StoppedError: a signal stopped the run; raised on all ranks.
     """
     source = open_source(config)
     check_model(config.model, source.spec)
@@ -102,7 +102,7 @@ def run(config: Config, config_yaml: str) -> None:
             return
         if config.mode is Mode.train:
             with _open_training(session) as (trainer, saving):
-                # Called from here, so that a stack trace is short.
+                # Called here, so that few frames lie between the command and a step.
                 with _finishes_writing(saving, session.ranks):
                     summary = trainer.train()
                 _finish_training(session, trainer, saving, summary)
@@ -125,9 +125,9 @@ class Session:
         recorder: the run directory.
         console: of rank 0.
         logger: prints on that console.
-        start: what the run starts from.
-        step: both halves, loaded with it.
-        teacher_auc: the best AUC that any model can reach, where that is known.
+        start: the point that the run starts from.
+        step: tables and dense component, with the state of that point.
+        teacher_auc: the best AUC that any model can reach, if known.
     """
 
     config: Config
@@ -147,13 +147,13 @@ class Session:
         return metrics_of(self.step.tasks)
 
     def evaluator(self, heartbeat: Heartbeat | None = None) -> Evaluator:
-        """Return what scores the split to evaluate on."""
+        """Return the evaluator of the split to evaluate on."""
         assert self.loaders.test is not None
         max_steps = self.config.eval.max_steps
         return Evaluator(self.step, self.loaders.test, self.ranks, max_steps, heartbeat)
 
     def profiler(self) -> Profiler | None:
-        """Return what takes a profile of training, if one is asked for; the first start of a run has taken it."""
+        """Return the profiler, if `profile.steps` is set; only the first start of a run records a profile."""
         if not self.config.profile.steps or self.start.is_continuation:
             return None
         return Profiler(
@@ -179,7 +179,7 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
 def _open_session(
     config: Config, config_yaml: str, source: Source, console: Console
 ) -> Iterator[Session | None]:
-    """Check, open the process group, plan, and build; None where nothing is left to do."""
+    """Check, open the process group, plan and build; None if nothing is left to do."""
     logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
     start = named_resume_point(config, source)
@@ -193,7 +193,7 @@ def _open_session(
         start = own_resume_point(config, source, ranks, logger) or start
         if loaders.train is not None and is_over(config, loaders.train, ranks, start):
             logger.info(
-                f"run_dir={config.run_dir} holds the whole run already ({start.num_steps:,} steps); nothing to do. "
+                f"run_dir={config.run_dir} holds the complete run already ({start.num_steps:,} steps); nothing to do. "
                 "Raise train.epochs or train.max_steps to train on, or set another run_dir"
             )
             yield None
@@ -203,7 +203,7 @@ def _open_session(
         facts = _environment(config, source, ranks)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start))
         recorder.write_plan(rows)
-        print_header(console, facts, _head(config, source, recorder.run_dir, start))
+        print_header(console, facts, _header_facts(config, source, recorder.run_dir, start))
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size)
             if ranks.device.type == "cuda":
@@ -246,7 +246,7 @@ def _environment(config: Config, source: Source, ranks: Ranks) -> dict[str, Any]
 
 @contextmanager
 def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
-    """Build the trainer, at the point that the run starts from, and what saves its state."""
+    """Build the trainer, at the point that the run starts from, and the objects that save its state."""
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train
     assert loader is not None
@@ -280,13 +280,13 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
 
 
 def _checkpoint_manager(session: Session, heartbeat: Heartbeat) -> CheckpointManager:
-    """Clean up after the start before, and return what writes checkpoints from now on."""
+    """Remove what the previous start left, and return the writer of checkpoints."""
     config, ranks, start = session.config, session.ranks, session.start
     directory = session.recorder.run_dir / "checkpoints"
     if ranks.is_rank0:
         clear(directory, start.num_steps if start.is_continuation else 0)
         if start.is_continuation:
-            # Now, not after the next save: it may be for want of room that fewer shall be kept.
+            # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
             best = start.facts["trainer"]["best_step"]
             prune(directory, start.num_steps, config.checkpoint.keep, best)
     facts = facts_of(config, model_spec(config, session.source), ranks)
@@ -307,7 +307,7 @@ def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Where all ranks are here, what is being written will be complete; other ranks may wait forever.
+        # If all ranks have this error, the checkpoint will be complete; if not, waiting for the others may never end.
         is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
         if saving is not None and (is_shared or ranks.world_size == 1):
             saving.manager.wait()
@@ -317,7 +317,7 @@ def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
 def _finish_training(
     session: Session, trainer: Trainer, saving: Saving | None, summary: dict[str, Any]
 ) -> None:
-    """Save what was trained and record the summary.
+    """Save the last checkpoint and record the summary.
 
     Raises:
         SharedError: the checkpoint could not be written.
@@ -332,7 +332,7 @@ def _finish_training(
     if saving is not None and problem is not None:
         raise SharedError(
             f"the checkpoint could not be written below {saving.manager.directory}: {problem}; the run's other "
-            "results are there. Make room and start the same command again, or set checkpoint.save=false"
+            "results are there. Free some space and rerun the same command, or set checkpoint.save=false"
         )
 
 
@@ -356,7 +356,7 @@ def _inference(session: Session) -> dict[str, Any]:
     config, source, ranks = session.config, session.source, session.ranks
     session.step.set_training(False)
     sizes = _sizes_to_time(config, source, ranks)
-    left_out = [f"{each:,}" for each in config.inference.batch_sizes if each not in sizes]
+    left_out = [f"{size:,}" for size in config.inference.batch_sizes if size not in sizes]
     if left_out:
         session.console.print(
             f"left out: batch sizes {', '.join(left_out)}, which split '{config.eval.split}' of "
@@ -386,13 +386,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start_step: int) -> None:
-    """Refuse what would be refused later, before any process group or file exists."""
+    """Refuse invalid options before any process group or file exists."""
     if config.mode is Mode.inference:
         _sizes_to_time(config, source, ranks)
     if loaders.train is not None:
         if config.run_dir is None and launcher_restarts():
             raise ValueError(
-                f"run_dir must be named under --max-restarts={launcher_restarts()}: it is where a restarted run finds "
+                f"run_dir must be named under --max-restarts={launcher_restarts()}: a restarted run looks there for "
                 "its checkpoints"
             )
         steps_per_epoch = loaders.train.steps_per_epoch
@@ -407,13 +407,13 @@ def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start
 
 
 def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
-    """Batch sizes of `mode=inference` that divide over the ranks and that the split can fill."""
+    """Return the batch sizes of `mode=inference` that divide over the ranks and that the split can fill."""
     num_rows = source.num_rows(config.eval.split)
-    asked = config.inference.batch_sizes
-    sizes = [each for each in asked if each % ranks.world_size == 0 and each <= num_rows]
+    requested = config.inference.batch_sizes
+    sizes = [size for size in requested if size % ranks.world_size == 0 and size <= num_rows]
     if not sizes:
         raise ValueError(
-            f"inference.batch_sizes={asked}: none can be timed with the {num_rows} rows of split "
+            f"inference.batch_sizes={requested}: none can be timed with the {num_rows} rows of split "
             f"'{config.eval.split}' on {_count(ranks.world_size, 'rank')}; name a size that is no larger "
             "and divides over the ranks"
         )
@@ -421,14 +421,14 @@ def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
 
 
 def _teacher_auc(config: Config, source: Source) -> float | None:
-    """The best AUC that any model can reach, known for the synthetic stream only."""
+    """Return the best AUC that any model can reach, known for synthetic clicks only."""
     return source.teacher_auc(config.eval.split) if isinstance(source, SyntheticSource) else None
 
 
 def _recorder(
     config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ranks, start: ResumePoint
 ) -> RunDirectory:
-    """Make the run directory on rank 0; a directory that cannot be is an error on all ranks."""
+    """Create the run directory on rank 0; if that fails, all ranks raise the error."""
 
     def make(rank: int, run_dir: Path) -> RunDirectory:
         resume_step = start.num_steps if start.is_continuation else None
@@ -445,17 +445,19 @@ def _recorder(
 
     made: list[RunDirectory] = []
 
-    def make_on_main() -> Path:
+    def make_on_rank0() -> Path:
         run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe)
         made.append(make(0, run_dir))
         return run_dir
 
-    run_dir = ranks.run_on_rank0(make_on_main)
+    run_dir = ranks.run_on_rank0(make_on_rank0)
     return made[0] if made else make(ranks.rank, run_dir)
 
 
-def _head(config: Config, source: Source, run_dir: Path, start: ResumePoint) -> dict[str, str]:
-    """Facts of the run for its first lines."""
+def _header_facts(
+    config: Config, source: Source, run_dir: Path, start: ResumePoint
+) -> dict[str, str]:
+    """Return the facts that the first lines of a run print."""
     spec, data, optimizer = source.spec, config.data, config.optimizer
     facts = {
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
@@ -467,14 +469,14 @@ def _head(config: Config, source: Source, run_dir: Path, start: ResumePoint) -> 
         "run_dir": str(run_dir),
     }
     if start.path is not None:
-        how = "goes on" if start.is_continuation else "restored"
+        how = "resumes" if start.is_continuation else "restored"
         facts[how] = f"{start.path}"
-        begins_anew = config.mode is Mode.train and not config.checkpoint.takes_optimizer
-        if start.is_continuation or not begins_anew:
+        starts_at_zero = config.mode is Mode.train and not config.checkpoint.takes_optimizer
+        if start.is_continuation or not starts_at_zero:
             facts[how] += f", {start.num_steps:,} steps"
         if not start.is_continuation:
-            facts[how] += ", " + ", ".join(each.name for each in config.checkpoint.parts)
-            facts[how] += "; training begins at step 0" if begins_anew else ""
+            facts[how] += ", " + ", ".join(part.name for part in config.checkpoint.parts)
+            facts[how] += "; training starts at step 0" if starts_at_zero else ""
     if config.mode is not Mode.train:
         return facts
     facts |= {
@@ -484,7 +486,7 @@ def _head(config: Config, source: Source, run_dir: Path, start: ResumePoint) -> 
         f"{optimizer.table_name} {optimizer.table_lr:g}, amp {config.train.amp.value}",
     }
     if config.train.freeze:
-        facts["frozen"] = ", ".join(each.name for each in config.train.freeze)
+        facts["frozen"] = ", ".join(part.name for part in config.train.freeze)
     rule = table_rule(config.effective_optimizer.table_name)
     if rule.fbgemm is not None and rule.needs_dense_kernel(device_type(config)):
         facts["note"] = (

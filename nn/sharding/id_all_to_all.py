@@ -1,8 +1,8 @@
-"""The id exchange when every shape is known before the run: one all-to-all with constant splits, no word to the host.
+"""The id exchange with known shapes: one all-to-all with constant splits; the host reads nothing back.
 
-With fixed hotness each rank owns the same number of ids of each table in every full batch. So where each id goes, and
-where it lies after it has arrived, are two index tensors made once. TorchRec's own `input_dist` sends the lengths first
-and waits on the host to learn them, every step.
+With fixed hotness, each rank owns the same number of ids of each table in every full batch. So the order of sending and
+the order after arrival are two index tensors, made once. TorchRec's `input_dist` sends the lengths first, and the host
+waits for them in every step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from nn.ops.cuda_graph import CudaGraph
 
 @dataclass(frozen=True, slots=True)
 class LocalIds:
-    """Ids of a whole batch, where their tables are.
+    """Ids of a global batch on the ranks that own the tables.
 
     Attributes:
-        owned: of this rank's tables, feature after feature, each [B * world_size, hotness] in the order of the ranks.
-        replicated: of the replicated tables, feature after feature, each [B, hotness].
-        release: if their memory is used again, to be called once their last use is queued, on the stream of that use.
+        owned: ids of this rank's tables, feature after feature, each [B * world_size, hotness] in the order of the ranks.
+        replicated: ids of the replicated tables, feature after feature, each [B, hotness].
+        release: if their memory is reused: call it once their last use is queued, on the stream of that use.
     """
 
     owned: Tensor
@@ -32,7 +32,7 @@ class LocalIds:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Both, as a recording takes them."""
+        """Both, as inputs of a CUDA graph."""
         return self.owned, self.replicated
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -44,12 +44,12 @@ class LocalIds:
 
 
 class IdAllToAll:
-    """Sends the ids of whole batches to their tables.
+    """All-to-all of the ids of full batches.
 
     Args:
-        owned_by_rank: features that each rank looks up, in its order; a feature may go to several ranks, or twice to
-            one, if its table is cut.
-        replicated: features looked up at home.
+        owned_by_rank: features that each rank looks up, in its order; a feature of a column-wise table goes to several
+            ranks, or twice to one.
+        replicated: features of replicated tables.
         hotness: feature -> ids per row, in the order of the batch.
         batch_size: rows of this rank, B.
         rank: this rank.
@@ -70,7 +70,7 @@ class IdAllToAll:
     ) -> None:
         self._world_size = len(owned_by_rank)
         self._channel = channel
-        sizes = {name: batch_size * each for name, each in hotness.items()}
+        sizes = {name: batch_size * count for name, count in hotness.items()}
         starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         local = {name: torch.arange(starts[name], starts[name] + sizes[name]) for name in sizes}
         self._send_sizes = [sum(sizes[name] for name in names) for names in owned_by_rank]
@@ -78,7 +78,7 @@ class IdAllToAll:
         self._send_index = _on(device, [local[name] for names in owned_by_rank for name in names])
         self._replicated_index = _on(device, [local[name] for name in replicated])
 
-        # A block a rank arrives, feature after feature; wanted is a block a feature, rank after rank.
+        # One block per rank arrives, feature after feature; the lookup reads one block per feature, rank after rank.
         blocks, offset = [], 0
         for name in owned_by_rank[rank]:
             for source in range(self._world_size):
@@ -88,7 +88,7 @@ class IdAllToAll:
         self._arrival_index = _on(device, blocks)
 
     def __call__(self, ids: Tensor) -> LocalIds:
-        """Exchange the ids of a whole batch: this rank's, feature after feature, [sum of B * hotness]."""
+        """Exchange the ids of a full batch: this rank's, feature after feature, [sum of B * hotness]."""
         sent = ids.index_select(0, self._send_index)
         owned = sent
         if self._world_size > 1:
@@ -101,13 +101,13 @@ class IdAllToAll:
 
 
 class CapturedIdAllToAll:
-    """The same exchange as a CUDA graph, on the stream that is current when it is made.
+    """The id exchange as a CUDA graph, on the stream that is current when it is built.
 
-    Launched one by one, its handful of operations took the host 1 ms per step, half of a step on four GPUs.
+    Launched one by one, its operations took 1 ms of host time per step, half of a step on four GPUs.
 
     Args:
-        send: to record: this rank's ids, feature after feature, to ids at their tables.
-        ids: example; shape and dtype are then fixed.
+        send: the exchange to capture.
+        ids: example input; it fixes shape and dtype.
     """
 
     def __init__(self, send: Callable[[Tensor], LocalIds], ids: Tensor) -> None:
@@ -124,7 +124,7 @@ class CapturedIdAllToAll:
     def __call__(self, ids: Tensor) -> LocalIds:
         """Exchange the next ids."""
         if self._is_held:
-            # Two prefetchers at a time: an evaluation while the next training batch waits.
+            # Two prefetchers are active: evaluation runs while the next training batch waits.
             return self._send(ids)
         self._is_held = True
         torch.cuda.current_stream().wait_event(self._released)
@@ -133,12 +133,12 @@ class CapturedIdAllToAll:
         return self._arrived
 
     def close(self) -> None:
-        """Release the recording, even while its ids are referenced: NCCL waits for it when its group is closed."""
+        """Release the CUDA graph, even while its ids are referenced: NCCL waits for it when its group is closed."""
         self._graph.close()
         del self._send, self._arrived  # the tables' memory
 
     def _release(self) -> None:
-        """Let the next exchange overwrite what arrived, once the current stream has come here."""
+        """Let the next exchange overwrite the ids, once the current stream has reached this point."""
         self._released.record()
         self._is_held = False
 

@@ -28,7 +28,7 @@ class RankMemory:
 
     Attributes:
         tables: weights and optimizer state, as planned.
-        expansion: further ids of every stored id (`data.multi_hot`), as planned.
+        expansion: further ids of each stored id (`data.multi_hot`), as planned.
         dense_tables: gradients of the replicated tables, as large as their weights.
         dense_half: weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights.
         batches: numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent.
@@ -68,9 +68,9 @@ def plan_memory(
     Args:
         config: configuration of the run.
         spec: the dataset as stored; `plan` knows what is looked up.
-        plan: where the tables live.
+        plan: of the tables.
         world_size: ranks.
-        dense_states: numbers of state that the dense half's optimizer keeps per weight.
+        dense_states: numbers of state that the dense component's optimizer keeps per weight.
     """
     global_batch = config.train.batch_size
     batch = global_batch // world_size
@@ -165,7 +165,7 @@ def _dense_pass(config: Config, model: Model, column_bytes: int, local: int) -> 
 
     Args:
         config: configuration of the run.
-        model: the dense half.
+        model: the dense component.
         column_bytes: of one column of activations.
         local: gradients of the embeddings of this rank's rows, bytes.
     """

@@ -1,4 +1,4 @@
-"""What the planner is told and what it decided, as plain values that are printed, written to plan.json and tested."""
+"""The planner's input and result as plain values, which are printed, written to plan.json and tested."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """Where one table lives.
+    """The plan of one table.
 
     Attributes:
         table: table name, the feature's name in the dataset's spec.
-        num_embeddings: rows of the whole table.
-        embedding_dim: columns of the whole table.
-        hotness: mean ids a sample looks up in it.
+        num_embeddings: rows of the complete table.
+        embedding_dim: columns of the complete table.
+        hotness: mean number of ids per sample.
         sharding: `table_wise`, `column_wise`, `row_wise`, `table_row_wise` or `data_parallel`.
         kernel: `fused` (optimizer inside backward) or `dense` (stepped after backward).
-        ranks: ranks that hold a part of it.
+        ranks: ranks that hold a shard of it.
         bytes_per_rank: weight and optimizer bytes on each of `ranks`.
-        expansion_bytes: what expands its ids (data.multi_hot) takes on each of `ranks` besides.
+        expansion_bytes: further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes.
     """
 
     table: str
@@ -32,9 +32,9 @@ class TablePlan:
 
 
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:
-    """Return the rows that a rank looks up and updates for one sample of the global batch, by its part of their bytes.
+    """Return the lookups per rank and sample of the global batch.
 
-    Half a row, of a table cut in two, is half a lookup; a replicated table is looked up by the rank that has the sample.
+    A rank with half of a table's columns counts half a lookup; a replicated table is looked up by the rank of the sample.
     """
     lookups = [0.0] * world_size
     for row in rows:
@@ -45,12 +45,12 @@ def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the plan is made for.
+    """The hardware that the plan is made for.
 
     Attributes:
         device_type: `cpu` or `cuda`.
-        world_size: ranks in all.
-        local_world_size: ranks a node.
+        world_size: total number of ranks.
+        local_world_size: ranks per node.
         hbm_bytes: memory of one GPU; 0 on CPUs.
         host_bytes: memory of one node.
     """
@@ -63,7 +63,7 @@ class Hardware:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Memory that tables of one rank live in."""
+        """Memory for the tables of one rank."""
         if self.device_type == "cuda":
             return self.hbm_bytes
         return self.host_bytes // self.local_world_size

@@ -1,8 +1,8 @@
-"""Which rank holds what: TorchRec's planner, told the truth about tables and hardware.
+"""Sharding plan by TorchRec's planner, with the real properties of tables and hardware.
 
-Left to its defaults the planner assumes 32 GiB GPUs and one lookup a sample, and then puts tables into unified memory
-that would fit, or a hundred-hot table where it slows one rank down. Here it gets the memory that is really there, the
-links' real speed, each table's hotness and optimizer state, and only the kernels that this recipe trains.
+By default the planner assumes 32 GiB GPUs and one lookup per sample. It then puts tables that would fit into unified
+memory, or a hundred-hot table where it slows one rank down. Here it gets the real memory, the measured speed of the
+links, the hotness and optimizer state of each table, and only the kernels that this recipe trains.
 """
 
 import logging
@@ -38,8 +38,8 @@ from nn.sharding.plan import Hardware, TablePlan
 
 GIB = 2**30
 
-# Bytes a millisecond of an H200 server, for the planner's cost model: HBM copy and NVLink all-to-all as measured, PCIe
-# and one 400 Gb/s network card a GPU as specified. Only ratios matter to the choice.
+# Bytes per millisecond of an H200 server, for the planner's cost model: HBM copy and NVLink all-to-all as measured, PCIe
+# and one 400 Gb/s network card per GPU as specified. Only their ratios affect the plan.
 HBM_BYTES_PER_MS = 4.3e12 / 1e3
 INTRA_HOST_BYTES_PER_MS = 394e9 / 1e3
 INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
@@ -48,22 +48,23 @@ HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
 
 FP32_BYTES = 4
 
-# Layouts that part a table's rows: over all ranks, or over those of one node.
+# Layouts that shard a table by rows: over all ranks, or over those of one node.
 ROWS_CUT = (ShardingType.row_wise, ShardingType.table_row_wise)
 
 EXPANDED = (
-    "data.multi_hot expands its ids on the rank that holds its rows, and the further ids would be "
+    "data.multi_hot expands its ids on the rank that holds its rows, and further ids would be "
     "rows of other ranks"
 )
 NOT_FUSED = "FBGEMM, which updates row-wise tables, has no {}"
 
 REPLICATED_FROM = 32_768
-"""Samples of a rank from which small tables are replicated: with fewer, the sort and the update of the copies cost more
-than the embeddings that do not travel (4 H200, DLRM: 32 for 36 million samples/s at 16,384 a rank, 61 for 51 at 65,536)."""
+"""Samples per rank from which small tables are replicated. With fewer, sort and update of the replicas cost more than the
+all-to-all that they save (4 H200, DLRM: 32 instead of 36 million samples/s with 16,384 samples per rank, 61 instead of 51
+with 65,536)."""
 REPLICATED_BELOW = 8
-"""Samples of a rank that a replicated table has at least for each of its rows: at 2 its gradient would be as large as
-the embeddings that do not travel."""
-# A table may be cut by columns, without being told to, if it takes more than this part of a rank's usable memory or more
+"""Least samples per rank and row of a replicated table: with 2, its gradient would be as large as the embeddings that are
+not sent."""
+# Without an override, a table is column-wise only if it takes more than this fraction of a rank's usable memory, or more
 # than a rank's fair share of all lookups.
 CUT_ABOVE = 0.25
 
@@ -71,32 +72,31 @@ CUT_ABOVE = 0.25
 class TableSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder, limited to the layouts and kernels that this recipe trains and tests.
 
-    TorchRec offers row-wise tables on GPUs only, although they train on CPUs too; and it would put tables into unified
-    memory, which nobody asked for.
+    TorchRec offers row-wise tables on GPUs only, although they train on CPUs too, and it puts tables into unified memory.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The layouts of `ShardingType`, on every device."""
-        return [each.value for each in ShardingType]
+        """Return the layouts of `ShardingType`, on every device."""
+        return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """One kernel a layout: the choice is never left to the cost model."""
+        """Return one kernel per layout, so that the cost model cannot choose."""
         if sharding_type == ShardingType.data_parallel.value:
             return [EmbeddingComputeKernel.DENSE.value]
         return [EmbeddingComputeKernel.FUSED.value]
 
 
 class TableEnumerator(EmbeddingEnumerator):
-    """TorchRec's search space, with memory that it does not know of where a table lies.
+    """TorchRec's search space, with memory that TorchRec does not count.
 
-    That is what expands the table's ids, and half of the optimizer state of a 16-bit table, which TorchRec takes to be of
-    16 bits too.
+    That is the expansion of the table's ids, and half of the optimizer state of a 16-bit table: TorchRec takes the state
+    to have 16 bits too.
 
     Args:
-        topology: what to plan for.
-        batch_size: rows a rank.
+        topology: hardware to plan for.
+        batch_size: rows per rank.
         constraints: of each table.
-        expansion_bytes: table -> bytes on every rank that holds a part of it.
+        expansion_bytes: table -> bytes on every rank that holds a shard of it.
         rule: optimizer of the tables.
     """
 
@@ -114,7 +114,7 @@ class TableEnumerator(EmbeddingEnumerator):
         self._rule = rule
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Price each way of sharding each table."""
+        """Estimate cost and memory of each option of each table."""
         super().populate_estimates(sharding_options)
         for option in sharding_options:
             weight_bytes = option.tensor.element_size()
@@ -135,24 +135,24 @@ def plan_tables(
     batch_size: int,
     expansion_bytes: Mapping[str, int],
 ) -> tuple[ShardingPlan, list[TablePlan]]:
-    """Lay all tables over the ranks.
+    """Plan the sharding of all tables.
 
     Args:
         embeddings: the unsharded tables, on the meta device, with their optimizer registered; those that are to be
             replicated become float32.
-        spec: the dataset; gives each table's hotness, where ids are expanded that after it.
-        config: what the user allows and overrides.
+        spec: feature spec with the hotness of each feature, after expansion.
+        config: allowed layouts and overrides.
         rule: optimizer of the tables.
-        hardware: what to plan for.
-        batch_size: rows a rank.
-        expansion_bytes: feature -> bytes that expanding its ids takes on every rank that holds a part of its table;
-            features that are not named are looked up as they come.
+        hardware: hardware to plan for.
+        batch_size: rows per rank.
+        expansion_bytes: feature -> bytes that the expansion of its ids takes on every rank that holds a shard of its
+            table; ids of other features are not expanded.
 
     Returns:
         TorchRec's plan, and the same as plain rows.
 
     Raises:
-        ValueError: when the tables do not fit, or an override cannot be.
+        ValueError: the tables do not fit, or an override is invalid.
     """
     table_of = table_of_feature(embeddings.embedding_bag_configs())
     expansion_bytes = {table_of[feature]: size for feature, size in expansion_bytes.items()}
@@ -162,7 +162,7 @@ def plan_tables(
     replicated = [ShardingType.data_parallel.value]
     keep_float32(
         embeddings,
-        [name for name, each in constraints.items() if each.sharding_types == replicated],
+        [name for name, limits in constraints.items() if limits.sharding_types == replicated],
     )
     topology = _topology(hardware, config, update_passes(embeddings, rule))
     planner = EmbeddingShardingPlanner(
@@ -170,7 +170,7 @@ def plan_tables(
         batch_size=batch_size,
         constraints=constraints,
         enumerator=TableEnumerator(topology, batch_size, constraints, expansion_bytes, rule),
-        # Ours is taken off already: TorchRec's would leave CPUs without one.
+        # `_topology` subtracts the reserve already: TorchRec's reserve has no effect on CPUs.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         debug=False,
         stats=[],
@@ -182,7 +182,7 @@ def plan_tables(
             _does_not_fit(embeddings, config, rule, hardware, expansion_bytes, error)
         ) from error
     if rule.needs_dense_kernel(hardware.device_type):
-        # Only now: the planner refuses the dense kernel for tables that are not replicated, the trainer does not.
+        # After planning: the planner accepts the dense kernel for replicated tables only, the sharded module for all.
         for sharding in plan.plan["embeddings"].values():
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
     return plan, _rows(plan, embeddings, spec, rule, expansion_bytes)
@@ -191,10 +191,10 @@ def plan_tables(
 def _run_planner(
     planner: EmbeddingShardingPlanner, embeddings: EmbeddingBagCollection
 ) -> ShardingPlan:
-    # The planner wants the tables inside a module, and names them by their path.
+    # The planner takes a module that contains the tables, and names them by their path.
     holder = torch.nn.Module()
     holder.embeddings = embeddings
-    # It also warns of every replicated table that it found no shards.
+    # The planner warns for every replicated table that it has no shards.
     logging.disable(logging.WARNING)
     try:
         return planner.plan(holder, [TableSharder()])
@@ -212,7 +212,7 @@ def replicated_tables(plan: ShardingPlan) -> list[str]:
 
 
 def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
-    """Memory of a rank that tables may fill."""
+    """Return the memory per rank that tables may fill."""
     return int(hardware.bytes_per_rank * (1 - config.reserve))
 
 
@@ -272,27 +272,27 @@ def _constraints(
             types = [ShardingType.table_wise]
         else:
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
-        if any(each in types for each in ROWS_CUT):
+        if any(kind in types for kind in ROWS_CUT):
             if table.name in expanded:
                 types = _without_rows_cut(
                     table.name, types, EXPANDED, overridden=chosen is not None
                 )
             if rule.fbgemm is None:
-                why = NOT_FUSED.format(rule.name)
-                types = _without_rows_cut(table.name, types, why, overridden=chosen is not None)
+                reason = NOT_FUSED.format(rule.name)
+                types = _without_rows_cut(table.name, types, reason, overridden=chosen is not None)
         if not rule.columns_may_be_cut and ShardingType.column_wise in types:
             types = _without_column_cuts(table.name, types, rule, overridden=chosen is not None)
-        # Every slice is looked up anew, so only tables that are hard to place whole are cut unasked.
+        # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns.
         size = _bytes_of(table, rule)
         parts = max(size / most_bytes, hotness[table.name] / most_lookups)
         only = types == [ShardingType.column_wise]
         cut = ShardingType.column_wise in types and (only or parts > 1)
         if not cut:
-            types = [each for each in types if each is not ShardingType.column_wise]
-        assert types, "TorchRec takes an empty list for all layouts"
+            types = [kind for kind in types if kind is not ShardingType.column_wise]
+        assert types, "TorchRec reads an empty list as all layouts"
         width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
         constraints[table.name] = ParameterConstraints(
-            sharding_types=[each.value for each in types],
+            sharding_types=[kind.value for kind in types],
             min_partition=width,
             pooling_factors=[hotness[table.name]],
         )
@@ -302,10 +302,10 @@ def _constraints(
 def _replicated_or_not(
     num_embeddings: int, batch_size: int, types: Sequence[ShardingType]
 ) -> list[ShardingType]:
-    """Settle by size alone whether a table is replicated, where both is allowed.
+    """Decide by size alone whether a table is replicated, if both is allowed.
 
-    A replicated table's embeddings travel neither home nor back; its gradient, a row each, joins the all-reduce. TorchRec's
-    estimate knows no all-reduce that others take anyway.
+    A replicated table needs no all-to-all; its gradient joins the all-reduce of the dense gradients. TorchRec's cost model
+    does not know that this all-reduce happens anyway.
     """
     rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.data_parallel]
     if not rest or len(rest) == len(types):
@@ -322,58 +322,58 @@ def _without_column_cuts(
     Raises:
         ValueError: there is none that leaves its rows complete.
     """
-    why = "keeps one state a row, and a row cut in pieces would train differently"
+    reason = "keeps one state per row, and a column-wise table would have several"
     if overridden:
         raise ValueError(
-            f"sharding.tables sets {table} to column_wise, but {rule.name} {why}; choose table_wise, row_wise or "
+            f"sharding.tables sets {table} to column_wise, but {rule.name} {reason}; choose table_wise, row_wise or "
             f"data_parallel, or optimizer.embedding_name={with_column_cuts(rule)}"
         )
     rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.column_wise]
     if not rest:
         raise ValueError(
-            f"sharding.types=[column_wise] leaves {rule.name} no layout: it {why}; add table_wise or row_wise"
+            f"sharding.types=[column_wise] leaves {rule.name} no layout: it {reason}; add table_wise or row_wise"
         )
     return rest
 
 
 def _without_rows_cut(
-    table: str, types: list[ShardingType], why: str, *, overridden: bool
+    table: str, types: list[ShardingType], reason: str, *, overridden: bool
 ) -> list[ShardingType]:
-    """Return the layouts of a table that leave its rows together.
+    """Return the layouts of a table that keep all its rows on one rank.
 
     Raises:
         ValueError: there is none.
     """
-    named = ", ".join(each.value for each in types)
+    named = ", ".join(kind.value for kind in types)
     if overridden:
         raise ValueError(
-            f"sharding.tables sets {table} to {named}, but {why}; choose table_wise, column_wise or "
+            f"sharding.tables sets {table} to {named}, but {reason}; choose table_wise, column_wise or "
             "data_parallel"
         )
-    rest = [each for each in types if each not in ROWS_CUT]
+    rest = [kind for kind in types if kind not in ROWS_CUT]
     if not rest:
         raise ValueError(
-            f"sharding.types=[{named}] leaves {table} no layout: {why}; add table_wise or column_wise"
+            f"sharding.types=[{named}] leaves {table} no layout: {reason}; add table_wise or column_wise"
         )
     return rest
 
 
 def _column_width(embedding_dim: int, parts: float, world_size: int) -> int:
-    """Columns of one slice, a multiple of 4: the fewest equal slices from `parts` (and 2) up, at most one a rank."""
+    """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up, at most one per rank."""
     counts = [
         count
         for count in range(1, world_size + 1)
         if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
     ]
-    return embedding_dim // next((each for each in counts if each >= max(parts, 2)), counts[-1])
+    return embedding_dim // next((count for count in counts if count >= max(parts, 2)), counts[-1])
 
 
 def table_bytes(
     num_embeddings: int, embedding_dim: int, rule: TableRule, *, weight_bytes: int = FP32_BYTES
 ) -> int:
-    """Weight and optimizer bytes of a table, or of one shard of it; `weight_bytes` is that of one weight."""
-    a_row = embedding_dim * (weight_bytes + rule.bytes_per_element) + rule.bytes_per_row
-    return num_embeddings * a_row
+    """Return weight and optimizer bytes of a table, or of one shard of it; `weight_bytes` is that of one weight."""
+    row_bytes = embedding_dim * (weight_bytes + rule.bytes_per_element) + rule.bytes_per_row
+    return num_embeddings * row_bytes
 
 
 def _bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:
@@ -387,10 +387,10 @@ def _weight_bytes(table: EmbeddingBagConfig) -> int:
 
 
 def update_passes(embeddings: EmbeddingBagCollection, rule: TableRule) -> float:
-    """Passes over a row's bytes that its update makes, in units of the lookup's one.
+    """Return the passes over a row's bytes that its update takes; a lookup takes one.
 
-    The gradient is read, the weight and each state of its size are read and written. The planner's default of 2 would
-    leave a hundred-hot table whole.
+    The gradient is read; the weight and each state of its size are read and written. With the planner's default of 2 a
+    hundred-hot table would stay on one rank.
     """
     weight_bytes = min(map(_weight_bytes, embeddings.embedding_bag_configs()))
     return 3 + 2 * rule.bytes_per_element // weight_bytes
@@ -441,20 +441,20 @@ def _does_not_fit(
     error: PlannerError,
 ) -> str:
     sizes = {
-        each.name: _bytes_of(each, rule) + expansion_bytes.get(each.name, 0)
-        for each in embeddings.embedding_bag_configs()
+        table.name: _bytes_of(table, rule) + expansion_bytes.get(table.name, 0)
+        for table in embeddings.embedding_bag_configs()
     }
-    state = f"{rule.name} state" + " and what expands their ids" * bool(expansion_bytes)
+    state = f"{rule.name} state" + " and the expansion of their ids" * bool(expansion_bytes)
     usable = _usable_bytes(hardware, config)
     total = sum(sizes.values())
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
     cuts = (ShardingType.row_wise, ShardingType.column_wise)
-    forbidden = [each.value for each in cuts if each not in config.types]
+    forbidden = [kind.value for kind in cuts if kind not in config.types]
     several = hardware.world_size > 1
     remedies = []
     if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
-        # So many ranks may hold the sum of the tables and still not each of them.
+        # The total may fit so many ranks although a single table does not fit any of them.
         enough = max(math.ceil(total / usable), hardware.world_size + 1)
         remedies.append(f"start {enough} ranks or more")
     if several and forbidden:
@@ -465,7 +465,7 @@ def _does_not_fit(
             f"(optimizer.embedding_name={' or '.join(less_state(rule))})"
         )
     is_float32 = all(
-        _weight_bytes(each) == FP32_BYTES for each in embeddings.embedding_bag_configs()
+        _weight_bytes(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()
     )
     if is_float32 and ShardingType.row_wise not in config.types:
         remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
@@ -473,9 +473,9 @@ def _does_not_fit(
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
         f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
-        f"({hardware.bytes_per_rank / GIB:.1f} GiB a rank less sharding.reserve={config.reserve:g}); "
+        f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}); "
         f"the largest are {listed}. Either {', '.join(remedies)}, or raise the frequency limit of "
-        f"the dataset. The planner said: {_first_line(error)}"
+        f"the dataset. TorchRec's planner: {_first_line(error)}"
     )
 
 

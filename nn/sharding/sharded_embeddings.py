@@ -1,11 +1,10 @@
-"""The sparse half on many ranks: TorchRec's sharded tables behind a few plain calls.
+"""TorchRec's sharded tables behind a few plain calls.
 
-Where all shapes are known, and always where weights have 16 bits, `nn.sharding.static_embeddings` looks the tables up
-and updates them, on the same memory. Otherwise TorchRec does: a batch's ids travel to the ranks that own the tables
-(`start_input_dist`, `finish_input_dist`), FBGEMM looks them up (`look_up`), and the embeddings travel to the ranks of
-their rows (`output_dist`), their gradients back. `update` then changes the tables: with FBGEMM inside their backward
-pass, and by the same optimizer right after it for replicated tables and for all tables where FBGEMM has no fused form of
-it. World size 1 takes the same path.
+If all shapes are known, and always for 16-bit weights, `nn.sharding.static_embeddings` looks the tables up and updates
+them, in the same memory. Otherwise TorchRec does. `start_input_dist` and `finish_input_dist` send a batch's ids to the
+ranks that own the tables, FBGEMM looks them up (`look_up`), and `output_dist` sends the embeddings to the ranks of their
+rows. `update` changes the tables: FBGEMM inside its backward pass, and the same optimizer right after it for replicated
+tables and for tables without a fused kernel. World size 1 takes the same path.
 """
 
 import math
@@ -46,12 +45,12 @@ from nn.sharding.planner import TableSharder
 from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
 
 RAGGED = 0
-"""Hotness of a feature whose samples differ in their number of ids; no table of it is looked up by hotness."""
+"""Hotness of a ragged feature; the static step, which needs the hotness, does not support ragged features."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableShard:
-    """A piece of a table on this rank; `weight` [rows, columns] is the memory that is trained."""
+    """A shard of a table on this rank; `weight` [rows, columns] is the memory that is trained."""
 
     table: str
     weight: Tensor
@@ -61,11 +60,11 @@ class TableShard:
 
 @dataclass(slots=True)
 class Exchange:
-    """Ids on their way from the ranks that read them to the ranks that own their tables, as TorchRec sends them.
+    """A batch's ids in TorchRec's `input_dist`, from the ranks that read them to the ranks that own their tables.
 
     Attributes:
         context: TorchRec's record of the batch.
-        pending: the ids, or what they are waited for with.
+        pending: TorchRec's awaitable of the ids, later the ids.
     """
 
     context: Any
@@ -78,10 +77,10 @@ class Exchange:
 
 
 def register_optimizer(embeddings: EmbeddingBagCollection, rule: TableRule) -> None:
-    """Tell the unsharded tables their optimizer, so that the planner can price its state.
+    """Set the optimizer of the unsharded tables, so that the planner counts its state.
 
-    TorchRec's own helper would also make an optimizer of each table, and passes arguments on by torch's names, of which
-    FBGEMM does not know all (`betas`).
+    TorchRec's own helper would also create an optimizer per table, and passes arguments by torch's names, some of which
+    FBGEMM does not accept (`betas`).
     """
     for table in embeddings.parameters():
         table._optimizer_classes = [rule.planner_class]
@@ -89,12 +88,12 @@ def register_optimizer(embeddings: EmbeddingBagCollection, rule: TableRule) -> N
 
 @dataclass(frozen=True, slots=True)
 class TableSettings:
-    """The settings that the tables are trained with.
+    """Settings of the training of tables.
 
     Attributes:
-        optimizer: of both halves; the tables' part of it.
-        amp: precision of the dense half; embeddings are handed over, and sent between GPUs, in bf16 where it is bf16.
-        loss_scale: that gradients arrive multiplied by.
+        optimizer: options of the optimizers; those of tables are used.
+        amp: precision of the dense component; with bf16, embeddings are sent between GPUs in bf16 too.
+        loss_scale: factor on the gradients that arrive.
         seed: of the initial weights, and of the rounding of 16-bit ones.
     """
 
@@ -116,11 +115,11 @@ class ShardedEmbeddings:
 
     Args:
         embeddings: the unsharded tables on the meta device, optimizer registered.
-        spec: the dataset they are for.
+        spec: feature spec of the dataset.
         plan: TorchRec's plan for them.
         ranks: this process.
         settings: how they are trained.
-        multi_hot: which features' ids are expanded where their tables are.
+        multi_hot: expansion of ids, on the ranks that hold the tables.
     """
 
     def __init__(
@@ -133,8 +132,8 @@ class ShardedEmbeddings:
         multi_hot: MultiHot,
     ) -> None:
         config = settings.optimizer
-        # Under fp16 the loss scale is taken off before the tables see a gradient, in the dtype that embeddings travel
-        # in: fp16 would lose the small ones. So only bf16 halves the all-to-all.
+        # With fp16, gradients are divided by the loss scale before they are sent, and fp16 would lose the small ones. So
+        # embeddings and gradients are sent in fp32, and only bf16 halves the all-to-all.
         is_bf16 = ranks.device.type == "cuda" and settings.amp is Amp.bf16
         self._rule = table_rule(config.table_name)
         self._config = config
@@ -177,7 +176,7 @@ class ShardedEmbeddings:
         self._fill_uniform()
 
     def _fill_uniform(self) -> None:
-        """Give this rank's shards the seed's weights."""
+        """Fill this rank's shards with the seed's weights."""
         for shard in self.shards():
             fill_uniform_(
                 shard.weight,
@@ -189,7 +188,7 @@ class ShardedEmbeddings:
             )
 
     def shards(self) -> Iterator[TableShard]:
-        """Yield the pieces of tables that this rank holds."""
+        """Yield the shards of tables that this rank holds."""
         for name, value in self.module.state_dict().items():
             table = name.split(".")[-2]
             if isinstance(value, ShardedTensor):
@@ -200,18 +199,18 @@ class ShardedEmbeddings:
                 yield TableShard(table, value, 0, 0)
 
     def start_input_dist(self, batch: Batch) -> Exchange:
-        """Begin TorchRec's exchange of a batch's ids: send how many will come."""
+        """Start TorchRec's `input_dist` of a batch: send the numbers of ids."""
         context = self.module.create_context()
         return Exchange(context, self.module.input_dist(context, batch.ids))
 
     def finish_input_dist(self, exchange: Exchange) -> None:
-        """Send the ids themselves, and expand them where they arrive; the host waits until it knows their number."""
+        """Send the ids, and expand them where they arrive; the host waits until it knows their number."""
         arrived = exchange.pending.wait().wait()
         exchange.pending = KJTList([expand_jagged(ids, self.expansions) for ids in arrived])
 
     @cached_property
     def static_blocker(self) -> str | None:
-        """What keeps shapes or addresses from being known before the run, or None."""
+        """The reason why shapes or addresses are not known before the run, or None."""
         if RAGGED in self._hotness.values():
             return "ragged features"
         if not all(
@@ -225,7 +224,7 @@ class ShardedEmbeddings:
 
     @cached_property
     def rank_tables(self) -> RankTables:
-        """This rank's tables as `StaticEmbeddings` takes them."""
+        """This rank's tables, for `StaticEmbeddings`."""
         return RankTables(
             placement=self.placement,
             features=self.features,
@@ -251,7 +250,7 @@ class ShardedEmbeddings:
 
     @cached_property
     def placement(self) -> Placement:
-        """Which rank looks up what, in the order in which TorchRec has grouped the tables."""
+        """The tables that each rank looks up, in the order in which TorchRec has grouped them."""
         weights, states = self.weights(), self.optimizer_state()
         looked_up = self._hotness | self._multi_hot.hotness
         owned_by_rank: list[list[ColumnShard]] = [[] for _ in range(self._ranks.world_size)]
@@ -280,7 +279,7 @@ class ShardedEmbeddings:
                             LocalTable(feature, looked_up[feature], weight, state, column, key)
                         )
         if self._ranks.world_size == 1:
-            # Nothing is sent, so the order is free: the model's makes one matrix of what is looked up.
+            # Nothing is sent, so any order is right: in the model's order all embeddings are one matrix.
             order = sorted(
                 range(len(owned)),
                 key=lambda index: (
@@ -293,11 +292,11 @@ class ShardedEmbeddings:
         return Placement(owned_by_rank, owned, replicated, replicated_tables)
 
     def look_up(self, exchange: Exchange) -> list[Tensor]:
-        """Look the ids up where they are: a tensor a group of tables, differentiable back to the tables."""
+        """Look the ids up on this rank and return one tensor per group of tables, differentiable back to the tables."""
         return self.module.compute(exchange.context, exchange.pending)
 
     def output_dist(self, context: Any, lookups: list[Tensor]) -> PooledEmbeddings:
-        """Send looked-up embeddings to the ranks that asked: [B, F, D], features in the spec's order."""
+        """Send looked-up embeddings to the ranks of their samples: [B, F, D], features in the spec's order."""
         return embeddings_of(self.module.output_dist(context, lookups).wait(), self.features)
 
     def update(self, lookups: list[Tensor], gradients: list[Tensor]) -> None:
@@ -305,7 +304,7 @@ class ShardedEmbeddings:
         learning = [
             (looked_up, gradient)
             for looked_up, gradient in zip(lookups, gradients, strict=True)
-            # A rank without a table of a group looks up nothing.
+            # A rank without a table of this group has no lookup to learn from.
             if looked_up.requires_grad
         ]
         if learning:
@@ -315,7 +314,7 @@ class ShardedEmbeddings:
             self.dense_optimizer.step()
 
     def prepare_update(self, step: int, lr: float) -> None:
-        """Set what the update of this step needs; call before its forward pass.
+        """Set learning rate and step count of the next update; call it before the forward pass.
 
         Args:
             step: updates made so far.
@@ -331,9 +330,10 @@ class ShardedEmbeddings:
                     state["iter"].fill_(step)
 
     def prepare_fused_update(self, step: int, lr: float) -> None:
-        """Set the same numbers in FBGEMM's kernels, which costs the host some time.
+        """Set the same numbers in FBGEMM's kernels, which costs host time.
 
-        FBGEMM counts forward passes, evaluation included, and corrects Adam's bias by that count: it is set right.
+        FBGEMM counts forward passes, evaluation included, and uses the count for Adam's bias correction: it is set to the
+        number of updates.
         """
         for kernel in self._kernels:
             kernel.set_learning_rate(lr)
@@ -374,7 +374,7 @@ class ShardedEmbeddings:
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return `<table>.<state>` of every table, such as `cat_0.momentum1`, laid out as its weight."""
         state = {}
-        names = {each.fused_name or each.name: each.name for each in self._rule.states}
+        names = {field.fused_name or field.name: field.name for field in self._rule.states}
         for parameter, values in self.module.fused_optimizer.state_dict()["state"].items():
             table = parameter.split(".")[-2]
             for name, value in values.items():
@@ -382,7 +382,7 @@ class ShardedEmbeddings:
         return state | self._dense_state()
 
     def optimizer_shapes(self) -> dict[str, torch.Size]:
-        """Return the shape of what `optimizer_state` returns, of tables that lie on other ranks only too."""
+        """Return the shapes of `optimizer_state`, for tables that only other ranks hold too."""
         return {
             name.removesuffix("weight") + state: shape
             for name, weight in self.weights().items()
@@ -390,7 +390,7 @@ class ShardedEmbeddings:
         }
 
     def _dense_state(self) -> dict[str, Tensor]:
-        """State of the tables that are not fused, whose parameter is this rank's part of the table."""
+        """Return the state of tables that are not fused; their parameter is this rank's shard."""
         if self.dense_optimizer is None:
             return {}
         weights = self.weights()
@@ -413,9 +413,9 @@ class ShardedEmbeddings:
 
 
 def _sharder(config: OptimizerConfig, is_bf16: bool) -> TableSharder:
-    """Shards tables with FBGEMM's fused kernel of the optimizer.
+    """Return a sharder that uses FBGEMM's fused kernel of the optimizer.
 
-    Without one all tables take the dense kernel, which has no optimizer of its own.
+    Without a fused kernel all tables take the dense kernel, which has no optimizer of its own.
     """
     fused = table_rule(config.table_name).fbgemm
     return TableSharder(
@@ -426,9 +426,9 @@ def _sharder(config: OptimizerConfig, is_bf16: bool) -> TableSharder:
             "beta1": config.beta1,
             "beta2": config.beta2,
             "output_dtype": SparseType.BF16 if is_bf16 else SparseType.FP32,
-            # On a GPU FBGEMM has no cache of bf16, and refuses such tables for it although they need none.
+            # FBGEMM has no bf16 cache on GPUs, and refuses bf16 tables for that reason although they need no cache.
             "cache_precision": SparseType.FP32,
-            # The loader has checked every id; the kernel's own check would cost a tenth of a step.
+            # The loader has checked all ids; FBGEMM's check would take a tenth of a step.
             "bounds_check_mode": BoundsCheckMode.NONE,
         }
     )
@@ -437,7 +437,7 @@ def _sharder(config: OptimizerConfig, is_bf16: bool) -> TableSharder:
 def _table_optimizer(
     dense: Mapping[str, nn.Parameter], config: OptimizerConfig
 ) -> TableOptimizer | None:
-    """Return the optimizer of the tables that FBGEMM does not update, if there are any on this rank."""
+    """Return the optimizer of the tables that FBGEMM does not update, or None if this rank has none."""
     if not dense:
         return None
     return TableOptimizer(
@@ -451,21 +451,21 @@ def _table_optimizer(
 
 
 def _shard_at(tensor: Tensor, first_column: int) -> Tensor:
-    """This rank's shard of a table, or of its optimizer state, that begins at a column."""
+    """Return this rank's shard of a table, or of its optimizer state, that starts at a column."""
     assert isinstance(tensor, ShardedTensor), "only replicated tables are plain tensors"
     shards = tensor.local_shards()
     if len(shards) == 1:
         return shards[0].tensor.detach()
-    (found,) = [each for each in shards if each.metadata.shard_offsets[1] == first_column]
-    return found.tensor.detach()
+    (shard,) = [shard for shard in shards if shard.metadata.shard_offsets[1] == first_column]
+    return shard.tensor.detach()
 
 
 def _like_weight(weight: ShardedTensor, local: Tensor | None, *, per_row: bool) -> ShardedTensor:
-    """Lay a rank's state out as the shards of its table's weight, float32.
+    """Return a rank's state as shards like those of its table's weight, float32.
 
     Args:
         weight: of the table.
-        local: [its rows, its columns], or [its rows] with `per_row`, whose table is not cut by columns.
+        local: [its rows, its columns], or [its rows] with `per_row`, whose table is not column-wise.
         per_row: whether the state has one number per row.
     """
     dims = 1 if per_row else 2
@@ -479,9 +479,9 @@ def _like_weight(weight: ShardedTensor, local: Tensor | None, *, per_row: bool) 
         for shard in metadata.shards_metadata
     ]
     local_shards = [
-        shards[metadata.shards_metadata.index(each.metadata)] for each in weight.local_shards()
+        shards[metadata.shards_metadata.index(shard.metadata)] for shard in weight.local_shards()
     ]
-    # Of a table with fewer rows than ranks, the last ranks hold a shard without rows, which has no optimizer.
+    # If a table has fewer rows than ranks, the last ranks hold a shard without rows, which has no optimizer.
     if local is None:
         states = [
             torch.empty(shard.shard_sizes, device=weight.local_shards()[0].tensor.device)

@@ -1,7 +1,7 @@
-"""The sparse half of a step whose shapes are all known: ids to owners, lookup, embeddings home, gradients back, update.
+"""Sharded lookup and update with known shapes: all-to-all of ids, lookup, all-to-all of embeddings and back, update.
 
-It works on the memory that TorchRec's sharded modules hold, so plan, checkpoints and the dynamic path see the same
-tables. Every buffer is made once for one size of batch; nothing is read back by the host.
+It uses the memory of TorchRec's sharded modules, so plan, checkpoints and the dynamic path work on the same tables.
+Buffers are allocated once per batch size; the host reads nothing back.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
 
 @dataclass(frozen=True, slots=True)
 class ColumnShard:
-    """Columns of a table, on some rank."""
+    """A range of a table's columns on one rank."""
 
     feature: str
     first_column: int
@@ -36,13 +36,13 @@ class ColumnShard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tables that every rank looks up.
+    """The tables that each rank looks up.
 
     Attributes:
-        owned_by_rank: of each rank, in its order.
-        owned: this rank's parts, as in `owned_by_rank`.
-        replicated: this rank's copies of the replicated tables.
-        replicated_tables: their names.
+        owned_by_rank: column shards per rank, in the rank's order.
+        owned: this rank's entries of `owned_by_rank`, with weights.
+        replicated: this rank's replicas of the replicated tables.
+        replicated_tables: names of the replicated tables.
     """
 
     owned_by_rank: list[list[ColumnShard]]
@@ -53,7 +53,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Communicators of the exchanges, so that ids of the next batch wait for no embeddings of this one."""
+    """Communicators of the all-to-alls; with one for both, ids of the next batch would wait for this one's embeddings."""
 
     ids: dist.ProcessGroup | None
     embeddings: dist.ProcessGroup | None
@@ -61,17 +61,17 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class RankTables:
-    """A rank's tables, and how ids and embeddings travel, whatever the size of a batch.
+    """A rank's tables and the settings of their all-to-alls, for any batch size.
 
     Attributes:
-        placement: of the tables.
+        placement: tables per rank.
         features: names in the model's order.
-        hotness: feature -> ids a row as they are sent, in the order of the batch.
-        expansions: feature -> further ids of each id, of features looked up here that are expanded.
+        hotness: feature -> ids per row before expansion, in the order of the batch.
+        expansions: feature -> further ids of each id, for expanded features that this rank looks up.
         embedding_dim: D.
         config: optimizer of the tables.
         scalars: of the update of this rank's own tables.
-        dtype: that embeddings and their gradients travel in.
+        dtype: of embeddings and gradients in the all-to-all.
         ranks: this process.
         channels: communicators.
     """
@@ -94,12 +94,12 @@ class StaticEmbeddings:
     Args:
         tables: of this rank.
         batch_size: B.
-        replicated_gradients: gradient [rows, D] of each replicated table, zero at the beginning of a step.
-        prefix_columns: columns that the dense half puts before each sample's embeddings; left free for them where
+        replicated_gradients: gradient [rows, D] of each replicated table, zero at the start of a step.
+        prefix_columns: columns that the dense component puts before each sample's embeddings; they are left free if
             nothing is sent.
 
     Attributes:
-        layout: of what `look_up` returns.
+        layout: of the result of `look_up`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StaticEmbeddings:
         self._set_sizes(tables, batch_size, prefix_columns)
 
     def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
-        """Make the buffers of the embeddings' exchange, and describe where the features lie in them."""
+        """Allocate the buffers of the embeddings' all-to-all, and describe the positions of features in them."""
         placement, ranks = tables.placement, tables.ranks
         world_size = ranks.world_size
         widths = [sum(shard.columns for shard in shards) for shards in placement.owned_by_rank]
@@ -162,13 +162,13 @@ class StaticEmbeddings:
 
         Args:
             ids: feature after feature, each [B, hotness].
-            num_valid: rows of the global batch that count, if not all; the others come after them, and arrive with the first one's
-                ids: no row is looked up, and with a gradient of zero changed, that the batch has not.
+            num_valid: valid rows of the global batch, if not all. Padding rows come last, and get the ids of the first
+                row: so the lookup, and the update with their zero gradients, touch no row that the batch does not use.
         """
         arrived = self._exchange(ids)
         if num_valid is not None:
-            for each in arrived.owned.split(self._owned_sizes):
-                rows = each.view(self._owned.num_samples, -1)
+            for feature_ids in arrived.owned.split(self._owned_sizes):
+                rows = feature_ids.view(self._owned.num_samples, -1)
                 rows[num_valid:] = rows[0]
         return LocalIds(
             self._expand_owned(arrived.owned), self._expand_replicated(arrived.replicated)
@@ -176,11 +176,15 @@ class StaticEmbeddings:
 
     @cached_property
     def _returned(self) -> Tensor:
-        """The buffer in which gradients arrive; evaluation has none."""
+        """The buffer in which gradients arrive; evaluation does not need it."""
         return torch.empty_like(self._sent)
 
     def look_up(self, ids: LocalIds) -> Tensor:
-        """Look up and bring home; the memory [B * F * D] that `layout` describes, overwritten by the next call."""
+        """Look up the ids and send the embeddings to the ranks of their samples.
+
+        Returns:
+            The memory [B * F * D] that `layout` describes; the next call overwrites it.
+        """
         self._owned.look_up(ids.owned, self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
         if self._ranks.world_size > 1:
@@ -194,11 +198,11 @@ class StaticEmbeddings:
         return self._local
 
     def sort(self, ids: LocalIds) -> tuple[SortedIds, SortedIds]:
-        """Sort the ids for the updates: of this rank's tables, and of its copies."""
+        """Sort the ids for the updates: of this rank's tables, and of the replicated tables."""
         return self._owned.sort(ids.owned), self._replicated.sort(ids.replicated)
 
     def send_back(self, gradients: Tensor) -> Tensor:
-        """Send the gradients of what `look_up` returned to the tables' owners: [B * W, T]."""
+        """Send the gradients of the embeddings to the ranks that own the tables: [B * W, T]."""
         if self._ranks.world_size == 1:
             return self._owned_part(gradients)
         dist.all_to_all_single(
@@ -211,15 +215,15 @@ class StaticEmbeddings:
         return self._returned
 
     def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
-        """Update this rank's tables by what `send_back` returned, unless `is_good` [1] is 0."""
+        """Update this rank's tables with the gradients from `send_back`, unless `is_good` [1] is 0."""
         self._owned.update(ids, gradients, is_good)
 
     def accumulate_replicated(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
-        """Add the gradients of what `look_up` returned to those of the replicated tables: of this rank's samples."""
+        """Add the gradients of this rank's embeddings to those of the replicated tables."""
         self._replicated_sums.update(ids, self._replicated_part(gradients), is_good)
 
     def _owned_part(self, local: Tensor) -> Tensor:
-        """On one rank: what lies home is what was looked up."""
+        """View the looked-up embeddings in the local memory; world size 1 only."""
         return local[: self._replicated_start].view(self._owned.num_samples, -1)[
             :, self._prefix_columns :
         ]
@@ -246,7 +250,7 @@ def _embedding_bags(
 def _gradient_sums(
     tables: RankTables, gradients: Sequence[Tensor], batch_size: int
 ) -> LocalEmbeddingBags:
-    """Sums of the replicated tables' gradients."""
+    """Return what sums the gradients of the replicated tables: an update with learning rate -1."""
     minus_one = UpdateScalars(ADDITION, 1.0, tables.ranks.device)
     minus_one.set(0, -1.0)
     sums = [
@@ -261,7 +265,7 @@ def _gradient_sums(
 def _layout(
     tables: RankTables, starts: Sequence[int], widths: Sequence[int], prefix_columns: int
 ) -> EmbeddingLayout:
-    """Say where the features lie in a block per rank, followed by one of the replicated tables."""
+    """Describe the positions of features: a block per rank, then one of the replicated tables."""
     placement, embedding_dim = tables.placement, tables.embedding_dim
     replicated = [ColumnShard(table.feature, 0, embedding_dim) for table in placement.replicated]
     position = {feature: index for index, feature in enumerate(tables.features)}

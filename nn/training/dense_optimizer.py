@@ -1,6 +1,6 @@
-"""Optimizers of the dense half, one record per optimizer: torch's own, fused where the device has it.
+"""Optimizers of the dense component, one record per optimizer: torch's own, fused where the device has it.
 
-A new one is a `DenseRule` here, or in a module outside the project that `optimizer.name=package.module:NAME` names.
+A new optimizer is a `DenseRule` here, or one outside the project with `optimizer.name=package.module:NAME`.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,12 +16,12 @@ from nn.user_objects import load_user_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseRule:
-    """All that the step and the estimates know of a dense optimizer.
+    """The properties of a dense optimizer that step and estimates use.
 
     Attributes:
-        name: for people.
-        build: makes it of the parameters and the options.
-        states_per_weight: numbers of state that it keeps per weight.
+        name: name in messages.
+        build: returns the optimizer for parameters and options.
+        states_per_weight: state values per weight.
     """
 
     name: str
@@ -34,7 +34,7 @@ def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim
 
 
 def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    # Torch 2.11 has no fused one for GPUs.
+    # Torch 2.11 has no fused Adagrad for GPUs.
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
     return torch.optim.Adagrad(
         parameters, lr=config.lr, eps=config.eps, fused=on_cpu, foreach=not on_cpu
@@ -49,7 +49,7 @@ def _adam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opti
 DENSE_RULES: dict[str, DenseRule] = {
     OptimizerName.sgd: DenseRule(name="sgd", build=_sgd, states_per_weight=0),
     OptimizerName.adagrad: DenseRule(name="adagrad", build=_adagrad, states_per_weight=1),
-    # Row-wise Adagrad keeps one state per table row; the dense half has no such rows and takes Adagrad.
+    # Row-wise Adagrad keeps one state per table row; the dense component has no such rows and uses Adagrad.
     OptimizerName.rowwise_adagrad: DenseRule(name="adagrad", build=_adagrad, states_per_weight=1),
     OptimizerName.adam: DenseRule(name="adam", build=_adam, states_per_weight=2),
 }
@@ -60,21 +60,21 @@ def dense_rule(name: str) -> DenseRule:
     """Return the record of a dense optimizer.
 
     Args:
-        name: of a built-in one, or `package.module:NAME`.
+        name: built-in name, or `package.module:NAME`.
 
     Raises:
         ValueError: `package.module:NAME` cannot be imported, or is no `DenseRule`.
     """
     if name in DENSE_RULES:
         return DENSE_RULES[name]
-    found = load_user_object(name, "optimizer.name")
-    if not isinstance(found, DenseRule):
+    rule = load_user_object(name, "optimizer.name")
+    if not isinstance(rule, DenseRule):
         raise ValueError(
-            f"optimizer.name={name} is a {type(found).__name__}, and the dense half requires a DenseRule "
+            f"optimizer.name={name} is a {type(rule).__name__}, and the dense component requires a DenseRule "
             "(nn.training.dense_optimizer); name one, or a built-in optimizer, and the tables' own with "
             "optimizer.embedding_name"
         )
-    return found
+    return rule
 
 
 def build_dense_optimizer(

@@ -1,4 +1,4 @@
-"""A batch's way through TorchRec: for ragged features, row-wise tables and tables in host memory."""
+"""The dynamic path: TorchRec's lookup, for ragged features, row-wise tables and tables in host memory."""
 
 import torch
 from torch import Tensor
@@ -10,26 +10,26 @@ from nn.training.sparse_path import PassContext
 
 
 class DynamicPath:
-    """Queues a step operation by operation; see `SparsePath` for its methods.
+    """A step launched operation by operation; see `SparsePath` for the methods.
 
     Args:
-        tables: the sparse half.
-        context: what else a pass works with.
+        tables: the sharded tables.
+        context: the other objects of a pass.
     """
 
     def __init__(self, tables: ShardedEmbeddings, context: PassContext) -> None:
         self._tables = tables
         self._context = context
-        # Of each group of tables, what this rank looked up and its gradient, from a pass to its update.
+        # Per group of tables: this rank's lookup and its gradient, kept from a pass to its update.
         self._lookups: list[Tensor] = []
         self._lookup_gradients: list[Tensor] = []
 
     def start(self, batch: Batch) -> Exchange:
-        """Send how many ids will come."""
+        """Send the numbers of ids."""
         return self._tables.start_input_dist(batch)
 
     def finish(self, ids: Exchange) -> Exchange:
-        """Send the ids themselves; the host waits until it knows their number."""
+        """Send the ids; the host waits until it knows their number."""
         self._tables.finish_input_dist(ids)
         return ids
 
@@ -53,7 +53,7 @@ class DynamicPath:
         share = loss_share(context.tasks, logits, batch.labels, batch.num_valid, batch.global_valid)
         loss = context.ranks.all_reduce_sum(share.detach().clone())
         is_good = torch.isfinite(loss)
-        # TorchRec divides what it sends back by the number of ranks.
+        # TorchRec divides the gradients that it sends back by the number of ranks.
         world_size = context.ranks.world_size
         (share * (loss_scale * world_size)).backward()
         # A lookup that the model did not use has no gradient.
@@ -78,7 +78,7 @@ class DynamicPath:
         return logits.detach()
 
     def update(self) -> None:
-        """Update all tables by the gradients of the latest pass."""
+        """Update all tables with the gradients of the latest pass."""
         lookups, gradients = self._lookups, self._lookup_gradients
         self._lookups, self._lookup_gradients = [], []
         self._tables.update(lookups, gradients)
@@ -90,4 +90,4 @@ class DynamicPath:
             return self._context.dense(batch.numerical, embeddings)
 
     def close(self) -> None:
-        """Nothing is recorded."""
+        """Do nothing: there are no graphs."""

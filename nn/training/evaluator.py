@@ -12,14 +12,14 @@ from nn.training.train_step import TrainStep
 
 
 class Evaluator:
-    """Scores a split, every row once on whatever number of ranks.
+    """Evaluation of a split; every row is scored once, for any number of ranks.
 
     Args:
-        step: both halves.
+        step: tables and dense component.
         loader: of the split.
         ranks: this process.
         max_steps: batches to score; None scores all.
-        heartbeat: beats after every batch.
+        heartbeat: updated after every batch.
     """
 
     def __init__(

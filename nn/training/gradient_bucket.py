@@ -1,4 +1,4 @@
-"""The dense half's gradients as one vector: cleared, checked and summed over ranks in one operation each."""
+"""Gradients of the dense component as one vector, which is cleared, checked and all-reduced in one operation each."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,15 +9,15 @@ from nn.distributed.process_group import Ranks
 
 
 class GradientBucket:
-    """Owns the memory of all gradients; once they are summed, each `parameter.grad` is a view into it.
+    """The memory of all gradients; after `sum`, each `parameter.grad` is a view into it.
 
     Args:
-        parameters: of the dense half, on one device, float32.
+        parameters: of the dense component, on one device, float32.
         further: shapes of further gradients that are summed over ranks with them.
 
     Attributes:
-        vector: all of them, and one number more, for the caller that sums them.
-        further: views, of the shapes asked for.
+        vector: all gradients, and one more number that is summed with them.
+        further: views of the further gradients.
         signal: view of that number, [].
     """
 
@@ -29,18 +29,18 @@ class GradientBucket:
         sizes = [shape.numel() for shape in shapes]
         self.vector: Tensor = parameters[0].new_zeros(sum(sizes))
         views = [
-            part.view(shape) for part, shape in zip(self.vector.split(sizes), shapes, strict=True)
+            flat.view(shape) for flat, shape in zip(self.vector.split(sizes), shapes, strict=True)
         ]
         self._parameters = parameters
         self._views = views[: len(parameters)]
-        # So that an optimizer can make its state before the first step, when a checkpoint is loaded into it.
+        # An optimizer can then create its state before the first step, so that a checkpoint can be loaded.
         for parameter, view in zip(parameters, self._views, strict=True):
             parameter.grad = view
         self.further = views[len(parameters) : -1]
         self.signal = views[-1]
 
     def clear(self) -> None:
-        """Begin a new step: the backward pass then makes gradients instead of adding to them."""
+        """Remove the gradients, so that the backward pass creates them instead of adding to them."""
         for parameter in self._parameters:
             parameter.grad = None
         if self.further:
@@ -48,13 +48,13 @@ class GradientBucket:
         self.signal.zero_()
 
     def sum(self, ranks: Ranks) -> None:
-        """Bring the gradients of the backward pass together and replace each rank's by their sum over ranks."""
+        """Copy the gradients of the backward pass into the vector and all-reduce it."""
         # A parameter that the model did not use has no gradient.
-        found = [
+        gradients = [
             view.zero_() if parameter.grad is None else parameter.grad
             for parameter, view in zip(self._parameters, self._views, strict=True)
         ]
-        torch._foreach_copy_(self._views, found)
+        torch._foreach_copy_(self._views, gradients)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
         if ranks.world_size > 1:

@@ -1,4 +1,4 @@
-"""`mode=inference`: latency and throughput of the forward pass, id exchange included, batches on the device already."""
+"""`mode=inference`: latency and throughput of the forward pass with id exchange; batches are on the device already."""
 
 import time
 from typing import Any
@@ -16,9 +16,9 @@ def measure(step: TrainStep, batch: Batch, config: InferenceConfig, ranks: Ranks
     """Time the forward pass of one batch.
 
     Args:
-        step: both halves, in evaluation mode.
-        batch: this rank's part of a global batch, on the device.
-        config: how often.
+        step: tables and dense component, in evaluation mode.
+        batch: this rank's rows of a global batch, on the device.
+        config: numbers of warm-up and measured passes.
         ranks: this process.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Steps at which a run evaluates and ends: pure functions of the configuration and counters."""
+"""The steps after which a run evaluates and ends, as pure functions of configuration and counters."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from nn.models.tasks import AUC
 
 
 def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
-    """Tell whether the evaluation after `num_steps`, if there was one, reached `eval.auc_threshold`."""
+    """Tell whether the evaluation after `num_steps`, if any, reached `eval.auc_threshold`."""
     threshold = config.eval.auc_threshold
     if threshold is None or test.get("step") != num_steps or test[AUC.test_key] is None:
         return False
@@ -17,13 +17,13 @@ def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> b
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """Steps of the whole run."""
+    """Steps of the complete run."""
     steps = config.train.epochs * steps_per_epoch
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
 
 
 def eval_steps(last_step: int, steps_per_epoch: int, per_epoch: int) -> set[int]:
-    """Steps after which to evaluate: `per_epoch` evenly spaced ones an epoch, and the last step of the run."""
+    """Return the steps after which to evaluate: `per_epoch` evenly spaced ones per epoch, and the last of the run."""
     epochs = math.ceil(last_step / steps_per_epoch)
     points = {
         epoch * steps_per_epoch + round(steps_per_epoch * part / per_epoch)

@@ -1,11 +1,11 @@
-"""The one word from the device to the host in a step: the loss, and whether everything is finite."""
+"""The only copy from device to host in a step: the loss, and whether everything is finite."""
 
 import torch
 from torch import Tensor
 
 
 class LossReadback:
-    """Hands two numbers to the host as soon as they are known, while the device works on."""
+    """Copies two numbers to the host as soon as they are known, while the device continues."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -14,14 +14,14 @@ class LossReadback:
         self._event = torch.cuda.Event(external=True) if on_gpu else None
 
     def record(self, loss: Tensor, is_good: Tensor) -> None:
-        """Queue the copy of a loss, and of whether the step may be taken (not 0)."""
+        """Queue the copy of a loss, and of whether it is good (not 0), so that the step may be applied."""
         values = torch.stack([loss.float().view(()), is_good.float().view(())])
         self._values.copy_(values, non_blocking=True)
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> tuple[float, bool]:
-        """Wait for what was recorded last."""
+        """Wait for the numbers of the latest `record`."""
         if self._event is not None:
             self._event.synchronize()
         loss, is_good = self._values.tolist()

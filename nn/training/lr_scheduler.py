@@ -1,10 +1,10 @@
-"""The learning rate's course over a run, as a factor on every peak rate."""
+"""The learning rate schedule, as a factor on the peak rates of tables and dense component."""
 
 from configs.schema import SchedulerConfig
 
 
 def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
-    """Return what to multiply the peak learning rates with in update `step`.
+    """Return the factor on the peak learning rates in update `step`.
 
     With s = step + 1, W = `warmup_steps`, D = `decay_start_step`, N = `decay_steps`: s / W up to W, then 1 up to D,
     then ((D + N - s) / N)^power, and 0 from D + N on. This is the schedule of NVIDIA's DLRM for PyTorch

@@ -1,4 +1,4 @@
-"""Exact ROC AUC and log loss over the rows of all ranks. Both are taken from logits: neither needs the sigmoid."""
+"""Exact ROC AUC and log loss over the rows of all ranks, both from logits: neither needs the sigmoid."""
 
 import math
 from typing import Any, Protocol
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-# Log loss is summed in float64, a piece at a time: this bounds what that adds to the device's memory (some 32 MiB).
-PIECE_ROWS = 1 << 22
+# Log loss is summed in float64 in blocks of so many rows, which takes about 32 MiB of device memory.
+BLOCK_ROWS = 1 << 22
 
 
 class Collectives(Protocol):
-    """What `RankingMetrics` needs of the process group."""
+    """The part of the process group that `RankingMetrics` uses."""
 
     @property
     def rank(self) -> int:
@@ -38,7 +38,7 @@ class Collectives(Protocol):
 
 
 def roc_auc(scores: Tensor, labels: Tensor) -> float:
-    """Exact area under the ROC curve: the trapezoid rule over distinct scores, so a tie counts half.
+    """Compute the exact area under the ROC curve: the trapezoid rule over distinct scores, so a tie counts half.
 
     Args:
         scores: [B] floats on any device; only their order matters, so logits will do.
@@ -46,7 +46,7 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float:
 
     Returns:
         The area, or nan where it is not defined: all labels are of one class, or a score is nan.
-        An evaluation on a slice without clicks is no reason to end a run.
+        An evaluation on rows without clicks should not end a run.
     """
     assert scores.shape == labels.shape, (scores.shape, labels.shape)
     is_positive = labels > 0.5
@@ -54,7 +54,7 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def _auc_of_classes(positives: Tensor, negatives: Tensor) -> float:
-    """Share of (positive, negative) pairs in the right order: Mann-Whitney's U, equal to the area.
+    """Compute the fraction of (positive, negative) pairs in the right order: Mann-Whitney's U, equal to the area.
 
     Pairs are counted in integers (up to 2**63, three billion rows of each class), so the result is
     exact up to its last rounding, whatever the order of the rows and the number of ranks.
@@ -75,17 +75,17 @@ def _searchable(scores: Tensor) -> Tensor:
 
 
 def _log_loss_sum(positives: Tensor, negatives: Tensor) -> Tensor:
-    """Sum of binary cross entropy over rows, float64 scalar, from the logits of either class."""
+    """Sum binary cross entropy over rows, from the logits of each class; float64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=positives.device)
-    for piece in positives.split(PIECE_ROWS):
-        total -= logsigmoid(piece.double()).sum()
-    for piece in negatives.split(PIECE_ROWS):
-        total -= logsigmoid(-piece.double()).sum()
+    for block in positives.split(BLOCK_ROWS):
+        total -= logsigmoid(block.double()).sum()
+    for block in negatives.split(BLOCK_ROWS):
+        total -= logsigmoid(-block.double()).sum()
     return total
 
 
 class RankingMetrics:
-    """AUC and log loss of the rows that were given to `update` on any rank since the last `reset`.
+    """AUC and log loss of the rows of all `update` calls on all ranks since the last `reset`.
 
     Args:
         device: where the rows are kept, 5 bytes each, and where rank 0 sorts those of all ranks.
@@ -123,7 +123,7 @@ class RankingMetrics:
         counts = torch.zeros(self.collectives.world_size, dtype=torch.int64, device=self.device)
         counts[self.collectives.rank] = len(kept[0])
         num_rows = self.collectives.all_reduce_sum(counts).tolist()
-        logits, labels = (self._gather(each, num_rows) for each in kept)
+        logits, labels = (self._gather(values, num_rows) for values in kept)
         return None if logits is None or labels is None else (logits, labels)
 
     def compute(self) -> dict[str, float | int]:
@@ -136,9 +136,9 @@ class RankingMetrics:
         logits, is_positive = self._kept()
         positives, negatives = logits[is_positive], logits[~is_positive]
         sums = self._sums_of_ranks(positives, negatives)
-        log_loss_sum = math.fsum(each[0] for each in sums)
-        num_positives = [int(each[1]) for each in sums]
-        num_negatives = [int(each[2]) for each in sums]
+        log_loss_sum = math.fsum(log_loss for log_loss, _, _ in sums)
+        num_positives = [int(positive) for _, positive, _ in sums]
+        num_negatives = [int(negative) for _, _, negative in sums]
         rows = sum(num_positives) + sum(num_negatives)
         return {
             "auc": self._auc(positives, negatives, num_positives, num_negatives),
@@ -148,15 +148,15 @@ class RankingMetrics:
         }
 
     def _kept(self) -> tuple[Tensor, Tensor]:
-        """This rank's rows: logits and whether the label is 1."""
+        """Return this rank's rows: logits, and whether the label is 1."""
         no_logits = torch.empty(0, device=self.device)
         no_labels = torch.empty(0, dtype=torch.bool, device=self.device)
         return torch.cat([no_logits, *self._logits]), torch.cat([no_labels, *self._is_positive])
 
     def _sums_of_ranks(self, positives: Tensor, negatives: Tensor) -> list[list[float]]:
-        """[world_size][3]: log loss sum, positives and negatives of each rank; one all-reduce.
+        """Return [world_size][3]: log loss sum, positives and negatives per rank, by one all-reduce.
 
-        Each rank fills its own row, so the sum over ranks is the same to the last bit everywhere.
+        Each rank fills its own row, so the sum over ranks is the same on all ranks, bit by bit.
         """
         group = self.collectives
         rank, world_size = (group.rank, group.world_size) if group else (0, 1)
@@ -173,7 +173,7 @@ class RankingMetrics:
         num_positives: list[int],
         num_negatives: list[int],
     ) -> float:
-        """Bring the scores to rank 0, take the area there and tell every rank."""
+        """Gather the scores on rank 0, compute the area there and broadcast it."""
         if self.collectives is None:
             return _auc_of_classes(positives, negatives)
         auc = math.nan
@@ -189,7 +189,7 @@ class RankingMetrics:
         """Join the ranks' scores, `num_scores[r]` of rank r, on rank 0; None elsewhere."""
         padded = pad(scores, (0, max(num_scores) - scores.numel()))
         assert self.collectives is not None, "several ranks have a process group"
-        parts = self.collectives.gather(padded)
-        if parts is None:
+        gathered = self.collectives.gather(padded)
+        if gathered is None:
             return None
-        return torch.cat([part[:num] for part, num in zip(parts, num_scores, strict=True)])
+        return torch.cat([scores[:num] for scores, num in zip(gathered, num_scores, strict=True)])

@@ -1,4 +1,4 @@
-"""One batch ahead: while a batch trains, the next one moves to the device and its ids to their tables' owners."""
+"""Prefetch of one batch: while a batch trains, the next one is copied to the device and its ids are exchanged."""
 
 import time
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from nn.training.sparse_path import SparsePath
 
 
 class Prefetcher:
-    """Iterator of (batch on the device, ids at their owners); no batch is handed out twice, and none is lost.
+    """Iterator over (batch on the device, exchanged ids); no batch is repeated or lost.
 
-    Call `start_next` once per batch, where the host has just queued work for the device: what it starts then runs beside
-    that work, on a stream of its own. Every rank must iterate alike, since each call takes part in collectives.
+    Call `start_next` once per batch, when the host has just queued work for the device: the prefetch then runs beside
+    that work, on its own stream. All ranks must iterate alike, since each call takes part in collectives.
 
     Args:
         batches: host batches of this rank.
-        path: sends the ids to their tables.
+        path: exchanges the ids.
         device: where the step runs.
 
     Attributes:
@@ -40,18 +40,18 @@ class Prefetcher:
         self.start_next()
 
     def start_next(self) -> None:
-        """Fetch the next batch from the loader and send it on its way; does nothing at the end.
+        """Fetch the next batch from the loader, and start its copy and its id exchange; do nothing at the end.
 
         Raises:
-            RuntimeError: a batch waits that was not taken out.
+            RuntimeError: the batch before was not taken yet.
         """
         if self._next is not None:
             raise RuntimeError(
-                "start_next() was called twice, and would lose a batch; take the batch that waits first, with next()"
+                "start_next() was called twice, which would lose a batch; take the waiting batch with next() first"
             )
         self._is_started = True
         with self._on_stream():
-            # On the stream that copies: the loader uses a batch's memory again when this one has come so far.
+            # On the stream that copies: the loader reuses a batch's memory when this stream has reached this point.
             start = time.perf_counter()
             with annotate(DATA_WAIT):
                 host_batch = next(self._batches, None)
@@ -67,7 +67,7 @@ class Prefetcher:
     def __next__(self) -> tuple[Batch, Any]:
         if not self._is_started:
             raise RuntimeError(
-                "no batch was started since the one before was taken; call start_next() once per batch"
+                "no batch was started since the last one was taken; call start_next() once per batch"
             )
         if self._next is None:
             raise StopIteration
@@ -87,5 +87,5 @@ class Prefetcher:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all prefetchers of a process: the allocator keeps freed memory for the stream that used it."""
+    """Return the stream of all prefetchers of a process: the allocator keeps freed memory for the stream that used it."""
     return torch.cuda.Stream(device)

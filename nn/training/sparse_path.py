@@ -1,4 +1,4 @@
-"""The way of a batch through the tables: one protocol, which `StaticPath` and `DynamicPath` implement."""
+"""The sparse path: the protocol that `StaticPath` and `DynamicPath` implement."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,53 +17,53 @@ from nn.training.loss_readback import LossReadback
 
 
 class RoutedIds(Protocol):
-    """Ids of a batch on the ranks that own their tables, in the form of the path that sent them."""
+    """Ids of a batch on the ranks that own their tables; the type depends on the path."""
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from being reused before `stream` is done with it."""
 
 
 class SparsePath(Protocol):
-    """Sends ids to their tables and trains the tables; all ranks must call its methods alike.
+    """Exchange of ids, and training of the tables; all ranks must call the methods alike.
 
-    Ids that one method returns are passed on to the next one of the same path.
+    The ids that one method returns are the argument of the next one of the same path.
     """
 
     def start(self, batch: Batch) -> Any:
-        """Queue the exchange of a batch's ids, as far as the host need not wait for it."""
+        """Queue the id exchange of a batch, as far as the host need not wait."""
 
     def finish(self, ids: Any) -> Any:
-        """Complete what `start` began."""
+        """Complete the id exchange."""
 
     def prepare_update(self, step: int, lr: float) -> None:
-        """Set what the update after `step` others needs; comes before `forward_backward`."""
+        """Set learning rate and step count of the next update; call it before `forward_backward`."""
 
     def forward_backward(self, batch: Batch, ids: Any) -> Tensor:
-        """Queue everything of a training step but `update` and the dense half's, and return the logits [B], detached."""
+        """Queue forward and backward pass, without the updates after it, and return the logits [B], detached."""
 
     def update(self) -> None:
-        """Queue what is left of the tables' update, once the loss is known to be finite."""
+        """Queue the rest of the tables' update, once the loss is known to be finite."""
 
     def predict(self, batch: Batch, ids: Any) -> Tensor:
-        """Return the logits [B] of a batch, without gradients; overwritten by the next call."""
+        """Return the logits [B] of a batch, without gradients; the next call overwrites them."""
 
     def close(self) -> None:
-        """Release the recorded graphs; NCCL would wait for them forever when its group is closed."""
+        """Release the CUDA graphs; NCCL would wait for them forever when its group is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """The objects and settings of a pass over a batch, beside the tables.
+    """The objects and settings of a pass, beside the tables.
 
     Attributes:
         dense: the dense component, on its device.
-        tasks: what it learns.
-        gradients: where its gradients go, followed by those of the replicated tables.
-        readback: where the loss goes.
+        tasks: the labels that it learns.
+        gradients: its gradients, followed by those of the replicated tables.
+        readback: copies the loss to the host.
         ranks: this process.
-        autocast: enters the precision of the dense half.
-        loss_scale: multiplies the loss before the backward pass; gradients are checked and divided by it if not 1.
-        update_tables: whether the tables learn.
+        autocast: returns the autocast context of the dense component.
+        loss_scale: factor on the loss before the backward pass; if not 1, gradients are checked and divided by it.
+        update_tables: whether the tables are trained.
     """
 
     dense: Model

@@ -1,9 +1,9 @@
-"""A training pass whose shapes are all known: lookup to table update, on two queues of the device, as one function.
+"""A training pass with known shapes, from lookup to table update, on two CUDA streams.
 
-The tables' work has a queue of its own: lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
-dense half, and the gradients' way back and the update beside the rest of the backward pass and the all-reduce. Nothing
-is read back by the host, so that all of it can be recorded once as a CUDA graph (`nn.ops.cuda_graph`). On a CPU the queues
-are one.
+The tables have a stream of their own. Lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
+dense component, and the all-to-all of gradients and the update beside the rest of the backward pass and the all-reduce.
+The host reads nothing back, so that the pass can be captured once as a CUDA graph (`nn.ops.cuda_graph`). On a CPU the
+same calls run one after the other.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ from nn.training.sparse_path import PassContext
 
 
 class StaticPass:
-    """Everything of a step but the update of the dense half and of replicated tables, whose gradients it leaves.
+    """A training step up to the gradients of the dense component and of replicated tables; other tables are updated.
 
     Args:
-        tables: for batches of one size.
-        context: the dense half, and where loss and gradients go.
-        num_valid: rows of this rank that count, the first ones; None for all. The others are padding.
-        global_valid: rows over all ranks that count; None for all.
+        tables: the tables, for one batch size.
+        context: the other objects of a pass.
+        num_valid: valid rows of this rank, which come first; None for all. The others are padding.
+        global_valid: valid rows over all ranks; None for all.
     """
 
     graph = None
@@ -49,10 +49,10 @@ class StaticPass:
         self._queue = _tables_queue(device) if device.type == "cuda" else None
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Learn from a batch, and return its logits [B], detached.
+        """Run forward and backward pass, and return the logits [B], detached.
 
         Args:
-            ids: at their tables.
+            ids: on the ranks that own their tables.
             numerical: [B, N].
             labels: [B].
         """
@@ -61,7 +61,7 @@ class StaticPass:
         context.gradients.clear()
 
         def receive(gradient: Tensor) -> None:
-            """Runs in the backward pass, as soon as the embeddings' gradient is there."""
+            """Send back the embeddings' gradient and update; the backward pass calls it as soon as that is computed."""
             local_gradients.append(gradient)
             if not context.update_tables:
                 return
@@ -69,16 +69,16 @@ class StaticPass:
                 owned_gradients.append(self._tables.send_back(gradient))
                 if loss_scale == 1:
                     self._tables.update(sorted_owned, owned_gradients[0], is_good)
-            # Here, while the gradients travel; the ids were sorted before the loss was judged.
-            self._wait_for(judged)
+            # Beside the all-to-all of the gradients; the ids were sorted before the loss was checked.
+            self._wait_for(checked)
             self._tables.accumulate_replicated(sorted_replicated, gradient, is_good)
 
         def arrive() -> Tensor:
-            """Runs where the dense half reads the embeddings; so late, autograd sends their gradient back early."""
+            """Return the embeddings. It is called when they are read: the later, the earlier autograd has their gradient."""
             self._wait_for(arrived)
             return _EmbeddingGradient.apply(values.detach().requires_grad_(), receive)
 
-        # Of the embeddings, one tensor in either list once the backward pass has come to them.
+        # The backward pass appends one tensor to each list, the gradient of the embeddings.
         local_gradients: list[Tensor] = []
         owned_gradients: list[Tensor] = []
         with context.autocast(), annotate("dense"):
@@ -87,7 +87,7 @@ class StaticPass:
         with self._beside():
             loss = context.ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
-            judged = self._event()
+            checked = self._event()
             if loss_scale == 1:
                 context.readback.record(loss, is_good)
         with annotate("backward"):
@@ -95,7 +95,7 @@ class StaticPass:
         if loss_scale == 1:
             context.gradients.sum(context.ranks)
         else:
-            finite = self._sum_and_judge(local_gradients[0])
+            finite = self._sum_and_check(local_gradients[0])
             with self._beside():
                 is_good = is_good * finite.int()
                 context.readback.record(loss, is_good)
@@ -108,7 +108,7 @@ class StaticPass:
         return logits.detach()
 
     def _look_up(self, ids: LocalIds) -> tuple[Tensor, torch.cuda.Event | None, Any, Any]:
-        """Return the embeddings, when they are there, and for the updates the ids of owned and replicated tables, sorted."""
+        """Return embeddings, the event of their arrival, and the sorted ids of owned and of replicated tables."""
         sorted_owned = sorted_replicated = None
         with self._beside():
             with annotate("lookup"):
@@ -119,31 +119,31 @@ class StaticPass:
                     sorted_owned, sorted_replicated = self._tables.sort(ids)
         return values, arrived, sorted_owned, sorted_replicated
 
-    def _sum_and_judge(self, local_gradient: Tensor) -> Tensor:
-        """Sum the gradients over ranks, take the loss scale off, and return whether none overflowed anywhere."""
+    def _sum_and_check(self, local_gradient: Tensor) -> Tensor:
+        """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""
         gradients = self._context.gradients
         gradients.signal.copy_(~torch.isfinite(local_gradient).all())
         gradients.sum(self._context.ranks)
-        # An overflow anywhere is not finite, or not zero, in the sum on every rank.
+        # An overflow on any rank is not finite, or not zero, in the sum on all ranks.
         finite = gradients.are_finite() & (gradients.signal == 0)
         gradients.vector.div_(self._context.loss_scale)
         return finite
 
     def _counts(self, rows: int) -> tuple[int, int]:
-        """Rows that count, of this rank and over all."""
+        """Return the valid rows of this rank and over all ranks."""
         if self._num_valid is None or self._global_valid is None:
             return rows, rows * self._context.ranks.world_size
         return self._num_valid, self._global_valid
 
     @contextmanager
     def without_updates(self) -> Iterator[None]:
-        """Within it `run` computes all and changes no weight."""
+        """Let `run` change no weight while the context is open."""
         self._enabled.zero_()
         yield
         self._enabled.fill_(1)
 
     def _beside(self) -> AbstractContextManager:
-        """Queue beside the main queue, after what that one has so far."""
+        """Return a context that launches on the tables' stream, after the work that the current stream has so far."""
         if self._queue is None:
             return nullcontext()
         self._queue.wait_stream(torch.cuda.current_stream())
@@ -162,11 +162,11 @@ class StaticPass:
 
 
 class StaticForward:
-    """The forward pass alone, for evaluation and inference.
+    """The forward pass, for evaluation and inference.
 
     Args:
-        tables: for full batches of one size.
-        context: the dense half and its precision.
+        tables: the tables, for one batch size.
+        context: the other objects of a pass.
     """
 
     graph = None
@@ -187,18 +187,18 @@ class StaticForward:
         return logits
 
     def without_updates(self) -> AbstractContextManager:
-        """It changes nothing anyway."""
+        """Return a null context: a forward pass changes no weight."""
         return nullcontext()
 
 
 @cache
 def _tables_queue(device: torch.device) -> torch.cuda.Stream:
-    """One for all passes: torch has 32 streams and then hands out the first again, the prefetcher's among them."""
+    """Return the stream of all passes: torch has 32 streams and then reuses the first, the prefetcher's among them."""
     return torch.cuda.Stream(device)
 
 
 class _EmbeddingGradient(torch.autograd.Function):
-    """The identity on embeddings; passes their gradient to a function instead of storing it."""
+    """The identity on embeddings; the backward pass calls a function with their gradient instead of storing it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, receive: Callable[[Tensor], None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A batch's way through tables whose shapes are all known: on GPUs recorded as CUDA graphs, once per batch size."""
+"""The static path: lookup and update with known shapes, on GPUs captured as CUDA graphs, once per batch size."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -17,27 +17,27 @@ from nn.training.static_pass import StaticForward, StaticPass
 
 
 class Pass(Protocol):
-    """A function of the device's queues: same shapes, same addresses, nothing read back by the host."""
+    """A function on the device with constant shapes and addresses; the host reads nothing back."""
 
     @property
     def graph(self) -> CudaGraph | None:
-        """The recording of it, if there is one."""
+        """Its CUDA graph, if it is captured."""
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Return the logits [B], and release the ids."""
 
     def without_updates(self) -> AbstractContextManager:
-        """Within it `run` computes all and changes nothing."""
+        """Let `run` change no weight while the context is open."""
 
 
 class CapturedPass:
     """A pass as a CUDA graph.
 
     Args:
-        plain: the pass to record.
-        ids: example.
-        batch: example.
-        beside: the graph of another pass, to share memory with.
+        plain: the pass to capture.
+        ids: example input.
+        batch: example input.
+        beside: the graph of another pass, whose memory is shared.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CapturedPass:
         self.without_updates = plain.without_updates
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Replay the pass on new inputs; the logits are overwritten by the next call."""
+        """Replay the pass on new inputs; the next call overwrites the logits."""
         self.graph.load(ids.owned, ids.replicated, numerical, labels)
         # Before the replay, so that the next batch's exchange need not wait for it.
         if ids.release is not None:
@@ -63,17 +63,17 @@ class CapturedPass:
 
 
 class StaticPath:
-    """See `SparsePath` for its methods.
+    """The static path; see `SparsePath` for the methods.
 
     Args:
-        tables: the sparse half.
-        context: what else a pass works with.
+        tables: the sharded tables.
+        context: the other objects of a pass.
         config: the complete run.
-        capture: whether to record CUDA graphs.
+        capture: whether to capture CUDA graphs.
 
     Attributes:
-        captured_sizes: rows per rank of the batches whose id exchange is recorded.
-        forwards: by rows per rank, what batches are scored with.
+        captured_sizes: rows per rank of the batches whose id exchange is captured.
+        forwards: rows per rank -> forward pass.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class StaticPath:
         )
         self.captured_sizes: frozenset[int] = frozenset()
         if capture and not is_inference:
-            # Not an epoch's tail, nor the sizes of `mode=inference`, which come once and on no stream that can be recorded.
+            # Not the last batch of an epoch, nor the sizes of `mode=inference`, whose stream cannot be captured.
             sizes = (config.train.batch_size, config.eval.batch_size)
             self.captured_sizes = frozenset(size // context.ranks.world_size for size in sizes)
-        # All by rows per rank.
+        # Keys: rows per rank.
         self._embeddings: dict[int, StaticEmbeddings] = {}
         self._exchanges: dict[int, CapturedIdAllToAll] = {}
         self._passes: dict[int, Pass] = {}
@@ -113,7 +113,7 @@ class StaticPath:
         return self._exchanges[size](ids)
 
     def finish(self, ids: LocalIds) -> LocalIds:
-        """Nothing is left to do."""
+        """Return the ids: the exchange is complete."""
         return ids
 
     def prepare_update(self, step: int, lr: float) -> None:
@@ -121,7 +121,7 @@ class StaticPath:
         self._tables.prepare_update(step, lr)
 
     def forward_backward(self, batch: Batch, ids: LocalIds) -> Tensor:
-        """Return the logits [B], overwritten by the next step; the tables that are not replicated are then updated."""
+        """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
         return self._pass(batch, ids).run(ids, batch.numerical, batch.labels)
 
     def update(self) -> None:
@@ -129,11 +129,11 @@ class StaticPath:
         self._tables.update_replicated(self._context.gradients.further)
 
     def predict(self, batch: Batch, ids: LocalIds) -> Tensor:
-        """Return the logits [B]; overwritten by the next call."""
+        """Return the logits [B]; the next call overwrites them."""
         return self._forward(batch, ids).run(ids, batch.numerical, batch.labels)
 
     def close(self) -> None:
-        """Release the recorded graphs."""
+        """Release the CUDA graphs."""
         _close(self._passes)
         _close(self.forwards)
         for size in list(self._exchanges):
@@ -151,7 +151,7 @@ class StaticPath:
         return self._embeddings[batch_size]
 
     def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
-        """The pass for batches of this size; only that of full training batches is worth a graph and its memory."""
+        """Return the pass for batches of this size; only full training batches justify the memory of a graph."""
         size = len(batch.labels)
         if batch.global_valid < size * self._context.ranks.world_size:
             return StaticPass(
@@ -164,7 +164,7 @@ class StaticPath:
         return self._passes[size]
 
     def _forward(self, batch: Batch, ids: LocalIds) -> Pass:
-        """The forward pass for batches of this size; a graph for full ones, of one size at a time."""
+        """Return the forward pass for batches of this size; full batches have a graph, for one size at a time."""
         size = len(batch.labels)
         if size not in self.forwards:
             is_full = batch.global_valid in self._forward_sizes
@@ -175,7 +175,7 @@ class StaticPath:
         return self.forwards[size]
 
     def _drop_forwards(self) -> None:
-        """Free what batches of other sizes were evaluated with."""
+        """Release the forward passes of other batch sizes and their memory."""
         if self._context.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         for size in self.forwards.keys() - self._passes.keys():
@@ -193,14 +193,14 @@ class StaticPath:
 
 
 def _close(passes: dict[int, Pass]) -> None:
-    for made in passes.values():
-        if made.graph is not None:
-            made.graph.close()
+    for pass_ in passes.values():
+        if pass_.graph is not None:
+            pass_.graph.close()
     passes.clear()
 
 
 def _padded(ids: Tensor, ids_per_row: list[int], num_valid: int, rows: int) -> Tensor:
-    """Give rows of padding the id 0, which every table has: feature after feature, [rows, ids per row] each."""
+    """Append padding rows with the id 0, which every table has: feature after feature, [rows, ids per row] each."""
     valid = ids.split([num_valid * count for count in ids_per_row])
     padding = [ids.new_zeros((rows - num_valid) * count) for count in ids_per_row]
-    return torch.cat([part for pair in zip(valid, padding, strict=True) for part in pair])
+    return torch.cat([block for pair in zip(valid, padding, strict=True) for block in pair])

@@ -1,4 +1,4 @@
-"""One step: a pass over a batch, a look at its loss, and the updates. Nothing here knows of epochs, files or terminals."""
+"""A training step: a pass over a batch, the check of its loss, and the updates. It knows no epochs, files or terminals."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class StepResult:
     Attributes:
         batch: on the device.
         loss: mean over the global batch, before the update.
-        logits: of this rank, [B]; overwritten by the next step.
+        logits: of this rank, [B]; the next step overwrites them.
     """
 
     batch: Batch
@@ -45,12 +45,12 @@ class StepResult:
 
 
 def loss_scale(config: Config) -> float:
-    """Return what the loss is multiplied by before the backward pass: only fp16 needs it."""
+    """Return the factor on the loss before the backward pass; only fp16 needs one."""
     return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
 
 
 def capture_blocker(config: Config, tables: ShardedEmbeddings, ranks: Ranks) -> str | None:
-    """Return what keeps the step from being a CUDA graph, or None."""
+    """Return the reason why the step is no CUDA graph, or None."""
     if ranks.device.type != "cuda":
         return "no GPU"
     if not config.train.capture:
@@ -59,19 +59,19 @@ def capture_blocker(config: Config, tables: ShardedEmbeddings, ranks: Ranks) -> 
 
 
 class TrainStep:
-    """Tables and dense half, and how both learn from a batch.
+    """Tables and dense component with their optimizers.
 
     Args:
-        tables: the sparse half.
-        dense: the dense half, on its device, with the seed's weights.
-        tasks: what they learn.
+        tables: the sharded tables.
+        dense: the dense component, on its device, with the seed's weights.
+        tasks: the labels that they learn.
         config: the complete run.
         ranks: this process.
 
     Attributes:
-        frozen: halves that keep their weights.
-        path: of batches through the tables.
-        capture_blocker: what keeps the step from being a CUDA graph, or None.
+        frozen: components that keep their weights.
+        path: the sparse path.
+        capture_blocker: the reason why the step is no CUDA graph, or None.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TrainStep:
         self.dense = dense
         self.tasks = tasks
         if config.train.compile:
-            # In place, so that parameters keep their names; the wrapped module would rename them.
+            # In place, so that parameters keep their names; a wrapper module would rename them.
             dense.compile()
         self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.effective_optimizer)
         self.frozen = frozenset(config.train.freeze)
@@ -113,21 +113,21 @@ class TrainStep:
         )
 
     def train(self, step: int, prefetcher: Prefetcher) -> StepResult:
-        """Learn from the next batch of `prefetcher`.
+        """Train on the next batch of `prefetcher`.
 
         Args:
-            step: updates made so far; decides the learning rate.
-            prefetcher: must hold a batch.
+            step: updates made so far; it sets the learning rate.
+            prefetcher: prefetcher that holds a batch.
 
         Raises:
-            DivergedError: on all ranks alike, before anything is updated, when the loss is not a number.
+            DivergedError: on all ranks, before any update, if the loss is not finite.
         """
         batch, ids = next(prefetcher)
         self._set_learning_rate(step)
         with annotate("pass"):
             logits = self.path.forward_backward(batch, ids)
         prefetcher.start_next()
-        # The one point where the host waits for the device, which still has the backward pass before it.
+        # The only point where the host waits for the device, whose backward pass is still to come.
         loss, is_good = self._readback.wait()
         if not is_good:
             raise DivergedError(self._what_diverged(step, loss))
@@ -137,21 +137,21 @@ class TrainStep:
 
     @torch.no_grad()
     def predict(self, batch: Batch, ids: Any) -> Tensor:
-        """Return the logits [B] of a batch, without learning from it; overwritten by the next call.
+        """Return the logits [B] of a batch, without training; the next call overwrites them.
 
         Args:
             batch: on the device.
-            ids: of the batch, as `path` routed them.
+            ids: of the batch, exchanged by `path`.
         """
         return self.path.predict(batch, ids)
 
     def set_training(self, mode: bool) -> None:
-        """Switch both halves between training and evaluation."""
+        """Switch tables and dense component between training and evaluation."""
         self.tables.train(mode)
         self.dense.train(mode)
 
     def close(self) -> None:
-        """Release the recorded graphs; NCCL would wait for them forever when its group is closed."""
+        """Release the CUDA graphs; NCCL would wait for them forever when its group is closed."""
         self.path.close()
 
     @property
@@ -160,7 +160,7 @@ class TrainStep:
         return self.tables.names
 
     def state_dict(self, *, with_optimizer: bool = True) -> dict[str, Tensor]:
-        """Return this rank's shards of weights and optimizer state; the tensors are those that are trained.
+        """Return this rank's shards of weights and optimizer state, without copying them.
 
         Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
         `dense_optimizer.<parameter>.<state>`.
@@ -185,7 +185,7 @@ class TrainStep:
                     target.detach().copy_(source)
 
     def state_shapes(self, *, with_optimizer: bool = True) -> dict[str, torch.Size]:
-        """Return the complete shape of every tensor of the state, of tables that lie on other ranks only too."""
+        """Return the complete shape of every tensor of the state, for tables that only other ranks hold too."""
         shapes = {
             name: value.shape for name, value in self.state_dict(with_optimizer=False).items()
         }
@@ -197,7 +197,7 @@ class TrainStep:
         return shapes
 
     def allocate_optimizer_state(self) -> None:
-        """Let the dense optimizer make its state, which torch does in the first step: here one that changes nothing."""
+        """Create the dense optimizer's state, which torch does in the first step: here in a step that changes nothing."""
         self.dense_optimizer.zero_grad(set_to_none=False)
         for group in self.dense_optimizer.param_groups:
             group["lr"] = 0.0
@@ -205,11 +205,11 @@ class TrainStep:
 
     @property
     def learning_rate(self) -> float:
-        """The dense half's rate in the latest step."""
+        """The dense component's learning rate in the latest step."""
         return self.dense_optimizer.param_groups[0]["lr"]
 
     def _autocast(self) -> AbstractContextManager:
-        """The precision that the dense half runs in."""
+        """Return the autocast context of the dense component."""
         dtype = AMP_DTYPES.get(self._config.train.amp)
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 

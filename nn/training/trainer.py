@@ -1,4 +1,4 @@
-"""The training loop: a list of events. What a step does is in `nn.training.train_step`."""
+"""The training loop: steps, records, evaluations, checkpoints. `nn.training.train_step` is the step itself."""
 
 import math
 import signal
@@ -29,7 +29,7 @@ from nn.training.metrics import RankingMetrics
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
 
-# The AUC shown while training is that of the last rows before a record; sorting more would cost time and tell no more.
+# The AUC while training is of the last rows before a record: sorting more rows takes time and adds little.
 TRAIN_AUC_ROWS = 2**20
 
 
@@ -40,7 +40,7 @@ class RunOutput:
     Attributes:
         recorder: the run directory.
         progress: the terminal.
-        profiler: takes a profile of some steps, or None.
+        profiler: records a profile of some steps, or None.
     """
 
     recorder: RunDirectory
@@ -50,11 +50,11 @@ class RunOutput:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The objects that keep a run's state.
+    """The objects that save a run's state.
 
     Attributes:
         manager: of the checkpoints.
-        stop: knows of signals that ask for an end.
+        stop: the signals received, and the heartbeat.
     """
 
     manager: CheckpointManager
@@ -62,16 +62,16 @@ class Saving:
 
 
 class Trainer:
-    """Runs steps, records them, evaluates, and decides when to end.
+    """The training loop.
 
     Args:
-        step: both halves and their optimizers.
+        step: tables and dense component with their optimizers.
         train_loader: the training split.
         evaluator: the split to evaluate on.
         config: the complete run.
         ranks: this process.
         output: where records go.
-        saving: keeps the state, or None.
+        saving: saves the state, or None.
 
     Attributes:
         num_steps: updates made so far.
@@ -114,18 +114,18 @@ class Trainer:
         self.best_auc = math.nan
 
     def start_at(self, num_steps: int) -> None:
-        """Start from a model that has `num_steps` updates behind it, as a run of its own."""
+        """Start a new run from a model after `num_steps` updates."""
         self.num_steps = num_steps
 
     def resume_from(
         self, num_steps: int, state: Mapping[str, Any], rows: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Resume as the run that saved `state` after `num_steps` would have.
+        """Resume the run that saved `state` after `num_steps`.
 
         Args:
             num_steps: updates made so far.
-            state: as given to the checkpointer.
-            rows: logits and labels since the last record, of all ranks, on any one of them.
+            state: from the checkpoint.
+            rows: logits and labels of all ranks since the last record, on one rank.
         """
         self.start_at(num_steps)
         self._is_continuation = True
@@ -134,11 +134,11 @@ class Trainer:
         self._best_step = state["best_step"]
         self.best_auc = math.nan if state["best_auc"] is None else state["best_auc"]
         if rows is not None:
-            logits, labels = (each.to(self._ranks.device) for each in rows)
+            logits, labels = (values.to(self._ranks.device) for values in rows)
             self._train_metrics.update(logits, labels, len(logits))
 
     def save(self, *, is_last: bool = False) -> None:
-        """Begin a checkpoint of what is trained so far."""
+        """Start saving a checkpoint."""
         assert self._saving is not None
         self._recorder.sync()
         rows = self._train_metrics.rows()
@@ -159,7 +159,7 @@ class Trainer:
         """Train to the end and return the run's summary.
 
         Raises:
-            StoppedError: a signal asked for it; there is a checkpoint, unless it could not be written.
+            StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
         start_step, last_step = self.num_steps, self._last_step
         eval_at = eval_steps(
@@ -226,7 +226,7 @@ class Trainer:
         return record
 
     def _save_or_stop(self, preemption: PreemptionSync) -> None:
-        """Save where that is due; leave where a signal asks for it. All ranks come to the same decision."""
+        """Save if a checkpoint is due, and stop after a signal; all ranks decide the same."""
         assert self._saving is not None
         self._saving.stop.heartbeat.beat()
         decision = preemption.after_step()
@@ -235,11 +235,11 @@ class Trainer:
             manager = self._saving.manager
             is_saved = manager.wait() is None
             latest = manager.latest
-            start = "anew" if latest is None else f"from step {step_of(latest)}"
-            left = "a checkpoint was left" if is_saved else "no checkpoint could be written"
+            start = "restarts" if latest is None else f"resumes from step {step_of(latest)}"
+            saved = "a checkpoint was saved" if is_saved else "no checkpoint could be written"
             raise StoppedError(
-                f"stopped by {signal.Signals(decision.signum).name} after step {self.num_steps}, where {left}; "
-                f"the same command with run_dir={self._recorder.run_dir} goes on {start}"
+                f"stopped by {signal.Signals(decision.signum).name} after step {self.num_steps}; {saved}; "
+                f"the same command with run_dir={self._recorder.run_dir} {start}"
             )
         every = self._config.checkpoint.save_every
         is_due = every is not None and self._due(every)
@@ -278,13 +278,13 @@ class Trainer:
         self._progress.show_train(record)
 
     def _begin_profile(self, speed: ThroughputMeter) -> None:
-        """Start the profiler where its steps begin; they are left out of the speed."""
+        """Start the profiler before its first step; throughput leaves its steps out."""
         if self._profiler is not None and self.num_steps == self._profiler.steps.start:
             speed.pause()
             self._profiler.start()
 
     def _end_profile(self, speed: ThroughputMeter) -> None:
-        """Tell the profiler of a step, and go on as before after its last one."""
+        """Report a step to the profiler; after its last one, measure throughput again."""
         if self._profiler is not None and self.num_steps - 1 in self._profiler.steps:
             self._profiler.step()
             if self.num_steps == self._profiler.steps.stop:
@@ -297,14 +297,14 @@ class Trainer:
         return self.num_steps / self._train_loader.steps_per_epoch
 
     def _peak_hbm_bytes(self) -> int | None:
-        """The most memory that tensors took on this rank's GPU so far."""
+        """Return the peak memory of tensors on this rank's GPU so far."""
         if self._ranks.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self._ranks.device)
 
 
 def plain_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with None for what is not a number, which JSON has no word for."""
+    """Return a record with None instead of nan, which JSON does not have."""
     return {
         key: None if isinstance(value, float) and math.isnan(value) else value
         for key, value in record.items()

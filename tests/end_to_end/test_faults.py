@@ -154,7 +154,7 @@ def test_a_signal_to_one_rank_leaves_a_checkpoint_and_ends_with_75(name, faults)
     start = faults.starts[name]
     assert start.codes == [75, 75], start.output
     (line,) = start.errors
-    message = rf"stopped by {name} after step (\d+), where a checkpoint was left; the same command with run_dir="
+    message = rf"stopped by {name} after step (\d+); a checkpoint was saved; the same command with run_dir="
     assert int(re.match(message, line)[1]) == start.latest
 
 
@@ -241,7 +241,7 @@ def test_ranks_without_a_launcher_leave_a_checkpoint_and_end(uninterrupted, tmp_
     assert len(ranks) == 2
     assert wait_until(lambda: all(map(has_ended, ranks)), 60)
     output = log.read_text()
-    left_at = re.search(r"stopped by SIGTERM after step (\d+), where a checkpoint was left", output)
+    left_at = re.search(r"stopped by SIGTERM after step (\d+); a checkpoint was saved", output)
     assert left_at, output
     assert f"step_{left_at[1]}" in {path.name for path in list_checkpoints(run_dir / "checkpoints")}
     again = start([*RUN, f"run_dir={run_dir}"], 2, tmp_path / "second.log")
@@ -262,9 +262,7 @@ def test_a_signal_during_the_start_ends_the_run_with_75(tmp_path):
     process.send_signal(signal.SIGUSR1)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert stderr == (
-        "stopped by SIGUSR1 before anything was trained; the same command starts again\n"
-    )
+    assert stderr == ("stopped by SIGUSR1 before training started; rerun the same command\n")
 
 
 @contextmanager
@@ -349,8 +347,8 @@ def test_a_preempted_run_that_cannot_save_names_the_step_it_resumes_from(tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ended.exit_code == 75
     message = re.fullmatch(
-        r"stopped by SIGTERM after step (\d+), where no checkpoint could be written; the same command with "
-        rf"run_dir={tmp_path / 'run'} goes on from step 8\n",
+        r"stopped by SIGTERM after step (\d+); no checkpoint could be written; the same command with "
+        rf"run_dir={tmp_path / 'run'} resumes from step 8\n",
         ended.err,
     )
     assert message, ended.err

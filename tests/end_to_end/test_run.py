@@ -217,7 +217,7 @@ def test_an_interrupt_ends_with_one_line(tmp_path, monkeypatch):
     ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 130
     assert ended.err.splitlines()[-1].startswith(
-        "error: interrupted; what was recorded so far is in"
+        "error: interrupted; the records so far and the latest checkpoint"
     )
     assert "Traceback" not in ended.err
 
@@ -226,7 +226,7 @@ def test_a_plan_names_its_hardware():
     hardware = ["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=100"]
     out = run_command(*TINY, *hardware, "device=cuda").out
     assert re.search(r"plan for +2 x cuda on 1 node", out)
-    assert re.search(r"memory +100.0 GiB a rank, 90.0 GiB of it for tables", out)
+    assert re.search(r"memory +100.0 GiB per rank, 90.0 GiB of it for tables", out)
 
 
 def test_a_finished_run_is_not_restored_for_training(dlrm, tmp_path):
@@ -312,7 +312,9 @@ def test_a_finished_run_is_left_unchanged(dlrm):
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     ended = run_command(*SHORT, f"run_dir={run_dir}")
     assert (ended.exit_code, ended.err) == (0, "")
-    assert f"run_dir={run_dir} holds the whole run already (32 steps); nothing to do." in ended.out
+    assert (
+        f"run_dir={run_dir} holds the complete run already (32 steps); nothing to do." in ended.out
+    )
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 

@@ -160,7 +160,7 @@ def test_tables_that_require_a_fused_optimizer_are_refused():
     ):
         run_plan("SIGN", "sharding.tables={cat_0:row_wise}", "sharding.world_size=2")
     with pytest.raises(
-        ValueError, match="cat_0 to column_wise, but momentum keeps one state a row"
+        ValueError, match="cat_0 to column_wise, but momentum keeps one state per row"
     ):
         run_plan("MOMENTUM", "sharding.tables={cat_0:column_wise}", "sharding.world_size=2")
     config = compose_config(*options("SIGN"))

@@ -243,7 +243,8 @@ def test_ragged_features_with_16_bits_are_refused_before_a_process_group(tmp_pat
         ended = run_command(*options, f"mode={mode}")
         assert ended.exit_code == 2
         assert (
-            "model.embedding_dtype=bf16 wants a fixed number of ids a row, and genres" in ended.err
+            "model.embedding_dtype=bf16 requires fixed hotness, but feature genres is ragged"
+            in ended.err
         )
 
 

@@ -1,4 +1,4 @@
-"""Reuse of the recorded exchange's memory; what it computes is shown on GPUs."""
+"""Reuse of the captured id exchange's memory; GPU tests compare its results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

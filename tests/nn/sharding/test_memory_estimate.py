@@ -1,4 +1,4 @@
-"""What a GPU is said to hold beside its tables: against peaks measured on H200, and rules of how it grows."""
+"""Memory estimate of a GPU: against peaks measured on H200, term by term, and how it grows."""
 
 from dataclasses import asdict
 
@@ -79,11 +79,11 @@ def test_each_term_is_what_its_shapes_say():
     ids = 64 * 1 + 64 * 2 + 64 * 3 / 2 + 32 * 1
     assert first.update == 3 * 12 * ids + update_bytes(ids, 8)
     assert second.update == 3 * 12 * (ids - 64) + update_bytes(ids - 64, 8)
-    # 3 numbers and a label, 8 ids a row
+    # 3 numbers and a label, 8 ids per row
     assert first.batches == 3 * 32 * (4 * 4 + 8 * 8) + 3 * 8 * ids
     # the inputs of all layers, and two gradients of the widest
     assert first.dense_pass == (8 + 16 + 24 + 16 + 2 * 24) * 32 * 4
-    # twice as many rows: at home and sent; what its widest layer takes in and gives is less than the dense pass
+    # twice as many rows, local and sent; its widest layer takes less than the dense pass
     assert first.evaluation == 2 * (local + 4 * elements + 3 * 8 * ids)
     assert first.total == sum(asdict(first).values())
 

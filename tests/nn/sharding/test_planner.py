@@ -306,10 +306,11 @@ def test_what_does_not_fit_is_said_with_numbers_and_remedies():
         rows_of([8_000_000, 4_000_000, 10], rule=ADAM, world_size=2, memory=8 * GIB)
     assert str(caught.value).startswith(
         "the tables do not fit: with adam state they take 17.2 GiB, and 2 x 7.2 GiB are usable "
-        "(8.0 GiB a rank less sharding.reserve=0.1); the largest are cat_0 11.4 GiB, cat_1 5.7 "
+        "(8.0 GiB per rank less sharding.reserve=0.1); the largest are cat_0 11.4 GiB, cat_1 5.7 "
         "GiB, cat_2 0.0 GiB. Either start 3 ranks or more, add row_wise to sharding.types, choose "
         "an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd), store "
-        "weights in 16 bits (model.embedding_dtype=bf16), lower model.embedding_dim, or raise the frequency limit of the dataset. The planner said: "
+        "weights in 16 bits (model.embedding_dtype=bf16), lower model.embedding_dim, or raise the frequency limit "
+        "of the dataset. TorchRec's planner: "
         "Unable to find a plan"
     )
 
@@ -367,7 +368,7 @@ def test_what_expands_ids_takes_memory_where_the_table_lies(device):
     [fitting] = rows_of([1_000_000], expansion_bytes={"cat_0": size // 4}, **given)
     assert (without.expansion_bytes, fitting.expansion_bytes) == (0, size // 4)
     with pytest.raises(
-        ValueError, match=r"with sgd state and what expands their ids they take 0\.4"
+        ValueError, match=r"with sgd state and the expansion of their ids they take 0\.4"
     ):
         rows_of([1_000_000], expansion_bytes={"cat_0": int(0.6 * size)}, **given)
 
@@ -385,7 +386,7 @@ def test_every_rank_with_a_part_of_a_table_expands_its_ids():
 
 def test_a_row_with_one_state_is_never_cut():
     refused = (
-        r"^sharding\.tables sets cat_1 to column_wise, but rowwise_adagrad keeps one state a row"
+        r"^sharding\.tables sets cat_1 to column_wise, but rowwise_adagrad keeps one state per row"
     )
     with pytest.raises(ValueError, match=refused):
         rows_of([10, 20], rule=ROWWISE, world_size=2, tables={"cat_1": "column_wise"})
@@ -410,7 +411,7 @@ def test_a_plan_may_be_made_for_ranks_and_memory_that_are_not_there():
     [
         (
             ["sharding.world_size=6", "sharding.local_world_size=4"],
-            r"^sharding\.world_size=6 is no multiple of sharding\.local_world_size=4; every node",
+            r"^sharding\.world_size=6 is no multiple of sharding\.local_world_size=4; all nodes",
         ),
         (["sharding.world_size=3"], r"^train\.batch_size=64 must be divisible by 3 ranks"),
         (["sharding.host_gib=0.000001"], r"^the tables do not fit: with adagrad state they take"),
@@ -424,7 +425,7 @@ def test_a_plan_that_cannot_be_says_why(overrides, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says itself how much memory it has")
 def test_a_plan_for_gpus_asks_for_their_memory_where_there_are_none():
     with pytest.raises(
-        ValueError, match=r"^no GPU here to ask for its memory; .* sharding\.hbm_gib"
+        ValueError, match=r"^there is no GPU whose memory could be used .* sharding\.hbm_gib"
     ):
         planned_from_command_line("device=cuda")
 

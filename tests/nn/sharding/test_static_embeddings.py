@@ -1,4 +1,4 @@
-"""The static path does what TorchRec's own does, on the same tables."""
+"""Equality of the static path and TorchRec's, on the same tables."""
 
 from itertools import product
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""`mode=inference`: what is timed, how often, and what is printed."""
+"""`mode=inference`: the measured passes and their printed numbers."""
 
 import json
 

@@ -145,7 +145,7 @@ def rows_of(rank: int, case: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compute_every_case() -> dict[str, dict[str, float]]:
-    """What this rank is told of its share of each case."""
+    """Metrics that this rank computes from its share of each case."""
     results = {}
     with ranks_of_cpu() as ranks:
         for case in ("uneven", "idle", "classes", "no clicks"):

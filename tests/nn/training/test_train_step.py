@@ -1,4 +1,4 @@
-"""One step: what it learns, whatever the number of ranks, and that it refuses to learn from a loss that is no number."""
+"""A training step: equality over numbers of ranks, and refusal of a loss that is not finite."""
 
 import re
 from dataclasses import replace
@@ -312,7 +312,7 @@ def meet_a_bad_row(name: str) -> tuple[int, str, bool]:
 
 
 def bad_rows(names: list[str]) -> list[tuple[int, str, bool]]:
-    # In one group: opened anew at the same address, it could be met by a rank that still closes the last one.
+    # In one process group: a second one at the same address could meet a rank that still closes the first.
     with ranks_of_cpu():
         return [meet_a_bad_row(name) for name in names]
 
@@ -355,7 +355,7 @@ def test_evaluating_between_two_steps_changes_nothing(name):
 
 
 class FusedAdam:
-    """What the tables touch of FBGEMM's fused kernel, which has no Adam on a CPU."""
+    """The part of FBGEMM's fused kernel that the tables use; on a CPU FBGEMM has no fused Adam."""
 
     def __init__(self) -> None:
         self.iter_cpu, self.iter = torch.tensor(99), torch.tensor([99])
@@ -398,7 +398,7 @@ def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, st
 
 
 def test_a_pass_that_is_not_recorded_releases_its_ids_too():
-    """Else a recorded exchange would hold them for ever, and send all further ids operation by operation."""
+    """Else a recorded exchange would hold them forever, and send all further ids operation by operation."""
     released = []
     with ranks_of_cpu():
         built = build(compose_config(*TINY))

@@ -1,4 +1,4 @@
-"""The training loop: when it evaluates, when it ends and what it reports."""
+"""The training loop: steps of evaluation, end of a run, and records."""
 
 import json
 from pathlib import Path
