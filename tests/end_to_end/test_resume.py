@@ -196,7 +196,7 @@ def test_changed_settings_are_refused_by_name(uninterrupted, change, difference)
     ]["lr"]
     assert difference.replace("24.0", str(lr)) in ended.err
     assert "Set another run_dir" in ended.err
-    assert "checkpoint.allow_changes=true to go on with the new ones" in ended.err
+    assert "checkpoint.allow_changes=true to resume with the new ones" in ended.err
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
@@ -332,7 +332,7 @@ def test_a_changed_dataset_file_is_named(on_files):
     assert ended.exit_code == 2
     assert f"files of {root} have changed since the checkpoint of step 4" in ended.err
     assert (
-        "train/item.bin (the same size, other bytes); put the same bytes back (their times may "
+        "train/item.bin (the same size, other bytes); restore the same bytes (their times may "
         "differ) or set data.path to a copy of the dataset it was trained on, or" in ended.err
     )
     assert run_command(*files, "checkpoint.allow_changes=true").exit_code == 0

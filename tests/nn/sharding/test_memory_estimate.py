@@ -72,7 +72,7 @@ def test_each_term_is_what_its_shapes_say():
     # weights and biases of four layers; weight, gradient and adagrad's sum
     parameters = 8 * 16 + 16 + 16 * 8 + 8 + 24 * 16 + 16 + 16 + 1
     assert first.dense_half == 4 * 3 * parameters
-    # 64 rows in all, 32 here: 8 columns of one table, 4 of another, 8 of partial sums, sent and returned; five come home
+    # 64 rows in total, 32 here: 8 columns of one table, 4 of another, 8 of partial sums, sent and returned; 5 local
     elements = 64 * 8 + 64 * 4 + 64 * 8
     local = 32 * 5 * 8 * 4
     assert first.lookups == 2 * 4 * elements + local

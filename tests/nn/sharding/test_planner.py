@@ -1,4 +1,4 @@
-"""The planner is told the truth: what it decides, what it says when nothing fits, and which traps it no longer falls into.
+"""Sharding plans with the real properties of tables and hardware, errors when tables do not fit, and known traps.
 
 The MLPerf numbers are those of the TorchRec reference (`torchrec_dlrm`): the planner's defaults put tables of this set
 into unified memory, and load one of four ranks with 2.29 times the mean.
@@ -80,8 +80,8 @@ def rows_of(*args, **changes) -> list[TablePlan]:
 
 
 def plan_mlperf(**changes) -> list[TablePlan]:
-    given = {"hotness": MLPERF_HOTNESS, "rule": ADAGRAD, "batch_size": 16_384}
-    return rows_of(MLPERF_ROWS, **(given | changes))
+    options = {"hotness": MLPERF_HOTNESS, "rule": ADAGRAD, "batch_size": 16_384}
+    return rows_of(MLPERF_ROWS, **(options | changes))
 
 
 def bytes_by_rank(rows: list[TablePlan], world_size: int) -> list[int]:
@@ -93,9 +93,11 @@ def bytes_by_rank(rows: list[TablePlan], world_size: int) -> list[int]:
 
 
 def most_lookups_over_mean(rows: list[TablePlan], world_size: int) -> float:
-    """Lookups a sample, by the true hotness whatever the planner was told: of the busiest rank over the mean."""
-    told = [replace(row, hotness=each) for row, each in zip(rows, MLPERF_HOTNESS, strict=True)]
-    lookups = lookups_by_rank(told, world_size)
+    """Lookups per sample by the true hotness, whatever the plan assumed: of the busiest rank over the mean."""
+    true_rows = [
+        replace(row, hotness=hotness) for row, hotness in zip(rows, MLPERF_HOTNESS, strict=True)
+    ]
+    lookups = lookups_by_rank(true_rows, world_size)
     return max(lookups) / (sum(lookups) / world_size)
 
 
@@ -145,11 +147,11 @@ def test_one_h200_holds_the_mlperf_tables_with_one_state_a_row_only():
 @pytest.mark.parametrize("batch_size", [8192, 16_384, 65_536])
 def test_hotness_balances_the_ranks(batch_size):
     """The update makes more passes than the lookup, or the hundred-hot table would stay whole at small batches."""
-    told = plan_mlperf(world_size=4, batch_size=batch_size)
-    assert most_lookups_over_mean(told, 4) < 1.2
-    untold = plan_mlperf(world_size=4, hotness=[1] * 26)
-    assert most_lookups_over_mean(untold, 4) > 1.5
-    assert [row.hotness for row in told] == MLPERF_HOTNESS
+    balanced = plan_mlperf(world_size=4, batch_size=batch_size)
+    assert most_lookups_over_mean(balanced, 4) < 1.2
+    one_hot = plan_mlperf(world_size=4, hotness=[1] * 26)
+    assert most_lookups_over_mean(one_hot, 4) > 1.5
+    assert [row.hotness for row in balanced] == MLPERF_HOTNESS
 
 
 def test_a_table_with_more_lookups_than_a_rank_should_do_is_cut_unasked():
@@ -191,20 +193,20 @@ def test_the_planner_counts_the_same_bytes(rule, device, dtype):
     """TorchRec's own estimate decides what fits; it agrees with ours within 2 %."""
     weight_bytes = 4 if dtype is TableDtype.fp32 else 2
     size = table_bytes(1_000_000, 64, rule, weight_bytes=weight_bytes)
-    given = {"dim": 64, "rule": rule, "device": device, "reserve": 0.0, "dtype": dtype}
-    [row] = rows_of([1_000_000], **given)
+    options = {"dim": 64, "rule": rule, "device": device, "reserve": 0.0, "dtype": dtype}
+    [row] = rows_of([1_000_000], **options)
     assert row.bytes_per_rank == (size,)
-    assert rows_of([1_000_000], memory=int(1.02 * size), **given)
+    assert rows_of([1_000_000], memory=int(1.02 * size), **options)
     with pytest.raises(ValueError, match="the tables do not fit"):
-        rows_of([1_000_000], memory=int(0.98 * size), **given)
+        rows_of([1_000_000], memory=int(0.98 * size), **options)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_reserve_is_kept_free_on_every_device(device):
-    given = {"dim": 64, "device": device, "memory": 300_000_000}
-    assert rows_of([1_000_000], reserve=0.1, **given)
+    options = {"dim": 64, "device": device, "memory": 300_000_000}
+    assert rows_of([1_000_000], reserve=0.1, **options)
     with pytest.raises(ValueError, match=r"less sharding\.reserve=0\.2"):
-        rows_of([1_000_000], reserve=0.2, **given)
+        rows_of([1_000_000], reserve=0.2, **options)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -316,13 +318,13 @@ def test_what_does_not_fit_is_said_with_numbers_and_remedies():
 
 
 def test_only_remedies_that_help_are_named():
-    given = {"memory": 8 * GIB, "world_size": 2}
+    options = {"memory": 8 * GIB, "world_size": 2}
     with pytest.raises(ValueError, match="the tables do not fit") as caught:
-        rows_of([20_000_000], types=WHOLE_OR_COPIED, **given)
+        rows_of([20_000_000], types=WHOLE_OR_COPIED, **options)
     # No number of ranks holds a whole table that one rank cannot.
     assert "Either add row_wise or column_wise to sharding.types, store" in str(caught.value)
     with pytest.raises(ValueError, match="the tables do not fit") as caught:
-        rows_of([60_000_000], types=list(ShardingType), **given)
+        rows_of([60_000_000], types=list(ShardingType), **options)
     assert "Either start 4 ranks or more, lower model.embedding_dim" in str(caught.value)
     with pytest.raises(ValueError, match="the tables do not fit") as caught:
         rows_of([11_000_000] * 3, types=WHOLE_OR_COPIED, world_size=2, memory=9 * GIB)
@@ -363,14 +365,14 @@ def test_expanded_ids_are_never_sent_to_rows_of_other_ranks():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_expands_ids_takes_memory_where_the_table_lies(device):
     size = table_bytes(1_000_000, 64, SGD)
-    given = {"dim": 64, "device": device, "reserve": 0.0, "memory": int(1.5 * size)}
-    [without] = rows_of([1_000_000], **given)
-    [fitting] = rows_of([1_000_000], expansion_bytes={"cat_0": size // 4}, **given)
+    options = {"dim": 64, "device": device, "reserve": 0.0, "memory": int(1.5 * size)}
+    [without] = rows_of([1_000_000], **options)
+    [fitting] = rows_of([1_000_000], expansion_bytes={"cat_0": size // 4}, **options)
     assert (without.expansion_bytes, fitting.expansion_bytes) == (0, size // 4)
     with pytest.raises(
         ValueError, match=r"with sgd state and the expansion of their ids they take 0\.4"
     ):
-        rows_of([1_000_000], expansion_bytes={"cat_0": int(0.6 * size)}, **given)
+        rows_of([1_000_000], expansion_bytes={"cat_0": int(0.6 * size)}, **options)
 
 
 def test_every_rank_with_a_part_of_a_table_expands_its_ids():

@@ -1,4 +1,4 @@
-"""Sharded training gives what one process gives, whatever the layout, the model and the update rule."""
+"""Equality of sharded training and one process, for all layouts, models and optimizers."""
 
 from itertools import product
 

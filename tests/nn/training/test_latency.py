@@ -17,7 +17,7 @@ def test_single_forward_passes_are_timed_after_the_warm_up(monkeypatch):
         batch = built.test_loader.batch(0)
         passes = []
         predict = built.step.predict
-        monkeypatch.setattr(built.step, "predict", lambda *given: passes.append(predict(*given)))
+        monkeypatch.setattr(built.step, "predict", lambda *inputs: passes.append(predict(*inputs)))
         config = InferenceConfig(batch_sizes=[1], steps=7, warmup_steps=3)
         result = measure(built.step, batch, config, ranks)
     assert len(passes) == 3 + 7

@@ -59,7 +59,7 @@ def test_auc_does_not_depend_on_the_order_of_rows_to_the_last_bit():
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
-def test_auc_of_one_class_is_nan_and_the_rest_is_still_told(label):
+def test_auc_of_one_class_is_nan_and_the_rest_is_still_reported(label):
     metrics = RankingMetrics(CPU)
     metrics.update(torch.zeros(8), torch.full((8,), label), num_valid=8)
     result = metrics.compute()
@@ -205,9 +205,11 @@ def test_a_hundred_million_scores_keep_exact_counts():
     assert roc_auc(-scores, labels) == 0.0
     labels[:] = 0
     labels[::2] = 1
-    even = np.arange(num_rows, dtype=np.int64)[::2] % (1 << 24)
-    odd = np.arange(num_rows, dtype=np.int64)[1::2] % (1 << 24)
-    even_counts, odd_counts = (np.bincount(x, minlength=1 << 24) for x in (even, odd))
-    below = np.concatenate([[0], np.cumsum(odd_counts)[:-1]])
-    twice = int((even_counts * (2 * below + odd_counts)).sum())
-    assert roc_auc(scores, labels) == twice / (2 * len(even) * len(odd))
+    positive = np.arange(num_rows, dtype=np.int64)[::2] % (1 << 24)
+    negative = np.arange(num_rows, dtype=np.int64)[1::2] % (1 << 24)
+    positive_counts, negative_counts = (
+        np.bincount(x, minlength=1 << 24) for x in (positive, negative)
+    )
+    below = np.concatenate([[0], np.cumsum(negative_counts)[:-1]])
+    twice = int((positive_counts * (2 * below + negative_counts)).sum())
+    assert roc_auc(scores, labels) == twice / (2 * len(positive) * len(negative))

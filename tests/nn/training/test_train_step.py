@@ -421,8 +421,8 @@ class Graph:
         self.made.append(self)
 
     def load(self, *inputs):
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine.copy_(given)
+        for mine, new in zip(self.inputs, inputs, strict=True):
+            mine.copy_(new)
 
     def replay(self):
         self.replays += 1
