@@ -130,7 +130,7 @@ def test_main_accepts_a_config_name_and_a_plan_writes_nothing(tmp_path, monkeypa
     assert (ended.exit_code, ended.err) == (0, "")
     assert "cat_25" in ended.out
     assert "of 26 tables" in ended.out
-    assert re.search(r"a rank +at most [\d,.]+ MiB", ended.out)
+    assert re.search(r"per rank +at most [\d,.]+ MiB", ended.out)
     assert not list(tmp_path.iterdir())
 
 
