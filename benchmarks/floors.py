@@ -19,7 +19,7 @@ from configs.schema import Amp, Config, TableDtype
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
 from nn.embedding.declared_tables import pooled_columns
-from nn.embedding.table_rules import table_rule
+from nn.embedding.optimizer import table_rule
 from nn.models.registry import build_meta, declared_tables
 from nn.training.dense_optimizer import dense_rule
 

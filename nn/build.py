@@ -17,7 +17,7 @@ from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.collection import build_embeddings, keep_float32
 from nn.embedding.multi_hot import MultiHot
-from nn.embedding.table_rules import table_rule
+from nn.embedding.optimizer import table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import binary_tasks
@@ -198,7 +198,8 @@ def model_spec(config: Config, source: Source) -> FeatureSpec:
 
 
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> TrainStep:
-    """Build tables and dense component with the seed's weights."""
+    """Build tables and dense component with the seed's weights, and set the precision of float32 matrix products."""
+    torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     embeddings = _meta_tables(config, source)
     keep_float32(embeddings, replicated_tables(plan))
     tables = ShardedEmbeddings(

@@ -7,7 +7,6 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from configs.schema import Config, Mode
@@ -41,7 +40,7 @@ from nn.distributed.process_group import (
     process_rank,
     ranks_from_environment,
 )
-from nn.embedding.table_rules import table_rule
+from nn.embedding.optimizer import table_rule
 from nn.models.registry import check_model
 from nn.models.tasks import Metric, metrics_of
 from nn.observability.console import (
@@ -185,7 +184,6 @@ def _open_session(
     start = named_resume_point(config, source)
     loaders = build_loaders(config, source, ranks)
     _check(config, source, ranks, loaders, start.num_steps)
-    torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with ExitStack() as stack:
         stack.enter_context(loaders)
         stack.enter_context(process_group(ranks))

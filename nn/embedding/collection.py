@@ -11,8 +11,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from nn.layers.initialization import fill_uniform_
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
-from nn.ops.pooled_embeddings import PooledEmbeddings
 
 
 def build_embeddings(

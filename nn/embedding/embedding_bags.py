@@ -15,7 +15,7 @@ from torch.nn.functional import embedding_bag
 from configs.schema import OptimizerConfig
 from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
-from nn.embedding.optimizer import update_rows
+from nn.embedding.torch_optimizer import update_rows
 
 # G: samples, H: hotness of a table, N: total number of ids (sum of G * H), D: columns of a table, T: columns of all tables
 # S: number of adjacent tables

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
-from nn.embedding.table_rules import table_rule
+from nn.embedding.optimizer import table_rule
 
 # D: columns of a local table, N: total number of ids
 

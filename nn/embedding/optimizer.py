@@ -1,121 +1,259 @@
-"""Optimizer of tables in plain torch, for dense gradients and for gradients of some rows.
+"""Optimizers of tables: one record per optimizer with everything that differs between them.
 
-Replicated tables (`data_parallel`) and tables whose optimizer FBGEMM does not fuse on the device are updated here. The
-arithmetic is that of the fused optimizer, including the position of eps, so that the plan does not change the result.
+A new one is a `TableRule` here, or in a module outside the project that `optimizer.embedding_name=package.module:NAME` names,
+and a branch of the kernel (`nn.ops.triton.row_updates` has the built-in ones).
+
+FBGEMM's fused kernels, our kernels and the plain torch of this file have the same arithmetic, so neither the plan nor the
+sparse path changes the result.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
+from torchrec.optim import RowWiseAdagrad
 
-from configs.schema import OptimizerConfig
-from nn.embedding.local_tables import LocalTable
-from nn.embedding.table_rules import table_rule
-from nn.ops.stochastic_rounding import random_bits, round_stochastically
+from configs.schema import OptimizerConfig, OptimizerName
+from nn.user_objects import load_user_object
+
+Update = Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], dict[str, Any]], None]
+"""Change tables [rows, columns] and their states in place by gradients of the same shape, all float32.
+
+The last argument has `lr`, `eps`, `beta1` and `beta2`. A state has the fields of the record, and where the optimizer uses
+the step `iter`, the number of updates before this one, to be counted up.
+"""
+
+FP32_BYTES = 4
 
 
-class TableOptimizer(torch.optim.Optimizer):
-    """An optimizer of tables [rows, dim] with dense gradients.
+@dataclass(frozen=True, slots=True)
+class StateField:
+    """A state that an optimizer keeps beside a table, float32.
 
-    A row whose gradient is zero in all columns is not changed, nor is its state: FBGEMM updates only the rows that a batch
-    looks up. Adam differs in two points. FBGEMM decays the moments of a looked-up row whose gradient is exactly zero. Its
-    `iter` counts every forward pass, evaluation included; ours counts updates.
-
-    The state is allocated in the constructor, so that a checkpoint can be loaded before the first step. It has the fields of
-    the `TableRule` and, if the optimizer uses the step, `iter` [], the number of updates. It is float32 for every dtype of
-    the table.
-
-    Args:
-        params: the tables, or parameter groups of them.
-        name: of the optimizer: a built-in one, or `package.module:NAME`.
-        lr: learning rate.
-        eps: added to the square root in the denominator; all built-in optimizers but SGD.
-        beta1: decay of Adam's mean.
-        beta2: decay of Adam's variance.
+    Attributes:
+        name: in checkpoints and exports.
+        per_row: one number per row, otherwise one per element.
+        fused_name: as TorchRec calls it where FBGEMM keeps it; None: as `name`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        name: str,
-        lr: float,
-        eps: float = 1e-8,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "beta1": beta1, "beta2": beta2})
-        self._rule = table_rule(name)
-        for group in self.param_groups:
-            for table in group["params"]:
-                self.state[table].update(self._rule.new_state(table))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Apply one update to every table that has a gradient; return nothing, as without a closure there is no loss."""
-        assert closure is None, (
-            "a closure would evaluate the model again, which no optimizer here needs"
-        )
-        update = self._rule.update if self._rule.leaves_untouched_rows else self._update_touched
-        for group in self.param_groups:
-            tables = [table for table in group["params"] if table.grad is not None]
-            if tables:
-                gradients = [table.grad for table in tables]
-                update(tables, gradients, [self.state[table] for table in tables], group)
-
-    def _update_touched(
-        self,
-        tables: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        group: dict[str, Any],
-    ) -> None:
-        """Update all rows, then restore those without a gradient: shapes do not depend on their number."""
-        changed = [
-            [table, *(state[name] for name in self._rule.state_names)]
-            for table, state in zip(tables, states, strict=True)
-        ]
-        before = [[tensor.clone() for tensor in tensors] for tensors in changed]
-        self._rule.update(tables, gradients, states, group)
-        for gradient, tensors, old_tensors in zip(gradients, changed, before, strict=True):
-            untouched = gradient.eq(0).all(dim=1)
-            for tensor, old in zip(tensors, old_tensors, strict=True):
-                rows = untouched.view(-1, *[1] * (tensor.dim() - 1))
-                tensor.copy_(torch.where(rows, old, tensor))
+    name: str
+    per_row: bool = False
+    fused_name: str | None = None
 
 
-@torch.no_grad()
-def update_rows(
-    table: LocalTable,
-    rows: Tensor,
-    gradients: Tensor,
-    config: OptimizerConfig,
-    *,
-    lr: float,
-    step: Tensor,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRule:
+    """Record of a table optimizer for planner, step, kernels, memory estimate and checkpoints.
+
+    Attributes:
+        name: in messages.
+        update: in plain torch.
+        kernel: branch of the Triton kernel, a `@triton.jit` function, as `package.module:NAME`, since Triton may not be
+            installed on machines without a GPU; None: the optimizer trains on CPUs only.
+        states: at most two.
+        fbgemm: FBGEMM's fused optimizer; None: ragged features and row-wise tables, which require it, are refused.
+        fused_on_cpu: whether FBGEMM has the fused optimizer for CPUs too.
+        uses_step: whether an update depends on the number of updates before.
+        columns_may_be_cut: whether a table sharded by columns trains as an unsharded one.
+        leaves_untouched_rows: whether `update` does not change rows whose gradient is zero, state included; otherwise
+            `TableOptimizer` restores them.
+    """
+
+    name: str
+    update: Update
+    kernel: str | None = None
+    states: tuple[StateField, ...] = ()
+    fbgemm: EmbOptimType | None = None
+    fused_on_cpu: bool = True
+    uses_step: bool = False
+    columns_may_be_cut: bool = True
+    leaves_untouched_rows: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.states) > 2:
+            raise ValueError(
+                f"table optimizer {self.name} has {len(self.states)} states, at most 2 are supported"
+            )
+        if {"weight", "iter"} & {field.name for field in self.states}:
+            raise ValueError(
+                f"table optimizer {self.name} calls a state weight or iter; both have a meaning already"
+            )
+        if self.columns_may_be_cut and any(field.per_row for field in self.states):
+            raise ValueError(
+                f"table optimizer {self.name} keeps a state per row, so a row cut by columns would have several; set "
+                "columns_may_be_cut=False"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Return the names of the states in checkpoints."""
+        return tuple(field.name for field in self.states)
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Return the bytes of state per element of a table."""
+        return FP32_BYTES * sum(not field.per_row for field in self.states)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of state that each row has beside those of its elements."""
+        return FP32_BYTES * sum(field.per_row for field in self.states)
+
+    @property
+    def planner_class(self) -> type[torch.optim.Optimizer]:
+        """An optimizer with as much state, by which TorchRec's planner knows how much that is."""
+        per_element = sum(not field.per_row for field in self.states)
+        if not per_element and self.states:
+            return RowWiseAdagrad
+        return (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)[per_element]
+
+    def needs_dense_kernel(self, device_type: str) -> bool:
+        """Tell whether FBGEMM has no fused kernel of this optimizer for `cpu` or `cuda`."""
+        return self.fbgemm is None or (device_type == "cpu" and not self.fused_on_cpu)
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        """Return the shape of each state of a table [rows, columns]."""
+        return {field.name: shape[:1] if field.per_row else shape for field in self.states}
+
+    def new_state(self, table: Tensor) -> dict[str, Tensor]:
+        """Return the states of a table that was never updated, and `iter` where the step is used."""
+        shapes = self.state_shapes(table.shape)
+        if self.uses_step:
+            shapes["iter"] = torch.Size()
+        return {name: table.new_zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}
+
+
+def _sgd(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
 ) -> None:
-    """Apply one update to some rows of a table, in plain torch.
+    torch._foreach_add_(tables, gradients, alpha=-group["lr"])
+
+
+def _adagrad(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    totals = [state["momentum1"] for state in states]
+    torch._foreach_addcmul_(totals, gradients, gradients)
+    divisors = torch._foreach_sqrt(totals)
+    torch._foreach_add_(divisors, group["eps"])
+    torch._foreach_addcdiv_(tables, gradients, divisors, value=-group["lr"])
+
+
+def _rowwise_adagrad(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        total = state["momentum1"].add_(gradient.square().mean(dim=1))
+        rate = group["lr"] / (total.sqrt() + group["eps"])
+        table.sub_(gradient * rate.unsqueeze(1))
+
+
+def _adam(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        touched = gradient.ne(0).any(dim=1, keepdim=True).to(gradient.dtype)  # [rows, 1], 1 or 0
+        mean = state["momentum1"].lerp_(gradient, touched * (1 - group["beta1"]))
+        variance = state["momentum2"].lerp_(gradient.square(), touched * (1 - group["beta2"]))
+        # in double: 1 - 0.999 keeps four digits only in single precision
+        count = state["iter"].add_(1).double()
+        mean = mean / (1 - group["beta1"] ** count)
+        variance = variance / (1 - group["beta2"] ** count)
+        table.sub_(mean / (variance.sqrt() + group["eps"]) * (touched * group["lr"]))
+
+
+KERNELS = "nn.ops.triton.row_updates"
+
+TABLE_RULES: dict[str, TableRule] = {
+    OptimizerName.sgd: TableRule(
+        name="sgd",
+        update=_sgd,
+        kernel=f"{KERNELS}:sgd",
+        fbgemm=EmbOptimType.EXACT_SGD,
+        leaves_untouched_rows=True,
+    ),
+    OptimizerName.adagrad: TableRule(
+        name="adagrad",
+        update=_adagrad,
+        kernel=f"{KERNELS}:adagrad",
+        states=(StateField("momentum1"),),
+        fbgemm=EmbOptimType.EXACT_ADAGRAD,
+        leaves_untouched_rows=True,
+    ),
+    OptimizerName.rowwise_adagrad: TableRule(
+        name="rowwise_adagrad",
+        update=_rowwise_adagrad,
+        kernel=f"{KERNELS}:rowwise_adagrad",
+        states=(StateField("momentum1", per_row=True),),
+        fbgemm=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        columns_may_be_cut=False,
+        leaves_untouched_rows=True,
+    ),
+    OptimizerName.adam: TableRule(
+        name="adam",
+        update=_adam,
+        kernel=f"{KERNELS}:adam",
+        states=(StateField("momentum1"), StateField("momentum2", fused_name="exp_avg_sq")),
+        fbgemm=EmbOptimType.ADAM,
+        fused_on_cpu=False,
+        uses_step=True,
+        leaves_untouched_rows=True,
+    ),
+}
+
+ADDITION = OptimizerConfig(name=OptimizerName.sgd)
+"""With a rate of -1 it adds gradients to rows."""
+
+
+@cache
+def table_rule(name: str) -> TableRule:
+    """Return the record of a table optimizer.
 
     Args:
-        table: to update. Weights of 16 bits are computed in float32 and rounded stochastically.
-        rows: distinct row numbers, [n].
-        gradients: of these rows, float32 [n, D].
-        config: optimizer of the tables.
-        lr: learning rate.
-        step: number of updates before this one, [1].
+        name: of a built-in one, or `package.module:NAME`.
+
+    Raises:
+        ValueError: the name cannot be imported, or is no `TableRule`.
     """
-    rule = table_rule(config.table_name)
-    # `index_select` copies complete rows; indexing by brackets reads element after element.
-    some = table.weight.index_select(0, rows).float()
-    some_state = {name: state.index_select(0, rows) for name, state in table.state.items()}
-    group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
-    count = {"iter": step.float()} if rule.uses_step else {}
-    rule.update([some], [gradients], [some_state | count], group)
-    if table.weight.dtype is not torch.float32:
-        bits = random_bits(table.rounding_key, step, rows, table.first_column, some.shape[1])
-        some = round_stochastically(some, table.weight.dtype, bits)
-    table.weight[rows] = some
-    for name, state in some_state.items():
-        table.state[name][rows] = state
+    if name in TABLE_RULES:
+        return TABLE_RULES[name]
+    rule = load_user_object(name, "optimizer.embedding_name")
+    if not isinstance(rule, TableRule):
+        raise ValueError(
+            f"optimizer.embedding_name={name} is a {type(rule).__name__}, and the tables require a TableRule "
+            "(nn.embedding.optimizer); name one, or a built-in optimizer"
+        )
+    return rule
+
+
+def less_state(rule: TableRule) -> list[str]:
+    """Return the built-in optimizers without state per element if `rule` has such state; largest state first."""
+    if not rule.bytes_per_element:
+        return []
+    smaller = [other for other in TABLE_RULES.values() if not other.bytes_per_element]
+    return [other.name for other in sorted(smaller, key=lambda other: -other.bytes_per_row)]
+
+
+def with_column_cuts(rule: TableRule) -> str:
+    """Return the built-in optimizer with as many states as `rule` whose tables may be sharded by columns."""
+    return next(
+        other.name
+        for other in TABLE_RULES.values()
+        if other.columns_may_be_cut and len(other.states) == len(rule.states)
+    )

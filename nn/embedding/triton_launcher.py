@@ -14,7 +14,7 @@ from triton.runtime.jit import KernelInterface
 
 from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
-from nn.embedding.table_rules import TableRule, table_rule
+from nn.embedding.optimizer import TableRule, table_rule
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
 from nn.user_objects import load_user_object
 
@@ -76,10 +76,10 @@ class TritonLauncher:
         self._weights = tables[0].weight
         assert all(table.weight.dtype == self._weights.dtype for table in tables)
         self._weight_offset = _offsets([table.weight for table in tables])
-        self._state = [tables[0].state[name] for name in self._rule.state_names]
-        self._state_offset = [
-            _offsets([table.state[name] for table in tables]) for name in self._rule.state_names
-        ]
+        # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
+        names = [name for name in self._rule.state_names if name in tables[0].state]
+        self._state = [tables[0].state[name] for name in names]
+        self._state_offset = [_offsets([table.state[name] for table in tables]) for name in names]
         # The kernel has two state arguments; the weights fill those that the optimizer lacks, and are not read there.
         while len(self._state) < 2:
             self._state.append(self._weights)

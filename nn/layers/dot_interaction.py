@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nn.layers.mlp import round_up
-from nn.ops.pooled_embeddings import PooledEmbeddings
+from nn.layers.pooled_embeddings import PooledEmbeddings
 
 # B: samples, F: embeddings of a sample, D: columns of an embedding, V: vectors that interact (F, or F + 1 with bottom),
 # P: pairs of distinct vectors, V (V - 1) / 2

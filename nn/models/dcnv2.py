@@ -15,8 +15,8 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
-from nn.ops.pooled_embeddings import PooledEmbeddings, join
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig

@@ -13,8 +13,8 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.model import Activations, Model
-from nn.ops.pooled_embeddings import PooledEmbeddings
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig

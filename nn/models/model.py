@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.ops.pooled_embeddings import PooledEmbeddings
+from nn.layers.pooled_embeddings import PooledEmbeddings
 
 if TYPE_CHECKING:
     # TorchRec takes seven seconds to import, and `--help` needs the options only.
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
     Attributes:
         Options: dataclass of the options, a subclass of `ModelConfig`.
-        prefix_columns: columns that `forward` puts before the embeddings (`nn.ops.pooled_embeddings.join`); the lookup
+        prefix_columns: columns that `forward` puts before the embeddings (`nn.layers.pooled_embeddings.join`); the lookup
             leaves room for them, which saves a copy.
     """
 

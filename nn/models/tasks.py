@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nn.ops.bce_loss import bce_loss_share
+from nn.layers.bce_loss import bce_loss_share
 
 Loss = Callable[[Tensor, Tensor, int, int], Tensor]
 """A rank's share of a mean loss: logits [B], labels [B], valid rows of this rank and over all ranks."""

@@ -33,7 +33,7 @@ from configs.schema import ShardingConfig, ShardingType
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.collection import keep_float32
 from nn.embedding.declared_tables import ids_per_sample, table_of_feature
-from nn.embedding.table_rules import TableRule, less_state, with_column_cuts
+from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
 from nn.sharding.plan import Hardware, TablePlan
 
 GIB = 2**30

@@ -36,10 +36,10 @@ from nn.embedding.collection import embeddings_of
 from nn.embedding.id_expansion import expand_jagged
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
-from nn.embedding.optimizer import TableOptimizer
-from nn.embedding.table_rules import TableRule, table_rule
+from nn.embedding.optimizer import TableRule, table_rule
+from nn.embedding.torch_optimizer import TableOptimizer
 from nn.layers.initialization import fill_uniform_
-from nn.ops.pooled_embeddings import PooledEmbeddings
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.ops.stochastic_rounding import rounding_key
 from nn.sharding.planner import TableSharder
 from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables

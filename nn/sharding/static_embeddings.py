@@ -18,7 +18,7 @@ from nn.distributed.process_group import Ranks
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_expansion import IdExpansion
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
-from nn.embedding.table_rules import ADDITION
+from nn.embedding.optimizer import ADDITION
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
 

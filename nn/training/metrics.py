@@ -9,6 +9,8 @@ from torch.nn.functional import logsigmoid, pad
 
 # Log loss is summed in float64 in blocks of so many rows, which takes about 32 MiB of device memory.
 BLOCK_ROWS = 1 << 22
+TRAIN_AUC_ROWS = 2**20
+"""The training AUC of a record covers the last rows before it: sorting more rows takes time and adds little."""
 
 
 class Collectives(Protocol):

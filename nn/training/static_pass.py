@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
-from nn.ops.pooled_embeddings import PooledEmbeddings
 from nn.sharding.id_all_to_all import LocalIds
 from nn.sharding.static_embeddings import StaticEmbeddings
 from nn.training.sparse_path import PassContext

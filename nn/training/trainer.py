@@ -25,12 +25,9 @@ from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
 from nn.training.limits import eval_steps, is_good_enough, total_steps
-from nn.training.metrics import RankingMetrics
+from nn.training.metrics import TRAIN_AUC_ROWS, RankingMetrics
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
-
-# The AUC while training is of the last rows before a record: sorting more rows takes time and adds little.
-TRAIN_AUC_ROWS = 2**20
 
 
 @dataclass(frozen=True, slots=True)

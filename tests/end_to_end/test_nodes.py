@@ -6,7 +6,7 @@ import pytest
 
 from configs.schema import OptimizerName, ShardingType
 from nn.distributed.process_group import ranks_from_environment
-from nn.embedding.table_rules import TABLE_RULES
+from nn.embedding.optimizer import TABLE_RULES
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed

@@ -58,6 +58,7 @@ ROOMS = {
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",
+        "nn.layers",
         "nn.models",
         "nn.observability",
         "nn.ops",
@@ -139,8 +140,6 @@ ROOMS = {
         "preproc.verify",
     },
 }
-# Allowed inside functions only: an operation chooses its kernel at run time, as Triton need not be there.
-LAZY_ROOMS = {("nn.ops", "nn.ops.triton")}
 MOST_MODULES = 15
 KNOWS_RANKS = {
     "nn.distributed.process_group",
@@ -301,10 +300,7 @@ def test_every_room_is_in_the_table():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_the_rooms_that_the_table_allows(room):
-    beside = {target for source, target in LAZY_ROOMS if source == room}
-    assert rooms_imported(lazy=True)[room] <= ROOMS[room] | beside
-    lazy_only = {target for source, target in LAZY_ROOMS if source == room}
-    assert not rooms_imported(lazy=False)[room] & lazy_only
+    assert rooms_imported(lazy=True)[room] <= ROOMS[room]
 
 
 def test_rooms_import_one_way():

@@ -1,32 +1,23 @@
 """Sizes that keep files readable: no function over 60 lines, no constructor with more than 7 arguments."""
 
 from tests.project.layout import ROOT, long_functions, modules_of, wide_constructors
-from tests.project.test_layers import LAZY_ROOMS, ROOMS, rooms_imported
+from tests.project.test_layers import ROOMS, rooms_imported
 
 # Compiled kernels, whose compilers want one function.
 KERNELS = {
     "nn.ops.triton.embedding_bag._segment_update",
     "preproc.criteo.tokenizer.parse_lines",
 }
-# To be split; a function that is leaves the list, and none comes in.
-NOT_SPLIT: set[str] = set()
-NOT_NARROWED: set[str] = set()
 
 
 def test_no_function_is_too_long():
     found = {name for _, name in long_functions(modules_of(ROOT))}
-    assert sorted(found - KERNELS - NOT_SPLIT) == []
+    assert sorted(found - KERNELS) == []
 
 
 def test_no_constructor_has_too_many_arguments():
     found = {name for _, name in wide_constructors(modules_of(ROOT))}
-    assert sorted(found - NOT_NARROWED) == []
-
-
-def test_what_is_mended_leaves_the_lists():
-    modules = modules_of(ROOT)
-    assert sorted(NOT_SPLIT - {name for _, name in long_functions(modules)}) == []
-    assert sorted(NOT_NARROWED - {name for _, name in wide_constructors(modules)}) == []
+    assert sorted(found) == []
 
 
 def test_the_table_of_rooms_allows_nothing_that_is_not_imported():
@@ -34,5 +25,3 @@ def test_the_table_of_rooms_allows_nothing_that_is_not_imported():
     assert {room: sorted(allowed - used[room]) for room, allowed in ROOMS.items()} == {
         room: [] for room in ROOMS
     }
-    for source, target in LAZY_ROOMS:
-        assert target in used[source]

@@ -1,4 +1,4 @@
-"""Binary cross entropy and its gradient as one Triton kernel instead of a dozen small ones; see `nn.ops.bce_loss`."""
+"""Binary cross entropy and its gradient as one Triton kernel instead of a dozen small ones; see `nn.layers.bce_loss`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ BLOCK = 1024
 def fused_bce_loss_share(
     logits: Tensor, labels: Tensor, num_valid: int, global_valid: int
 ) -> Tensor:
-    """Compute `nn.ops.bce_loss.bce_loss_share` with a fixed order of summation."""
+    """Compute `nn.layers.bce_loss.bce_loss_share` with a fixed order of summation."""
     return _BceLossShare.apply(logits, labels, num_valid, global_valid)
 
 

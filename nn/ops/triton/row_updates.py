@@ -8,7 +8,7 @@ Scalars: `rate` is the learning rate. `scalars[1]` and `scalars[2]` are 1 / (1 -
 and `rest2` are 1 - beta, computed on the host, since single precision keeps four digits only. `width` [WARPS] is the number
 of columns.
 
-`nn.embedding.table_rules` has the same arithmetic in plain torch.
+`nn.embedding.optimizer` has the same arithmetic in plain torch.
 """
 
 import triton

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig
 from nn.build import build_plan, check_optimizers, open_source, planned_hardware
-from nn.embedding.table_rules import StateField, TableRule, table_rule
+from nn.embedding.optimizer import StateField, TableRule, table_rule
 from nn.export.tables import export_tables
 from nn.training.dense_optimizer import DenseRule
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu

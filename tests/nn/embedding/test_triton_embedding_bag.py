@@ -8,7 +8,7 @@ import torch
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
-from nn.embedding.table_rules import table_rule
+from nn.embedding.optimizer import table_rule
 
 # Rows, columns and hotness of each table: runs of equal ids over many blocks, within one block, and none.
 TABLES = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
@@ -147,6 +147,28 @@ def test_interpreted_lookup_and_update_equal_plain_torch(rule):
 )
 def test_interpreted_updates_of_16_bit_weights_equal_plain_torch(rule, stored):
     compare_stored(rule, 40, "cpu", stored)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_replicated_tables_which_have_no_state_here_are_looked_up(rule):
+    group, _ = make_group(rule, 40, "cpu", torch.float32, torch.float32)
+    for table in group.tables:
+        table.state.clear()
+    from nn.embedding.triton_launcher import TritonLauncher
+
+    group._kernels = None
+    ids, plain, fused = draw_ids(40, 0), *(torch.empty(40, group.num_columns) for _ in range(2))
+    group.look_up(ids, plain)
+    launcher = TritonLauncher(
+        group.tables,
+        num_samples=40,
+        id_starts=group._id_starts,
+        columns=group._columns,
+        key_bases=group._key_bases,
+        config=group._config,
+    )
+    launcher.look_up(ids, fused)
+    assert torch.equal(plain, fused)
 
 
 def test_equal_ids_of_many_blocks_are_summed_level_by_level():

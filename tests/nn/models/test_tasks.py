@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nn.layers.bce_loss import bce_loss_share
 from nn.models.tasks import AUC, LOG_LOSS, Metric, binary_tasks, loss_share, metrics_of
 from nn.observability.console import format_test, format_train
 from nn.observability.run_directory import SUMMARY_KEYS, empty_summary
-from nn.ops.bce_loss import bce_loss_share
 
 MRR = Metric(name="mrr", title="test MRR", while_training=True)
 

@@ -15,9 +15,9 @@ from nn.build import build_plan, open_source, planned_hardware
 from nn.embedding.declared_tables import check_tables, one_table_per_feature
 from nn.export.tables import export_tables
 from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
 from nn.models.registry import build_dense, declared_tables
-from nn.ops.pooled_embeddings import PooledEmbeddings, join
 from nn.sharding.memory_estimate import plan_memory
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config, losses_of_cases

@@ -42,7 +42,7 @@ def run() -> None:
     from triton.compiler import CompilationError
 
     from configs.schema import OptimizerName
-    from nn.embedding.table_rules import TABLE_RULES
+    from nn.embedding.optimizer import TABLE_RULES
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward

@@ -15,7 +15,7 @@ from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
 from nn.embedding.collection import build_embeddings
 from nn.embedding.declared_tables import one_table_per_feature
-from nn.embedding.table_rules import TABLE_RULES, TableRule
+from nn.embedding.optimizer import TABLE_RULES, TableRule
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 from nn.sharding.planner import plan_tables, table_bytes
 from nn.sharding.sharded_embeddings import register_optimizer

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
-from nn.ops.pooled_embeddings import PooledEmbeddings
 from tests.helpers.composed import build, compose_config
 from tests.helpers.distributed import run_distributed
 from tests.nn.sharding.test_sharded_embeddings import case

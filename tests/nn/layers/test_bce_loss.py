@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nn.ops.bce_loss import bce_loss_share
+from nn.layers.bce_loss import bce_loss_share
 
 
 def test_shares_add_up_to_the_mean_over_the_rows_that_count():

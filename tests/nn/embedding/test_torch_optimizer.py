@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 
 from configs.schema import OptimizerName
-from nn.embedding.optimizer import TableOptimizer
+from nn.embedding.torch_optimizer import TableOptimizer
 
 ROWS, DIM, STEPS = 20, 8, 5
 

@@ -1,0 +1,121 @@
+"""Optimizer of tables in plain torch, for dense gradients and for gradients of some rows.
+
+Replicated tables (`data_parallel`) and tables whose optimizer FBGEMM does not fuse on the device are updated here. The
+arithmetic is that of the fused optimizer, including the position of eps, so that the plan does not change the result.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import OptimizerConfig
+from nn.embedding.local_tables import LocalTable
+from nn.embedding.optimizer import table_rule
+from nn.ops.stochastic_rounding import random_bits, round_stochastically
+
+
+class TableOptimizer(torch.optim.Optimizer):
+    """An optimizer of tables [rows, dim] with dense gradients.
+
+    A row whose gradient is zero in all columns is not changed, nor is its state: FBGEMM updates only the rows that a batch
+    looks up. Adam differs in two points. FBGEMM decays the moments of a looked-up row whose gradient is exactly zero. Its
+    `iter` counts every forward pass, evaluation included; ours counts updates.
+
+    The state is allocated in the constructor, so that a checkpoint can be loaded before the first step. It has the fields of
+    the `TableRule` and, if the optimizer uses the step, `iter` [], the number of updates. It is float32 for every dtype of
+    the table.
+
+    Args:
+        params: the tables, or parameter groups of them.
+        name: of the optimizer: a built-in one, or `package.module:NAME`.
+        lr: learning rate.
+        eps: added to the square root in the denominator; all built-in optimizers but SGD.
+        beta1: decay of Adam's mean.
+        beta2: decay of Adam's variance.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        name: str,
+        lr: float,
+        eps: float = 1e-8,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "beta1": beta1, "beta2": beta2})
+        self._rule = table_rule(name)
+        for group in self.param_groups:
+            for table in group["params"]:
+                self.state[table].update(self._rule.new_state(table))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Apply one update to every table that has a gradient; return nothing, as without a closure there is no loss."""
+        assert closure is None, (
+            "a closure would evaluate the model again, which no optimizer here needs"
+        )
+        update = self._rule.update if self._rule.leaves_untouched_rows else self._update_touched
+        for group in self.param_groups:
+            tables = [table for table in group["params"] if table.grad is not None]
+            if tables:
+                gradients = [table.grad for table in tables]
+                update(tables, gradients, [self.state[table] for table in tables], group)
+
+    def _update_touched(
+        self,
+        tables: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        group: dict[str, Any],
+    ) -> None:
+        """Update all rows, then restore those without a gradient: shapes do not depend on their number."""
+        changed = [
+            [table, *(state[name] for name in self._rule.state_names)]
+            for table, state in zip(tables, states, strict=True)
+        ]
+        before = [[tensor.clone() for tensor in tensors] for tensors in changed]
+        self._rule.update(tables, gradients, states, group)
+        for gradient, tensors, old_tensors in zip(gradients, changed, before, strict=True):
+            untouched = gradient.eq(0).all(dim=1)
+            for tensor, old in zip(tensors, old_tensors, strict=True):
+                rows = untouched.view(-1, *[1] * (tensor.dim() - 1))
+                tensor.copy_(torch.where(rows, old, tensor))
+
+
+@torch.no_grad()
+def update_rows(
+    table: LocalTable,
+    rows: Tensor,
+    gradients: Tensor,
+    config: OptimizerConfig,
+    *,
+    lr: float,
+    step: Tensor,
+) -> None:
+    """Apply one update to some rows of a table, in plain torch.
+
+    Args:
+        table: to update. Weights of 16 bits are computed in float32 and rounded stochastically.
+        rows: distinct row numbers, [n].
+        gradients: of these rows, float32 [n, D].
+        config: optimizer of the tables.
+        lr: learning rate.
+        step: number of updates before this one, [1].
+    """
+    rule = table_rule(config.table_name)
+    # `index_select` copies complete rows; indexing by brackets reads element after element.
+    some = table.weight.index_select(0, rows).float()
+    some_state = {name: state.index_select(0, rows) for name, state in table.state.items()}
+    group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
+    count = {"iter": step.float()} if rule.uses_step else {}
+    rule.update([some], [gradients], [some_state | count], group)
+    if table.weight.dtype is not torch.float32:
+        bits = random_bits(table.rounding_key, step, rows, table.first_column, some.shape[1])
+        some = round_stochastically(some, table.weight.dtype, bits)
+    table.weight[rows] = some
+    for name, state in some_state.items():
+        table.state[name][rows] = state
