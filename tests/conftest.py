@@ -56,6 +56,7 @@ FAST = {
     "nn/observability/test_throughput.py",
     "nn/observability/test_trace_breakdown.py",
     "nn/layers/test_bce_loss.py",
+    "nn/ops/test_stochastic_rounding.py",
     "nn/sharding/test_id_all_to_all.py",
     "nn/sharding/test_memory_estimate.py",
     "nn/test_versions.py",

@@ -51,7 +51,7 @@ ROOMS = {
     "nn.layers": {"nn.ops", "nn.ops.triton"},
     "nn.user_objects": set(),
     "nn.embedding": {"nn.layers", "nn.ops", "nn.ops.triton", "nn.user_objects"},
-    "nn.models": {"nn.embedding", "nn.layers", "nn.ops", "nn.user_objects"},
+    "nn.models": {"nn.embedding", "nn.layers", "nn.user_objects"},
     "nn.sharding": {"nn.distributed", "nn.embedding", "nn.layers", "nn.models", "nn.ops"},
     "nn.checkpoint": {"nn.distributed"},
     "nn.observability": {"nn.checkpoint", "nn.distributed", "nn.models", "nn.sharding"},
