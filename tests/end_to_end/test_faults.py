@@ -112,7 +112,9 @@ def hang(pids: list[int], log: Path) -> None:
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGTERM)
-    assert wait_until(lambda: "stopped, since another rank" in log.read_text(), 60), log.read_text()
+    assert wait_until(lambda: "stopped because another rank has exited" in log.read_text(), 60), (
+        log.read_text()
+    )
     os.kill(pids[0], signal.SIGKILL)
 
 

@@ -287,7 +287,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_one_line(change, message, tmp
 
 def test_an_empty_run_dir_is_refused():
     assert refused(*SHORT, "run_dir=").startswith(
-        "run_dir is empty, perhaps a variable that is not"
+        "run_dir is empty, perhaps from an unset shell variable"
     )
 
 

@@ -84,8 +84,8 @@ def test_the_other_component_may_be_of_another_model(saved, component):
     ("parts", "message"),
     [
         ("[dense,tables,optimizer]", "step_3, 3 steps, dense, tables, optimizer"),
-        ("[dense,tables]", "step_3, dense, tables; training begins at step 0"),
-        ("[tables]", "step_3, tables; training begins at step 0"),
+        ("[dense,tables]", "step_3, dense, tables; training starts at step 0"),
+        ("[tables]", "step_3, tables; training starts at step 0"),
     ],
 )
 def test_without_the_optimizer_a_new_run_begins(saved, tmp_path, parts, message):

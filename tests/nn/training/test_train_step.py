@@ -371,7 +371,7 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
     tables._kernels = [kernel]
     tables.prepare_fused_update(7, 0.25)
     assert (kernel.iter_cpu.item(), kernel.iter.item(), kernel.lr) == (7, 7, 0.25)
-    assert tables._rule is OptimizerName.adam
+    assert tables._rule.name == OptimizerName.adam
 
 
 @pytest.mark.parametrize("static_blocker", [None, "asked for"])

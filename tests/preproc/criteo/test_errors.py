@@ -384,6 +384,8 @@ def test_ctrl_c_ends_the_command_with_one_message(tmp_path, output):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts jobs in the background with SIGINT ignored, and Python would leave it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / ".out.preproc" / "label.u8").exists():
         assert run.poll() is None, "the run was over before it could be interrupted"
