@@ -68,7 +68,7 @@ trap 'cancelled=true' TERM
 # When the task of one node has ended, the others have a minute to end too. PYTHONUNBUFFERED makes logs appear at once.
 export SLURM_WAIT=${SLURM_WAIT:-60} PYTHONUNBUFFERED=1
 
-# nn/distributed/node_launcher.py is torchrun with one log per rank and the exit codes of nn/distributed/errors.py. It numbers
+# nn/distributed/node_launcher.py is torchrun with one log per rank and the exit codes of configs/exit_codes.py. It numbers
 # the ranks and sets LOCAL_WORLD_SIZE, which the sharding plan needs. Without --cpu-bind=none all ranks of a node would share
 # the one core of srun's task.
 srun \
@@ -89,7 +89,7 @@ while kill -0 "$step" 2> /dev/null; do
     wait "$step" || code=$?
 done
 
-# 2, 3 and 130 are permanent (nn/distributed/errors.py), and a cancelled job is not requeued.
+# 2, 3 and 130 are permanent (configs/exit_codes.py), and a cancelled job is not requeued.
 case $code in 0 | 2 | 3 | 130) exit "$code" ;; esac
 ! $cancelled || exit "$code"
 if ! $warned && ((${SLURM_RESTART_COUNT:-0} >= ${MAX_REQUEUES:-10})); then

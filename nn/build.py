@@ -24,7 +24,7 @@ from nn.models.tasks import binary_tasks
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
 from nn.sharding.sharded_embeddings import ShardedEmbeddings, TableSettings, register_optimizer
-from nn.training.dense_optimizer import dense_rule
+from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
 GIB = 2**30
@@ -89,7 +89,7 @@ def check_optimizers(config: Config, spec: FeatureSpec) -> None:
         ValueError: `package.module:NAME` is no optimizer; FBGEMM would update tables and lacks their optimizer; or the
             tables' optimizer has no kernel for GPUs and would train on one.
     """
-    dense_rule(config.effective_optimizer.name)
+    check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
     ragged = [feature.name for feature in spec.categorical if feature.hotness is None]
     if rule.fbgemm is None and ragged:
@@ -97,7 +97,10 @@ def check_optimizers(config: Config, spec: FeatureSpec) -> None:
             f"table optimizer {rule.name} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
             f"tables, and has no {rule.name}; choose a built-in optimizer with optimizer.embedding_name"
         )
-    if rule.kernel is None and device_type(config) == "cuda":
+    if rule.kernel is not None:
+        return
+    is_plan = config.mode is Mode.plan
+    if (planned_hardware(config).device_type if is_plan else device_type(config)) == "cuda":
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
         )

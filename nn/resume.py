@@ -32,7 +32,7 @@ from nn.checkpoint.tensor_index import read_index
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
-from nn.models.registry import declared_tables
+from nn.models.registry import MODELS, declared_tables, options_of_own_models
 from nn.training.limits import is_good_enough, total_steps
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
@@ -301,18 +301,15 @@ def _check_same_run(
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     old, new = _flat(before), _flat(now)
+    # Runs of earlier versions recorded the options of all models of the project.
+    others = options_of_own_models() if old.get("model.name") in MODELS else set()
     return [
         f"{key}={old.get(key, MISSING)} instead of {new.get(key, MISSING)}"
         for key in sorted(old | new)
         if old.get(key, MISSING) != new.get(key, MISSING)
-        and not _is_of_another_model(key, new)
+        and not (key in others and key not in new)
         and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
     ]
-
-
-def _is_of_another_model(key: str, now: dict[str, Any]) -> bool:
-    """Tell whether the model lacks an option; older checkpoints hold the options of all models."""
-    return key.startswith("model.") and key not in now
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Import of objects that an option names as `package.module:NAME`; they may lie outside the project."""
 
 from importlib import import_module
+from traceback import extract_tb
 from typing import Any
 
 
@@ -12,15 +13,24 @@ def load_user_object(path: str, option: str) -> Any:
         option: option whose value the path is, for errors.
 
     Raises:
-        ValueError: the module cannot be imported, or has no such name.
+        ValueError: the module cannot be imported, or has no such name. Errors of the project's own modules are raised as
+            they are.
     """
     module, _, name = path.partition(":")
     try:
         content = import_module(module)
     except Exception as error:  # the module is not ours, and may raise anything
+        if module.split(".")[0] == __name__.split(".")[0]:
+            raise  # a fault of the project or of its installation
         first_line = (str(error).splitlines() or [""])[0]
+        frames = [
+            f", at {frame.filename}:{frame.lineno}"
+            for frame in extract_tb(error.__traceback__)
+            if frame.filename != __file__ and "importlib" not in frame.filename
+        ]
         raise ValueError(
-            f"{option}={path}: {module} cannot be imported ({type(error).__name__}: {first_line}); correct the "
+            f"{option}={path}: {module} cannot be imported ({type(error).__name__}: {first_line}"
+            f"{''.join(frames[-1:])}); correct the "
             "name, install its package, or add its directory to PYTHONPATH"
         ) from error
     if not hasattr(content, name):

@@ -177,7 +177,7 @@ class CheckpointManager:
             self._error = error
             return
         if self._problem is not None and self._ranks.is_rank0:
-            self._release(num_steps)
+            self._discard_failed(num_steps)
 
     def _write_shards(self, num_steps: int, state: State) -> str | None:
         try:
@@ -201,7 +201,7 @@ class CheckpointManager:
             return str(error)
         return None
 
-    def _release(self, num_steps: int) -> None:
+    def _discard_failed(self, num_steps: int) -> None:
         shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
         latest = self.latest
         fallback = (

@@ -60,7 +60,8 @@ class TableRule:
         uses_step: whether an update depends on the number of updates before.
         columns_may_be_cut: whether a table sharded by columns trains as an unsharded one.
         leaves_untouched_rows: whether `update` does not change rows whose gradient is zero, state included; otherwise
-            `TableOptimizer` restores them.
+            `TableOptimizer` restores them. If not, a row that a batch looks up with a gradient of exactly zero is updated
+            in tables of one rank and left in replicated ones.
     """
 
     name: str

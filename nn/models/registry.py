@@ -110,6 +110,11 @@ def _is_of_another(key: str, value: Any) -> bool:
     return False
 
 
+def options_of_own_models() -> set[str]:
+    """Return the dotted keys of the options of all models of the project."""
+    return {key for name in MODELS for key, _ in describe(find_model(name).Options, "model.")}
+
+
 def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
     """Return the tables that a model declares for a dataset, after checking them.
 

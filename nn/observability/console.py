@@ -49,9 +49,16 @@ class _ConsoleHandler(Handler):
         self._console.print(f"{level}{record.getMessage()}", soft_wrap=True)
 
 
+class _AlwaysEnabled(Logger):
+    """A logger that `logging.disable` does not silence: libraries call it, and so does the planner for TorchRec's messages."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        return True
+
+
 def make_logger(console: Console) -> Logger:
     """Return a logger that prints to a console, and shares nothing with other loggers of the process."""
-    logger = Logger("nn")
+    logger = _AlwaysEnabled("nn")
     logger.addHandler(_ConsoleHandler(console))
     return logger
 

@@ -58,6 +58,7 @@ class CudaGraph(Generic[Outputs]):
 
     def load(self, *inputs: Tensor) -> None:
         """Queue the copy of new inputs; the current stream may overwrite their memory afterwards."""
+        assert self.outputs is not None, "the graph is closed"
         for captured, new in zip(self._inputs, inputs, strict=True):
             captured.copy_(new, non_blocking=True)
 

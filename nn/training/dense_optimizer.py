@@ -6,9 +6,10 @@ A new optimizer is a `DenseRule` here, or one outside the project with `optimize
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.user_objects import load_user_object
@@ -20,7 +21,8 @@ class DenseRule:
 
     Attributes:
         name: name in messages.
-        build: returns the optimizer for parameters and options.
+        build: returns the optimizer for parameters and options. A step with a learning rate of 0 and gradients of 0 changes
+            no weight, and all state are tensors of `optimizer.state`, which is what checkpoints hold.
         states_per_weight: state values per weight.
     """
 
@@ -75,6 +77,47 @@ def dense_rule(name: str) -> DenseRule:
             "optimizer.embedding_name"
         )
     return rule
+
+
+def check_dense_rule(config: OptimizerConfig) -> None:
+    """Refuse an optimizer from outside the project whose state a checkpoint would lose; it takes a step on two weights.
+
+    Raises:
+        ValueError: `optimizer.name` names no optimizer; or a step with a learning rate of 0 changes weights, or leaves state
+            that is no tensor.
+    """
+    rule = dense_rule(config.name)
+    if config.name in DENSE_RULES:
+        return
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = rule.build([weight], config)
+    weight.grad = torch.zeros(2)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    settings = [_settings(group) for group in optimizer.param_groups]
+    optimizer.step()
+    if not torch.equal(weight, torch.ones(2)):
+        raise ValueError(
+            f"optimizer.name={config.name} changes weights in a step with a learning rate of 0 and gradients of 0, by which "
+            "its state is created before a checkpoint is restored; scale every change by lr"
+        )
+    lost = [
+        key
+        for key, value in optimizer.state[weight].items()
+        if value is not None and not isinstance(value, Tensor)
+    ]
+    for before, group in zip(settings, optimizer.param_groups, strict=True):
+        now = _settings(group)
+        lost += [key for key in now if key not in before or before[key] != now[key]]
+    if lost:
+        raise ValueError(
+            f"optimizer.name={config.name} keeps {lost[0]!r} as a number or in its parameter groups, and checkpoints hold "
+            "the tensors of optimizer.state only, so a resumed run would differ; keep it there as a tensor"
+        )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def build_dense_optimizer(

@@ -49,17 +49,16 @@ class Prefetcher:
             raise RuntimeError(
                 "start_next() was called twice, which would lose a batch; take the waiting batch with next() first"
             )
-        self._is_started = True
         with self._on_stream():
             # On the stream that copies: the loader reuses a batch's memory when this stream has reached this point.
             start = time.perf_counter()
             with annotate(DATA_WAIT):
                 host_batch = next(self._batches, None)
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
-            if host_batch is None:
-                return
-            batch = host_batch.to(self._device, non_blocking=True)
-            self._next = batch, self._path.start(batch)
+            if host_batch is not None:
+                batch = host_batch.to(self._device, non_blocking=True)
+                self._next = batch, self._path.start(batch)
+        self._is_started = True
 
     def __iter__(self) -> "Prefetcher":
         return self

@@ -26,6 +26,10 @@ class Pass(Protocol):
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Return the logits [B], and release the ids."""
 
+
+class PlainPass(Pass, Protocol):
+    """A pass that is launched, or captured by `CapturedPass`."""
+
     def without_updates(self) -> AbstractContextManager:
         """Let `run` change no weight while the context is open."""
 
@@ -41,7 +45,7 @@ class CapturedPass:
     """
 
     def __init__(
-        self, plain: Pass, ids: LocalIds, batch: Batch, beside: CudaGraph | None = None
+        self, plain: PlainPass, ids: LocalIds, batch: Batch, beside: CudaGraph | None = None
     ) -> None:
         self.graph: CudaGraph[Tensor] = CudaGraph(
             lambda owned, replicated, *rest: plain.run(LocalIds(owned, replicated), *rest),
@@ -51,7 +55,6 @@ class CapturedPass:
             warm_up=plain.without_updates(),
             beside=beside,
         )
-        self.without_updates = plain.without_updates
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""
@@ -184,7 +187,7 @@ class StaticPath:
                 self._exchanges.pop(size).close()
         _close(self.forwards)
 
-    def _captured(self, plain: Pass, batch: Batch, ids: LocalIds) -> Pass:
+    def _captured(self, plain: PlainPass, batch: Batch, ids: LocalIds) -> Pass:
         if not self._capture:
             return plain
         others = (*self._passes.values(), *self.forwards.values())

@@ -172,6 +172,14 @@ def test_tables_that_require_a_fused_optimizer_are_refused():
         check_optimizers(config, replace(spec, categorical=(ragged, *spec.categorical[1:])))
 
 
+def test_a_rule_without_kernel_is_planned_for_cpus_only():
+    on_cpus = compose_config(*options("SIGN"), "mode=plan", "device=cpu")
+    check_optimizers(on_cpus, open_source(on_cpus).spec)
+    on_gpus = compose_config(*options("SIGN"), "mode=plan", "device=cuda", "sharding.hbm_gib=80")
+    with pytest.raises(ValueError, match="sign has no kernel for GPUs"):
+        check_optimizers(on_gpus, open_source(on_gpus).spec)
+
+
 def run_plan(rule: str, *overrides: str) -> None:
     config = compose_config(*options(rule, *overrides))
     build_plan(config, open_source(config), planned_hardware(config))

@@ -341,6 +341,14 @@ def test_an_older_run_with_the_options_of_all_models_is_accepted(tmp_path):
     assert not can_restart(tmp_path, config)
 
 
+def test_an_option_that_a_model_has_lost_is_a_change(tmp_path):
+    config = compose_config(*TINY, "model.name=dlrm")
+    before = plain_config(config)
+    before["model"]["dropout"] = 0.5
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
+    assert not can_restart(tmp_path, config)
+
+
 def test_the_options_of_a_model_need_no_torchrec():
     program = "import sys; from nn.models.registry import MODELS, find_model; "
     program += "[find_model(name) for name in MODELS]; print('torchrec' in sys.modules)"

@@ -1,6 +1,7 @@
 """Terminal output: lines in a pipe, a bar on a terminal, a plan that fits 80 columns."""
 
 import io
+import logging
 import math
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ from nn.observability.console import (
     format_test,
     format_train,
     make_console,
+    make_logger,
     print_header,
     print_inference,
     print_plan,
@@ -261,3 +263,13 @@ def test_inference_is_a_line_a_batch_size():
     assert printed(console).splitlines()[-1].split() == [
         *("2,048", "1,234,568", "1.500", "1.600", "2.250")
     ]
+
+
+def test_messages_of_a_run_cannot_be_disabled(capsys):
+    logger = make_logger(make_console(0))
+    logging.disable()
+    try:
+        logger.warning("the checkpoint could not be written")
+    finally:
+        logging.disable(logging.NOTSET)
+    assert "could not be written" in capsys.readouterr().out
