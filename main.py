@@ -102,7 +102,7 @@ def _exit_codes() -> Iterator[None]:
 
 @_exit_codes()
 def _run(composed: DictConfig) -> None:
-    # Here, not above: torch and TorchRec take seconds to import, and `--help` and errors of options need neither.
+    # Here, not above: torch and TorchRec take seconds to import, and errors of options outside `model.` need neither.
     from nn.library_warnings import quiet_libraries
     from nn.versions import require_stack
 

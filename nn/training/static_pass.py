@@ -46,7 +46,7 @@ class StaticPass:
         self._num_valid, self._global_valid = num_valid, global_valid
         device = context.ranks.device
         self._enabled = torch.ones(1, dtype=torch.int32, device=device)
-        self._queue = _tables_queue(device) if device.type == "cuda" else None
+        self._stream = _tables_stream(device) if device.type == "cuda" else None
 
     def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
         """Run forward and backward pass, and return the logits [B], detached.
@@ -101,8 +101,8 @@ class StaticPass:
                 context.readback.record(loss, is_good)
                 if context.update_tables:
                     self._tables.update(sorted_owned, owned_gradients[0], is_good)
-        if self._queue is not None:
-            torch.cuda.current_stream().wait_stream(self._queue)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         if ids.release is not None:
             ids.release()
         return logits.detach()
@@ -144,13 +144,13 @@ class StaticPass:
 
     def _beside(self) -> AbstractContextManager:
         """Return a context that launches on the tables' stream, after the work that the current stream has so far."""
-        if self._queue is None:
+        if self._stream is None:
             return nullcontext()
-        self._queue.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._queue)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
 
     def _event(self) -> torch.cuda.Event | None:
-        if self._queue is None:
+        if self._stream is None:
             return None
         event = torch.cuda.Event()
         event.record()
@@ -192,7 +192,7 @@ class StaticForward:
 
 
 @cache
-def _tables_queue(device: torch.device) -> torch.cuda.Stream:
+def _tables_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all passes: torch has 32 streams and then reuses the first, the prefetcher's among them."""
     return torch.cuda.Stream(device)
 
