@@ -122,10 +122,17 @@ def _run(composed: DictConfig) -> None:
 
 
 def _stop_at_once(signum: int, frame: FrameType | None) -> None:
-    """End the process: before training starts there is nothing to save. Training installs its own handler."""
-    name = signal.Signals(signum).name
-    text = f"stopped by {name} before training started; rerun the same command"
-    _end_together(text, RESUME_EXIT_CODE)
+    """End the process: before training starts there is nothing to save. Training installs its own handler.
+
+    It raises nothing and prints without Python's buffers: the signal may arrive in an import, which may turn any exception into
+    another one, or inside a print.
+    """
+    if is_node_leader():
+        name = signal.Signals(signum).name
+        text = f"stopped by {name} before training started; rerun the same command\n"
+        os.write(sys.stderr.fileno(), text.encode())
+    ask_launcher_to_end()
+    os._exit(RESUME_EXIT_CODE)
 
 
 def _end_together(message: str, exit_code: int) -> NoReturn:
