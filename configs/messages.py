@@ -1,0 +1,51 @@
+"""Values and texts as a message or a terminal may show them: on one line, short, without control characters."""
+
+import reprlib
+import unicodedata
+from typing import Any
+
+MAX_SHOWN_CHARS = 160
+# Categories of Unicode: control, format (as those that reverse the direction), surrogate, line and paragraph separator.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+class _Short(reprlib.Repr):
+    """Representations whose cost and length do not grow with the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = self.maxlong = MAX_SHOWN_CHARS
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Show an integer whose digits Python refuses to write (over 4,300) by its size."""
+        bits = x.bit_length()
+        return repr(x) if bits <= 256 else f"<an integer of {bits:,} bits>"
+
+
+_SHORT = _Short()
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: like `repr`, on one line, with at most `MAX_SHOWN_CHARS` characters.
+
+    Values come from files: a yaml of 2 kB may hold, by nested aliases, a value whose `repr` fills the memory.
+    """
+    return shortened(printable(_SHORT.repr(value)))
+
+
+def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
+    """Return `text`, or its first and last part around `...` if it has more than `max_chars` characters."""
+    if len(text) <= max_chars:
+        return text
+    tail = max_chars // 4
+    return f"{text[: max_chars - tail - 3]}...{text[-tail:]}"
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with control characters as escapes, as `\n` or `\x1b`; a name may hold any character."""
+    if text.isprintable():
+        return text
+    return "".join(
+        repr(char)[1:-1] if unicodedata.category(char) in _HIDDEN else char for char in text
+    )
