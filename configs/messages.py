@@ -2,9 +2,12 @@
 
 import reprlib
 import unicodedata
+from collections.abc import Mapping, Sequence, Set
+from enum import Enum
 from typing import Any
 
 MAX_SHOWN_CHARS = 160
+MAX_LINE_CHARS = 4000
 # Categories of Unicode: control, format (as those that reverse the direction), surrogate, line and paragraph separator.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
@@ -16,6 +19,26 @@ class _Short(reprlib.Repr):
         super().__init__()
         self.maxlevel = 3
         self.maxstring = self.maxother = self.maxlong = MAX_SHOWN_CHARS
+
+    def repr1(self, x: Any, level: int) -> str:
+        """Represent a value by what it is, not by the name of its class: a subclass may hold as much."""
+        if isinstance(x, Enum):
+            return repr(x)
+        if isinstance(x, int):
+            return self.repr_int(x, level)
+        if isinstance(x, str):
+            return self.repr_str(x, level)
+        if isinstance(x, bytes | bytearray):
+            return repr(bytes(x[:MAX_SHOWN_CHARS]))
+        if isinstance(x, Mapping):
+            return self.repr_dict(x, level)  # type: ignore[arg-type]
+        if isinstance(x, tuple):
+            return self.repr_tuple(x, level)
+        if isinstance(x, Set):
+            return self.repr_set(x, level)  # type: ignore[arg-type]
+        if isinstance(x, Sequence):
+            return self.repr_list(x, level)  # type: ignore[arg-type]
+        return self.repr_instance(x, level)
 
     def repr_int(self, x: int, level: int) -> str:
         """Show an integer whose digits Python refuses to write (over 4,300) by its size."""
@@ -49,3 +72,8 @@ def printable(text: str) -> str:
     return "".join(
         repr(char)[1:-1] if unicodedata.category(char) in _HIDDEN else char for char in text
     )
+
+
+def on_one_line(text: str) -> str:
+    """Return a message as it leaves the process: one line of at most `MAX_LINE_CHARS` characters that hides nothing."""
+    return shortened(printable(shortened(text, MAX_LINE_CHARS)), MAX_LINE_CHARS)

@@ -1,114 +1,232 @@
 """Small text files with facts, yaml and JSON, that may come from anybody: read with limits, never executed.
 
 All packages read such files here. What a file may cost is limited before its content is built: a yaml of 2 kB may otherwise
-fill the memory through nested aliases, a FIFO blocks for ever, and deep nesting ends with a RecursionError.
+fill the memory through nested aliases, a FIFO blocks without end, and deep nesting ends with a RecursionError.
 """
 
+import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
-from configs.messages import shortened
+from configs.messages import shortened, shown
 
 MAX_NESTING = 64
 MAX_NODES = 5_000_000
 """Nodes of a yaml document with its aliases written out."""
 MAX_DOCUMENT_BYTES = 1 << 30
+MAX_YAML_BYTES = 64 << 20
+"""PyYAML reads about a megabyte in ten seconds."""
+MAX_DIGITS = 4300
+"""Python's own limit for integers."""
+_DIGITS = frozenset("0123456789_:.+-xabcdefABCDEF")
+# A socket and a terminal that is not there cannot be opened; links may lead in a circle; a name may be too long.
+_NO_FILE = {errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EISDIR}
 
 
-def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Return the bytes of a regular file, or of a link to one.
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading without a buffer.
 
     Raises:
         FileNotFoundError, NotADirectoryError: nothing lies there.
-        ValueError: it is a directory, a FIFO, a device or a socket, or has more than `max_bytes`.
-        OSError: it cannot be read.
+        ValueError: it is a directory, a FIFO, a device, a socket or a circle of links, or no file can have this name.
+        OSError: it cannot be read, at least not now.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    facts = os.fstat(descriptor)
-    if not stat.S_ISREG(facts.st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path}: {_kind(facts.st_mode)}; want a regular file")
-    with open(descriptor, "rb") as stream:
-        if facts.st_size > max_bytes:
-            raise ValueError(f"{path}: {facts.st_size:,} bytes; want at most {max_bytes:,}")
+    with _reported(path):
+        # Without O_NONBLOCK, opening a FIFO waits for a writer. On a regular file it has no effect.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            _refuse_special(os.fstat(descriptor))
+        except ValueError:
+            os.close(descriptor)
+            raise
+    return open(descriptor, "rb", buffering=0)
+
+
+def check_regular(path: Path) -> os.stat_result:
+    """Return the size and times of a regular file that a library opens next; errors as of `open_regular`."""
+    with _reported(path):
+        facts = path.stat()
+        _refuse_special(facts)
+    return facts
+
+
+def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Return the bytes of a regular file; errors as of `open_regular`, and a ValueError beyond `max_bytes`."""
+    with open_regular(path) as stream:
+        num_bytes = os.fstat(stream.fileno()).st_size
+        if num_bytes > max_bytes:
+            raise ValueError(f"{path}: {num_bytes:,} bytes; want at most {max_bytes:,}")
         return stream.read()
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
     """Return the text of a regular file; errors as of `read_regular`, and a ValueError if it is not UTF-8."""
     try:
-        return read_regular(path).decode("utf-8")
+        return read_regular(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+        raise ValueError(f"{path}: not UTF-8 text: {shortened(str(error))}") from None
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a plain yaml file; errors as of `read_text`, and a ValueError for anything that is not plain yaml."""
-    return parse_yaml(read_text(path), str(path))
+    """Return the content of a plain yaml file; errors as of `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path))
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Return the content of plain yaml.
 
     Raises:
-        ValueError: not plain yaml, or beyond `MAX_NESTING` levels or `MAX_NODES` nodes; starts with `where`.
+        ValueError: not plain yaml, a key twice in a mapping, or beyond `MAX_NESTING` levels or `MAX_NODES` nodes; starts with
+            `where`.
     """
     try:
-        _check_size(text)
+        _check_events(text)
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        reason = shortened(" ".join(str(error).split()), 300)
-    except (RecursionError, OverflowError, TypeError, ValueError) as error:
-        # Also what PyYAML lets through from a date, an integer or a key that Python refuses.
-        reason = shortened(str(error), 300)
-    raise ValueError(f"{where}: not plain yaml: {reason}")
+        reason = " ".join(str(error).split())
+    except (RecursionError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # PyYAML lets these through from a value that is not what its tag says, as `!!bool x` or `!!timestamp x`.
+        reason = f"a value is not of its type ({type(error).__name__}: {error})"
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"{where}: not plain yaml: {shortened(reason, 300)}")
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; errors as of `read_text`, and a ValueError for anything that is not JSON."""
+    """Return the content of a JSON file; errors as of `read_text` and `parse_json`."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Return the content of a JSON text; ValueError, which starts with `where`, if it is not JSON."""
+    """Return the content of a JSON text.
+
+    Raises:
+        ValueError: not JSON, a key twice in an object, or deeper than `MAX_NESTING` levels; starts with `where`.
+    """
     try:
-        return json.loads(text)
+        document = json.loads(text, object_pairs_hook=_object)
+        if not _is_flat(document):
+            raise ValueError(f"nested deeper than {MAX_NESTING} levels")
+        return document
     except RecursionError:
-        raise ValueError(f"{where}: not JSON: nested too deeply") from None
+        reason = f"nested deeper than {MAX_NESTING} levels"
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {shortened(str(error))}") from None
+        reason = str(error)
+    raise ValueError(f"{where}: not JSON: {shortened(reason, 300)}")
 
 
-def _check_size(text: str) -> None:
-    """Refuse a document that is too deep or too large, from its events, before any value is built."""
-    # Nodes of every collection that is open; the first entry is the document.
-    open_nodes, open_anchors = [0], [""]
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; a second value of a key would replace the first one without a word."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {shown(twice)} twice")
+    return content
+
+
+def _is_flat(document: Any) -> bool:
+    level = [document] if isinstance(document, dict | list) else []
+    for _ in range(MAX_NESTING):
+        children = (
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value)
+        )
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return True
+    return False
+
+
+def _check_events(text: str) -> None:
+    """Refuse a document that is too deep or too large, or has a key twice, from its events, before any value is built."""
+    open_collections = [_Collection("", is_mapping=False)]  # the first entry is the document
     nodes_of: dict[str, int] = {}
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        parent = open_collections[-1]
         if isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append(1)
-            open_anchors.append(event.anchor or "")
+            parent.num_children += 1
+            is_mapping = isinstance(event, yaml.MappingStartEvent)
+            open_collections.append(_Collection(event.anchor or "", is_mapping))
         elif isinstance(event, yaml.CollectionEndEvent):
-            nodes = open_nodes.pop()
-            nodes_of[open_anchors.pop()] = nodes
-            open_nodes[-1] += nodes
+            nodes_of[parent.anchor] = parent.num_nodes
+            open_collections.pop()
+            open_collections[-1].num_nodes += parent.num_nodes
         elif isinstance(event, yaml.AliasEvent):
+            parent.num_children += 1
             # An alias inside its own anchor has no end.
-            open_nodes[-1] += (
-                MAX_NODES + 1 if event.anchor in open_anchors else nodes_of.get(event.anchor, 1)
-            )
-        else:
-            open_nodes[-1] += 1
-        if len(open_nodes) > MAX_NESTING:
+            is_open = any(event.anchor == collection.anchor for collection in open_collections)
+            parent.num_nodes += MAX_NODES + 1 if is_open else nodes_of.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            parent.add_scalar(event)
+        if len(open_collections) > MAX_NESTING:
             raise ValueError(f"nested deeper than {MAX_NESTING} levels")
-        if open_nodes[-1] > MAX_NODES:
+        if open_collections[-1].num_nodes > MAX_NODES:
             raise ValueError(f"more than {MAX_NODES:,} values once its aliases are written out")
+
+
+@dataclass(slots=True)
+class _Collection:
+    """A collection of a yaml document whose end has not been read.
+
+    Attributes:
+        anchor: name by which aliases refer to it, or an empty text.
+        is_mapping: whether keys and values take turns.
+        num_children: its keys, values or items so far.
+        num_nodes: all nodes below it so far, and itself, with aliases written out.
+        keys: its plain keys so far.
+    """
+
+    anchor: str
+    is_mapping: bool
+    num_children: int = 0
+    num_nodes: int = 1
+    keys: set[str] = field(default_factory=set)
+
+    def add_scalar(self, scalar: yaml.ScalarEvent) -> None:
+        is_key = self.is_mapping and self.num_children % 2 == 0
+        self.num_children += 1
+        self.num_nodes += 1
+        # Integers of base 60 take time with the square of their length.
+        if len(scalar.value) > MAX_DIGITS and set(scalar.value) <= _DIGITS:
+            raise ValueError(f"a number of {len(scalar.value):,} digits")
+        if is_key and scalar.value != "<<":
+            if scalar.value in self.keys:
+                raise ValueError(f"a mapping has the key {shown(scalar.value)} twice")
+            self.keys.add(scalar.value)
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """Convert errors of a path that can never be a file, which differ from those of a disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        raise ValueError(f"{path}: {error.strerror}; want a regular file") from None
+    except ValueError as error:
+        # Also a name with a NUL, or with half of a character.
+        reason = error if isinstance(error, _SpecialFileError) else "no file can have this name"
+        raise ValueError(f"{path}: {reason}; want a regular file") from None
+
+
+class _SpecialFileError(ValueError):
+    """Not a regular file."""
+
+
+def _refuse_special(facts: os.stat_result) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        raise _SpecialFileError(_kind(facts.st_mode))
 
 
 def _kind(mode: int) -> str:
