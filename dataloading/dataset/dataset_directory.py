@@ -30,7 +30,7 @@ from dataloading.dataset.feature_spec import (
     CategoricalFeature,
     FeatureSpec,
 )
-from dataloading.dataset.split_files import PARQUET, SplitFiles, find_file
+from dataloading.dataset.split_files import PARQUET, SplitFiles, find_file, unnamed_validation
 
 
 class DatasetWriter:
@@ -201,6 +201,9 @@ def check_output(root: Path | str, overwrite: bool = False) -> Path:
 def write_spec(spec: FeatureSpec, root: Path) -> None:
     """Write `root`/feature_spec.yaml by rename, synced, so that it is never partial.
 
+    A split `validation` is not named if NVIDIA's recipes can read the dataset, since they refuse a spec with other splits
+    than `train` and `test`. Readers here find its files beside those of `test`.
+
     Args:
         spec: its paths must lie below `root`.
         root: directory that holds all files already, since a directory with a spec counts as complete.
@@ -223,10 +226,26 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
         },
         "feature_spec": features,
         "metadata": spec.metadata,
-        "source_spec": {name: _chunks(spec, files, root) for name, files in spec.splits.items()},
+        "source_spec": {
+            name: _chunks(spec, files, root)
+            for name, files in spec.splits.items()
+            if name != "validation" or not _nvidia_reads(spec, root)
+        },
     }
     text = yaml.safe_dump(document, sort_keys=False)
     replace_text(root / SPEC_NAME, text, root / f".{SPEC_NAME}.partial")
+
+
+def _nvidia_reads(spec: FeatureSpec, root: Path) -> bool:
+    """Return whether NVIDIA's recipes read a dataset of these features once its spec names `train` and `test` alone."""
+    one_hot = all(f.hotness == 1 and f.dtype.itemsize <= 4 for f in spec.categorical)
+    half = bool(spec.numerical) and spec.numerical_dtype == np.float16
+    if not (one_hot and half and set(spec.splits) == {"train", "test", "validation"}):
+        return False
+    # Files of another name than those of `test` would not be found again.
+    found = unnamed_validation(root, spec.splits["test"]).get("validation")
+    wanted = spec.splits["validation"]
+    return found is not None and replace(found, num_rows=wanted.num_rows) == wanted
 
 
 def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, Any]]:

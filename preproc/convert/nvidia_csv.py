@@ -3,6 +3,9 @@
 Its chunks are of type `csv`. `features` lists the columns in order, and the files follow one another. Several
 chunks of a split hold different columns of the same rows. A cardinality may be `auto`: then all files are
 read first, and it is the largest id plus one.
+
+The transcoder knows `train` and `test` alone, so a split `validation` is written but not named: `validation.csv` beside
+`test.csv`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,6 +61,7 @@ class CsvRows:
         self._root, self._label = root, labels[0]
         self._numerical, self._categorical = numerical, categorical
         self._check_chunks(where)
+        self._sources = self._sources | _unnamed_validation(root, self._sources)
         counted = dict.fromkeys((n for n, c in cardinalities.items() if c == "auto"), 0)
         if counted:
             for split in self._sources:
@@ -151,6 +155,21 @@ class CsvRows:
                 ) from None
 
 
+def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chunks of split `validation` if `write_csv` left it unnamed: `validation.csv` beside `test.csv`."""
+    chunks = [
+        {
+            **chunk,
+            "files": [f"validation{str(name).removeprefix('test')}" for name in chunk["files"]],
+        }
+        for chunk in sources["test"]
+        if all(str(name).startswith("test") for name in chunk["files"])
+    ]
+    names = [name for chunk in chunks for name in chunk["files"]]
+    is_written = len(chunks) == len(sources["test"]) and all((root / n).is_file() for n in names)
+    return {"validation": chunks} if is_written and "validation" not in sources else {}
+
+
 def _integers(table: pa.Table, name: str) -> np.ndarray:
     return np.asarray(table.column(name))
 
@@ -213,5 +232,6 @@ def _document(spec: FeatureSpec) -> dict[str, Any]:
         "source_spec": {
             split: [{"type": TYPE, "features": names, "files": [f"{split}.csv"]}]
             for split in spec.splits
+            if split != "validation"
         },
     }
