@@ -27,6 +27,7 @@ from nn.distributed.errors import (
     RankError,
     SharedError,
     StoppedError,
+    os_error_text,
 )
 from nn.distributed.launcher import (
     ask_launcher_to_end,
@@ -89,8 +90,7 @@ def _exit_codes() -> Iterator[None]:
         # Every rank of a node, if not of all nodes, has met the same error; one of them prints it.
         _end_together(str(error), USER_ERROR_EXIT_CODE)
     except OSError as error:
-        where = error.filename or "while a file of the run was read or written"
-        _end(f"{error.strerror or error}: {where}", USER_ERROR_EXIT_CODE)
+        _end(os_error_text(error), USER_ERROR_EXIT_CODE)
     except DivergedError as error:
         _end_together(str(error), DIVERGED_EXIT_CODE)
     except StoppedError as error:

@@ -21,6 +21,7 @@ from nn.build import model_spec
 from nn.checkpoint.compatibility import feature_mismatch
 from nn.checkpoint.directory import (
     NewerFormatError,
+    UnreadableError,
     find_damage,
     list_checkpoints,
     mark_damaged,
@@ -88,11 +89,10 @@ def own_resume_point(
     """Find the checkpoint of its own run directory that a run resumes from; all ranks must call it.
 
     Raises:
-        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version.
+        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
-    if not ranks.broadcast_object(_has_own_checkpoint(config)):
+    if not ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
         return None
-
     start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
     # If all of its own checkpoints are damaged, the run starts as it did the first time.
     return start if start.is_continuation else _named(config, source)
@@ -143,7 +143,10 @@ def can_restart(run_dir: Path, config: Config) -> bool:
 def _has_own_checkpoint(config: Config) -> bool:
     if config.mode is not Mode.train or config.run_dir is None:
         return False
-    return bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
+    try:
+        return bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
+    except UnreadableError as error:
+        raise ValueError(_unreadable_message(config.run_dir, str(error))) from None
 
 
 def _run_dir(config: Config) -> Path:
@@ -198,23 +201,39 @@ def _latest_intact(
         logger: prints on rank 0.
 
     Raises:
-        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version.
+        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
     directory = _run_dir(config) / "checkpoints"
     while True:
-        latest = ranks.run_on_rank0(lambda: _latest(directory, logger))
+        latest = ranks.run_on_rank0(lambda: _latest(config, directory, logger))
         if latest is None:
             return ResumePoint()
         path, facts = latest
-        damages = channel.gather(find_damage(path, facts, ranks.rank, ranks.world_size))
-        damage = next((found for found in damages if found), None)
+        inspected = channel.gather(_inspect(path, facts, ranks))
+        unreadable = next((text for text, is_unreadable in inspected if is_unreadable), None)
+        if unreadable is not None:
+            raise ValueError(_unreadable_message(config.run_dir, unreadable))
+        damage = next((text for text, _ in inspected if text), None)
         if damage is None:
             start = ResumePoint(path, facts, is_continuation=True)
             ranks.run_on_rank0(partial(_check_same_run, config, spec, ranks, start, logger))
             return start
-        if ranks.is_rank0:
-            _report_damage(path, damage, logger)
-        ranks.barrier()
+        ranks.run_on_rank0(partial(_report_damage, path, damage, logger))
+
+
+def _inspect(path: Path, facts: dict[str, Any], ranks: Ranks) -> tuple[str | None, bool]:
+    """Return the problem of this rank's share of a checkpoint, or None, and whether its files cannot be read."""
+    try:
+        return find_damage(path, facts, ranks.rank, ranks.world_size), False
+    except UnreadableError as error:
+        return str(error), True
+
+
+def _unreadable_message(run_dir: str | None, problem: str) -> str:
+    return (
+        f"run_dir={run_dir}: {problem}; nothing was changed there. Make it readable and rerun the same command, or set "
+        "another run_dir"
+    )
 
 
 def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
@@ -229,7 +248,7 @@ def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
     return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)
 
 
-def _latest(directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | None:
+def _latest(config: Config, directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | None:
     for path in list_checkpoints(directory):
         try:
             return path, read_facts(path)
@@ -237,6 +256,9 @@ def _latest(directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | No
             raise ValueError(
                 f"cannot resume from {path}: {error}, or set another run_dir"
             ) from None
+        except UnreadableError as error:
+            # Its bytes may be intact: a renamed checkpoint would cost the steps since the one before it.
+            raise ValueError(_unreadable_message(config.run_dir, str(error))) from None
         except ValueError as error:
             _report_damage(path, str(error), logger)
     return None

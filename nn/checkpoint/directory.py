@@ -16,7 +16,9 @@ import re
 import shutil
 import time
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,41 @@ class NewerFormatError(ValueError):
     """The checkpoint was written by a later version and is intact."""
 
 
+class UnreadableError(ValueError):
+    """A file or directory exists and cannot be read, for example without permission: nothing is known about its bytes."""
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Convert an error of the system, other than an absent file, to `UnreadableError`, which names the path.
+
+    The error of a read, unlike that of an open, does not name its file.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
+
+
 def unfinished(directory: Path, num_steps: int) -> Path:
     """Return the directory of a checkpoint until it is complete."""
     return directory / f".step_{num_steps}.unfinished"
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory, newest first; the directory may be missing."""
-    paths = [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    """Return the checkpoints of a directory, newest first; the directory may be missing.
+
+    Raises:
+        UnreadableError: the directory cannot be listed. `Path.glob` would return an empty list.
+    """
+    try:
+        with _reading(directory):
+            names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    paths = [directory / name for name in names if re.fullmatch(r"step_[0-9]+", name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
@@ -129,10 +158,12 @@ def read_facts(path: Path) -> dict[str, Any]:
     """Return run.json after checking its checksum and the existence and size of all files.
 
     Raises:
+        UnreadableError: run.json or a file exists and cannot be read.
         ValueError: run.json or a file is missing or damaged.
     """
     try:
-        facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        with _reading(path / RUN_FILE):
+            facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         version = facts["format_version"]
         if version > FORMAT_VERSION:
             raise NewerFormatError(
@@ -141,10 +172,9 @@ def read_facts(path: Path) -> dict[str, Any]:
             )
         crc32, files = facts.pop("crc32"), facts["files"]
         is_intact = crc32 == _crc32(facts)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"there is no {RUN_FILE} in it") from None
     except (
-        OSError,
         KeyError,
         TypeError,
         AttributeError,
@@ -156,8 +186,9 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise ValueError(f"{RUN_FILE} is damaged (its checksum differs)")
     for name, wanted in files.items():
         try:
-            got = (path / name).stat().st_size
-        except OSError:
+            with _reading(path / name):
+                got = (path / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{name} is missing") from None
         if got != wanted:
             state = "truncated" if got < wanted else "too long"
@@ -166,9 +197,14 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) -> str | None:
-    """Compare the checksums of every `num_ranks`-th block from block `rank` on; return the first damage, or None."""
+    """Compare the checksums of every `num_ranks`-th block from block `rank` on; return the first damage, or None.
+
+    Raises:
+        UnreadableError: a file exists and cannot be read.
+    """
     try:
-        data = (path / INDEX_FILE).read_bytes()
+        with _reading(path / INDEX_FILE):
+            data = (path / INDEX_FILE).read_bytes()
         if zlib.crc32(data) != facts["index_crc32"]:
             return f"{INDEX_FILE} is damaged (its checksum differs)"
         blocks = [
@@ -179,8 +215,8 @@ def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) ->
         ][rank::num_ranks]
         with ThreadPoolExecutor(THREADS) as pool:
             return next((damage for damage in pool.map(_damage_of_block, blocks) if damage), None)
-    except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return f"{Path(error.filename).name} is missing"
 
 
 def _blocks_of(chunk: dict[str, Any], dtype: str) -> list[tuple[int, int, int]]:
@@ -196,7 +232,7 @@ def _blocks_of(chunk: dict[str, Any], dtype: str) -> list[tuple[int, int, int]]:
 
 def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
     path, name, start, num_bytes, crc32 = block
-    with path.open("rb") as stream:
+    with _reading(path), path.open("rb") as stream:
         stream.seek(start)
         if zlib.crc32(stream.read(num_bytes)) == crc32:
             return None

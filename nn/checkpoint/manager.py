@@ -15,7 +15,14 @@ from torch import Tensor
 from configs.schema import CheckpointConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_files, file_states
-from nn.checkpoint.directory import commit, list_checkpoints, prune, step_of, unfinished
+from nn.checkpoint.directory import (
+    UnreadableError,
+    commit,
+    list_checkpoints,
+    prune,
+    step_of,
+    unfinished,
+)
 from nn.checkpoint.staging import StagingBuffer, State, num_bytes
 from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, write
 from nn.distributed.errors import SharedError
@@ -146,8 +153,11 @@ class CheckpointManager:
 
     @property
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint that is visible on this host."""
-        return next(iter(list_checkpoints(self.directory)), None)
+        """Return the newest complete checkpoint that is visible on this host; None if the directory cannot be read."""
+        try:
+            return next(iter(list_checkpoints(self.directory)), None)
+        except UnreadableError:
+            return None
 
     def _join(self) -> None:
         while self._thread is not None and self._thread.is_alive():

@@ -33,7 +33,14 @@ from nn.checkpoint.compatibility import (
     select_tensors,
 )
 from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
-from nn.checkpoint.directory import FORMAT_VERSION, commit, read_facts, unfinished, wait_for
+from nn.checkpoint.directory import (
+    FORMAT_VERSION,
+    UnreadableError,
+    commit,
+    read_facts,
+    unfinished,
+    wait_for,
+)
 from nn.checkpoint.staging import State
 from nn.checkpoint.tensor_index import REMEDY, blocks, read_index
 from nn.checkpoint.tf2 import find_tf2_tables
@@ -168,7 +175,7 @@ def check(
         allow_changes: accept other differences of the features.
 
     Raises:
-        ValueError: `path` is no checkpoint, has a newer format, or was trained on other features.
+        ValueError: `path` is no checkpoint or unreadable, has a newer format, or was trained on other features.
     """
     if find_tf2_tables(path) is not None:
         if set(components) != {Component.tables}:
@@ -181,6 +188,8 @@ def check(
         facts = read_facts(path)
         fingerprint, _ = facts["feature_spec"], facts["num_steps"]
         index = read_index(path)
+    except UnreadableError as error:
+        raise ValueError(f"checkpoint.restore={path}: {error}") from None
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nn.distributed.errors import os_error_text
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Ranks may take very different times to write their files of a checkpoint. Lost ranks are noticed at once anyway.
 HOST_TIMEOUT = timedelta(hours=2)
@@ -83,8 +85,8 @@ class Ranks:
         """Run `function` on rank 0 and return its result on every rank.
 
         Raises:
-            ValueError: on all ranks with rank 0's message, if `function` raised one. Otherwise the other ranks would wait
-                in the next collective until it times out.
+            ValueError: on all ranks with rank 0's message, if `function` raised one or an error of the system, such as a
+                full disk. Otherwise the other ranks would wait in the next collective until it times out.
         """
         outcome: tuple[Any, str | None] | None = None
         if self.is_rank0:
@@ -92,6 +94,8 @@ class Ranks:
                 outcome = (function(), None)
             except ValueError as error:
                 outcome = (None, str(error))
+            except OSError as error:
+                outcome = (None, os_error_text(error))
         value, problem = self.broadcast_object(outcome)
         if problem is not None:
             raise ValueError(problem)

@@ -1,5 +1,6 @@
 """Resumed runs: bitwise equality with uninterrupted runs, records without gaps, and refusals."""
 
+import errno
 import fcntl
 import io
 import json
@@ -28,7 +29,15 @@ from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config
 from tests.helpers.datasets import write_clicks
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import at_step, differences, records, stored_bytes, summary, wait_for_writer
+from tests.helpers.runs import (
+    at_step,
+    differences,
+    records,
+    stored_bytes,
+    summary,
+    unreadable,
+    wait_for_writer,
+)
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 CASES = list(product(["dlrm", "dcnv2"], RATES))
@@ -260,6 +269,35 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_previous_one(
     assert "warning: the checkpoint of step 20 is not used: " in ended.out
     assert "step_18, 18 steps" in ended.out
     assert (run_dir / "checkpoints" / "step_20.damaged").is_dir()
+    assert differences(uninterrupted, run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("step_20/run.json", errno.EACCES),
+        ("step_20/tensors.json", errno.ESTALE),
+        ("step_20/rank_00000.bin", errno.EIO),
+        ("", errno.EACCES),
+    ],
+)
+def test_an_unreadable_file_is_not_damage_and_costs_no_step(
+    uninterrupted, killed, tmp_path, name, number
+):
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir, symlinks=True)
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    path = run_dir / "checkpoints" / name
+    with unreadable(path, number):
+        ended = train(run_dir)
+    assert ended.exit_code == 2
+    assert ended.err == (
+        f"error: run_dir={run_dir}: {path} cannot be read ({os.strerror(number)}); nothing was changed there. Make it "
+        "readable and rerun the same command, or set another run_dir\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    ended = train(run_dir)
+    assert "step_20, 20 steps" in ended.out
     assert differences(uninterrupted, run_dir) == []
 
 

@@ -1,8 +1,11 @@
 """Interruption of a run at a step, and comparison of the directories of two runs, except for times."""
 
+import io
 import json
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,28 @@ def wait_for_writer() -> None:
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
             thread.join()
+
+
+@contextmanager
+def unreadable(path: Path, number: int) -> Iterator[None]:
+    """Let every attempt to open or list `path`, or what lies below it, fail with an error of the system.
+
+    Root, as whom tests may run, reads files without permission too.
+    """
+    originals = {"io.open": io.open, "os.open": os.open, "os.listdir": os.listdir}
+
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(name: Any = ".", *arguments: Any, **options: Any) -> Any:
+            if isinstance(name, str | Path) and Path(name).is_relative_to(path):
+                raise OSError(number, os.strerror(number), str(name))
+            return original(name, *arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name, original in originals.items():
+            patched.setattr(name, failing(original))
+        yield
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
