@@ -61,12 +61,17 @@ def unreadable(path: Path, number: int) -> Iterator[None]:
 def records(run_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl, without times."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [_timeless(json.loads(line)) for line in lines[1:]]
+    return [timeless(json.loads(line)) for line in lines[1:]]
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one JSON object per line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
     """Return summary.json, without times."""
-    return _timeless(json.loads((run_dir / "summary.json").read_text()))
+    return timeless(json.loads((run_dir / "summary.json").read_text()))
 
 
 def stored_bytes(run_dir: Path) -> dict[str, bytes]:
@@ -86,5 +91,6 @@ def differences(expected: Path, actual: Path) -> list[str]:
     return [name for name, different in is_different.items() if different]
 
 
-def _timeless(record: dict[str, Any]) -> dict[str, Any]:
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record without times."""
     return {key: value for key, value in record.items() if key not in TIMES}

@@ -1,0 +1,342 @@
+"""Small commands for `tests.end_to_end.crash_points`: what they read, how they start, and how their results are compared.
+
+Each runs in a directory with `input/`, which it reads, and `work/`, which it writes. A start is a fork that has all imports and
+the composed options already. Pictures are written, but not drawn, which would take most of the time.
+"""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as compose_files
+from hydra import initialize_config_module
+from omegaconf import DictConfig
+
+from configs.command_line import register
+from configs.export_schema import ExportConfig
+from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
+from tests.helpers.composed import compose_with_hydra
+from tests.helpers.distributed import free_port, launched_as
+from tests.helpers.file_system_faults import FAULTS, run_with_fault
+from tests.helpers.preproc_command import compose_preproc, raw_line, write_lines
+from tests.helpers.runs import jsonl, records, stored_bytes, summary, timeless
+from tests.helpers.seccomp import Call
+
+PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(3000)
+SILENT_RANK_WAIT_S = 0.3
+
+TRAINING = [
+    *("data.synthetic.train_rows=512", "data.synthetic.test_rows=64"),
+    *("data.synthetic.cardinalities=[50,20]", "data.synthetic.num_numerical=2"),
+    *("model.embedding_dim=4", "model.bottom_mlp=[4]", "model.top_mlp=[4,1]"),
+    *("train.batch_size=32", "eval.batch_size=64", "train.max_steps=8", "eval.per_epoch=4"),
+    *("checkpoint.save_every=3", "checkpoint.keep=1", "log.every=4", "train.tf32=false"),
+    *("optimizer.lr=0.05", "device=cpu", "run_dir=work/run"),
+]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command.
+
+    Attributes:
+        command: called in every rank, in the directory of the case; may raise SystemExit.
+        differences: (undisturbed `work`, `work`, output of the disturbed start) to what differs.
+        prepare: makes `input`, and `start` if the command begins with files in `work`.
+        num_ranks: number of processes.
+    """
+
+    command: Callable[[], None]
+    differences: Callable[[Path, Path, str], list[str]]
+    prepare: Callable[[Path], None] = lambda directory: None
+    num_ranks: int = 1
+
+    def ranks(self, case: Path) -> Callable[[int], int]:
+        """Return what each rank calls with its number."""
+        return partial(self._run_rank, case, free_port() if self.num_ranks > 1 else 0)
+
+    def _run_rank(self, case: Path, port: int, rank: int) -> int:
+        os.chdir(case)
+        if self.num_ranks > 1:
+            os.environ |= launched_as(rank, self.num_ranks, self.num_ranks, port)
+        try:
+            self.command()
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 0
+        return 0
+
+
+def warm_up() -> None:
+    """Import everything and compose all options in this process, without starting a thread."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import torch
+
+    import main
+
+    torch.set_num_threads(1)
+    os.environ["COLUMNS"] = "200"
+    main.SILENT_RANK_WAIT_S = SILENT_RANK_WAIT_S
+    matplotlib.figure.Figure.savefig = _save_picture
+    for compose in PREPARED:
+        compose()
+
+
+def _save_picture(figure: Any, target: Any, **options: Any) -> None:
+    if hasattr(target, "write"):
+        target.write(PICTURE)
+        return
+    with open(target, "wb") as stream:
+        stream.write(PICTURE)
+
+
+PREPARED: list[Callable[[], object]] = []
+"""Called once in the process whose forks are the starts."""
+
+
+@cache
+def composed_training(*overrides: str) -> DictConfig:
+    """Return the composed options of a training."""
+    return compose_with_hydra(*TRAINING, *overrides)
+
+
+@cache
+def composed_export(*overrides: str) -> DictConfig:
+    """Return the composed options of an export."""
+    register(ExportConfig, "export_schema")
+    with initialize_config_module("configs", version_base="1.3"):
+        return compose_files("export", list(overrides))
+
+
+def train(*overrides: str) -> Callable[[], None]:
+    """Return the command `dlrm.py` without Hydra's composition."""
+
+    def command() -> None:
+        from main import _process, _run
+
+        _process()(partial(_run, composed_training(*overrides)))()
+
+    PREPARED.append(lambda: composed_training(*overrides))
+    return command
+
+
+def run_differences(wanted: Path, got: Path, output: str) -> list[str]:
+    """Compare two finished runs."""
+    wanted, got = wanted / "run", got / "run"
+    checks = {
+        "metrics.jsonl": records(got) == records(wanted),
+        "summary.json": summary(got) == summary(wanted),
+    }
+    if (wanted / "curves.png").exists():
+        path = got / "curves.png"
+        checks["curves.png"] = path.exists() and path.read_bytes() == PICTURE
+    checkpoints = got / "checkpoints"
+    if (wanted / "checkpoints").exists():
+        checks["the last checkpoint"] = stored_bytes(got) == stored_bytes(wanted)
+        for path in list_checkpoints(checkpoints):
+            checks[path.name] = find_damage(path, read_facts(path), 0, 1) is None
+        last = f"checkpoints/step_{summary(wanted)['steps']}"
+        checks["run.json"] = _facts(got / last) == _facts(wanted / last)
+    for name in ("restarts.jsonl", "checkpoints/saved.jsonl"):
+        checks[name] = not (got / name).exists() or bool(jsonl(got / name))
+    # A checkpoint that could not be written may be the one that was kept as the best.
+    lost = "checkpoints/" if "could not be written" in output else "no file"
+    missing = [name for name in names(wanted) - names(got) if not name.startswith(lost)]
+    more = names(got) - names(wanted) - {"restarts.jsonl"}
+    return [
+        *(f"{name} differs" for name, is_equal in checks.items() if not is_equal),
+        *(f"{name} is missing" for name in sorted(missing)),
+        *(f"{name} is left" for name in sorted(more)),
+    ]
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    facts = read_facts(path)
+    facts["trainer"]["test"] = timeless(facts["trainer"]["test"])
+    return facts | {"files": None}
+
+
+def names(directory: Path) -> set[str]:
+    """Return the names of all files, links and directories, but those of TensorBoard, which have times."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*"))
+    return {name for name in found if not name.startswith("tensorboard/")}
+
+
+def tree_differences(wanted: Path, got: Path, output: str) -> list[str]:
+    """Compare two directories byte by byte."""
+    differing = [
+        name
+        for name in names(wanted) & names(got)
+        if (wanted / name).is_file() and (wanted / name).read_bytes() != (got / name).read_bytes()
+    ]
+    return [
+        *(f"{name} differs" for name in sorted(differing)),
+        *(f"{name} is missing" for name in sorted(names(wanted) - names(got))),
+        *(f"{name} is left" for name in sorted(names(got) - names(wanted))),
+    ]
+
+
+def preprocess(*overrides: str) -> Callable[[], None]:
+    """Return the command `python -m preproc` without Hydra's composition."""
+
+    def compose() -> DictConfig:
+        return compose_preproc(*overrides)
+
+    def command() -> None:
+        from preproc.__main__ import run
+
+        run(compose())
+
+    PREPARED.append(compose)
+    return command
+
+
+def export(*overrides: str) -> Callable[[], None]:
+    """Return the command `python -m nn.export` without Hydra's composition."""
+
+    def compose() -> DictConfig:
+        return composed_export(*overrides)
+
+    def command() -> None:
+        from nn.export.__main__ import run
+
+        run(compose())
+
+    PREPARED.append(compose)
+    return command
+
+
+def resumed_training(directory: Path) -> None:
+    """Make the run directory of a training that was killed while its second checkpoint was completed."""
+    scenario = SCENARIOS["training"]
+
+    def start(name: str, at: int | None) -> list[Call]:
+        case = directory / name
+        (case / "work").mkdir(parents=True)
+        ranks = scenario.ranks(case)
+        return run_with_fault(ranks, case / "work", case / "log", FAULTS["kill"], at).calls
+
+    names = [call.path.name for call in start("whole", None)]
+    start("killed", names.index("step_6") + 1)
+    shutil.move(directory / "killed" / "work", directory / "start")
+
+
+def trained(directory: Path) -> None:
+    """Train, and keep the last checkpoint as input."""
+    case = directory / "trained"
+    (case / "work").mkdir(parents=True)
+    run_with_fault(SCENARIOS["training"].ranks(case), case / "work", case / "log")
+    (directory / "input").mkdir()
+    shutil.move(case / "work" / "run" / "checkpoints" / "step_8", directory / "input" / "step_8")
+
+
+def raw_logs(directory: Path) -> None:
+    """Write two files of raw lines, with texts without a code and a bad line."""
+    draw = random.Random(1)
+    (directory / "input").mkdir()
+    for day in range(2):
+        lines = [
+            raw_line(
+                draw.randint(0, 1),
+                i1=draw.choice(["", 5, 70]),
+                c1=f"{draw.randint(0, 9):08x}",
+                c2=draw.choice(["", "x", "ffffffff"]),
+            )
+            for _ in range(40)
+        ]
+        write_lines(directory / "input" / f"day_{day}.gz", [*lines, "bad"], compress=True)
+
+
+def clicks(directory: Path) -> None:
+    """Write a CSV file of clicks."""
+    draw = random.Random(1)
+    (directory / "input").mkdir()
+    rows = [
+        f"{draw.randint(0, 1)},{draw.choice(['', 3, 80])},{draw.choice('abc')},{draw.choice(['x|y', 'x', ''])}"
+        for _ in range(60)
+    ]
+    write_lines(directory / "input" / "clicks.csv", ["clicked,age,city,tags", *rows])
+
+
+def fitted_clicks(directory: Path) -> None:
+    """Write a CSV file of clicks, and the dataset that was made of it."""
+    clicks(directory)
+    _preprocess_once(directory, TABLE, directory / "input" / "fitted")
+
+
+def dataset(directory: Path) -> None:
+    """Write a dataset as input."""
+    (directory / "input").mkdir()
+    _preprocess_once(directory, SYNTHETIC, directory / "input" / "out")
+
+
+def older_dataset(directory: Path) -> None:
+    """Begin with a dataset that is to be replaced."""
+    (directory / "start").mkdir()
+    _preprocess_once(directory, [*SYNTHETIC, "seed=7"], directory / "start" / "out")
+
+
+def _preprocess_once(directory: Path, options: Sequence[str], output: Path) -> None:
+    scenario = Scenario(preprocess(*options), tree_differences)
+    case = directory / "before"
+    (case / "work").mkdir(parents=True)
+    (case / "input").symlink_to(directory / "input")
+    run_with_fault(scenario.ranks(case), case / "work", case / "log")
+    shutil.move(case / "work" / "out", output)
+
+
+TABLE = [
+    "dataset=any",
+    "table={sources:{clicks:{files:input/clicks.csv}},label:{name:clicked},"
+    "numerical:[{name:age,transforms:[{fill:0},standardise]}],"
+    "categorical:[city,{name:tags,separator:'|'}],split:{train:0.75}}",
+    *("numerical_dtype=float32", "shuffle=true", "threads=2", "output=work/out"),
+]
+SYNTHETIC = [
+    *("dataset=synthetic", "data.synthetic.train_rows=200", "data.synthetic.test_rows=40"),
+    *("data.synthetic.cardinalities=[50,20]", "data.synthetic.num_numerical=2"),
+    *("threads=2", "output=work/out"),
+]
+CRITEO = [
+    *("dataset=criteo_kaggle", "source=input/day_*.gz", "on_bad=quarantine", "shuffle=true"),
+    *("threads=2", "output=work/out"),
+]
+EXPORT = ["checkpoint=input/step_8", "output=work/out"]
+
+SCENARIOS: dict[str, Scenario] = {
+    "training": Scenario(train(), run_differences),
+    "training_2_ranks": Scenario(train(), run_differences, num_ranks=2),
+    "training_resumed": Scenario(train(), run_differences, resumed_training),
+    "evaluation": Scenario(
+        train("mode=eval", "checkpoint.restore=input/step_8"), run_differences, trained
+    ),
+    "preprocessing": Scenario(preprocess(*CRITEO), tree_differences, raw_logs),
+    "preprocessing_table": Scenario(preprocess(*TABLE), tree_differences, clicks),
+    "preprocessing_transform": Scenario(
+        preprocess(*TABLE, "mode=transform", "fitted=input/fitted"), tree_differences, fitted_clicks
+    ),
+    "preprocessing_synthetic": Scenario(preprocess(*SYNTHETIC), tree_differences),
+    "preprocessing_overwrite": Scenario(
+        preprocess(*SYNTHETIC, "overwrite=true"), tree_differences, older_dataset
+    ),
+    "conversion_parquet": Scenario(
+        preprocess("mode=convert", "path=input/out", "to=parquet", "output=work/out"),
+        tree_differences,
+        dataset,
+    ),
+    "conversion_csv": Scenario(
+        preprocess("mode=convert", "path=input/out", "to=csv", "output=work/out"),
+        tree_differences,
+        dataset,
+    ),
+    **{
+        f"export_{format}": Scenario(export(*EXPORT, f"format={format}"), tree_differences, trained)
+        for format in ("npy", "safetensors", "tf2")
+    },
+}
+"""By the name in the report."""
