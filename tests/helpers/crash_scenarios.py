@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hydra import compose as compose_files
 from hydra import initialize_config_module
@@ -73,16 +74,13 @@ class Scenario:
 
 def warm_up() -> None:
     """Import everything and compose all options in this process, without starting a thread."""
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
+    import matplotlib.backends.backend_agg  # noqa: F401
     import torch
-
-    import main
 
     torch.set_num_threads(1)
     os.environ["COLUMNS"] = "200"
-    main.SILENT_RANK_WAIT_S = SILENT_RANK_WAIT_S
-    matplotlib.figure.Figure.savefig = _save_picture
+    patch("main.SILENT_RANK_WAIT_S", SILENT_RANK_WAIT_S).start()
+    patch("matplotlib.figure.Figure.savefig", _save_picture).start()
     for compose in PREPARED:
         compose()
 

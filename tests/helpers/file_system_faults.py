@@ -34,7 +34,7 @@ MAX_COPY = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at the n-th call of some kinds.
+    """Fault at the n-th call of some kinds.
 
     Attributes:
         name: for the command line and the report.
@@ -223,7 +223,7 @@ class _Supervisor:
         return self._ended
 
     def _answer(self, listener: Listener, call: Call) -> bool:
-        """Answer a call; return whether the processes go on."""
+        """Answer a call; return whether the processes continue."""
         ended, fault = self._ended, self._fault
         if call.name not in fault.calls or not call.path.is_relative_to(self._watched):
             listener.execute(call)

@@ -77,7 +77,7 @@ FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Unsupported(Exception):
-    """Why this machine does not permit supervision."""
+    """Supervision is not permitted on this machine; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
