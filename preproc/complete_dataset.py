@@ -9,6 +9,7 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from configs.table_schema import TableConfig
+from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
 from preproc.dataset_writer import finish_dataset
@@ -80,6 +81,8 @@ def complete_dataset(
         {split: SplitFiles(summary.rows) for split, summary in written.splits.items()},
         metadata,
     )
-    finish_dataset(spec, written.files, Path(config.output).resolve())
+    # Again, hours later: whatever lies there now is replaced.
+    output = check_output(config.output, config.overwrite)
+    finish_dataset(spec, written.files, output)
     print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
     print_splits(progress.console, written.splits)

@@ -17,9 +17,10 @@ from typing import Any
 import duckdb
 
 from configs.preproc_schema import PreprocConfig
+from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.durable_files import (
     clear_leftovers,
-    lock_directory,
+    hold,
     partial_sibling,
     replace_text,
 )
@@ -87,18 +88,23 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
             or disk.
     """
     directory = work_directory_of(config, output)
-    directory.mkdir(parents=True, exist_ok=True)
     try:
-        with _held(directory, output):
+        # Runs to other outputs of the same name may share the work directory.
+        with (
+            hold(output, f"is writing {output}") as alone,
+            hold(directory, f"is staging {output} in {directory}"),
+        ):
+            # Again: another process may have written it meanwhile.
+            check_output(output, config.overwrite)
+            directory.mkdir(exist_ok=True)
             work = _opened(directory, output, identity)
             try:
-                with _held(work.dataset, output):
-                    # Partial datasets of runs with another work directory: the last run to start counts.
-                    if clear_leftovers(output, but=work.dataset):
-                        raise ValueError(
-                            f"another run is writing {output}; wait for it, or choose another output"
-                        )
-                    yield work
+                # Partial datasets of runs with another work directory: the last run to start counts.
+                if alone and clear_leftovers(output, but=work.dataset):
+                    raise ValueError(
+                        f"another process is writing {output}; wait for it, or choose another output"
+                    )
+                yield work
             except BaseException:
                 if not work.has_progress:
                     shutil.rmtree(directory)
@@ -120,21 +126,6 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
         if str(error) == "Query interrupted":
             raise KeyboardInterrupt from None
         raise
-
-
-@contextmanager
-def _held(directory: Path, output: Path) -> Iterator[None]:
-    """Lock `directory` until the process ends, however it ends; ValueError if another process holds the lock."""
-    try:
-        lock = lock_directory(directory)
-    except BlockingIOError:
-        raise ValueError(
-            f"another run is staging {output} in {directory}; wait for it, or choose another output"
-        ) from None
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:

@@ -3,7 +3,6 @@
 All files are written to a temporary sibling, the spec last. The sibling is then renamed to the dataset directory.
 """
 
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import yaml
 from dataloading.dataset.binary import SplitWriter, file_name
 from dataloading.dataset.durable_files import (
     clear_leftovers,
-    lock_directory,
+    hold,
     partial_sibling,
     put_in_place,
     replace_text,
@@ -117,22 +116,23 @@ def write_dataset(
     )
     _check_spec(spec, splits)
     writer = _split_writer(file_format)
-    clear_leftovers(root)
-    temporary = partial_sibling(root)
-    temporary.mkdir(parents=True)
-    # The lock tells a later writer that this directory is no leftover.
-    lock = lock_directory(temporary, wait=True)
-    try:
-        dataset = DatasetWriter(temporary, spec, splits, writer)
+    with hold(root, f"is writing {root}") as alone:
+        check_output(root, overwrite)  # again: another process may have written it meanwhile
+        if alone:
+            clear_leftovers(root)
+        temporary = partial_sibling(root)
+        temporary.mkdir(parents=True)
         try:
-            yield dataset
-            dataset.finish()
+            dataset = DatasetWriter(temporary, spec, splits, writer)
+            try:
+                yield dataset
+                dataset.finish()
+            finally:
+                dataset.abandon()
+            check_output(root, overwrite)
+            put_in_place(temporary, root)
         finally:
-            dataset.abandon()
-        put_in_place(temporary, root)
-    finally:
-        os.close(lock)
-        shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _numerical_dtype(name: str) -> np.dtype:

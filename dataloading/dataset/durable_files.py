@@ -7,11 +7,14 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import IO, Any
+
+from configs.messages import printable, shortened
 
 
 class UnlockableError(OSError):
@@ -41,6 +44,13 @@ def sync_file(path: Path) -> None:
 def sync_directory(directory: Path) -> None:
     """Make the names in `directory` survive a power cut."""
     sync_file(directory)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make all files and names below `directory` survive a power cut."""
+    for path in directory.rglob("*"):
+        sync_file(path)
+    sync_directory(directory)
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -85,13 +95,15 @@ def replace_directory(source: Path, target: Path) -> None:
 def new_directory(path: Path, temporary: Path) -> Iterator[Path]:
     """Yield `temporary`, empty; rename it to `path` at the end of the block, or remove it after an error.
 
-    `path` must not exist. Not synced.
+    `path` must not exist. Everything is synced before the rename.
     """
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        sync_tree(temporary)
         os.rename(temporary, path)
+        sync_directory(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -121,21 +133,91 @@ def lock_directory(directory: Path, *, wait: bool = False) -> int:
     return descriptor
 
 
+@contextmanager
+def hold(directory: Path, doing: str) -> Iterator[bool]:
+    """Keep other processes from writing `directory`, which need not exist, until the block ends.
+
+    The lock is on a file beside it, `.NAME.lock`, that names its holder and is removed at the end. A killed process leaves
+    the file, without a lock. The parents of `directory` are created.
+
+    Args:
+        directory: to write; only processes that hold it too are kept out.
+        doing: what the holder does, for the message, as `is writing out`.
+
+    Yields:
+        Whether others are kept out; False on a file system without locks.
+
+    Raises:
+        ValueError: another process holds it; the message names that process and its host.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    path = directory.with_name(f".{directory.name.removeprefix('.')}.lock")
+    descriptor, is_locked = _locked_file(path, doing)
+    try:
+        yield is_locked
+    finally:
+        # Removed before the lock ends. A process that has opened it meanwhile notices that and opens a new one.
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _locked_file(path: Path, doing: str) -> tuple[int, bool]:
+    """Return the descriptor of a file at `path` that exists and is locked, and whether the file system has locks."""
+    while True:
+        # O_NONBLOCK: opening a FIFO would wait for a reader.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise ValueError(f"{holder} {doing}; wait for it, or choose another output") from None
+        except OSError:
+            return descriptor, False
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                with suppress(OSError):  # a full disk: the lock holds without the text too
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(
+                        descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0
+                    )
+                return descriptor, True
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Return the text of a lock file on one line; processes write it right after they lock the file."""
+    try:
+        text = os.pread(descriptor, 256, 0).decode(errors="replace")
+    except OSError:
+        text = ""
+    return shortened(printable(text)) or "another process"
+
+
 def partial_sibling(root: Path) -> Path:
     """Return a new name beside `root` for a directory that is renamed to `root` once it is complete."""
     return root.with_name(f".{root.name}.partial-{secrets.token_hex(4)}")
 
 
 def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
-    """Remove the partial siblings of `root` that killed processes left.
+    """Remove what killed processes left beside `root`: partial siblings, and a directory that they were replacing.
+
+    If they were killed between the two renames of `put_in_place`, `root` is missing and gets the latter back.
 
     Args:
-        root: the directory that those processes wrote.
+        root: the directory that those processes wrote; the caller holds it, so nobody else writes it.
         but: a sibling that stays.
 
     Returns:
         The siblings that another process has locked; they stay too.
     """
+    for replaced in sorted(root.parent.glob(f".{escape(root.name)}.replaced-*")):
+        if root.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, root)
     locked = []
     for leftover in sorted(root.parent.glob(f".{escape(root.name)}.partial-*")):
         if leftover == but:
@@ -144,6 +226,9 @@ def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
             lock = lock_directory(leftover)
         except BlockingIOError:
             locked.append(leftover)
+            continue
+        except UnlockableError:
+            shutil.rmtree(leftover)
             continue
         try:
             shutil.rmtree(leftover)

@@ -9,6 +9,7 @@ in tf2. `id` is the row's number in the table, as batches contain it. `export.js
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,12 @@ from urllib.parse import quote
 import numpy as np
 
 from configs.export_schema import ExportFormat
-from dataloading.dataset.durable_files import new_directory
+from dataloading.dataset.durable_files import (
+    clear_leftovers,
+    hold,
+    new_directory,
+    partial_sibling,
+)
 from nn.checkpoint.tensor_index import (
     BLOCK_BYTES,
     DTYPES,
@@ -81,10 +87,9 @@ def export_tables(
         The names of the files by table.
 
     Raises:
-        ValueError: `output` exists, the checkpoint or a table does not exist, or a file cannot be read.
+        ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, or a file cannot be read.
     """
-    if output.exists():
-        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
+    _check_output(output)
     try:
         index = read_index(checkpoint)
     except ValueError as error:
@@ -97,18 +102,35 @@ def export_tables(
         raise ValueError(
             f"tables={list(tables)}: {checkpoint} has no table {unknown[0]}, only {', '.join(index.tables)}"
         )
-    write = {ExportFormat.npy: _write_npy, ExportFormat.safetensors: _write_safetensors}
-    with new_directory(output, output.with_name(f".{output.name}.unfinished")) as unfinished:
-        if format is ExportFormat.tf2:
-            written = _write_tf2(unfinished, index)
-        else:
-            written = {
-                name: write[format](unfinished, name, _columns(index, name, optimizer))
-                for name in tables or index.tables
-            }
-        record = {"checkpoint": checkpoint.resolve().name, "format": format.name, "tables": written}
-        (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    with hold(output, f"is writing {output}") as alone:
+        _check_output(output)  # again: another process may have written it meanwhile
+        if alone:
+            clear_leftovers(output)
+        with new_directory(output, partial_sibling(output)) as unfinished:
+            written = _write_tables(unfinished, index, tables or index.tables, format, optimizer)
+            name = checkpoint.resolve().name
+            record = {"checkpoint": name, "format": format.name, "tables": written}
+            (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
     return written
+
+
+def _check_output(output: Path) -> None:
+    if os.path.lexists(output):
+        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
+
+
+def _write_tables(
+    directory: Path,
+    index: TensorIndex,
+    tables: Sequence[str],
+    format: ExportFormat,
+    optimizer: bool,
+) -> dict[str, list[str]]:
+    """Write the files of `tables` to `directory`; return their names by table."""
+    if format is ExportFormat.tf2:
+        return _write_tf2(directory, index)
+    write = {ExportFormat.npy: _write_npy, ExportFormat.safetensors: _write_safetensors}[format]
+    return {name: write(directory, name, _columns(index, name, optimizer)) for name in tables}
 
 
 def _columns(index: TensorIndex, table: str, optimizer: bool) -> dict[str, Column]:

@@ -19,7 +19,13 @@ import pyarrow.csv as pc
 import yaml
 
 from dataloading.dataset.dataset_directory import check_output
-from dataloading.dataset.durable_files import partial_sibling, put_in_place
+from dataloading.dataset.durable_files import (
+    clear_leftovers,
+    hold,
+    partial_sibling,
+    put_in_place,
+    sync_tree,
+)
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.split_files import SplitFiles, expect, find_file
 from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows
@@ -187,15 +193,21 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{several[0]} has several ids per row, which the CSV format cannot hold; use to=parquet"
         )
-    temporary = partial_sibling(root)
-    temporary.mkdir(parents=True)
-    try:
-        for split in spec.splits:
-            _write_split(rows, split, temporary / f"{split}.csv")
-        (temporary / SPEC_NAME).write_text(yaml.safe_dump(_document(spec), sort_keys=False))
-        put_in_place(temporary, root)
-    finally:
-        rmtree(temporary, ignore_errors=True)
+    with hold(root, f"is writing {root}") as alone:
+        check_output(root, overwrite)  # again: another process may have written it meanwhile
+        if alone:
+            clear_leftovers(root)
+        temporary = partial_sibling(root)
+        temporary.mkdir(parents=True)
+        try:
+            for split in spec.splits:
+                _write_split(rows, split, temporary / f"{split}.csv")
+            (temporary / SPEC_NAME).write_text(yaml.safe_dump(_document(spec), sort_keys=False))
+            sync_tree(temporary)
+            check_output(root, overwrite)
+            put_in_place(temporary, root)
+        finally:
+            rmtree(temporary, ignore_errors=True)
 
 
 def _write_split(rows: Rows, split: str, path: Path) -> None:

@@ -2,8 +2,11 @@ import ast
 import errno
 import fcntl
 import os
+import re
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from dataloading.dataset.durable_files import (
     UnlockableError,
     clear_leftovers,
+    hold,
     lock_directory,
     new_directory,
     partial_sibling,
@@ -144,6 +148,83 @@ def test_a_file_system_without_locks_raises_an_error_of_its_own(tmp_path, monkey
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(FileNotFoundError):
         lock_directory(tmp_path / "absent")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from dataloading.dataset.durable_files import hold
+with hold(Path(sys.argv[1]), "is writing it"):
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def test_an_output_is_held_until_its_process_ends_and_names_it(tmp_path):
+    root = tmp_path / "new" / "out"
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(root)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    other.stdout.readline()
+    message = f"process {other.pid} on {socket.gethostname()} is writing it; wait for it, or choose another output"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), hold(root, "is writing it"):
+        pass
+    with hold(tmp_path / "new" / "other", "is writing it") as alone:
+        assert alone
+    other.kill()
+    other.communicate()
+    assert os.listdir(root.parent) == [".out.lock"]
+    with hold(root, "is writing it") as alone:
+        assert alone
+        assert (
+            root.parent / ".out.lock"
+        ).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    assert os.listdir(root.parent) == []
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\n\x1b[2J" + b"x" * 1000])
+def test_whatever_a_lock_file_holds_the_message_is_one_short_line(tmp_path, text):
+    (tmp_path / ".out.lock").write_bytes(text)
+    descriptor = os.open(tmp_path / ".out.lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with (
+        pytest.raises(ValueError, match="is writing") as refused,
+        hold(tmp_path / "out", "is writing"),
+    ):
+        pass
+    os.close(descriptor)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("elsewhere", path)])
+def test_a_lock_file_that_is_no_file_blocks_nothing_for_ever(tmp_path, make):
+    make(tmp_path / ".out.lock")
+    with suppress(OSError), hold(tmp_path / "out", "is writing"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_nothing_is_kept_out_without_locks(tmp_path, monkeypatch):
+    def no_locks(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with hold(tmp_path / "out", "is writing") as one, hold(tmp_path / "out", "is writing") as two:
+        assert not one
+        assert not two
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_was_being_replaced_comes_back(tmp_path):
+    root = tmp_path / "out"
+    (tmp_path / ".out.replaced-1").mkdir()
+    (tmp_path / ".out.replaced-1" / "old").touch()
+    clear_leftovers(root)
+    assert os.listdir(root) == ["old"]
+    (tmp_path / ".out.replaced-2").mkdir()
+    clear_leftovers(root)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_only_partial_siblings_that_nobody_writes_are_removed(tmp_path):

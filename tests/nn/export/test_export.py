@@ -1,6 +1,8 @@
 """Export of complete tables from checkpoints with any sharding, in bounded memory."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -221,6 +223,66 @@ def test_a_failed_export_leaves_nothing(saved, tmp_path):
     with pytest.raises(ValueError, match="truncated"):
         export_tables(path, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
+
+
+EXPORT = """
+import sys
+from pathlib import Path
+from nn.export import tables
+# The slower one is in the way of the other while that one starts and ends.
+blocks = tables._write_blocks
+def slow(stream, arrays):
+    print(flush=True)
+    sys.stdin.readline()
+    blocks(stream, arrays)
+tables._write_blocks = slow
+tables.export_tables(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_two_exports_to_one_output_do_not_mix(saved, tmp_path):
+    arguments = [str(saved["adam"]), str(tmp_path / "out")]
+    first = subprocess.Popen(
+        [sys.executable, "-c", EXPORT, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    first.stdout.readline()
+    command = ["-m", "nn.export", f"checkpoint={arguments[0]}", f"output={arguments[1]}"]
+    ended = start_command(*command, directory=ROOT)
+    assert ended.exit_code == 2
+    assert ended.err == (
+        f"error: process {first.pid} on {socket.gethostname()} is writing {arguments[1]}; wait for it, or choose another "
+        "output\n"
+    )
+    first.communicate("\n" * 100)
+    assert first.returncode == 0
+    assert os.listdir(tmp_path) == ["out"]
+    export_tables(saved["adam"], tmp_path / "alone")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "alone") != {}
+    ended = start_command(*command, directory=ROOT)
+    assert ended.exit_code == 2
+    assert "exists; name a new directory" in ended.err
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_an_export_that_was_killed_leaves_nothing_for_the_next(saved, tmp_path):
+    (tmp_path / ".out.partial-0").mkdir()
+    (tmp_path / ".out.partial-0" / "half").touch()
+    (tmp_path / ".out.lock").write_text("process 1 on a host that is off")
+    export_tables(saved["sgd"], tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_link_to_nothing_is_no_output(saved, tmp_path):
+    (tmp_path / "out").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="exists; name a new directory"):
+        export_tables(saved["sgd"], tmp_path / "out")
 
 
 MEASURE = """

@@ -581,30 +581,6 @@ def test_a_killed_run_leaves_no_complete_dataset_and_the_next_one_works(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "raw.tsv"]
 
 
-def test_two_runs_to_one_output_do_not_mix(tmp_path, output):
-    source = write_lines(tmp_path / "raw.tsv", GOOD)
-    staging = tmp_path / ".out.preproc"
-    staging.mkdir()
-    holder = (
-        "import fcntl, os, sys; "
-        f"fcntl.flock(os.open({str(staging)!r}, os.O_RDONLY), fcntl.LOCK_EX); "
-        "print(flush=True); sys.stdin.read()"
-    )
-    other = subprocess.Popen(
-        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        other.stdout.readline()
-        fails(
-            f"another run is staging {output} in {staging}; wait for it, or choose another output",
-            f"source={source}",
-            f"output={output}",
-        )
-    finally:
-        other.communicate()
-    staging.rmdir()
-
-
 def test_help_lists_every_option_with_its_meaning(tmp_path):
     done = subprocess.run(
         [*COMMAND, "--help", "frequency_limit=20"], cwd=ROOT, capture_output=True, text=True

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 import tracemalloc
@@ -16,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.dataset.durable_files import clear_leftovers
 from preproc import dataset_writer as output_module
 from preproc.column_store import StoredColumn
 from preproc.criteo import parse, shuffle
@@ -271,19 +271,41 @@ def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypat
     later = []
 
     def write_plain(*arguments):
-        clear_leftovers(output)  # as `write_dataset` does
-        with pytest.raises(Refused, match="another run is writing") as refused:
-            preproc(f"source={source}", f"output={output}", f"temp_directory={tmp_path / 'two'}")
-        later.append(refused.value.message)
+        for command in (
+            [f"source={source}", f"temp_directory={tmp_path / 'two'}"],
+            ["dataset=synthetic", "data.synthetic.cardinalities=[5]"],
+        ):
+            with pytest.raises(Refused) as refused:
+                preproc(*command, f"output={output}")
+            later.append(refused.value.message)
         return criteo_write_plain(*arguments)
 
     criteo_write_plain = criteo._write_plain
     monkeypatch.setattr(criteo, "_write_plain", write_plain)
     preproc(f"source={source}", f"output={output}")
-    assert later == [
-        f"error: another run is writing {output}; wait for it, or choose another output"
-    ]
+    assert (
+        later
+        == [
+            f"error: process {os.getpid()} on {socket.gethostname()} is writing {output}; wait for it, or choose another output"
+        ]
+        * 2
+    )
     assert len(data_files(output)) == 2 * 28
+
+
+def test_a_directory_that_appears_at_the_output_meanwhile_is_kept(tmp_path, monkeypatch):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
+
+    def write_plain(*arguments):
+        output.mkdir()
+        (output / "mine").touch()
+        return criteo_write_plain(*arguments)
+
+    criteo_write_plain = criteo._write_plain
+    monkeypatch.setattr(criteo, "_write_plain", write_plain)
+    with pytest.raises(Refused, match="is not empty and holds no feature_spec"):
+        preproc(f"source={source}", f"output={output}")
+    assert [path.name for path in output.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("before", ["first", "last", None])
