@@ -15,7 +15,7 @@ this checkpoint.
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.launch import held_output
 from benchmarks.rows import compose_row, run_parser
 from configs.schema import Config, Mode
 from dataloading.dataset.source import Source
@@ -68,7 +69,8 @@ def main() -> None:
     config = compose_row(args.recipe, *args.overrides, f"run_dir={args.out / 'run'}")
     ranks = ranks_from_environment(device_type(config))
     source = open_source(config)
-    with build_loaders(config, source, ranks) as loaders, process_group(ranks):
+    held = held_output(args.out) if ranks.is_rank0 else nullcontext()
+    with held, build_loaders(config, source, ranks) as loaders, process_group(ranks):
         assert loaders.train is not None
         result = measured(config, source, loaders.train, ranks, args.baseline_s)
         if ranks.is_rank0:

@@ -23,6 +23,7 @@ from time import perf_counter
 
 import numpy as np
 
+from benchmarks.launch import held_output
 from dataloading.randomness import power_law, stream_key, uniform
 
 NUM_NUMERICAL = 13
@@ -178,11 +179,11 @@ def main() -> None:
     processes = int(options["processes"] or os.cpu_count() or 1)
     began = perf_counter()
     written = 0
-    for path, size in write_days(
-        Path(options["output"]), days, num_rows, int(options["seed"]), processes
-    ):
-        written += size
-        print(f"{path}: {num_rows:,} rows, {size / 1e6:,.1f} MB", flush=True)
+    output = Path(options["output"])
+    with held_output(output):
+        for path, size in write_days(output, days, num_rows, int(options["seed"]), processes):
+            written += size
+            print(f"{path}: {num_rows:,} rows, {size / 1e6:,.1f} MB", flush=True)
     seconds = perf_counter() - began
     rate = days * num_rows / seconds
     print(

@@ -1,11 +1,26 @@
-"""Start of a launcher, with a clean end: ranks left on a GPU would spoil the next measurement."""
+"""Start of a benchmark: its output, and a launcher with a clean end, since ranks left on a GPU would spoil the next one."""
 
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from dataloading.dataset.durable_files import hold
+
+
+@contextmanager
+def held_output(directory: Path) -> Iterator[None]:
+    """Create the directory of the results and keep other processes from writing it; one message if one does."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold(directory, f"is writing {directory}"))
+            directory.mkdir(exist_ok=True)
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error}")
+        yield
 
 
 @contextmanager

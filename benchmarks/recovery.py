@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.launch import children, launched
+from benchmarks.launch import children, held_output, launched
 from benchmarks.rows import ROOT, run_parser
 
 RECORD_EVERY = 10
@@ -30,17 +30,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=300)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    run_dir, log = args.out / "run", args.out / "recovery.log"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}"),
-        *("--max-restarts=1", str(ROOT / f"{args.recipe}.py"), f"run_dir={run_dir}"),
-        *(*args.overrides, *ENDLESS),
-    ]
-    log.unlink(missing_ok=True)
-    with launched(command, log) as launcher:
-        result = time_recovery(launcher, run_dir, log, time.monotonic() + args.timeout_s)
-    (args.out / "recovery.json").write_text(json.dumps(result, indent=2) + "\n")
+    with held_output(args.out):
+        run_dir, log = args.out / "run", args.out / "recovery.log"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}"),
+            *("--max-restarts=1", str(ROOT / f"{args.recipe}.py"), f"run_dir={run_dir}"),
+            *(*args.overrides, *ENDLESS),
+        ]
+        log.unlink(missing_ok=True)
+        with launched(command, log) as launcher:
+            result = time_recovery(launcher, run_dir, log, time.monotonic() + args.timeout_s)
+        (args.out / "recovery.json").write_text(json.dumps(result, indent=2) + "\n")
     for name, value in result.items():
         print(f"{name:28} {value:,.1f}")
 

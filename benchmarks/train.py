@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from benchmarks.floors import Floor, floor_of_row
-from benchmarks.launch import launched
+from benchmarks.launch import held_output, launched
 from benchmarks.rows import ROOT, ROWS, Row
 from nn.observability.run_directory import git_commit
 from nn.observability.trace_breakdown import DATA_WAIT, KERNEL_PHASES
@@ -53,18 +53,18 @@ def main() -> None:
             f"--steps={args.steps} must be a multiple of {RECORD_EVERY}, {3 * RECORD_EVERY} or more; the first record "
             "is not measured, and no evaluation may coincide with the profiled steps"
         )
-    args.out.mkdir(parents=True, exist_ok=True)
     results, failed = [], []
     print(HEAD, flush=True)
-    for name in args.rows:
-        run_dir = args.out / name
-        if not _run(name, ROWS[name], args, run_dir):
-            failed.append(name)
-            continue
-        result = read_result(name, ROWS[name], run_dir, floor_of_row(ROWS[name]))
-        (args.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-        results.append(result)
-        print(speed_line(result), flush=True)
+    with held_output(args.out):
+        for name in args.rows:
+            run_dir = args.out / name
+            if not _run(name, ROWS[name], args, run_dir):
+                failed.append(name)
+                continue
+            result = read_result(name, ROWS[name], run_dir, floor_of_row(ROWS[name]))
+            (args.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+            results.append(result)
+            print(speed_line(result), flush=True)
     print("\n" + breakdown_table(results))
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

@@ -150,8 +150,9 @@ def hold(directory: Path, doing: str) -> Iterator[bool]:
     Raises:
         ValueError: another process holds it; the message names that process and its host.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    path = directory.with_name(f".{directory.name.removeprefix('.')}.lock")
+    absolute = Path(os.path.abspath(directory))
+    absolute.parent.mkdir(parents=True, exist_ok=True)
+    path = absolute.parent / f".{absolute.name.removeprefix('.')}.lock"
     descriptor, is_locked = _locked_file(path, doing)
     try:
         yield is_locked

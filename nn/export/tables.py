@@ -87,7 +87,8 @@ def export_tables(
         The names of the files by table.
 
     Raises:
-        ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, or a file cannot be read.
+        ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, or a file
+            cannot be read.
     """
     _check_output(output)
     try:

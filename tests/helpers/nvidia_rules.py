@@ -1,6 +1,6 @@
-"""What the readers of NVIDIA's recipes (DeepLearningExamples, PyTorch DLRM and TensorFlow2 DLRM_and_DCNv2) require of a dataset.
+"""Rules of the readers of NVIDIA's recipes: DeepLearningExamples, PyTorch DLRM and TensorFlow2 DLRM_and_DCNv2.
 
-Their `check_feature_spec` ends with a bare assertion where a rule is violated. These are the rules in our words, of both
+Their `check_feature_spec` ends with a bare assertion where a rule is violated. The rules here are in our words, of both
 recipes together, with those of the code that opens the files.
 """
 

@@ -2,10 +2,13 @@
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import day_files, recovery, train
+from benchmarks.rows import ROWS
 from dataloading.dataset.durable_files import hold
 from tests.helpers.handwritten import write_handwritten
 from tests.helpers.preproc_command import Refused, preproc, raw_line, write_lines
@@ -63,3 +66,16 @@ def test_runs_to_outputs_of_one_name_do_not_share_a_work_directory(tmp_path, inp
     with hold(work, ""), pytest.raises(Refused) as refused:
         preproc(f"source={inputs}/raw.tsv", f"output={output}", f"temp_directory={work.parent}")
     assert f"is staging {output} in {work}; wait for it, or choose another" in refused.value.message
+
+
+@pytest.mark.parametrize("benchmark", [day_files, recovery, train])
+def test_benchmarks_refuse_it_too(tmp_path, monkeypatch, benchmark):
+    options = {
+        day_files: [f"output={tmp_path / 'out'}"],
+        recovery: ["dlrm", f"--out={tmp_path / 'out'}"],
+        train: [next(iter(ROWS)), f"--out={tmp_path / 'out'}", f"--data={tmp_path}"],
+    }
+    monkeypatch.setattr(sys, "argv", ["benchmark", *options[benchmark]])
+    with hold(tmp_path / "out", ""), pytest.raises(SystemExit, match=rf"process {os.getpid()} on"):
+        benchmark.main()
+    assert os.listdir(tmp_path) == []
