@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from configs.messages import shown
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.gather import Selection
 from dataloading.dataset.source import Allocate, Columns
-from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles
+from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
 
 LABEL_DTYPE = np.dtype(np.uint8)
 
@@ -243,7 +244,7 @@ def _checked_lengths(name: str, values: np.ndarray, lengths: np.ndarray | None) 
 def file_name(name: str) -> str:
     """Return the file name of a feature; NVIDIA's feature names end in `.bin` already."""
     if "/" in name or "\0" in name or name.startswith("."):
-        raise ValueError(f"feature name {name!r} cannot name a file: no slash, no leading dot")
+        raise ValueError(f"feature name {shown(name)} cannot name a file: no slash, no leading dot")
     return name if name.endswith(".bin") else f"{name}.bin"
 
 
@@ -263,7 +264,7 @@ class BinarySource:
     ) -> None:
         self.spec = spec
         self._columns = columns or {
-            split: SplitColumns.mapped(spec, files) for split, files in spec.splits.items()
+            split: SplitColumns.of_files(spec, files) for split, files in spec.splits.items()
         }
 
     def num_rows(self, split: str) -> int:
@@ -368,14 +369,12 @@ class SplitColumns:
     files: SplitFiles
 
     @classmethod
-    def mapped(cls, spec: FeatureSpec, files: SplitFiles) -> "SplitColumns":
+    def of_files(cls, spec: FeatureSpec, files: SplitFiles) -> "SplitColumns":
         """Return memory maps of the files of a split."""
 
         def column(path: Path, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-            if path.stat().st_size == 0:  # a ragged feature without any ids
-                return np.empty(0, dtype)
-            mapped = np.memmap(path, dtype.newbyteorder("<"), mode="r").view(np.ndarray)
-            return mapped if width is None else mapped.reshape(-1, width)
+            numbers = mapped(path, dtype)
+            return numbers if width is None else numbers.reshape(-1, width)
 
         assert files.label is not None
         width = len(spec.numerical)

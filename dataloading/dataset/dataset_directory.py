@@ -5,6 +5,7 @@ All files are written to a temporary sibling, the spec last. The sibling is then
 
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from configs.messages import shown
 from dataloading.dataset.binary import SplitWriter, file_name
+from dataloading.dataset.documents import open_regular
 from dataloading.dataset.durable_files import (
     clear_leftovers,
     hold,
@@ -138,7 +141,7 @@ def write_dataset(
 def _numerical_dtype(name: str) -> np.dtype:
     if name not in NUMERICAL_DTYPES:
         raise ValueError(
-            f"numerical_dtype: got {name!r}, want one of {', '.join(NUMERICAL_DTYPES)}"
+            f"numerical_dtype: got {shown(name)}, want one of {', '.join(NUMERICAL_DTYPES)}"
         )
     return np.dtype(name)
 
@@ -151,11 +154,11 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
             f"metadata: got the keys {sorted(reserved)}, which the writer fills in; rename them"
         )
     names = [*(feature.name for feature in spec.categorical), *spec.numerical, spec.label]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
     if not {"train", "test"} <= set(splits):
-        raise ValueError(f"splits: got {list(splits)}, want train, test and any other")
+        raise ValueError(f"splits: got {shown(list(splits))}, want train, test and any other")
     for split in splits:
         file_name(split)
     try:
@@ -168,7 +171,7 @@ def _split_writer(file_format: str) -> type[SplitWriter]:
     if file_format == "binary":
         return SplitWriter
     if file_format != PARQUET:
-        raise ValueError(f"file_format: got {file_format!r}, want binary or {PARQUET}")
+        raise ValueError(f"file_format: got {shown(file_format)}, want binary or {PARQUET}")
     # Imported here, since only Parquet needs pyarrow.
     from dataloading.dataset.parquet_writer import ParquetSplitWriter
 
@@ -281,15 +284,18 @@ def verify_checksums(spec: FeatureSpec) -> int:
             f"{spec.root}: its {SPEC_NAME} lists no checksums (metadata.files); nothing to compare with"
         )
     for name, wanted in listed.items():
-        path = find_file(spec.root, name)
+        try:
+            path = find_file(spec.root, name)
+        except ValueError as error:
+            raise ValueError(f"{spec.root / SPEC_NAME}: metadata.files: {error}") from None
         num_bytes = crc32 = 0
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             while data := stream.read(1 << 22):
                 crc32 = zlib.crc32(data, crc32)
                 num_bytes += len(data)
         got = {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
         if got != wanted:
             raise ValueError(
-                f"{path} has changed since it was written: got {got}, want {wanted}; copy it again"
+                f"{path} has changed since it was written: got {got}, want {shown(wanted)}; copy it again"
             )
     return len(listed)

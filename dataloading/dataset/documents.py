@@ -58,6 +58,17 @@ def check_regular(path: Path) -> os.stat_result:
     return facts
 
 
+def resolved(path: Path) -> Path:
+    """Return a path with its symbolic links resolved; ValueError if they lead in a circle or no file can have this name."""
+    try:
+        return path.resolve()
+    except RuntimeError:  # Python 3.13 and later return the path
+        reason = "its symbolic links lead in a circle"
+    except ValueError:
+        reason = "no file can have this name"
+    raise ValueError(f"{path}: {reason}; want a regular file")
+
+
 def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Return the bytes of a regular file; errors as of `open_regular`, and a ValueError beyond `max_bytes`."""
     with open_regular(path) as stream:
@@ -165,7 +176,7 @@ def _check_events(text: str) -> None:
             parent.num_children += 1
             # An alias inside its own anchor has no end.
             is_open = any(event.anchor == collection.anchor for collection in open_collections)
-            parent.num_nodes += MAX_NODES + 1 if is_open else nodes_of.get(event.anchor, 1)
+            parent.num_nodes += MAX_NODES + 1 if is_open else nodes_of.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent):
             parent.add_scalar(event)
         if len(open_collections) > MAX_NESTING:

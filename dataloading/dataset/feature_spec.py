@@ -6,14 +6,15 @@ counts under `metadata`. `docs/data_format.md` describes the yaml and the binary
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.split_files import (
     RowBytes,
     SplitFiles,
@@ -29,6 +30,9 @@ RAGGED = "ragged"
 ID_DTYPES = ("int8", "int16", "int32", "int64")
 NUMERICAL_DTYPES = ("float16", "float32")
 CHANNELS = ("categorical", "label", "numerical")
+MAX_HOTNESS = 2**31
+"""Lengths of rows are int32."""
+HOTNESS = f"an integer from 1 to {MAX_HOTNESS - 1}, or '{RAGGED}'"
 
 
 def id_dtype(cardinality: int) -> np.dtype:
@@ -65,11 +69,10 @@ class CategoricalFeature:
         most = np.iinfo(self.dtype).max + 1
         wider = f"at most {most} rows for ids of dtype {self.dtype.name}; use a wider dtype"
         expect(card <= most, f"{where}.cardinality", card, wider)
-        count = f"an integer of at least 1, or '{RAGGED}'"
-        expect(hotness is None or _is_count(hotness), f"{where}.hotness", hotness, count)
+        expect(hotness is None or _is_hotness(hotness), f"{where}.hotness", hotness, HOTNESS)
         mean = self.mean_hotness
-        good = isinstance(mean, int | float) and 0 <= mean < float("inf")
-        expect(good, f"{where}.mean_hotness", mean, "a number that is not negative")
+        good = isinstance(mean, int | float) and 0 <= mean < MAX_HOTNESS
+        expect(good, f"{where}.mean_hotness", mean, f"a number from 0 to {MAX_HOTNESS}")
 
     @classmethod
     def of(cls, name: str, cardinality: int, hotness: int | None = 1) -> "CategoricalFeature":
@@ -136,7 +139,7 @@ class FeatureSpec:
         """
         root = Path(root)
         path = root / filename
-        if not path.resolve().is_relative_to(root.resolve()):
+        if not resolved(path).is_relative_to(resolved(root)):
             raise ValueError(
                 f"data.feature_spec={filename} lies outside the dataset directory {root}: want a file inside, "
                 "symbolic links included"
@@ -147,25 +150,29 @@ class FeatureSpec:
             return measured(spec) if measure else spec
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        except OSError as error:
+            raise ValueError(
+                f"{path}: {error.filename or 'a file of it'} cannot be read ({error.strerror})"
+            ) from None
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _is_hotness(value: object) -> bool:
+    return _is_count(value) and value < MAX_HOTNESS  # type: ignore[operator]
+
+
 def _read_yaml(path: Path) -> object:
     try:
-        text = path.read_text(encoding="utf-8")
+        return read_yaml(path)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path}: no such file; name a dataset directory (one without a spec is not complete: write it again)"
         ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not plain yaml: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _section(document: object, key: str) -> Mapping[str, Any]:
@@ -205,6 +212,8 @@ def _parse(root: Path, document: object) -> FeatureSpec:
         expect(split in sources, "source_spec", list(sources), f"a split '{split}'")
     tables = tuple(_categorical(features, name) for name in categorical)
     ragged = {feature.name: feature.hotness is None for feature in tables}
+    names = Counter(map(str, sources))
+    expect(len(names) == len(sources), "source_spec", list(sources), "every split once")
     splits = {
         str(split): parse_chunks(
             root,
@@ -231,11 +240,12 @@ def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[
     expect(len(listed[0]) > 0, "channel_spec.categorical", [], "at least one feature")
     expect(len(listed[1]) == 1, "channel_spec.label", list(listed[1]), "exactly one label")
     names = [name for channel in listed for name in channel]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = [name for name, times in Counter(names).items() if times > 1]
     expect(not twice, "channel_spec", twice, "every feature in one channel, once")
     missing = [name for name in names if name not in features]
     expect(not missing, "feature_spec", missing, "an entry for every feature; these have none")
-    homeless = [name for name in features if name not in names]
+    known = set(names)
+    homeless = [name for name in features if name not in known]
     expect(not homeless, "channel_spec", homeless, "a channel for every feature; these have none")
     return listed
 
@@ -258,8 +268,7 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
     if hotness == RAGGED:
         hotness, mean = None, entry.get("mean_hotness", 0.0)
     else:
-        count = f"an integer of at least 1, or '{RAGGED}'"
-        expect(_is_count(hotness), f"feature_spec.{name}.hotness", hotness, count)
+        expect(_is_hotness(hotness), f"feature_spec.{name}.hotness", hotness, HOTNESS)
         mean = hotness
     cardinality = entry.get("cardinality")  # checked by the constructor
     return CategoricalFeature(name, cardinality, np.dtype(dtype), hotness, mean)

@@ -5,6 +5,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from dataloading.dataset.documents import open_regular
 from dataloading.dataset.feature_spec import FeatureSpec
 
 SAMPLE_BYTES = 4096
@@ -62,7 +63,7 @@ def _files(spec: FeatureSpec) -> dict[str, Path]:
 
 def _sample(path: Path) -> int:
     crc32 = 0
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         last = max(0, os.fstat(stream.fileno()).st_size - SAMPLE_BYTES)
         for index in range(NUM_SAMPLES):
             stream.seek(last * index // (NUM_SAMPLES - 1))

@@ -1,12 +1,16 @@
 """Parquet files of a split: their footers, and a check of their columns against the spec."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from configs.messages import shortened
+from dataloading.dataset.documents import check_regular
 from dataloading.dataset.split_files import expect
 
 
@@ -41,14 +45,34 @@ def open_file(path: Path, metadata: pq.FileMetaData | None = None) -> pq.Parquet
         path: of the file.
         metadata: its footer, if it has been read already.
     """
-    try:
+    with _complete(path):
+        check_regular(path)
         # Reading ahead gains nothing with a memory map, and it would start Arrow's threads in reader processes.
         return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)
-    except (pa.ArrowException, OSError) as error:
+
+
+@contextmanager
+def _complete(path: Path) -> Iterator[None]:
+    """Convert what Arrow raises for a damaged footer, such as one whose names are no text."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError, OverflowError) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path}: not a complete Parquet file ({first_line}); copy or write it again"
+            f"{path}: not a complete Parquet file ({shortened(first_line)}); copy or write it again"
         ) from None
+
+
+def read_footer(path: Path) -> pq.FileMetaData:
+    """Return the footer of a Parquet file; ValueError if it contradicts itself."""
+    with open_file(path) as file, _complete(path):
+        metadata = file.metadata
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    if min(sizes, default=0) < 0 or sum(sizes) != metadata.num_rows:
+        raise ValueError(
+            f"{path}: its footer has {metadata.num_rows} rows, and its row groups have {sum(sizes)}; copy or write it again"
+        )
+    return metadata
 
 
 def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
@@ -63,9 +87,9 @@ def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
     """
     num_rows = 0
     for path in paths:
-        with open_file(path) as file:
+        num_rows += read_footer(path).num_rows
+        with open_file(path) as file, _complete(path):
             schema = file.schema_arrow
-            num_rows += file.metadata.num_rows
         check_columns(path, schema, columns)
     expect(num_rows > 0, f"{paths[0].parent}", "no rows", "at least one row per split")
     return num_rows
@@ -73,8 +97,11 @@ def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
 
 def check_columns(path: Path, schema: pa.Schema, columns: Mapping[str, ColumnKind]) -> None:
     """Raise `ValueError` unless `schema` of the file `path` has all of `columns` with the right types."""
-    missing = [name for name in columns if name not in schema.names]
+    present = Counter(schema.names)
+    missing = [name for name in columns if name not in present]
     expect(not missing, str(path), f"no column {', '.join(missing)}", "every feature of the spec")
+    twice = [name for name in columns if present[name] > 1]
+    expect(not twice, str(path), f"several columns {', '.join(twice)}", "every feature once")
     for name, kind in columns.items():
         got = schema.field(name).type
         expect(kind.accepts(got), f"{path}: column '{name}'", str(got), kind.value)
@@ -84,8 +111,7 @@ def mean_hotness(paths: Sequence[Path], name: str) -> float:
     """Return the mean ids per row of a list column, from the footers; an empty list counts as one id."""
     num_ids = num_rows = 0
     for path in paths:
-        with open_file(path) as file:
-            metadata = file.metadata
+        metadata = read_footer(path)
         num_rows += metadata.num_rows
         for group in range(metadata.num_row_groups):
             row_group = metadata.row_group(group)

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from configs.messages import shortened
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
-from dataloading.dataset.parquet_files import open_file
+from dataloading.dataset.parquet_files import open_file, read_footer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,7 @@ class SplitGroups:
         self._first_group = [0]
         starts = [0]
         for path in paths:
-            with open_file(path) as file:
-                metadata = file.metadata
+            metadata = read_footer(path)
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             starts += (starts[-1] + np.cumsum(sizes)).tolist() if sizes else []
             self._metadata.append(metadata)
@@ -74,11 +74,17 @@ class SplitGroups:
         names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
         try:
             table = self._open(part).read_row_group(inside, columns=names, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
             raise ValueError(
-                f"{self.paths[part]}: row group {inside} cannot be read ({first_line}); copy or write the file again"
+                f"{self.paths[part]}: row group {inside} cannot be read ({shortened(first_line)}); copy or write the file again"
             ) from None
+        num_rows = self._starts[group + 1] - self._starts[group]
+        if table.num_rows != num_rows:
+            raise ValueError(
+                f"{self.paths[part]}: row group {inside} has {table.num_rows} rows, and the footer says {num_rows}; copy or "
+                "write the file again"
+            )
         where = _Place(self.paths[part], self._first_row_in_part(group))
         labels = where.numbers(table, spec.label)
         wrong = (labels != 0) & (labels != 1)
@@ -119,9 +125,17 @@ class _Place:
         return f"row {self.first_row + index} of {self.path}"
 
     def numbers(self, table: pa.Table, name: str) -> np.ndarray:
-        """Return a column of numbers; ValueError if one is missing."""
-        column = self._whole(table, name)
-        return column.to_numpy(zero_copy_only=False)
+        """Return a column of numbers; ValueError if one is missing or too large."""
+        values = self._whole(table, name).to_numpy(zero_copy_only=False)
+        if values.dtype == np.float64:
+            with np.errstate(over="ignore"):
+                too_large = np.isinf(values.astype(np.float32)) & np.isfinite(values)
+            if too_large.any():
+                row = int(too_large.argmax())
+                raise ValueError(
+                    f"'{name}' is {values[row]} at {self.row(row)}; want a number that float32 can hold"
+                )
+        return values
 
     def ids(
         self, table: pa.Table, feature: CategoricalFeature

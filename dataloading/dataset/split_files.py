@@ -1,11 +1,16 @@
 """Files of one split: their paths inside the dataset directory, and a check of their sizes."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from configs.messages import shown
+from dataloading.dataset.documents import check_regular, resolved
 
 OFFSET_DTYPE = np.dtype("<i8")
 PARQUET = "parquet"
@@ -58,7 +63,7 @@ class RowBytes:
 def expect(condition: bool, where: str, got: object, want: str) -> None:
     """Raise `ValueError` with the key, its value and the expected value, unless `condition` is true."""
     if not condition:
-        raise ValueError(f"{where}: got {got!r}, want {want}")
+        raise ValueError(f"{where}: got {shown(got)}, want {want}")
 
 
 def names_of(value: object, where: str) -> tuple[str, ...]:
@@ -150,12 +155,13 @@ def _parquet_files(
     expect(same, f"{where}[0].features", list(names), "every feature of the spec, once")
     files = chunk.get("files")
     expect(isinstance(files, list) and bool(files), f"{where}[0].files", files, "a list of files")
-    twice = sorted({str(name) for name in files if files.count(name) > 1})
-    expect(not twice, f"{where}[0].files", twice, "every file once")
     try:
-        return tuple(find_file(root, name) for name in files)
+        paths = tuple(find_file(root, name) for name in files)
     except ValueError as error:
         raise ValueError(f"{where}[0].files: {error}") from None
+    twice = [name for name, times in Counter(map(normpath, files)).items() if times > 1]
+    expect(not twice, f"{where}[0].files", twice, "every file once")
+    return paths
 
 
 def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
@@ -191,16 +197,28 @@ def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
 def find_file(root: Path, name: object) -> Path:
     """Return `root`/`name`; ValueError unless that is a file inside `root`, symbolic links followed."""
     if not isinstance(name, str) or not name:
-        raise ValueError(f"file name {name!r}: want a path relative to the dataset directory")
+        raise ValueError(f"file name {shown(name)}: want a path relative to the dataset directory")
     path = root / name
-    if Path(name).is_absolute() or not path.resolve().is_relative_to(root.resolve()):
+    if Path(name).is_absolute() or not resolved(path).is_relative_to(resolved(root)):
         raise ValueError(
-            f"file {name!r} lies outside the dataset directory {root}: want a relative path that stays inside, "
+            f"file {shown(name)} lies outside the dataset directory {root}: want a relative path that stays inside, "
             "symbolic links included"
         )
     if not path.is_file():
-        raise ValueError(f"file {name!r} is missing from {root}, or is no plain file")
+        raise ValueError(f"file {shown(name)} is missing from {root}, or is no plain file")
     return path
+
+
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Return the numbers of a regular file through a memory map; ValueError if it cannot be mapped."""
+    if check_regular(path).st_size == 0:  # a ragged feature without any ids
+        return np.empty(0, dtype)
+    try:
+        return np.memmap(path, dtype.newbyteorder("<"), mode="r").view(np.ndarray)
+    except (OSError, OverflowError, MemoryError, ValueError) as error:
+        raise ValueError(
+            f"{path} of {path.stat().st_size:,} bytes cannot be mapped into memory ({error}); is it complete?"
+        ) from None
 
 
 def count_rows(files: SplitFiles, widths: RowBytes) -> int:
@@ -225,7 +243,7 @@ def count_rows(files: SplitFiles, widths: RowBytes) -> int:
         _check_size(path, row_bytes, num_rows, num_rows, files.label)
     for name, path in files.offsets.items():
         _check_size(path, OFFSET_DTYPE.itemsize, num_rows + 1, num_rows, files.label)
-        offsets = np.memmap(path, OFFSET_DTYPE, mode="r")
+        offsets = mapped(path, OFFSET_DTYPE)
         num_ids, rest = divmod(files.ids[name].stat().st_size, widths.ids[name])
         if offsets[0] != 0 or offsets[-1] != num_ids or rest:
             raise ValueError(
