@@ -19,6 +19,7 @@ from configs.exit_codes import (
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
+from configs.messages import on_one_line
 from configs.overrides import to_config
 from configs.schema import Config
 from nn.distributed.errors import (
@@ -143,7 +144,7 @@ def _end_together(message: str, exit_code: int) -> NoReturn:
 def _end(message: str | None, exit_code: int) -> NoReturn:
     if message is not None:
         sign = "" if exit_code == RESUME_EXIT_CODE else "error: "
-        print(f"{sign}{message}", file=sys.stderr, flush=True)
+        print(f"{sign}{on_one_line(message)}", file=sys.stderr, flush=True)
     if message is None or (exit_code == LOST_RANK_EXIT_CODE and is_launched()):
         # The launcher reports the rank that ends first, which should be the one that was lost.
         time.sleep(SILENT_RANK_WAIT_S)

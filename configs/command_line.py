@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.exit_codes import USER_ERROR_EXIT_CODE
 from configs.help import NO_SECTIONS, SectionClasses, register_option_help
+from configs.messages import on_one_line
 from configs.overrides import check_overrides, one_line
 from configs.schema import open_sections
 
@@ -89,7 +90,7 @@ def _was_called(function: Callable, error: BaseException) -> bool:
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
     """Print one message to stderr and end the process with `exit_code`."""
-    print(message, file=sys.stderr, flush=True)
+    print(on_one_line(message), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 
 

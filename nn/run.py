@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from configs.messages import on_one_line
 from configs.schema import Config, Mode
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
@@ -335,7 +336,7 @@ def _finish_training(
 
 
 def _as_error(text: str) -> str:
-    return f"error: {text}\n" if text else ""
+    return f"error: {on_one_line(text)}\n" if text else ""
 
 
 def _evaluate(session: Session) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from errno import ENOSPC
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 from configs.command_line import composed_command, end_command
+from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE
 from configs.overrides import to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
@@ -26,7 +26,7 @@ def build(config: PreprocConfig) -> None:
         f"{output} holds a dataset already; set overwrite=true to replace it, or another output",
     )
     check_output(output, config.overwrite)
-    progress = Progress(Console())
+    progress = Progress(LiteralConsole())
     # Each branch imports its own dependencies, so the synthetic one also runs without DuckDB.
     if config.layout is Layout.synthetic:
         from preproc.synthetic import build_synthetic
@@ -52,11 +52,11 @@ def execute(config: PreprocConfig) -> None:
     if config.mode is Mode.verify:
         from preproc.verify.run import run_verify
 
-        run_verify(config, Progress(Console()))
+        run_verify(config, Progress(LiteralConsole()))
     elif config.mode is Mode.convert:
         from preproc.convert.run import run_convert
 
-        run_convert(config, Progress(Console()))
+        run_convert(config, Progress(LiteralConsole()))
     else:
         build(config)
 

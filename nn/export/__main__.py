@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from configs.command_line import composed_command, end_command
 from configs.exit_codes import INTERRUPTED_EXIT_CODE
 from configs.export_schema import ExportConfig
+from configs.messages import on_one_line
 from configs.overrides import to_config
 from nn.export.tables import export_tables
 
@@ -31,7 +32,7 @@ def run(composed: DictConfig) -> None:
     except KeyboardInterrupt:
         end_command(f"interrupted: nothing was written to {composed.output}", INTERRUPTED_EXIT_CODE)
     num_files = sum(map(len, written.values()))
-    print(f"{len(written)} tables, {num_files} files, written to {config.output}")
+    print(on_one_line(f"{len(written)} tables, {num_files} files, written to {config.output}"))
 
 
 if __name__ == "__main__":

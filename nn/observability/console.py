@@ -21,6 +21,8 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
+from configs.console import LiteralConsole
+from configs.messages import printable
 from configs.schema import Config
 from nn.models.tasks import AUC, Metric
 from nn.sharding.memory_estimate import RankMemory
@@ -34,7 +36,7 @@ def make_console(rank: int) -> Console:
     """Return the console of this rank; it is silent unless `rank` is 0."""
     # A file or a pipe has no width; rich would wrap lines at 80 columns.
     width = None if sys.stdout.isatty() else 120
-    return Console(quiet=rank != 0, highlight=False, markup=False, emoji=False, width=width)
+    return LiteralConsole(quiet=rank != 0, highlight=False, width=width)
 
 
 class _ConsoleHandler(Handler):
@@ -86,7 +88,7 @@ def print_header(
         "devices": _devices(environment),
         **facts,
     }
-    console.print(Text(environment["recipe"], style="bold"))
+    console.print(environment["recipe"], style="bold")
     _print_columns(console, _grid(lines))
 
 
@@ -107,7 +109,7 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
         "memory": f"{per_rank / GIB:,.1f} GiB per rank, {usable / GIB:,.1f} GiB of it for tables",
         "optimizer": f"{config.model.embedding_dtype.value} tables {config.effective_optimizer.table_name}",
     }
-    console.print(Text(config.recipe, style="bold"))
+    console.print(config.recipe, style="bold")
     _print_columns(console, _grid(lines))
 
 
@@ -218,7 +220,7 @@ def print_summary(
         for name, title in (("untrained_test_auc", "untrained"), ("teacher_auc", "ceiling"))
         if summary.get(name) is not None
     ]
-    lines = {}
+    lines: dict[str, str | Text] = {}
     for metric in metrics:
         if summary[metric.test_key] is None:
             continue
@@ -230,7 +232,7 @@ def print_summary(
     if summary["peak_hbm_bytes"] is not None:
         lines["GPU memory"] = f"{summary['peak_hbm_bytes'] / GIB:,.1f} GiB at its peak"
     names = sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir())
-    lines["written to"] = f"{run_dir}/\n{'  '.join(names)}"
+    lines["written to"] = Text(f"{printable(str(run_dir))}/\n{printable('  '.join(names))}")
     console.print(Text("\nresult", style="bold"))
     _print_columns(console, _grid(lines))
 
@@ -411,7 +413,7 @@ def _ranges(ranks: Sequence[int]) -> str:
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
-def _grid(lines: Mapping[str, str]) -> Table:
+def _grid(lines: Mapping[str, str | Text]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

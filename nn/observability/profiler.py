@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch.cuda import nvtx
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from configs.messages import printable
 from configs.schema import ProfileConfig
 from nn.distributed.process_group import Ranks
 from nn.observability.annotations import use_annotations
@@ -148,7 +150,8 @@ class Profiler:
         (self._directory / "summary.txt").write_text(text)
         content = json.dumps([breakdown.as_dict() for breakdown in breakdowns], indent=2)
         (self._directory / "summary.json").write_text(content + "\n")
-        self._console.print(f"\nprofile: {self._directory}\n{text}", soft_wrap=True)
+        lines = Text(f"\nprofile: {printable(str(self._directory))}\n{text}")
+        self._console.print(lines, soft_wrap=True)
 
     def _synchronize(self) -> None:
         if self._ranks.device.type == "cuda":

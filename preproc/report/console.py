@@ -9,6 +9,9 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from configs.messages import printable
 
 # Frequency limits for which the report shows the kept values and the rows that they cover.
 COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
@@ -66,14 +69,23 @@ class Progress:
     def stage(self, name: str) -> Iterator["Stage"]:
         """Time the block as a stage called `name`."""
         began = time.perf_counter()
-        with self.console.status(f"{name} ...") as status:
-            stage = Stage(name, status.update if self.console.is_terminal else self._log)
+        with self.console.status(_literal(f"{name} ...")) as status:
+
+            def update(text: str) -> None:
+                status.update(_literal(text))
+
+            stage = Stage(name, update if self.console.is_terminal else self._log)
             yield stage
         seconds = time.perf_counter() - began
         self.console.print(f"{seconds:8.2f} s  {stage.name}", highlight=False, markup=False)
 
     def _log(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _literal(text: str) -> Text:
+    """Return a text for rich's spinner, which would read markup in a `str`."""
+    return Text(printable(text))
 
 
 class Stage:

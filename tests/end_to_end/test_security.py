@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 import yaml
 
+from configs.command_line import end_command
 from configs.schema import Component
 from dataloading.dataset.feature_spec import FeatureSpec
+from main import _end
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
 from nn.export.tables import ExportFormat, export_tables
@@ -310,3 +313,28 @@ def test_no_module_executes_its_input():
                 assert keywords.get("allow_pickle") == "False", module
             if called in ("dcp.load", "dcp.save", "dcp.async_save"):
                 assert keywords.keys() & {"storage_reader", "storage_writer"}, module
+
+
+FORGED = "x\x1b[31m\nerror: all is well\r"
+
+
+def test_an_error_is_one_line_whatever_a_name_holds(tmp_path):
+    root = write_clicks(tmp_path / "clicks")
+    spec = (root / "feature_spec.yaml").read_text()
+    (root / "feature_spec.yaml").write_text(spec.replace("user", json.dumps(FORGED), 1))
+    ended = run_command(f"data.path={root}", "mode=plan")
+    assert ended.exit_code == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith("error: ")
+    assert r"x\x1b[31m\nerror: all is well\r" in line
+
+
+@pytest.mark.parametrize("end", [end_command, partial(_end, exit_code=2)])
+def test_the_last_line_of_every_command_is_one_line(end, capsys):
+    with pytest.raises(SystemExit):
+        end(f"error: {FORGED}{'x' * 10**6}")
+    err = capsys.readouterr().err
+    assert len(err) < 10_000
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "\x1b" not in err

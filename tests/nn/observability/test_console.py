@@ -5,10 +5,12 @@ import logging
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from configs.console import LiteralConsole
 from nn.models.tasks import binary_tasks, metrics_of
 from nn.observability.console import (
     Progress,
@@ -273,3 +275,40 @@ def test_messages_of_a_run_cannot_be_disabled(capsys):
     finally:
         logging.disable(logging.NOTSET)
     assert "could not be written" in capsys.readouterr().out
+
+
+HOSTILE = "[red]x[/y]\x1b[31m\nerror: all is well\r:smile:"
+ESCAPED = r"[red]x[/y]\x1b[31m\nerror: all is well\r:smile:"
+
+
+def plan_of(name: str) -> TablePlan:
+    return TablePlan(name, 10, 4, 1.0, "table_wise", "fused", (0,), (160,))
+
+
+def print_everything(console: Console, run_dir: Path) -> None:
+    """Print a hostile text wherever a name from a file or an option is printed."""
+    make_logger(console).warning("%s", HOSTILE)
+    print_header(console, ENVIRONMENT | {"recipe": HOSTILE}, {"data": HOSTILE})
+    print_plan(console, [plan_of(HOSTILE)], 1)
+    (run_dir / HOSTILE.replace("/", "")).touch()
+    print_summary(console, SUMMARY, METRICS, run_dir)
+    console.print(f"left out: {HOSTILE}", soft_wrap=True)
+    console.print(f"title {HOSTILE}", style="bold")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_names_reach_the_terminal_as_they_are_written_and_never_raw(tmp_path, is_terminal):
+    stream = io.StringIO()
+    options = {"force_terminal": True, "color_system": None} if is_terminal else {}
+    console = LiteralConsole(file=stream, width=300, highlight=False, **options)
+    print_everything(console, tmp_path)
+    text = stream.getvalue()
+    assert text.count(ESCAPED) == 6
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert not [line for line in text.splitlines() if line.strip().startswith("error:")]
+
+
+def test_the_console_of_a_run_is_literal():
+    assert isinstance(make_console(0), LiteralConsole)
+    assert make_console(1).quiet

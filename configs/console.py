@@ -1,0 +1,19 @@
+"""The terminal of all commands: a rich console that shows every text as it is, without markup and control characters."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from configs.messages import printable
+
+
+class LiteralConsole(Console):
+    """Console for text with names from files: `[red]` is five letters, and a control character is shown as an escape.
+
+    A text in a table, a title or a line is one line; pass a `Text` to print several lines, or styles.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the literal text; rich calls this for every `str` that it prints."""
+        return super().render_str(printable(text), **options | {"markup": False, "emoji": False})
