@@ -1,0 +1,71 @@
+"""The long form: `python -m tests.fuzz --examples 5000 --seed 7 [--only checkpoint]`; exit code 1 after a failure."""
+
+import argparse
+import faulthandler
+import multiprocessing
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fuzz.all_fuzzers import FUZZERS
+from tests.fuzz.harness import Report, fuzz
+
+
+def main() -> int:
+    """Run all fuzzers, each in a process of its own, and print what each has found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument(
+        "--examples", type=int, help="of each fuzzer; by default those of the short form"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="fuzzers whose name contains this")
+    parser.add_argument("--lines", action="store_true", help="print the kinds of refusals too")
+    options = parser.parse_args()
+    failed = 0
+    for fuzzer in FUZZERS:
+        if options.only not in fuzzer.name:
+            continue
+        receive, send = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(fuzzer, options.examples or fuzzer.examples, options.seed, send)
+        )
+        process.start()
+        send.close()
+        try:
+            report = receive.recv()
+        except EOFError:
+            report = None
+        process.join()
+        if report is None:
+            print(f"{fuzzer.name}: its process ended with {process.exitcode}")
+            failed += 1
+            continue
+        failed += bool(report.failures)
+        _print(report, with_lines=options.lines)
+    return 1 if failed else 0
+
+
+def _run(fuzzer, examples: int, seed: int, send) -> None:
+    faulthandler.enable()
+    directory = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        send.send(fuzz(fuzzer, directory, examples=examples, with_seed=seed))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _print(report: Report, *, with_lines: bool) -> None:
+    print(report, flush=True)
+    for kind, failure in sorted(report.failures.items(), key=lambda item: -item[1].count):
+        print(f"  {failure.count:5} x {kind}")
+        print(f"          {failure.example[:600]}")
+        print("          | " + "\n          | ".join(failure.details[:1500].splitlines()))
+    if with_lines:
+        for line, count in sorted(report.lines.items(), key=lambda item: -item[1]):
+            print(f"  {count:5} x {line}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Calls of the commands' functions, which end as the commands end: exit code and one line."""
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from configs.command_line import register
+from configs.export_schema import ExportConfig
+from main import _exit_codes
+from nn.export import __main__ as export_command
+from preproc import __main__ as preproc_command
+from tests.helpers.preproc_command import compose_preproc
+
+
+def as_recipe(function: Callable[[], object]) -> None:
+    """Call a function inside what `dlrm.py` catches."""
+    try:
+        with patch("main.SILENT_RANK_WAIT_S", 0), _exit_codes():
+            function()
+    finally:
+        # An example that was stopped, or failed, would leave it to the next one.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def as_preproc(*overrides: str, **values: object) -> None:
+    """Run `python -m preproc`; `values` are set as they are, which no command line could write."""
+    composed = compose_preproc("plot=false", "threads=1", *overrides)
+    for key, value in values.items():
+        composed[key] = value
+    preproc_command.run(composed)
+
+
+def as_export(**values: object) -> None:
+    """Run `python -m nn.export`."""
+    from hydra import compose, initialize_config_module
+
+    register(ExportConfig, "export_schema")
+    with initialize_config_module("configs", version_base="1.3"):
+        composed = compose("export")
+    for key, value in values.items():
+        composed[key] = value
+    export_command.run(composed)
