@@ -1,5 +1,11 @@
 """The command of a recipe: compose the configuration, check it, run it, and end with a message and an exit code."""
 
+if __name__ == "__main__":
+    # First, since the imports below take a moment.
+    from configs.stop_signals import end_at_once_on_signals
+
+    end_at_once_on_signals()
+
 import os
 import signal
 import sys
@@ -19,16 +25,16 @@ from configs.exit_codes import (
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
-from configs.messages import on_one_line
+from configs.messages import on_one_line, os_error_text
 from configs.overrides import to_config
 from configs.schema import Config
+from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.distributed.errors import (
     DivergedError,
     LostRankError,
     RankError,
     SharedError,
     StoppedError,
-    os_error_text,
 )
 from nn.distributed.launcher import (
     ask_launcher_to_end,
@@ -72,15 +78,15 @@ def command(config_name: str) -> Callable[[], None]:
 
 
 def _model_options(model: DictConfig) -> type:
-    """Return the class of the model's options, for the help; the model's module declares it, which imports torch."""
-    from nn.models.registry import find_model
+    """Return the class of the model's options, for the help."""
+    from nn.models.registry import find_options
 
-    return find_model(model.name).Options
+    return find_options(model.name)
 
 
 @contextmanager
-def _exit_codes() -> Iterator[None]:
-    """End the process with a message and an exit code for every error that a run may raise."""
+def _exit_codes(composed: DictConfig) -> Iterator[None]:
+    """End the process with a message and an exit code for every error that the run `composed` may raise."""
     try:
         yield
     except RankError as error:
@@ -91,35 +97,43 @@ def _exit_codes() -> Iterator[None]:
         # Every rank of a node, if not of all nodes, has met the same error; one of them prints it.
         _end_together(str(error), USER_ERROR_EXIT_CODE)
     except OSError as error:
-        _end(os_error_text(error), USER_ERROR_EXIT_CODE)
+        _end(os_error_text(error, _place(composed)), USER_ERROR_EXIT_CODE)
     except DivergedError as error:
         _end_together(str(error), DIVERGED_EXIT_CODE)
     except StoppedError as error:
         _end_together(str(error), RESUME_EXIT_CODE)
     except KeyboardInterrupt:
-        text = "interrupted; the records so far and the latest checkpoint, if there is one, are in the run directory"
+        text = f"{INTERRUPTED}: the run directory has the records so far and the latest checkpoint, if there is one"
         _end_together(text, INTERRUPTED_EXIT_CODE)
 
 
-@_exit_codes()
 def _run(composed: DictConfig) -> None:
-    # Here, not above: torch and TorchRec take seconds to import, and errors of options outside `model.` need neither.
-    from nn.library_warnings import quiet_libraries
-    from nn.versions import require_stack
+    with _exit_codes(composed):
+        # Here, not above: torch and TorchRec take seconds to import, and neither options nor paths need them.
+        from nn.early_checks import check_inputs
+        from nn.library_warnings import quiet_libraries
+        from nn.models.registry import typed_config
+        from nn.versions import require_stack
 
-    to_config(composed)
-    require_stack()
-    quiet_libraries()
-    if sys.stdout.isatty() and is_node_leader():
-        # Importing takes five to ten seconds; the next line overwrites this one.
-        print("loading torch and TorchRec ...", end="\r", flush=True)
-    from nn.models.registry import typed_config
+        check_inputs(to_config(composed))
+        require_stack()
+        quiet_libraries()
+        if sys.stdout.isatty() and is_node_leader():
+            # Importing takes five to ten seconds; the next line overwrites this one.
+            print("loading torch and TorchRec ...", end="\r", flush=True)
+        config = typed_config(composed)
+        composed.model = OmegaConf.structured(config.model)
+        from nn.run import run
 
-    config = typed_config(composed)
-    composed.model = OmegaConf.structured(config.model)
-    from nn.run import run
+        restore_signals()
+        run(config, OmegaConf.to_yaml(composed, resolve=True))
 
-    run(config, OmegaConf.to_yaml(composed, resolve=True))
+
+def _place(composed: DictConfig) -> str:
+    """Return what a run reads and writes, for an error of the system that names no file."""
+    run_dir = composed.run_dir or f"runs/{composed.recipe}"
+    data = f" or data.path={composed.data.path}" if composed.data.path else ""
+    return f"a file of run_dir={run_dir}{data}"
 
 
 def _stop_at_once(signum: int, frame: FrameType | None) -> None:
@@ -143,8 +157,8 @@ def _end_together(message: str, exit_code: int) -> NoReturn:
 
 def _end(message: str | None, exit_code: int) -> NoReturn:
     if message is not None:
-        sign = "" if exit_code == RESUME_EXIT_CODE else "error: "
-        print(f"{sign}{on_one_line(message)}", file=sys.stderr, flush=True)
+        sign = "" if exit_code in (RESUME_EXIT_CODE, INTERRUPTED_EXIT_CODE) else "error: "
+        print(on_one_line(f"{sign}{message}"), file=sys.stderr, flush=True)
     if message is None or (exit_code == LOST_RANK_EXIT_CODE and is_launched()):
         # The launcher reports the rank that ends first, which should be the one that was lost.
         time.sleep(SILENT_RANK_WAIT_S)

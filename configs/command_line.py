@@ -3,23 +3,26 @@
 import inspect
 import os
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from configs.arguments import Choices, hydra_arguments
 from configs.exit_codes import USER_ERROR_EXIT_CODE
 from configs.help import NO_SECTIONS, SectionClasses, register_option_help
 from configs.messages import on_one_line
-from configs.overrides import check_overrides, one_line
+from configs.overrides import one_line
 from configs.schema import open_sections
+
+PROJECT = "hybrid-parallel-recsys"
 
 
 def register(schema: type, name: str, section_classes: SectionClasses = NO_SECTIONS) -> None:
@@ -65,14 +68,18 @@ def composed_command(
     @contextmanager
     def one_line_errors() -> Iterator[None]:
         # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+        os.environ["HYDRA_FULL_ERROR"] = "1"
         likely = _keys_of_yaml(config_name, open_sections(schema))
-        check_overrides(sys.argv[1:], schema, groups, likely)
+        sys.argv[1:] = hydra_arguments(sys.argv[1:], Choices(schema, groups, likely))
+        if "--version" in sys.argv[1:]:
+            print(f"{PROJECT} {project_version()} (Hydra {hydra.__version__})")
+            sys.exit()
         register(schema, schema_name, section_classes)
         try:
             yield
-        except (HydraException, OmegaConfBaseException) as error:
-            if _was_called(task, error):  # a bug, not an error of the user
+        except Exception as error:
+            # From the task they are its own errors, or bugs; before it only options and yaml files are read.
+            if isinstance(error, ValueError) or _was_called(task, error):
                 raise
             raise ValueError(one_line(error)) from None
 
@@ -82,6 +89,14 @@ def composed_command(
     return one_line_errors()(with_hydra(task))
 
 
+def project_version() -> str:
+    """Return the version of the recipe: that of the checkout, or of the installed package."""
+    checkout = Path(__file__).parents[1] / "pyproject.toml"
+    if checkout.is_file():
+        return tomllib.loads(checkout.read_text(encoding="utf-8"))["project"]["version"]
+    return metadata.version(PROJECT)
+
+
 def _was_called(function: Callable, error: BaseException) -> bool:
     """Return whether an error was raised inside a function."""
     code = inspect.unwrap(function).__code__
@@ -89,7 +104,7 @@ def _was_called(function: Callable, error: BaseException) -> bool:
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
-    """Print one message to stderr and end the process with `exit_code`."""
+    """Print one message to stderr, in one line, and end the process with `exit_code`."""
     print(on_one_line(message), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 

@@ -18,8 +18,12 @@ class ExportFormat(Enum):
 class ExportConfig:
     """Export of a checkpoint's tables."""
 
-    checkpoint: str | None = option(None, "checkpoint directory (step_N) to read (required)")
-    output: str | None = option(None, "directory to write, which must not exist yet (required)")
+    checkpoint: str | None = option(
+        None, "checkpoint directory (step_N) to read (required)", path=True
+    )
+    output: str | None = option(
+        None, "directory to write, which must not exist yet (required)", path=True
+    )
     tables: list[str] = option([], "names of the tables, as in plan.json; empty means all")
     format: ExportFormat = option(
         ExportFormat.npy,

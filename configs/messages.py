@@ -1,5 +1,6 @@
 """Values and texts as a message or a terminal may show them: on one line, short, without control characters."""
 
+import errno
 import reprlib
 import unicodedata
 from collections.abc import Mapping, Sequence, Set
@@ -77,3 +78,30 @@ def printable(text: str) -> str:
 def on_one_line(text: str) -> str:
     """Return a message as it leaves the process: one line of at most `MAX_LINE_CHARS` characters that hides nothing."""
     return shortened(printable(shortened(text, MAX_LINE_CHARS)), MAX_LINE_CHARS)
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EFBIG), "free some space"),
+    errno.EDQUOT: "free some of your quota",
+    errno.EROFS: "choose a directory that can be written",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another path"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+}
+
+
+def os_error_text(
+    error: OSError, place: str = "while a file of the run was read or written", more: str = ""
+) -> str:
+    """Describe an error of the system in one line: reason, path and remedy.
+
+    Args:
+        error: the error.
+        place: what was read or written, for an error that names no file.
+        more: continues the remedy for a full disk.
+    """
+    files = [printable(str(file)) for file in (error.filename, error.filename2) if file is not None]
+    remedy = _REMEDIES.get(error.errno or 0)
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    then = f"; {remedy} and rerun the same command{more if is_full else ''}" if remedy else ""
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{what}: {' -> '.join(files) or place}{then}"

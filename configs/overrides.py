@@ -1,31 +1,19 @@
-"""Checks of overrides: options and flags that do not exist are refused, with the option that was probably meant."""
+"""Composed options to typed ones: unknown options and invalid values are refused with one line that names the key."""
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.messages import printable, shortened, shown
+from configs.option_values import check_values, expand_home
 from configs.schema import describe, open_sections
-
-HYDRA_FLAGS = (
-    *(
-        "--help",
-        "--hydra-help",
-        "--version",
-        "--cfg",
-        "--resolve",
-        "--package",
-        "--run",
-        "--multirun",
-    ),
-    *("--config-name", "--config-path", "--config-dir", "--info", "--shell-completion"),
-    "--experimental-rerun",
-    *("-h", "-c", "-p", "-r", "-m", "-cn", "-cp", "-cd", "-i", "-sc"),
-)
 
 
 def to_config(composed: DictConfig) -> Any:
@@ -36,20 +24,26 @@ def to_config(composed: DictConfig) -> Any:
     Raises:
         ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
     """
+    schema = OmegaConf.get_type(composed)
+    assert schema is not None  # composed with a schema
+    composed = copy.deepcopy(composed)
     try:
+        expand_home(composed, schema)
         OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation refers to a missing key
         raise ValueError(one_line(error)) from None
-    schema = OmegaConf.get_type(composed)
-    assert schema is not None  # composed with a schema
     for key in unknown_keys(composed, schema):
         raise no_option(key, _options(schema))
-    composed = copy.deepcopy(composed)
     for name in open_sections(schema):
         common = {key.partition(".")[0] for key in _options(get_type_hints(schema)[name])}
         for key in set(composed[name]) - common:
             del composed[name][key]
-    return OmegaConf.to_object(composed)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(one_line(error)) from None
+    check_values(config)
+    return config
 
 
 def to_section(composed: DictConfig, schema: type, name: str) -> Any:
@@ -62,58 +56,61 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
         raise no_option(key, [option for option, _ in describe(schema, f"{name}.")])
     try:
         values = OmegaConf.to_container(composed, resolve=True)
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+        section = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
     except OmegaConfBaseException as error:
-        where = "" if error.full_key is None else f"{name}.{error.full_key}: "
+        where = "" if error.full_key is None else f"{name}."
         raise ValueError(where + one_line(error)) from None
-
-
-def check_overrides(
-    arguments: Sequence[str], schema: type, groups: Sequence[str], likely: Sequence[str] = ()
-) -> None:
-    """Refuse unknown options and flags before Hydra does, which would advise to add them with a plus sign.
-
-    Args:
-        arguments: arguments of the command line.
-        schema: class of the options.
-        groups: config groups, such as `experiment`.
-        likely: options of open sections, to which a mistyped one may be close.
-
-    Raises:
-        ValueError: an option does not exist, or is written as a flag.
-    """
-    options = _options(schema)
-    opened = tuple(f"{name}." for name in open_sections(schema))
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if argument.startswith("-") and name not in HYDRA_FLAGS:
-            raise ValueError(
-                f"there is no flag {name}; options are written key=value, as {options[0]}=..., and --help lists them "
-                "(docs/tf2_flags.md has the flags of NVIDIA's TF2 recipe)"
-            )
-        is_option = any(f"{option}.".startswith(f"{name}.") for option in options)
-        is_below_one = name.startswith((*(f"{option}." for option in options), *opened))
-        is_hydras = name.startswith(("-", "+", "~", "hydra")) or name.split("@")[0] in groups
-        if equals and not (is_option or is_below_one or is_hydras):
-            raise no_option(name, [*options, *likely])
+    check_values(section, f"{name}.")
+    return section
 
 
 def no_option(key: str, options: Sequence[str]) -> ValueError:
     """Return the error of a mistyped option, with the one of `options` that was probably meant."""
     likely = _likely_option(key, options)
     hint = "" if likely is None else f"did you mean {likely}? "
-    return ValueError(f"there is no option {key}; {hint}--help lists them all")
+    return ValueError(f"there is no option {printable(key)}; {hint}--help lists them all")
 
 
 def one_line(error: Exception) -> str:
-    """Join Hydra's or OmegaConf's error and its cause to one line, without search path and types."""
-    texts = [
-        str(cause).partition("Config search path")[0] for cause in (error, error.__cause__) if cause
-    ]
-    lines = [line.strip() for text in texts for line in text.splitlines()]
+    """Describe an error of Hydra or OmegaConf in one line that begins with the key, if it has one."""
+    if isinstance(error, RecursionError):
+        return "an option or a yaml file is nested too deeply"
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        return _missing_choice(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    key = getattr(cause, "full_key", None)
+    text = _joined(str(cause if key else error).partition("Config search path")[0])
+    text = re.sub(r"^field '[^']*' is not Optional$", "got null, want a value", text)
+    text = re.sub(r"^Key '.*' (is )?not in .*$", "there is no such option", text)
+    # OmegaConf's word for a list.
+    text += "; a list is written as [a,b]" if "ListConfig" in text else ""
+    file = re.match(r"In '([^']*)': ", str(error))
+    where = f"{file[1]}.yaml: " if key and file else ""
+    return printable(shortened(f"{where}{f'{key}: ' if key else ''}{text}{_meant(text)}", 500))
+
+
+def _missing_choice(error: MissingConfigException) -> str:
+    """Name the choices of a config group, such as `experiment`, of which none has the name that was given."""
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    choices = sorted(error.options or ())
+    close = get_close_matches(name, choices, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    choices_text = f"choose one of {', '.join(choices)}" if choices else "there are none"
+    return f"there is no {group}={shown(name)[1:-1]}; {hint}{choices_text}"
+
+
+def _meant(text: str) -> str:
+    """Return the suggestion for a value that is none of an enumeration's names."""
+    match = re.search(r"Invalid value '([^']*)', expected one of \[([^]]*)\]", text)
+    close = get_close_matches(match[1], match[2].split(", "), n=1) if match else []
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _joined(text: str) -> str:
+    """Join the lines of a message to sentences, without the types that OmegaConf adds."""
     details = ("full_key:", "reference_type=", "object_type=", "See https:")
-    text = " ".join(line for line in lines if line and not line.startswith(details))
-    return text + ("; a list is written as [a,b]" if "ListConfig" in text else "")
+    lines = [line.strip() for line in text.splitlines()]
+    return "; ".join(line.rstrip(".:;") for line in lines if line and not line.startswith(details))
 
 
 def _options(schema: type) -> list[str]:

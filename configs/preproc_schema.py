@@ -87,11 +87,14 @@ class PreprocConfig:
         "fit (make a dataset, vocabularies and statistics from its training rows), transform (make one by the fit "
         "of another), verify (read one, say what is wrong) or convert (path to output)",
     )
-    fitted: str | None = option(None, "with mode=transform: the dataset whose fit is applied")
+    fitted: str | None = option(
+        None, "with mode=transform: the dataset whose fit is applied", path=True
+    )
     path: str | None = option(
         None,
         "dataset directory to verify, or what to convert: a dataset directory, NVIDIA's CSV with its spec, "
         "Merlin's Parquet, MLPerf's npy files",
+        path=True,
     )
     to: Format = option(Format.binary, "what to convert to: binary, parquet or csv (NVIDIA's)")
     layout: Layout = option(Layout.criteo, "criteo, table or synthetic; set by dataset=...")
@@ -101,11 +104,13 @@ class PreprocConfig:
     table: Any = option(
         None, "sources, columns and transforms of layout=table; docs/preprocessing.md has them"
     )
-    output: str | None = option(None, "dataset directory to write (required)")
+    output: str | None = option(None, "dataset directory to write (required)", path=True)
     overwrite: bool = option(False, "replace a dataset that output already holds")
     threads: int | None = option(None, "worker threads; null: one per core")
     source: Any = option(
-        None, "raw logs: a file, a glob or a list of them; .tsv, .gz or .zst; day_2 before day_10"
+        None,
+        "raw logs: a file, a glob or a list of them; .tsv, .gz or .zst; day_2 before day_10",
+        path=True,
     )
     split: Split = option(
         Split.fraction,
@@ -116,7 +121,7 @@ class PreprocConfig:
         0.9, "fraction of the lines in the training split, with split=fraction"
     )
     test_source: Any = option(
-        None, "files of the test split, written like source; then all of source trains"
+        None, "files of the test split, written like source; then all of source trains", path=True
     )
     frequency_limit: int = option(
         0,
@@ -141,7 +146,9 @@ class PreprocConfig:
         "memory limit of the run, such as 8GB; larger data spills to disk; null: 80 % of the machine's",
     )
     temp_directory: str | None = option(
-        None, "directory for temporary columns and for DuckDB to spill to; null: beside output"
+        None,
+        "directory for temporary columns and for DuckDB to spill to; null: beside output",
+        path=True,
     )
     plot: bool = option(True, "draw the report as output/report.png")
     seed: int = option(1, "seed of shuffle and of the synthetic clicks")

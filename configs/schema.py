@@ -13,9 +13,16 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 
-def option(default: Any, meaning: str) -> Any:
-    """Declare one option: its default value and the sentence that `--help` prints."""
-    metadata = {"help": meaning}
+def option(default: Any, meaning: str, *, most: int | None = None, path: bool = False) -> Any:
+    """Declare one option.
+
+    Args:
+        default: its default value.
+        meaning: the sentence that `--help` prints.
+        most: largest value of the option, or of each of its elements; `configs/option_values.py` checks it.
+        path: whether the option names files, so that `~` is the home directory.
+    """
+    metadata = {"help": meaning, "most": most, "path": path}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -188,7 +195,7 @@ class DataConfig:
     """Source of the rows, and how they are read."""
 
     path: str | None = option(
-        None, "dataset directory; null trains on the built-in synthetic clicks"
+        None, "dataset directory; null trains on the built-in synthetic clicks", path=True
     )
     feature_spec: str = option("feature_spec.yaml", "name of the spec file inside data.path")
     shuffle_block: int = option(
@@ -473,6 +480,7 @@ class CheckpointConfig:
         None,
         "checkpoint to start from: a step_N directory, or one of NVIDIA's TF2 recipe; a run whose run_dir "
         "has checkpoints resumes from the latest without it",
+        path=True,
     )
     parts: list[CheckpointPart] = option(
         list(CheckpointPart),
@@ -551,7 +559,9 @@ class Config:
     mode: Mode = option(Mode.train, "train, eval, inference or plan")
     device: Device = option(Device.auto, "auto uses GPUs if there are any, else the CPU")
     seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks")
-    run_dir: str | None = option(None, "run directory, for all results; null: runs/<recipe>/<time>")
+    run_dir: str | None = option(
+        None, "run directory, for all results; null: runs/<recipe>/<time>", path=True
+    )
     data: DataConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig, metadata=OPEN_SECTION)
     optimizer: OptimizerConfig = MISSING

@@ -1,6 +1,12 @@
 """`python -m preproc`: compose and check the options, then make, verify or convert a dataset directory."""
 
-from errno import ENOSPC
+if __name__ == "__main__":
+    # First, since the imports below take a moment.
+    from configs.stop_signals import end_at_once_on_signals
+
+    end_at_once_on_signals()
+
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -8,9 +14,11 @@ from omegaconf import DictConfig
 from configs.command_line import composed_command, end_command
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE
+from configs.messages import os_error_text
 from configs.overrides import to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
+from configs.stop_signals import INTERRUPTED, restore_signals
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import SPEC_NAME
@@ -26,25 +34,30 @@ def build(config: PreprocConfig) -> None:
         f"{output} holds a dataset already; set overwrite=true to replace it, or another output",
     )
     check_output(output, config.overwrite)
-    progress = Progress(LiteralConsole())
-    # Each branch imports its own dependencies, so the synthetic one also runs without DuckDB.
+    write = _writer(config)
+    restore_signals()
+    write(Progress(LiteralConsole()))
+
+
+def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
+    """Return the function that writes the dataset; each branch imports its own dependencies."""
+    # So the synthetic one also runs without DuckDB.
     if config.layout is Layout.synthetic:
         from preproc.synthetic import build_synthetic
 
-        build_synthetic(config, progress)
-    elif config.layout is Layout.table:
+        return lambda progress: build_synthetic(config, progress)
+    if config.layout is Layout.table:
         from preproc.table.pipeline import build_table
 
-        build_table(config, TableConfig.of(config.table), progress)
-    elif config.engine is EngineName.duckdb and config.mode is Mode.fit:
+        return lambda progress: build_table(config, TableConfig.of(config.table), progress)
+    if config.engine is EngineName.duckdb and config.mode is Mode.fit:
         from preproc.criteo.pipeline import build_criteo
 
-        build_criteo(config, progress)
-    else:
-        from preproc.criteo.as_table import criteo_table
-        from preproc.table.pipeline import build_table
+        return lambda progress: build_criteo(config, progress)
+    from preproc.criteo.as_table import criteo_table
+    from preproc.table.pipeline import build_table
 
-        build_table(config, criteo_table(config), progress)
+    return lambda progress: build_table(config, criteo_table(config), progress)
 
 
 def execute(config: PreprocConfig) -> None:
@@ -52,10 +65,12 @@ def execute(config: PreprocConfig) -> None:
     if config.mode is Mode.verify:
         from preproc.verify.run import run_verify
 
+        restore_signals()
         run_verify(config, Progress(LiteralConsole()))
     elif config.mode is Mode.convert:
         from preproc.convert.run import run_convert
 
+        restore_signals()
         run_convert(config, Progress(LiteralConsole()))
     else:
         build(config)
@@ -68,20 +83,16 @@ def run(composed: DictConfig) -> None:
     except ValueError as error:
         end_command(f"error: {error}")
     except OSError as error:
-        remedy = (
-            "; free some space and rerun the same command (it resumes), or move output or temp_directory"
-            if error.errno == ENOSPC
-            else ""
-        )
-        where = f", writing {composed.output}" if composed.output else ""
-        end_command(f"error: {error}{where}{remedy}")
+        place = f"output={composed.output}" if composed.output else f"path={composed.path}"
+        remedy = " (it resumes), or move output or temp_directory"
+        end_command(f"error: {os_error_text(error, place, remedy)}")
     except KeyboardInterrupt:
         state = (
             ": nothing was written to output; rerun the same command to resume"
             if composed.output
-            else ""
+            else ": rerun the same command"
         )
-        end_command(f"interrupted{state}", INTERRUPTED_EXIT_CODE)
+        end_command(f"{INTERRUPTED}{state}", INTERRUPTED_EXIT_CODE)
 
 
 if __name__ == "__main__":

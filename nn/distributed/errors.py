@@ -1,18 +1,5 @@
 """Exceptions that end a run early, except `ValueError` for user errors; `configs.exit_codes` has their exit codes."""
 
-import errno
-
-from configs.messages import printable
-
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-def os_error_text(error: OSError) -> str:
-    """Describe an error of the system in one line: reason, path and, on a full disk, the remedy."""
-    where = printable(str(error.filename or "")) or "while a file of the run was read or written"
-    remedy = "; free some space and rerun the same command" if error.errno in _NO_SPACE else ""
-    return f"{error.strerror or error}: {where}{remedy}"
-
 
 class RankError(Exception):
     """Error in the input of one rank; only this rank can report it."""

@@ -16,6 +16,11 @@ def is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def is_single_node() -> bool:
+    """Return whether all ranks run on this node."""
+    return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
+
+
 def is_node_leader() -> bool:
     """Return whether this is local rank 0, which reports errors that all ranks of the node have."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nn.distributed.errors import os_error_text
+from configs.messages import os_error_text
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Ranks may take very different times to write their files of a checkpoint. Lost ranks are noticed at once anyway.

@@ -3,72 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from configs.schema import ModelConfig, option, require, require_widths
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
+from nn.models.options import CrossConfig, CrossStructure, DCNv2Options
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
-
-
-class CrossStructure(Enum):
-    """Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
-
-    stacked = "stacked"
-    parallel = "parallel"
-
-
-@dataclass(kw_only=True, slots=True)
-class CrossConfig:
-    """The cross network of DCNv2."""
-
-    num_layers: int = option(3, "cross layers")
-    projection_dim: int | None = option(512, "rank of each cross layer's weight; null is full rank")
-    structure: CrossStructure = option(
-        CrossStructure.stacked,
-        "stacked: cross, then top MLP; parallel: side by side, then one layer",
-    )
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_layers > 0,
-            f"model.cross.num_layers must be positive, got {self.num_layers}",
-        )
-        require(
-            self.projection_dim is None or self.projection_dim > 0,
-            f"model.cross.projection_dim must be positive or null, got {self.projection_dim}",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class DCNv2Options(ModelConfig):
-    """Options of DCNv2."""
-
-    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
-    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
-    cross: CrossConfig = field(default_factory=CrossConfig)
-
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-        require_widths("model.bottom_mlp", self.bottom_mlp)
-        require_widths("model.top_mlp", self.top_mlp)
-        require(
-            self.top_mlp[-1] == 1,
-            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
-        )
 
 
 class DCNv2(Model):

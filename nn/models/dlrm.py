@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from configs.schema import ModelConfig, option, require, require_widths
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.model import Activations, Model
+from nn.models.options import DLRMOptions
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
-
-
-@dataclass(kw_only=True, slots=True)
-class DLRMOptions(ModelConfig):
-    """Options of DLRM."""
-
-    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
-    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
-
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-        require_widths("model.bottom_mlp", self.bottom_mlp)
-        require_widths("model.top_mlp", self.top_mlp)
-        require(
-            self.top_mlp[-1] == 1,
-            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
-        )
-        require(
-            self.bottom_mlp[-1] == self.embedding_dim,
-            f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
-            f"dot interaction needs equal widths), got {self.bottom_mlp}",
-        )
 
 
 class DLRM(Model):

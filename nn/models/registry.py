@@ -1,4 +1,7 @@
-"""Models by name: those of the project and those of other packages."""
+"""Models by name: those of the project and those of other packages.
+
+torch is imported where a model is: the options of the project's own models are checked without it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,31 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from configs.overrides import no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import check_tables
-from nn.models.model import Model
+from nn.models.options import DCNv2Options, DLRMOptions
 from nn.user_objects import load_user_object
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+    from nn.models.model import Model
+
 MODELS = {"dlrm": "nn.models.dlrm:DLRM", "dcnv2": "nn.models.dcnv2:DCNv2"}
+OPTIONS: dict[str, type[ModelConfig]] = {"dlrm": DLRMOptions, "dcnv2": DCNv2Options}
+"""Options of models of the project that are known without torch; those of other models are in `Model.Options`."""
+
+
+def find_options(name: str) -> type[ModelConfig]:
+    """Return the class of the options of a model; it imports the model only if `OPTIONS` lacks them.
+
+    Raises:
+        ValueError: raised by `find_model`.
+    """
+    return OPTIONS[name] if name in OPTIONS else find_model(name).Options
 
 
 def find_model(name: str) -> type[Model]:
@@ -48,6 +62,8 @@ def find_model(name: str) -> type[Model]:
 
 def _missing_declaration(model: Any) -> str | None:
     """Return what a class lacks to be a model, or None."""
+    from nn.models.model import Model
+
     if not isinstance(model, type) or not issubclass(model, Model):
         return "it is no subclass of nn.models.model.Model"
     options = getattr(model, "Options", None)
@@ -80,7 +96,7 @@ def model_options(composed: DictConfig) -> ModelConfig:
     Raises:
         ValueError: an invalid value, an unknown option, or an unknown model.
     """
-    options = find_model(composed.name).Options
+    options = find_options(composed.name)
     known = {declared.name for declared in fields(options)}
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
@@ -99,7 +115,7 @@ def _is_of_another(key: str, value: Any) -> bool:
         ValueError: a section contains an unknown option.
     """
     for name in MODELS:
-        options = find_model(name).Options
+        options = find_options(name)
         kind = get_type_hints(options).get(key)
         if kind is None:
             continue
@@ -112,7 +128,7 @@ def _is_of_another(key: str, value: Any) -> bool:
 
 def options_of_own_models() -> set[str]:
     """Return the dotted keys of the options of all models of the project."""
-    return {key for name in MODELS for key, _ in describe(find_model(name).Options, "model.")}
+    return {key for name in MODELS for key, _ in describe(find_options(name), "model.")}
 
 
 def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
@@ -121,6 +137,8 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
     Raises:
         ValueError: the tables do not match the features, or are not supported yet.
     """
+    from nn.embedding.declared_tables import check_tables
+
     tables = find_model(options.name).tables(options, spec)
     check_tables(tables, options, spec)
     return tables
@@ -137,6 +155,8 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     Raises:
         ValueError: the options do not fit the features, or the model has buffers, which checkpoints do not contain.
     """
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         dense = find_model(options.name).build(options, spec)
@@ -151,6 +171,8 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
 
 def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
     """Build the dense component on the meta device, for its shapes."""
+    import torch
+
     with torch.device("meta"):
         return build_dense(options, spec)
 

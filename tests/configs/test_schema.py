@@ -217,9 +217,12 @@ def test_no_override_means_an_empty_mapping():
         ("model.top_mlp=[x]", "error: model.top_mlp[0]: Value 'x' of type 'str' could not be"),
         ("model.embedding_dtype=fp64", "Invalid value 'fp64', expected one of [fp32, bf16, fp16]"),
         ("sharding.types=[row]", "Invalid value 'row', expected one of [table_wise, column_wise,"),
-        ("experiment=dlrm_t15", "Could not find 'experiment/dlrm_t15'"),
-        ("data=criteo", "Could not find 'data/criteo'"),
-        ("epochs", "Error parsing override 'epochs'"),
+        (
+            "experiment=dlrm_t15",
+            "there is no experiment=dlrm_t15; did you mean dlrm_criteo_t15? choose one of dcnv2",
+        ),
+        ("data=criteo", "there is no data=criteo; did you mean criteo_"),
+        ("epochs", "there is no option epochs; did you mean train.epochs?"),
     ],
 )
 def test_a_typing_error_is_named_and_ends_the_command(override, message):

@@ -15,10 +15,11 @@ from nn.models.registry import typed_config
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra
 from tests.helpers.preproc_command import compose_preproc, compose_preproc_with_hydra
+from tests.project.layout import is_ours
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = ["dlrm", "dcnv2"]
-EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in filter(is_ours, (CONFIGS / "experiment").glob("*.yaml")))
 PUBLISHED = [name for name in EXPERIMENTS if not name.endswith("kaggle")]
 NVIDIAS = [name for name in PUBLISHED if name != "dcnv2_mlperf"]
 

@@ -3,9 +3,11 @@
 import io
 import os
 import runpy
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -22,11 +24,24 @@ class Ended:
     err: str
 
 
+@contextmanager
+def kept_signals() -> Iterator[None]:
+    """Restore the handlers of signals, which a command replaces for its process."""
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {signum: signal.getsignal(signum) for signum in signums}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def run_command(*arguments: str, recipe: str = "dlrm") -> Ended:
     """Run `<recipe>.py <arguments>` in this process, without the wait of a silent rank for its launcher."""
     out, err = io.StringIO(), io.StringIO()
     exit_code = 0
     with (
+        kept_signals(),
         redirect_stdout(out),
         redirect_stderr(err),
         patch.object(sys, "argv", [f"{recipe}.py", *arguments]),

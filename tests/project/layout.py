@@ -1,8 +1,10 @@
 """Count the layout: `python -m tests.project.layout [TREE]` prints modules per folder, import levels and arrows between rooms."""
 
 import ast
+import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,10 +16,28 @@ MOST_ARGUMENTS = 7
 Graph = dict[str, set[str]]
 
 
+@cache
+def _tracked() -> frozenset[Path] | None:
+    """Return the files that git tracks, or None outside a checkout."""
+    listing = ["git", "ls-files", "-z"]
+    try:
+        done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return frozenset(ROOT / name for name in done.stdout.split("\0") if name)
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file belongs to the project; a user's own files may lie beside them."""
+    tracked = _tracked()
+    return tracked is None or not path.is_relative_to(ROOT) or path in tracked
+
+
 def modules_of(tree: Path) -> dict[str, Path]:
     """Module name -> file, of the packages and the scripts beside them."""
     files = [*tree.glob("*.py"), *(path for top in PACKAGES for path in (tree / top).rglob("*.py"))]
-    names = {".".join(path.relative_to(tree).with_suffix("").parts): path for path in files}
+    ours = filter(is_ours, files)
+    names = {".".join(path.relative_to(tree).with_suffix("").parts): path for path in ours}
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 

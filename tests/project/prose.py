@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.project.layout import ROOT, is_ours
+
 WIDTH = 120
 """Of README and docs."""
 LONGEST_LINE = 130
@@ -105,6 +106,7 @@ def files() -> list[Path]:
         path
         for path in [*ROOT.glob("*"), *below]
         if path.suffix in (".py", ".md", ".yaml", ".sh")
+        and is_ours(path)
         and path.name not in ("prose.py", "test_words.py")
     )
 

@@ -13,7 +13,7 @@ from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, Row
 from benchmarks.scaling import PEERS, draw_scaling, read_results
 from benchmarks.train import _dataset, breakdown_table, command_of, read_result, speed_line
-from configs.overrides import check_overrides
+from configs.arguments import Choices, hydra_arguments
 from configs.schema import Config
 from nn.build import build_train_loader, open_source
 from tests.crash import has_ended, wait_until
@@ -44,7 +44,7 @@ def test_the_command_of_a_row_sets_options_that_exist(tmp_path):
     command = command_of(ROW, tmp_path / "data", tmp_path / "run", 300)
     assert command[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     assert command[5] == str(ROOT / "dlrm.py")
-    check_overrides(command[6:], Config, groups=("experiment", "data"))
+    hydra_arguments(command[6:], Choices(Config, groups=("experiment", "data")))
     assert {"profile.start_step=290", "train.max_steps=300"} <= set(command)
 
 

@@ -10,6 +10,7 @@ from configs.preproc_schema import PreprocConfig
 from configs.schema import Config, describe
 from nn.models.dcnv2 import DCNv2Options
 from nn.models.dlrm import DLRMOptions
+from tests.project.layout import is_ours
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -18,6 +19,7 @@ FLAGS = (ROOT / "docs/tf2_flags.md").read_text()
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"]
+    if is_ours(path)
 }
 
 # Every flag of NVIDIA's TF2 recipe (main.py, dlrm.py, dcnv2.py), those that do nothing included.
@@ -100,7 +102,8 @@ def file_map() -> dict[str, str]:
 
 def rooms() -> list[str]:
     """Return every package of the project; of the tests, those that mirror no package."""
-    packages = [str(path.parent.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/__init__.py")]
+    found = filter(is_ours, ROOT.glob("[!.]*/**/__init__.py"))
+    packages = [str(path.parent.relative_to(ROOT)) for path in found]
     mirrors = {f"tests/{package}" for package in packages}
     return sorted(f"{package}/" for package in packages if package not in mirrors)
 
@@ -129,7 +132,7 @@ def test_the_file_map_says_each_purpose_in_under_ten_words():
 
 def test_every_room_and_every_python_file_beside_them_is_in_the_map():
     assert {"nn/", "nn/ops/triton/", "preproc/criteo/", "tests/helpers/"} <= set(rooms())
-    files = [path.name for path in ROOT.glob("*.py")]
+    files = [path.name for path in ROOT.glob("*.py") if is_ours(path)]
     assert sorted({*rooms(), *files} - set(file_map())) == []
 
 
@@ -213,7 +216,9 @@ def test_every_experiment_and_group_that_a_page_names_exists():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs/experiment").glob("*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted(filter(is_ours, (ROOT / "configs/experiment").glob("*.yaml"))),
+    ids=lambda path: path.stem,
 )
 def test_every_key_of_an_experiment_is_an_option(path):
     def flat(content: dict, prefix: str = "") -> set[str]:

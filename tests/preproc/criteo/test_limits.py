@@ -30,7 +30,7 @@ def can_mount() -> bool:
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (raw_logs, "No space left on device, writing"),
+        (raw_logs, "No space left on device: "),
         (any_table, "DuckDB could not read or write in"),
     ],
 )

@@ -1,0 +1,285 @@
+"""Arguments of a command: each is refused with its reason, or written as Hydra's grammar reads it.
+
+Hydra's own messages name neither the option nor the remedy, and advise to add a mistyped option with a plus sign. Its grammar
+refuses or alters texts that are ordinary paths: `~/x`, `a,b`, `a=b`, `1e3`, most characters beyond ASCII.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from configs.messages import printable, shown
+from configs.overrides import no_option
+from configs.schema import describe, open_sections
+
+MAX_NESTING = 64
+CFG_KINDS = ("job", "hydra", "all")
+INFO_KINDS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+# Flags with a value -> the values, empty if any is allowed.
+FLAGS_WITH_VALUE: dict[str, tuple[str, ...]] = {
+    "--cfg": CFG_KINDS,
+    "--info": INFO_KINDS,
+    "--package": (),
+    "--config-name": (),
+    "--config-path": (),
+    "--config-dir": (),
+}
+FLAGS = (
+    *("--help", "--hydra-help", "--version", "--resolve"),
+    *("--run", "--multirun", "--shell-completion"),
+)
+SHORT_FLAGS = {
+    **{"-h": "--help", "-r": "--run", "-m": "--multirun", "-sc": "--shell-completion"},
+    **{"-c": "--cfg", "-i": "--info", "-p": "--package"},
+    **{"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"},
+}
+ONE_RUN = "only --multirun makes a run of each"
+REFUSED_FLAGS = {
+    "--experimental-rerun": "it would unpickle a file; name the options of that run again"
+}
+# Of these, Hydra obeys one.
+ACTIONS = ("--cfg", "--info", "--run", "--multirun", "--shell-completion")
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Names that the arguments of one command may have.
+
+    Attributes:
+        schema: class of the options.
+        groups: config groups, such as `experiment`.
+        likely: options of open sections, to which a mistyped one may be close.
+    """
+
+    schema: type
+    groups: Sequence[str] = ()
+    likely: Sequence[str] = ()
+
+
+def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
+    """Return the arguments for Hydra: flags first, then overrides, with texts quoted where its grammar requires it.
+
+    Raises:
+        ValueError: an option, a flag or a value is invalid; the message names it.
+    """
+    flags, overrides = _parted(arguments, f"{_options(choices.schema)[0]}=...")
+    _check_flags(flags, choices)
+    if "--shell-completion" in flags:
+        # Its subcommands are written like options.
+        if not any(re.match("(install|uninstall|query)=", override) for override in overrides):
+            raise ValueError("--shell-completion needs install=bash, uninstall=bash or query=bash")
+    else:
+        options = hints(choices.schema)
+        may_sweep = "--multirun" in flags or "hydra.mode=MULTIRUN" in overrides
+        overrides = [_override(override, options, choices, may_sweep) for override in overrides]
+    written = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]
+    return [*written, *overrides]
+
+
+def hints(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every section and option, by dotted key."""
+    found: dict[str, Any] = {}
+    types = get_type_hints(schema)
+    for declared in fields(schema):
+        key, hint = f"{prefix}{declared.name}", types[declared.name]
+        found[key] = str | list[str] if hint is Any and declared.metadata.get("path") else hint
+        if is_dataclass(hint):
+            found |= hints(hint, f"{key}.")  # type: ignore[arg-type]
+    return found
+
+
+def _parted(arguments: Sequence[str], example: str) -> tuple[dict[str, str | None], list[str]]:
+    """Return flags with their values, by their long names, and overrides."""
+    flags: dict[str, str | None] = {}
+    overrides = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        written, equals, value = argument.partition("=")
+        flag = SHORT_FLAGS.get(written, written)
+        if flag in REFUSED_FLAGS:
+            raise ValueError(f"{flag} is not supported: {REFUSED_FLAGS[flag]}")
+        if flag in FLAGS and not equals:
+            flags[flag] = None
+        elif flag in FLAGS_WITH_VALUE:
+            is_given = bool(rest) and (flag != "--info" or rest[0] in INFO_KINDS)
+            flags[flag] = value if equals else rest.pop(0) if is_given else None
+            _check_flag_value(flag, flags[flag])
+        else:
+            close = get_close_matches(flag, [*FLAGS, *FLAGS_WITH_VALUE], n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(
+                f"there is no flag {printable(written)}; {hint}options are written key=value, as {example}, and "
+                "--help lists them (docs/tf2_flags.md has the flags of NVIDIA's TF2 recipe)"
+            )
+    return flags, overrides
+
+
+def _check_flag_value(flag: str, value: str | None) -> None:
+    wanted = FLAGS_WITH_VALUE[flag]
+    if value in wanted or (value and not wanted) or (flag == "--info" and value is None):
+        return
+    got = "nothing" if not value else shown(value)
+    want = f"one of {', '.join(wanted)}" if wanted else "a value"
+    raise ValueError(f"{flag}: got {got}, want {want}")
+
+
+def _check_flags(flags: Mapping[str, str | None], choices: Choices) -> None:
+    actions = [flag for flag in ACTIONS if flag in flags]
+    if len(actions) > 1:
+        raise ValueError(f"{' and '.join(actions)} exclude each other; write one of them")
+    for flag, needed in (("--package", ("--cfg",)), ("--resolve", ("--cfg", "--help"))):
+        if flag in flags and not any(other in flags for other in needed):
+            raise ValueError(f"{flag} belongs to {' or '.join(needed)}; write that flag too")
+    package = flags.get("--package")
+    sections = [key for key, hint in hints(choices.schema).items() if is_dataclass(hint)]
+    known = [*sections, *_below(choices.schema), "hydra", "_global_"]
+    if package and not any(_is_below(package, section) for section in known):
+        raise ValueError(
+            f"--package: there is no section {shown(package)}, only {', '.join(sections)}"
+        )
+
+
+def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_sweep: bool) -> str:
+    """Return one override for Hydra, after the checks that need no yaml file."""
+    name, equals, value = argument.partition("=")
+    sign, key = _sign_and_key(name)
+    group = key.partition("@")[0]
+    if not key:
+        what = "is empty, perhaps from an unset shell variable" if not argument else "has no name"
+        raise ValueError(f"the argument {shown(argument)} {what}; options are written key=value")
+    _check_sign(sign, key, options, choices)
+    is_known = key in options or group in choices.groups or key.startswith(("hydra.", "hydra/"))
+    if not is_known and not any(_is_below(key, opened) for opened in _below(choices.schema)):
+        raise no_option(printable(key), [*_options(choices.schema), *choices.likely])
+    if not (equals or sign == "~"):
+        raise ValueError(f"{shown(key)} has no value; write {key}=VALUE")
+    if not equals:
+        return argument
+    hint = str if group in choices.groups else options.get(key)
+    # A choice replaces the default one, with or without a plus sign.
+    start = f"{key}=" if key in choices.groups and "+" in sign else f"{sign}{key}="
+    parsed = _parsed(start, value)
+    if may_sweep and parsed is not None and parsed.is_sweep_override():
+        return argument
+    return f"{start}{_value(start, value, parsed, hint)}"
+
+
+def _sign_and_key(name: str) -> tuple[str, str]:
+    match = re.match(r"(~|\+{1,2})?(.*)", name, re.DOTALL)
+    assert match is not None
+    return match[1] or "", match[2]
+
+
+def _check_sign(sign: str, key: str, options: Mapping[str, Any], choices: Choices) -> None:
+    """Refuse to add what exists, and to remove what a run needs."""
+    if sign == "+" and key in options:
+        raise ValueError(f"+{key}: {key} exists already; write {key}=..., without the plus sign")
+    if sign == "~" and key in options:
+        kind = "section" if is_dataclass(options[key]) else "option"
+        raise ValueError(f"~{key}: the {kind} {key} cannot be removed; set its values instead")
+
+
+def _value(start: str, text: str, parsed: Override | None, hint: Any) -> str:
+    """Return the value of an override as Hydra's grammar reads it; `start` is what stands before it."""
+    is_sweep = parsed is not None and parsed.is_sweep_override()
+    if takes(hint, str):
+        # A number or a truth value would be written in another form: 1e3 as 1000.0.
+        is_kept = parsed is not None and isinstance(parsed.value(), str | list | dict | NoneType)
+        if is_kept and not is_sweep and not re.match(r"\w+\(", text):
+            return text
+        return (takes(hint, list) and _quoted_list(text)) or quoted(text)
+    if parsed is None or is_sweep:
+        got = f"several values, and {ONE_RUN}" if is_sweep else _reason(text)
+        is_free = takes(hint, list) or hint is Any or hint is None
+        remedy = f"; a list is written {start}[a,b], and a text in quotes" if is_free else ""
+        raise ValueError(f"{printable(start[:-1])}: got {got}; want {wanted(hint)}{remedy}")
+    value = parsed.value()
+    if hint is bool and not isinstance(value, bool | str) and value not in (0, 1):
+        raise ValueError(f"{start[:-1]}: got {shown(value)}; want true or false")
+    if is_dataclass(hint) and not isinstance(value, dict):
+        first = f"{start[:-1]}.{fields(hint)[0].name}"
+        raise ValueError(
+            f"{start[:-1]} is a section, got {shown(value)}; set its options, as {first}=..."
+        )
+    return text
+
+
+def _parsed(start: str, text: str) -> Override | None:
+    """Return what Hydra's parser makes of an override, or None if it cannot read it."""
+    # The parser recurses, and its time grows faster than the depth.
+    if _depth(text) > MAX_NESTING:
+        return None
+    try:
+        return OverridesParser.create().parse_override(f"{start}{text}")
+    except (HydraException, ValueError):  # ValueError: an integer of thousands of digits
+        return None
+
+
+def _reason(text: str) -> str:
+    if _depth(text) > MAX_NESTING:
+        return f"a value nested deeper than {MAX_NESTING} levels"
+    return f"{shown(text)}, which Hydra's grammar cannot read"
+
+
+def _depth(text: str) -> int:
+    """Return the number of brackets of a text that are open at once, those in quotes left out."""
+    depth = most = 0
+    for char in re.sub(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", "", text):
+        depth += (char in "([{") - (char in ")]}")
+        most = max(most, depth)
+    return most
+
+
+def quoted(text: str) -> str:
+    """Return a text in the quotes of Hydra's grammar."""
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def _quoted_list(text: str) -> str | None:
+    """Return a flat list with its texts in quotes, or None if the text is no such list."""
+    match = re.fullmatch(r"\[([^][{}'\"]*)\]", text)
+    return match and f"[{','.join(quoted(item.strip()) for item in match[1].split(','))}]"
+
+
+def takes(hint: Any, kind: type) -> bool:
+    """Return whether an option of type `hint` may be of `kind`."""
+    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return any((get_origin(member) or member) is kind for member in members)
+
+
+def wanted(hint: Any) -> str:
+    """Return what an option of type `hint` may be, in words."""
+    if isinstance(hint, UnionType):
+        return " or ".join(wanted(member) for member in get_args(hint))
+    if is_dataclass(hint):
+        return "the options of this section"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(member.name for member in hint)}"
+    words = {int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
+    return words.get(hint, "a list" if get_origin(hint) is list else "a value")
+
+
+def _options(schema: type) -> list[str]:
+    return [key for key, _ in describe(schema)]
+
+
+def _below(schema: type) -> list[str]:
+    """Return the sections and options below which any key may be named."""
+    untyped = [key for key, hint in hints(schema).items() if hint is Any]
+    return [*open_sections(schema), *untyped]
+
+
+def _is_below(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")

@@ -1,0 +1,72 @@
+"""Checks of what a run's options name, before torch is imported: dataset, checkpoint, run directory.
+
+They take tenths of a second, torch and TorchRec take ten. What is found here is read again when the run opens it.
+"""
+
+import os
+from pathlib import Path
+
+from configs.messages import shown
+from configs.schema import Config, Mode
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.checkpoint.tf2 import find_tf2_tables
+from nn.distributed.launcher import is_single_node
+
+
+def check_inputs(config: Config) -> None:
+    """Check that the dataset, the checkpoint and the run directory of a run can be used.
+
+    Raises:
+        ValueError: an option names something that is missing or of another kind; raised on all ranks.
+        OSError: something cannot be read.
+    """
+    if config.data.path is not None:
+        _check_dataset(config)
+    if config.mode is Mode.plan:
+        return
+    if config.checkpoint.restore is not None and not _may_resume(config):
+        _check_checkpoint(Path(config.checkpoint.restore))
+    if (
+        is_single_node()
+    ):  # other nodes would wait for the node of rank 0, which creates the directory
+        _check_run_dir(config)
+
+
+def _check_dataset(config: Config) -> None:
+    assert config.data.path is not None
+    spec = FeatureSpec.load(config.data.path, config.data.feature_spec, measure=False)
+    if config.mode is not Mode.plan:
+        spec.rows_of(config.eval.split)
+    if not any(files.parquet for files in spec.splits.values()):
+        # Measuring compares sizes only. In Parquet it reads every file, so the run alone does that.
+        FeatureSpec.load(config.data.path, config.data.feature_spec)
+
+
+def _may_resume(config: Config) -> bool:
+    """Return whether a run has checkpoints of its own, and ignores `checkpoint.restore`."""
+    if config.mode is not Mode.train or config.run_dir is None:
+        return False
+    return any((Path(config.run_dir) / "checkpoints").glob("step_*"))
+
+
+def _check_checkpoint(path: Path) -> None:
+    if (path / "run.json").exists() or find_tf2_tables(path) is not None:
+        return
+    missing = f"there is no {'run.json in it' if path.is_dir() else 'such directory'}"
+    raise ValueError(
+        f"checkpoint.restore={path} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
+    )
+
+
+def _check_run_dir(config: Config) -> None:
+    run_dir = Path(config.run_dir or Path("runs") / config.recipe)
+    option = "run_dir" if config.run_dir else f"run_dir is not set, and {run_dir} is used"
+    existing = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        problem = f"{existing} is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing.resolve()} cannot be written by this user"
+    else:
+        return
+    got = f"{option}={shown(config.run_dir)}" if config.run_dir else option
+    raise ValueError(f"{got}: {problem}; set run_dir to a directory that can be created or written")

@@ -1,0 +1,189 @@
+"""Arguments of the commands: texts that arrive as written, and refusals in one line that name the option or the flag."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from configs.arguments import Choices, hydra_arguments
+from configs.export_schema import ExportConfig
+from configs.preproc_schema import PreprocConfig
+from configs.schema import Config
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, compose_config, compose_with_hydra
+from tests.helpers.preproc_command import compose_preproc_with_hydra
+
+TRAINING = Choices(Config, ("experiment", "data"), ("model.top_mlp", "model.bottom_mlp"))
+PREPROCESSING = Choices(PreprocConfig, ("dataset",))
+EXPORT = Choices(ExportConfig)
+
+TEXTS = [
+    *("a b", "a=b", "a,b", "a:b", "a(b)", "(a)", "a$b", "$HOME/x", "a%b", "'a", "a'b", 'a"b', "a''b"),
+    *("ünï/日本", "a\\", "a\\b c", "007", "1e3", "1.50", "1_000", "true", "inf", "nan", "a#b", "a!b", "a&b;c"),
+    *("a[b]", "a{b}", "day_{0..3}", "sort(a)", "range(1,3)", "glob(*)", "^a|b", "<a>", "`a`", "x~y", "[1,2"),
+    *("a\nb", "*.gz", "day_?", "s3://b/x", "C:/x", "-a", "+a", "@a", "a?b=c&d=e,f", "(" * 80, "é" * 200),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_arrives_as_written(text):
+    [written] = hydra_arguments([f"run_dir={text}"], TRAINING)
+    assert OverridesParser.create().parse_override(written).value() == text
+    # A second time changes nothing.
+    assert hydra_arguments([written], TRAINING) == [written]
+
+
+@pytest.mark.parametrize("text", ["'a b'", '"a"', "null", "plain", "a\\,b", "${recipe}", "", " a "])
+def test_what_hydra_reads_as_a_text_stays_as_it_is(text):
+    assert hydra_arguments([f"run_dir={text}"], TRAINING) == [f"run_dir={text}"]
+
+
+def test_a_text_goes_through_composition_to_the_typed_options():
+    for text in ("a,b/c=d", "1e3", "x~y", "é'\"", "a\\"):
+        assert compose_config(*hydra_arguments([f"run_dir={text}"], TRAINING)).run_dir == text
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("source=LOGS/day_{0..3}.gz", "source", "LOGS/day_{0..3}.gz"),
+        ("source=a,b", "source", "a,b"),
+        ("source=7", "source", "7"),
+        ("source=[a,b]", "source", ["a", "b"]),
+        ("source=[~/a,b c!]", "source", ["~/a", "b c!"]),
+        ("memory_limit=8", "memory_limit", "8"),
+        ("table={label:{name:y}}", "table", {"label": {"name": "y"}}),
+    ],
+)
+def test_options_of_preprocessing_arrive_as_written(argument, key, value):
+    assert compose_preproc_with_hydra(*hydra_arguments([argument], PREPROCESSING))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "more"),
+    [
+        ("dlrm", "run_dir", []),
+        ("dlrm", "data.path", []),
+        ("dlrm", "checkpoint.restore", []),
+    ],
+)
+def test_a_tilde_is_the_home_directory(recipe, key, more, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/of/me")
+    config = compose_config(*hydra_arguments([f"{key}=~/a b", *more], TRAINING), recipe=recipe)
+    section, _, name = key.rpartition(".")
+    assert getattr(getattr(config, section) if section else config, name) == "/home/of/me/a b"
+
+
+def test_a_home_directory_that_does_not_exist_is_refused():
+    ended = run_command(*TINY, "mode=plan", "run_dir=~nobody_of_this_name/x")
+    assert (ended.exit_code, ended.out) == (2, "")
+    assert ended.err == (
+        "error: run_dir='~nobody_of_this_name/x': there is no home directory of "
+        "'~nobody_of_this_name'; a file of that name is './~nobody_of_this_name/x'\n"
+    )
+
+
+def test_flags_may_stand_anywhere():
+    arguments = ["seed=3", "--cfg", "job", "train.epochs=2", "-cn=dcnv2", "--info", "seed=4"]
+    with pytest.raises(
+        ValueError, match=r"^--cfg and --info exclude each other; write one of them$"
+    ):
+        hydra_arguments(arguments, TRAINING)
+    arguments.remove("--info")
+    assert hydra_arguments(arguments, TRAINING) == [
+        *("--cfg=job", "--config-name=dcnv2"),
+        *("seed=3", "train.epochs=2", "seed=4"),
+    ]
+
+
+def test_a_sweep_is_kept_for_multirun_only():
+    for flag in ("--multirun", "-m"):
+        assert hydra_arguments([flag, "seed=1,2"], TRAINING) == ["--multirun", "seed=1,2"]
+    with pytest.raises(ValueError, match=r"^seed: got several values, and only --multirun makes"):
+        hydra_arguments(["seed=1,2"], TRAINING)
+
+
+REFUSED = [
+    (TRAINING, "", "the argument '' is empty, perhaps from an unset shell variable"),
+    (TRAINING, "=5", "the argument '=5' has no name"),
+    (TRAINING, "+=5", "the argument '+=5' has no name"),
+    (TRAINING, "seed==5", "seed: got '=5', which Hydra's grammar cannot read; want an integer"),
+    (TRAINING, "seed", "'seed' has no value; write seed=VALUE"),
+    (TRAINING, "clicks.csv", "there is no option clicks.csv"),
+    (TRAINING, "train.epochs =2", "there is no option train.epochs ; did you mean train.epochs?"),
+    (TRAINING, "train=5", "train is a section, got 5; set its options, as train.batch_size=..."),
+    (TRAINING, "train=null", "train is a section, got None; set its options"),
+    (TRAINING, "train.tf32=5", "train.tf32: got 5; want true or false"),
+    (TRAINING, "train.epochs=1,2", "train.epochs: got several values"),
+    (TRAINING, "optimizer.lr=0.1,0.2", "optimizer.lr: got several values"),
+    (TRAINING, "mode=train,eval", "want one of train, eval, inference, plan"),
+    (TRAINING, "sharding.types=table_wise,row_wise", "a list is written sharding.types=[a,b]"),
+    (TRAINING, "sharding.tables={cat_0:row_wise", "want a value; a list is written"),
+    (TRAINING, f"train.epochs={'[' * 500}", "train.epochs: got a value nested deeper than 64 levels"),
+    (TRAINING, f"sharding.tables={'[' * 500}", "nested deeper than 64 levels"),
+    (TRAINING, f"model.x={'{' * 500}", "nested deeper than 64 levels"),
+    (TRAINING, f"hydra.x={'(' * 500}", "nested deeper than 64 levels"),
+    (TRAINING, "train.epochs=" + "9" * 5000, "train.epochs: got "),
+    (TRAINING, "~train", "~train: the section train cannot be removed; set its values instead"),
+    (TRAINING, "~train.epochs", "~train.epochs: the option train.epochs cannot be removed"),
+    (TRAINING, "~model", "~model: the section model cannot be removed"),
+    (TRAINING, "~nope", "there is no option nope"),
+    (TRAINING, "+train.epochs=2", "+train.epochs: train.epochs exists already; write train.epochs="),
+    (TRAINING, "+nope=2", "there is no option nope"),
+    (TRAINING, "++nope=2", "there is no option nope"),
+    (TRAINING, "a\x1b[2J=1", r"there is no option a\x1b[2J"),
+    (TRAINING, "--", "there is no flag --"),
+    (TRAINING, "--multirn", "there is no flag --multirn; did you mean --multirun?"),
+    (TRAINING, "--experimental-rerun=x", "--experimental-rerun is not supported: it would unpickle"),
+    (TRAINING, "--cfg", "--cfg: got nothing, want one of job, hydra, all"),
+    (TRAINING, "--cfg=nope", "--cfg: got 'nope', want one of job, hydra, all"),
+    (TRAINING, "--info=nope", "--info: got 'nope', want one of all, config"),
+    (TRAINING, "--config-name", "--config-name: got nothing, want a value"),
+    (TRAINING, "--resolve", "--resolve belongs to --cfg or --help; write that flag too"),
+    (TRAINING, "--package=train", "--package belongs to --cfg; write that flag too"),
+    (TRAINING, "--shell-completion", "--shell-completion needs install=bash"),
+    (PREPROCESSING, "threads=x(", "threads: got 'x(', which Hydra's grammar cannot read; want an integer or null"),
+    (PREPROCESSING, "table.query=SELECT 'a' FROM t", "and a text in quotes"),
+    (EXPORT, "tables=cat_0,cat_1", "tables: got several values, and only --multirun makes a run of each; want a list"),
+    (EXPORT, "formt=npy", "there is no option formt; did you mean format?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("choices", "argument", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_an_argument_is_refused_with_its_name(choices, argument, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as refusal:
+        hydra_arguments([argument], choices)
+    assert len(str(refusal.value)) < 600
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_package_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"^--package: there is no section 'nope', only data, "):
+        hydra_arguments(["--cfg=job", "--package=nope"], TRAINING)
+    assert run_command("--cfg=job", "--package", "train").out.startswith("# @package train\n")
+
+
+def test_the_version_is_that_of_the_recipe():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"', text, re.MULTILINE)[1]
+    for recipe in ("dlrm", "preproc/__main__", "nn/export/__main__"):
+        ended = run_command("--version", recipe=recipe)
+        assert (ended.exit_code, ended.err) == (None, "")
+        assert ended.out.startswith(f"hybrid-parallel-recsys {version} (Hydra ")
+
+
+def test_the_shells_completion_is_printed():
+    ended = run_command("-sc", "install=bash")
+    assert ended.exit_code == 0
+    assert "hydra_bash_completion" in ended.out
+
+
+def test_an_added_experiment_replaces_the_default_one():
+    plain, added = (
+        compose_with_hydra(*hydra_arguments([f"{sign}experiment=dlrm_criteo_t3"], TRAINING))
+        for sign in ("", "+")
+    )
+    assert plain == added
+    assert os.environ.get("HYDRA_FULL_ERROR") in (None, "1")

@@ -1,0 +1,133 @@
+"""The start of the commands: errors come before the slow imports, and Ctrl-C ends it with one line."""
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.crash import wait_until
+from tests.helpers.command import ROOT, run_command
+from tests.helpers.composed import TINY
+from tests.helpers.datasets import write_clicks
+
+RECIPES = ("dlrm", "preproc/__main__", "nn/export/__main__")
+# What a refusal may not import.
+SLOW = ("torch", "torchrec", "duckdb", "numba", "pyarrow", "matplotlib")
+# Runs commands in one process; prints exit code, text and slow imports of each.
+SCRIPT = """
+import json, sys
+from tests.helpers.command import run_command
+for recipe, arguments in json.load(sys.stdin):
+    ended = run_command(*arguments, recipe=recipe)
+    slow = [name for name in {slow} if name in sys.modules]
+    print(json.dumps([ended.exit_code, ended.out, ended.err, slow]))
+"""
+EARLY = [
+    (["data.path=/nope"], r"/nope/feature_spec.yaml: no such file; "),
+    (["data.path={empty}"], r"empty/feature_spec.yaml: no such file; "),
+    (["data.path={clicks}", "eval.split=nope"], r"no split 'nope', only train, test"),
+    (["data.path={damaged}"], r"damaged/.*item.bin"),
+    (["checkpoint.restore=/nope"], r"checkpoint.restore=/nope is not a checkpoint \(there is no such directory\)"),
+    (["checkpoint.restore={empty}"], r"is not a checkpoint \(there is no run.json in it\)"),
+    (["run_dir={file}"], r"run_dir='.*file': .*/file is not a directory; set run_dir to"),
+    (["run_dir={file}/below/it"], r"/file is not a directory; set run_dir to a directory"),
+    (["model.name=nope"], r"there is no model.name=nope; "),
+    (["model.name=no_such_module:Bar"], r"no_such_module cannot be imported \(ModuleNotFoundError"),
+    (["model.top_mlp=[8]"], r"model.top_mlp must end in 1 \(the logit\), got \[8\]"),
+    (["train.batch_size=0"], r"train.batch_size must be positive, got 0"),
+    (["experiment=nope"], r"there is no experiment=nope; "),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("early")
+    (root / "empty").mkdir()
+    (root / "file").touch()
+    damaged = write_clicks(root / "damaged") / "train" / "item.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    write_clicks(root / "clicks")
+    return {name: root / name for name in ("empty", "file", "damaged", "clicks")}
+
+
+@pytest.fixture(scope="module")
+def without_torch(places) -> list[tuple[int | None, str, str, list[str]]]:
+    """Outcomes of all commands of this file that must not import torch, from one process."""
+    commands = [("dlrm", [text.format(**places) for text in texts]) for texts, _ in EARLY]
+    commands += [(recipe, ["--help"]) for recipe in RECIPES]
+    commands += [("dcnv2", ["--cfg=job"])]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(slow=SLOW)],
+        input=json.dumps(commands),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("index", range(len(EARLY)), ids=[texts[-1] for texts, _ in EARLY])
+def test_what_needs_no_torch_is_refused_before_torch_is_imported(without_torch, index):
+    exit_code, out, err, slow = without_torch[index]
+    assert (exit_code, out, slow) == (2, "", []), err
+    assert re.search(EARLY[index][1], err), err
+    assert re.fullmatch(r"error: [^\n]+\n", err)
+
+
+def test_help_needs_no_torch(without_torch):
+    for exit_code, out, err, slow in without_torch[len(EARLY) : len(EARLY) + len(RECIPES) + 1]:
+        assert (exit_code or 0, err, slow) == (0, "", [])
+        assert out
+    assert "model.top_mlp=" in without_torch[len(EARLY)][1]
+
+
+def test_a_refusal_takes_about_a_second(tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "dlrm.py"), "data.path=/nope"], capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stdout) == (2, "")
+    # With torch and TorchRec it takes seven.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_a_dataset_without_its_split_is_refused_by_a_run_of_synthetic_clicks_too(tmp_path):
+    ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}", "eval.split=nope")
+    assert (ended.exit_code, ended.err.count("\n")) == (2, 1)
+    assert "the synthetic stream: no split 'nope', only train, test" in ended.err
+
+
+def catches(process: subprocess.Popen, signum: int) -> bool:
+    """Return whether a process has a handler of a signal."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (signum - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("signum", "exit_code", "text"),
+    [
+        (signal.SIGINT, 130, "interrupted: nothing was written; rerun the same command\n"),
+        (signal.SIGTERM, 75, "stopped by SIGTERM: nothing was written; rerun the same command\n"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [["dlrm.py"], ["main.py"], ["-m", "preproc", "source=x", "output=y"], ["-m", "nn.export"]],
+    ids=["dlrm", "main", "preproc", "export"],
+)
+def test_a_signal_during_the_imports_ends_a_command_with_one_line(command, signum, exit_code, text):
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    # Python catches SIGINT from its own start; SIGTERM is caught by the command.
+    assert wait_until(lambda: catches(process, signal.SIGTERM), 60)
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (exit_code, text)
