@@ -4,16 +4,24 @@
 Hydra's schema cannot list them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from configs.messages import printable, shortened, shown
 from configs.schema import is_file_name, require
 
 FORMATS = ("csv", "tsv", "parquet")
 SPLITS = ("fraction", "last_file", "random", "column")
 # Transforms of numbers, applied in order; minmax and standardise take no argument.
 TRANSFORMS = ("fill", "clip", "log", "minmax", "standardise")
+# Ids are stored in at most 32 bits, and id 0 is taken.
+MOST_IDS = 2**31 - 2
+MOST_ROWS = 2**63 - 1
+MOST_HOTNESS = 1 << 20
+# A feature names files such as NAME.offsets.bin, and file systems allow 255 bytes.
+MOST_NAME_BYTES = 200
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -22,14 +30,15 @@ class Source:
 
     Attributes:
         files: a file, a glob or a list; their rows in that order.
-        format: csv (quoted as in RFC 4180), tsv (never quoted) or parquet.
+        format: csv (quoted as in RFC 4180), tsv (never quoted) or parquet; null: parquet if the files are
+            Parquet, csv otherwise.
         header: whether the first line of each text file names the columns.
         columns: names of the columns of text files without a header line.
         delimiter: between the fields of a csv.
     """
 
     files: Any
-    format: str = "csv"
+    format: str | None = None
     header: bool = True
     columns: list[str] = field(default_factory=list)
     delimiter: str = ","
@@ -50,8 +59,8 @@ class Numerical:
     Attributes:
         name: of the feature.
         expression: SQL over the source's columns; by default the column called `name`.
-        transforms: applied in order, each `{fill: 0}`, `{clip: [low, high]}`, `{log: shift}` for
-            ln(x + shift), which is missing where that is not defined, `minmax` to [0, 1] or
+        transforms: applied in order, each `{fill: 0}`, `{clip: [low, high]}` (`-.inf` or `.inf`: no bound),
+            `{log: shift}` for ln(x + shift), which is missing where that is not defined, `minmax` to [0, 1] or
             `standardise` to mean 0 and deviation 1, both fitted on training rows.
     """
 
@@ -118,6 +127,7 @@ class TableConfig:
         sources: relations by name.
         query: SQL over the sources; by default all rows of the only source.
         order_by: expressions that order the rows of a query, which are unordered otherwise.
+        missing: texts that are missing values when they are all of a field, such as NA, in every column of text.
         label: the label.
         numerical: numerical features in channel order.
         categorical: categorical features in the model's order.
@@ -128,6 +138,7 @@ class TableConfig:
     label: Label
     query: str = ""
     order_by: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     numerical: list[Numerical] = field(default_factory=list)
     categorical: list[Categorical] = field(default_factory=list)
     split: SplitRule = field(default_factory=SplitRule)
@@ -139,23 +150,25 @@ class TableConfig:
         sources = content.get("sources")
         require(
             isinstance(sources, Mapping) and bool(sources),
-            f"table.sources: got {sources!r}, want a mapping from names to files",
+            f"table.sources: got {shown(sources)}, want a mapping from names to files",
         )
+        order_by = content.get("order_by")
         parsed = cls(
             sources={
                 str(name): _make(Source, source, f"table.sources.{name}")
                 for name, source in sources.items()
             },
             query=content.get("query") or "",
-            order_by=list(content.get("order_by") or []),
+            order_by=[order_by] if isinstance(order_by, str) else _list(content, "order_by"),
+            missing=_list(content, "missing"),
             label=_make(Label, content.get("label") or {}, "table.label"),
             numerical=[
                 _make(Numerical, feature, f"table.numerical[{i}]")
-                for i, feature in enumerate(content.get("numerical") or [])
+                for i, feature in enumerate(_list(content, "numerical"))
             ],
             categorical=[
                 _make(Categorical, feature, f"table.categorical[{i}]")
-                for i, feature in enumerate(content.get("categorical") or [])
+                for i, feature in enumerate(_list(content, "categorical"))
             ],
             split=_make(SplitRule, content.get("split") or {}, "table.split"),
         )
@@ -163,13 +176,12 @@ class TableConfig:
         return parsed
 
     def check(self) -> None:
-        """Raise ValueError if settings contradict each other."""
+        """Raise ValueError if a setting is of the wrong kind, or if settings contradict each other."""
+        require(isinstance(self.query, str), f"table.query: got {shown(self.query)}, want SQL text")
+        _check_texts("table.order_by", self.order_by)
+        _check_texts("table.missing", self.missing)
         for name, source in self.sources.items():
-            where = f"table.sources.{name}"
-            known = f"{where}.format: got {source.format!r}, want one of {', '.join(FORMATS)}"
-            require(source.format in FORMATS, known)
-            unnamed = source.format != "parquet" and not source.header and not source.columns
-            require(not unnamed, f"{where}: no header and no columns; set columns to their names")
+            _check_source(f"table.sources.{name}", source)
         require(
             bool(self.query) or len(self.sources) == 1,
             f"table.query: {len(self.sources)} sources and no query; write one that joins them",
@@ -178,33 +190,55 @@ class TableConfig:
             not self.query or bool(self.order_by),
             "table.order_by: the rows of a query have no order; set it to columns that give one",
         )
+        require(bool(self.categorical), "table.categorical: none; want at least one")
+        _check_text("table.label.expression", self.label.expression)
+        for numerical in self.numerical:
+            where = f"table.numerical: {shown(numerical.name)}"
+            _check_text(f"{where}: expression", numerical.expression)
+            require(
+                isinstance(numerical.transforms, list),
+                f"{where}: got transforms {shown(numerical.transforms)}, want a list",
+            )
+            for transform in numerical.transforms:
+                _check_transform(where, transform)
+        for categorical in self.categorical:
+            _check_categorical(f"table.categorical: {shown(categorical.name)}", categorical)
+        self._check_names()
+        _check_split(self.split, bool(self.query))
+
+    def _check_names(self) -> None:
+        """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
         names = [feature.name for feature in self.categorical]
         names += [feature.name for feature in self.numerical] + [self.label.name]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"table: feature {twice[:1]} is named twice")
         for name in names:
             require(
-                is_file_name(name),
-                f"table: feature {name!r} cannot name a file: no slash, no leading dot; set expression to the column",
+                isinstance(name, str),
+                f"table: got feature name {shown(name)}, want text; put it in quotes",
             )
-        require(bool(self.categorical), "table.categorical: none; want at least one")
-        for numerical in self.numerical:
-            for transform in numerical.transforms:
-                _check_transform(f"table.numerical: {numerical.name}", transform)
+            require(
+                is_file_name(name),
+                f"table: feature {shown(name)} cannot name a file: no slash, no leading dot; set expression to "
+                "the column",
+            )
+            require(
+                len(name.encode("utf-8", "replace")) <= MOST_NAME_BYTES,
+                f"table: feature {shown(name)} has a name of over {MOST_NAME_BYTES} bytes; shorten it, and "
+                "set expression to the column",
+            )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        require(not twice, f"table: feature {shown(twice[:1])} is named twice")
+        taken = {"label": "the labels"}
+        if self.numerical:
+            taken["numerical"] = "the numericals"
         for categorical in self.categorical:
-            _check_categorical(f"table.categorical: {categorical.name}", categorical)
-        rule = self.split
-        require(
-            rule.by in SPLITS, f"table.split.by: got {rule.by!r}, want one of {', '.join(SPLITS)}"
-        )
-        require(
-            rule.by != "column" or bool(rule.expression),
-            "table.split: by column needs an expression that is 'train', 'test' or 'validation'",
-        )
-        require(
-            rule.by != "last_file" or not self.query,
-            "table.split: last_file needs rows that come from files, not from a query",
-        )
+            if categorical.is_list and categorical.hotness is None:
+                taken[f"{categorical.name}.offsets"] = f"the offsets of {shown(categorical.name)}"
+        for categorical in self.categorical:
+            require(
+                categorical.name not in taken,
+                f"table.categorical: {shown(categorical.name)} would share a file with "
+                f"{taken.get(categorical.name)}; rename it, and set expression to the column",
+            )
 
 
 def transform_of(transform: Any) -> tuple[str, Any]:
@@ -214,21 +248,86 @@ def transform_of(transform: Any) -> tuple[str, Any]:
     return transform, None
 
 
+def _check_source(where: str, source: Source) -> None:
+    files = source.files
+    is_list = isinstance(files, list) and bool(files)
+    require(
+        all(isinstance(path, str) and path for path in (files if is_list else [files])),
+        f"{where}.files: got {shown(files)}, want a file, a glob or a list of them (source=... sets "
+        "what a description takes from ${source})",
+    )
+    known = f"{where}.format: got {shown(source.format)}, want one of {', '.join(FORMATS)}"
+    require(source.format is None or source.format in FORMATS, known)
+    _check_flag(f"{where}.header", source.header)
+    _check_texts(f"{where}.columns", source.columns)
+    lowered = [name.lower() for name in source.columns or []]
+    twice = [name for name in source.columns or [] if lowered.count(name.lower()) > 1]
+    require(
+        not twice,
+        f"{where}.columns: two columns are called {shown(twice[-1:])}, and SQL ignores case; rename one",
+    )
+    delimiter = source.delimiter
+    require(
+        isinstance(delimiter, str)
+        and 1 <= len(delimiter.encode("utf-8", "replace")) <= 4
+        and not {"\n", "\r", '"', "\0"} & set(delimiter),
+        f"{where}.delimiter: got {shown(delimiter)}, want a character such as ';', no quote and no line end",
+    )
+    unnamed = source.format != "parquet" and not source.header and not source.columns
+    require(not unnamed, f"{where}: no header and no columns; set columns to their names")
+
+
+def _check_split(split: SplitRule, has_query: bool) -> None:
+    require(
+        split.by in SPLITS,
+        f"table.split.by: got {shown(split.by)}, want one of {', '.join(SPLITS)}",
+    )
+    _check_text("table.split.expression", split.expression)
+    require(
+        split.by != "column" or bool(split.expression),
+        "table.split: by column needs an expression that is 'train', 'test' or 'validation'",
+    )
+    require(
+        split.by != "last_file" or not has_query,
+        "table.split: last_file needs rows that come from files, not from a query",
+    )
+    require(
+        split.train is None or (_is_number(split.train) and 0 < split.train <= 1),
+        f"table.split.train: got {shown(split.train)}, want a fraction between 0 and 1",
+    )
+    require(
+        _is_number(split.validation) and 0 <= split.validation < 1,
+        f"table.split.validation: got {shown(split.validation)}, want a fraction between 0 and 1",
+    )
+
+
 def _check_transform(where: str, transform: Any) -> None:
     single = not isinstance(transform, Mapping) or len(transform) == 1
     name, argument = transform_of(transform) if single else (None, None)
     require(
-        name in TRANSFORMS,
-        f"{where}: got transform {transform!r}, want one of {', '.join(TRANSFORMS)}",
+        isinstance(name, str) and name in TRANSFORMS,
+        f"{where}: got transform {shown(transform)}, want one of {', '.join(TRANSFORMS)}",
     )
     numbers = argument if isinstance(argument, list) else [argument]
     count = {"fill": 1, "clip": 2, "log": 1}.get(str(name), 0)
     num_arguments = 0 if argument is None else len(numbers)
-    good = num_arguments == count and all(isinstance(n, int | float) for n in numbers if count)
-    require(good, f"{where}: transform {name} takes {count} numbers, got {argument!r}")
+    # An infinite bound of clip leaves that side open.
+    good = num_arguments == count and all(
+        _is_number(n) or (name == "clip" and n in (math.inf, -math.inf)) for n in numbers if count
+    )
+    kind = {0: "no number", 1: "1 finite number", 2: "2 numbers"}[count]
+    require(good, f"{where}: transform {name} takes {kind}, got {shown(argument)}")
+    require(
+        name != "clip" or float(numbers[0] or 0) <= float(numbers[1] or 0),
+        f"{where}: got transform clip {shown(argument)}, want the lower bound first",
+    )
 
 
 def _check_categorical(where: str, feature: Categorical) -> None:
+    _check_text(f"{where}: expression", feature.expression)
+    _check_text(f"{where}: separator", feature.separator)
+    _check_texts(f"{where}: cross", feature.cross)
+    _check_flag(f"{where}: list", feature.list or False)
     require(
         bool(feature.expression) + bool(feature.cross) < 2,
         f"{where}: an expression or a cross, not both",
@@ -236,13 +335,24 @@ def _check_categorical(where: str, feature: Categorical) -> None:
     require(
         not feature.cross or len(feature.cross) > 1, f"{where}: a cross needs two columns or more"
     )
-    require(
-        feature.hotness is None or (feature.is_list and feature.hotness > 0),
-        f"{where}: hotness is positive, and for a list or separated text only; got {feature.hotness}",
-    )
-    for key in ("max_size", "buckets"):
+    kinds = bool(feature.cross) + bool(feature.list) + bool(feature.separator)
+    require(kinds < 2, f"{where}: a cross, a list or a separator, not two of them")
+    for key, least, most in (
+        ("hotness", 1, MOST_HOTNESS),
+        ("max_size", 1, MOST_ROWS),
+        ("buckets", 1, MOST_IDS),
+        ("frequency_limit", 0, MOST_ROWS),
+    ):
         value = getattr(feature, key)
-        require(value is None or value > 0, f"{where}: {key} must be positive, got {value}")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        require(
+            value is None or (whole and least <= value <= most),
+            f"{where}: got {key} {shown(value)}, want a whole number, {least} to {most:,}",
+        )
+    require(
+        feature.hotness is None or feature.is_list,
+        f"{where}: hotness is for a list or separated text only; set list: true or separator",
+    )
     vocabulary = feature.max_size is not None or feature.frequency_limit is not None
     require(
         feature.buckets is None or not vocabulary,
@@ -250,11 +360,54 @@ def _check_categorical(where: str, feature: Categorical) -> None:
     )
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether `value` is a finite number that a double holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _check_text(where: str, value: Any) -> None:
+    if value is None:
+        return
+    require(isinstance(value, str), f"{where}: got {shown(value)}, want text; put it in quotes")
+    require("\0" not in value, f"{where}: got {shown(value)}, want text without a null character")
+
+
+def _check_texts(where: str, values: Any) -> None:
+    if values is None:
+        return
+    require(isinstance(values, list), f"{where}: got {shown(values)}, want a list of texts")
+    for value in values:
+        require(
+            isinstance(value, str),
+            f"{where}: got {shown(value)} in it, want text; put it in quotes",
+        )
+        _check_text(where, value)
+
+
+def _check_flag(where: str, value: Any) -> None:
+    require(isinstance(value, bool), f"{where}: got {shown(value)}, want true or false")
+
+
+def _list(content: Mapping[str, Any], key: str) -> list[Any]:
+    value = content.get(key)
+    require(
+        value is None or isinstance(value, list),
+        f"table.{key}: got {shown(value)}, want a list",
+    )
+    return value or []
+
+
 def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
-    require(isinstance(content, Mapping), f"{where}: got {content!r}, want a mapping")
+    require(isinstance(content, Mapping), f"{where}: got {shown(content)}, want a mapping")
     known = [declared.name for declared in fields(kind)]
     for key in content:
-        require(key in known, f"{where}.{key}: no such key; want one of {', '.join(known)}")
+        name = shortened(printable(str(key)))
+        require(key in known, f"{where}.{name}: no such key; want one of {', '.join(known)}")
     return content
 
 

@@ -2,6 +2,8 @@
 
 import glob
 import re
+import stat
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,31 +11,56 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
+from configs.messages import printable, shortened
+
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 ENDS_BYTES = 1 << 16
-FOREIGN = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
+PARQUET = b"PAR1"
+FOREIGN = {
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+# Tables in other binary formats: first bytes, and the name.
+OTHER_TABLES = {
+    b"ARROW1\0\0": "an Arrow or Feather file",
+    b"Obj\x01": "an Avro file",
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "a NumPy file",
+    b"SQLite format 3\0": "an SQLite file",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RawFile:
-    """One raw file; `compression` (none, gzip or zstd) is detected from its first bytes, not its name."""
+    """One raw file; its kind is detected from its first bytes, not its name.
+
+    Attributes:
+        path: the file.
+        compression: of text: none, gzip or zstd.
+        is_parquet: whether it is Parquet instead of text.
+    """
 
     path: Path
     compression: str
+    is_parquet: bool = False
 
 
-def find_files(source: str | Sequence[str], option: str, parquet: bool = False) -> list[RawFile]:
+def find_files(source: str | Sequence[str], option: str, tables: bool = False) -> list[RawFile]:
     """Return the files of `source`, with every check that needs no full read.
 
     Args:
         source: a path, a glob, or several of them. Matches of one glob are in natural order (day_2
             before day_10); several patterns keep the order of `source`.
         option: name of the option that `source` came from, for messages.
-        parquet: require Parquet files, not text.
+        tables: accept Parquet files too.
 
     Raises:
-        ValueError: a path or glob matches nothing, a path is a directory, a file is named twice, is empty,
-            has an unsupported type, or is a truncated .zst file.
+        ValueError: a path or glob matches nothing, a path is a directory or no regular file, a file is named
+            twice, is empty, has an unsupported type, or is a truncated .zst file.
     """
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
@@ -41,12 +68,12 @@ def find_files(source: str | Sequence[str], option: str, parquet: bool = False) 
         matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
         if not matches:
             kind = "no file matches" if set(pattern) & set("*?[") else "no such file"
-            raise ValueError(f"{pattern}: {kind}; set {option} to the raw logs")
+            raise ValueError(f"{_name(pattern)}: {kind}; set {option} to the raw logs")
         paths.extend(sorted(map(Path, matches), key=_natural))
     twice = [str(path) for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise ValueError(f"{option} names {twice[0]} twice; its rows would count twice")
-    return [_open(path, option, parquet) for path in paths]
+    return [_open(path, option, tables) for path in paths]
 
 
 def refuse_copies(files: Sequence[RawFile]) -> None:
@@ -89,35 +116,77 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
-def _open(path: Path, option: str, parquet: bool) -> RawFile:
-    if path.is_dir():
+def _name(path: str | Path) -> str:
+    return shortened(printable(str(path)), 300)
+
+
+def _open(path: Path, option: str, tables: bool) -> RawFile:
+    name = _name(path)
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
         raise ValueError(
-            f"{path}: a directory; set {option} to the files in it, such as '{path}/*.gz'"
+            f"{name}: a directory; set {option} to the files in it, such as '{name}/*.gz'"
+        )
+    if not stat.S_ISREG(mode):
+        # Opening a FIFO would wait for a writer, and several passes read each file.
+        raise ValueError(
+            f"{name}: a FIFO, a device or a socket; write it to a regular file, and set {option} to that"
         )
     with path.open("rb") as stream:
-        head = stream.read(6)
+        head = stream.read(16)
     if not head:
-        raise ValueError(f"{path}: the file is empty; drop it from {option}, or fetch it again")
-    if parquet:
-        if not head.startswith(b"PAR1"):
-            raise ValueError(f"{path}: no Parquet file; set the source's format to csv or tsv")
-        return RawFile(path, "none")
+        raise ValueError(f"{name}: the file is empty; drop it from {option}, or fetch it again")
+    if head.startswith(PARQUET):
+        if not tables:
+            raise ValueError(
+                f"{name}: a Parquet file, but raw Criteo logs are text; describe the table in a yaml "
+                "file as docs/your_data.md does"
+            )
+        _check_parquet_end(path)
+        return RawFile(path, "none", is_parquet=True)
     for magic, kind in FOREIGN.items():
         if head.startswith(magic):
             raise ValueError(
-                f"{path}: a {kind} file; only plain text, .gz and .zst can be read, so unpack it "
+                f"{name}: a {kind} file; only plain text, .gz and .zst can be read, so unpack it "
                 "first"
             )
+    for magic, kind in OTHER_TABLES.items():
+        if head.startswith(magic):
+            raise ValueError(f"{name}: {kind}; write it as UTF-8 text or as Parquet")
     compression = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "none")
     if compression == "zstd" and not zstd_is_complete(path):
         raise ValueError(cut_short(path))
+    if compression == "gzip" and _gzip_head(path).startswith((PARQUET, *MAGIC)):
+        raise ValueError(
+            f"{name}: gzip data that holds Parquet or compressed data again; unpack it first"
+        )
     return RawFile(path, compression)
+
+
+def _check_parquet_end(path: Path) -> None:
+    """Raise ValueError if the last bytes are not those of a Parquet file."""
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - 4))
+        if path.stat().st_size < 12 or stream.read() != PARQUET:
+            raise ValueError(
+                f"{_name(path)}: the Parquet data has no end marker, so the file was cut short; "
+                "fetch or write it again"
+            )
+
+
+def _gzip_head(path: Path) -> bytes:
+    """Return the first bytes of the text in a gzip file; none if it is damaged, which its reader reports."""
+    with path.open("rb") as stream:
+        try:
+            return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(stream.read(ENDS_BYTES), 8)
+        except zlib.error:
+            return b""
 
 
 def cut_short(path: Path) -> str:
     """Return the message for a truncated compressed file."""
     return (
-        f"{path}: the compressed data ends before its end marker, so the file was cut short; "
+        f"{_name(path)}: the compressed data ends before its end marker, so the file was cut short; "
         "fetch it again"
     )
 

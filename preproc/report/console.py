@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configs.messages import printable
+from configs.messages import printable, shown
 
+# Root mean square of a numerical feature above which the report has a note. Values scaled by minmax, standardise or
+# a logarithm lie far below: ln(x + 3) of the largest 64-bit integer is 44, and its mean is a fraction of that.
+LARGE_NUMERICAL = 20.0
 # Frequency limits for which the report shows the kept values and the rows that they cover.
 COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
 
@@ -151,7 +154,8 @@ def print_columns(
     for split in splits:
         table.add_column(f"id 0 in {split} %", justify="right")
     for name, column in columns.items():
-        cells = [name, f"{100 * column.missing:.2f}"]
+        # A name may hold control characters, or what Rich takes for markup.
+        cells: list[Text | str] = [Text(printable(name)), f"{100 * column.missing:.2f}"]
         if column.distinct is not None and column.kept is not None:
             cells += [f"{column.distinct:,}", f"{column.kept:,}", f"{column.kept + 1:,}"]
             cells += [f"{100 * split.zero_ids[name] / split.rows:.2f}" for split in splits.values()]
@@ -169,6 +173,28 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
         rate = f"{100 * split.clicks / split.rows:.3f}"
         table.add_row(name, f"{split.rows:,}", f"{split.clicks:,}", rate)
     console.print(table)
+
+
+def range_note(
+    name: str, smallest: float, largest: float, mean: float, mean_square: float
+) -> str | None:
+    """Return a line about a numerical feature that is large for a model, else None.
+
+    Args:
+        name: of the feature.
+        smallest: its smallest value in the training rows, after the transforms.
+        largest: its largest one.
+        mean: its mean.
+        mean_square: mean of its squares.
+    """
+    if mean_square <= LARGE_NUMERICAL**2:
+        return None
+    deviation = max(mean_square - mean * mean, 0.0) ** 0.5
+    return (
+        f"note: numerical feature {shown(name)} is not scaled: {smallest:g} to {largest:g}, mean {mean:.4g}, "
+        f"standard deviation {deviation:.4g} in the training rows, which makes training unstable; add standardise, "
+        "minmax or {log: 1} to its transforms"
+    )
 
 
 def print_result(console: Console, progress: Progress, output: Path, rows: int) -> None:

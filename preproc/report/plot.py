@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.messages import printable, shortened
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
 
 INK, FAINT, GREY, BLUE, LIGHT_BLUE = "#20242b", "#69717d", "#8a94a3", "#2563a8", "#c3d7ee"
@@ -55,7 +56,7 @@ def draw(
         _draw_missing(missing, columns)
         _draw_sizes(sizes, columns, frequency_limit)
         _draw_coverage(covered, columns, frequency_limit)
-        missing.set_yticks(range(len(columns)), list(columns))
+        missing.set_yticks(range(len(columns)), [_label(name) for name in columns])
         missing.set_ylim(len(columns) - 0.4, -0.6)
         figure.savefig(path)
 
@@ -117,6 +118,11 @@ def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit
     axes.set_title("rows whose value is kept, % of those that have one")
     axes.set_xlabel("frequency limit, and rows of all tables with it", color=FAINT)
     axes.spines["bottom"].set_visible(False)
+
+
+def _label(name: str) -> str:
+    """Return a name as matplotlib draws it: without control characters, and without formulas."""
+    return shortened(printable(name), 40).replace("$", r"\$")
 
 
 def _short(number: int) -> str:

@@ -4,21 +4,22 @@ An engine reads sources, numbers rows, and writes the result of a query to Parqu
 files of the dataset are the same for all engines (`preproc/table/pipeline.py`).
 """
 
-import csv
 import glob
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import duckdb
 
+from configs.messages import printable, shortened
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import Source
 from dataloading.dataset.durable_files import replace_directory
-from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import quoted, text
+from preproc.table.source_files import SourceFiles
 from preproc.work_directory import connect, first_line, memory_bytes
 
 # Memory of Python and NumPy beside DuckDB.
@@ -30,6 +31,10 @@ def nulls_first(order_by: list[str]) -> str:
     return ", ".join(f"{expression} NULLS FIRST" for expression in order_by)
 
 
+class QueryError(ValueError):
+    """SQL that an engine rejects, in its words; no file, line or column is known."""
+
+
 class Engine(Protocol):
     """Interface of an engine. Relations have names, and stored results are directories of Parquet files.
 
@@ -39,10 +44,24 @@ class Engine(Protocol):
 
     columns_at_once: int
 
-    def read(self, name: str, source: Source, files: list[RawFile]) -> None:
+    def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
 
         Rows are ordered by `(file_, order_)`. All columns of text files are text, and empty fields are missing.
+        The relation is `change` of a query of these rows.
+        """
+
+    def columns(self, query: str) -> list[tuple[str, str]]:
+        """Return the names and the types, in lower case, of the columns of a query, which is not run.
+
+        Raises:
+            QueryError: the query has no meaning.
+        """
+
+    def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
+        """Return the expression `value` with `instead` for NaN, also within lists; None if type `kind` has no NaN.
+
+        The engine must not evaluate the result from statistics of files: those of Parquet leave NaN out.
         """
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
@@ -86,19 +105,19 @@ class DuckDBEngine:
             "CREATE MACRO split_text(value, separator) AS string_split(value, separator)"
         )
 
-    def read(self, name: str, source: Source, files: list[RawFile]) -> None:
+    def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Read each file by its own query, so that an error names the file."""
         parts = []
-        for number, file in enumerate(files):
+        for number, file in enumerate(files.files):
             path = glob.escape(str(file.path))
-            if source.format == "parquet":
+            if file.is_parquet:
                 relation = f"read_parquet({text(path)}, file_row_number = true)"
                 parts.append(
                     f"SELECT {number} AS file_, file_row_number AS order_, "
                     f"* EXCLUDE (file_row_number) FROM {relation}"
                 )
                 continue
-            relation = self._text(source, file, path)
+            relation = self._text(files.source, file, path, files.columns_of[number])
             try:
                 self._connection.execute(f"FROM {relation} LIMIT 0")
             except duckdb.Error as error:
@@ -106,13 +125,14 @@ class DuckDBEngine:
             parts.append(
                 f"SELECT {number} AS file_, row_number() OVER () AS order_, * FROM {relation}"
             )
-        self._connection.execute(
-            f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS {' UNION ALL '.join(parts)}"
-        )
+        query = change(" UNION ALL BY NAME ".join(parts))
+        try:
+            self._connection.execute(f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS {query}")
+        except duckdb.Error as error:
+            raise _explained(None, error) from None
 
-    def _text(self, source: Source, file: RawFile, path: str) -> str:
+    def _text(self, source: Source, file: RawFile, path: str, names: list[str]) -> str:
         is_csv = source.format == "csv"
-        names = source.columns or _header(source, file)
         types = ", ".join(f"{text(column)}: 'VARCHAR'" for column in names)
         quote = "'\"'" if is_csv else "''"
         lenient = self._on_bad is not OnBad.fail
@@ -122,6 +142,24 @@ class DuckDBEngine:
             f"escape = {quote}, comment = '', nullstr = '', header = {source.header}, "
             f"auto_detect = false, strict_mode = true, store_rejects = {lenient}, rejects_limit = 0)"
         )
+
+    def columns(self, query: str) -> list[tuple[str, str]]:
+        """Describe the query."""
+        return [(name, kind.lower()) for name, kind, *_ in self.rows(f"DESCRIBE {query}")]
+
+    def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
+        """Ask isfinite and isinf, which DuckDB does not evaluate from statistics, as it does isnan and comparisons."""
+        if kind in ("float", "double"):
+            return (
+                f"(CASE WHEN {value} IS NULL OR isfinite({value}) OR isinf({value}) THEN {value} "
+                f"ELSE CAST({instead} AS {kind}) END)"
+            )
+        item_kind = re.sub(r"\[\d*\]$", "", kind)
+        if item_kind == kind:
+            return None
+        name = f"item{kind.count('[')}_"
+        item = self.without_nan(name, item_kind, instead)
+        return item and f"list_transform({value}, lambda {name}: {item})"
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
         """Number the rows in one streaming pass after the sort."""
@@ -186,18 +224,6 @@ class DuckDBEngine:
         self._connection.close()
 
 
-def _header(source: Source, file: RawFile) -> list[str]:
-    """Return the column names of a text file with a header line."""
-    line = next(blocks(file, 0), b"\n").splitlines()[0]
-    try:
-        text_line = line.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{file.path}, line 1: not UTF-8 text; correct the line") from None
-    if source.format == "tsv":
-        return text_line.split("\t")
-    return next(csv.reader([text_line], delimiter=source.delimiter))
-
-
 def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
     """Return the error to raise: a ValueError for user errors, any other error unchanged."""
     message = str(error)
@@ -208,11 +234,25 @@ def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
     named = re.search(r"^\s*file = (.+)$", message, flags=re.MULTILINE)
     line = re.search(r"Error on Line: (\d+)", message)
     if named and line:
-        wanted = re.search(r"Expected Number of Columns.*", message)
-        reason = (
-            wanted[0] if wanted else "not UTF-8 text" if "unicode" in message else first_line(error)
-        )
         return ValueError(
-            f"{named[1]}, line {line[1]}: {reason}; correct or remove it, or set on_bad=quarantine"
+            f"{named[1]}, line {line[1]}: {_mistake(message)}; correct or remove it, or set "
+            "on_bad=quarantine"
         )
-    return ValueError(f"{f'{file.path}: ' if file else ''}{first_line(error)}")
+    reason = re.sub(r"^(\w+ )+Error: ", "", first_line(message))
+    reason = shortened(printable(reason.rstrip("!")), 300)
+    return ValueError(f"{file.path}: {reason}") if file else QueryError(reason)
+
+
+def _mistake(message: str) -> str:
+    """Return the mistake in a line of text from DuckDB's message, which also holds the line and advice."""
+    wanted = re.search(r"Expected Number of Columns.*", message)
+    if wanted:
+        return wanted[0]
+    if "unicode" in message:
+        return "not UTF-8 text"
+    if "unterminated quote" in message:
+        return "a quote that is not closed, or text after the closing quote"
+    longest = re.search(r"Maximum line size of (\d+) bytes exceeded", message)
+    if longest:
+        return f"a line of over {int(longest[1]):,} bytes"
+    return shortened(printable(first_line(message)))

@@ -9,7 +9,7 @@ Categorical values are compared as text. An empty text is missing, like null.
 
 from fractions import Fraction
 
-from configs.table_schema import Categorical, Numerical, SplitRule, transform_of
+from configs.table_schema import Categorical, SplitRule, transform_of
 from preproc.vocabulary_sql import vocabulary
 
 # Separates the values of a cross; it does not occur in text.
@@ -32,30 +32,44 @@ def double(value: float) -> str:
     return f"CAST('{float(value)!r}' AS DOUBLE)"
 
 
-def value_of(feature: Categorical) -> str:
-    """Return the expression of a categorical value: text, or a list."""
-    if feature.list:
-        return feature.expression or quoted(feature.name)
-    if feature.cross:
-        parts = [f"nullif(CAST({quoted(name)} AS STRING), '')" for name in feature.cross]
-        return f" || {UNIT_SEPARATOR} || ".join(parts)
-    expression = feature.expression or quoted(feature.name)
-    value = f"nullif(CAST({expression} AS STRING), '')"
-    return f"split_text({value}, {text(feature.separator)})" if feature.separator else value
+def crossed(columns: list[str]) -> str:
+    """Return the value of a cross: the texts of its columns, or null if one is missing."""
+    parts = [f"nullif(CAST({quoted(name)} AS STRING), '')" for name in columns]
+    return f" || {UNIT_SEPARATOR} || ".join(parts)
 
 
-def number_of(feature: Numerical) -> str:
-    """Return the expression of a numerical as a double before any transform; null where it is no number."""
-    return f"try_cast({feature.expression or quoted(feature.name)} AS DOUBLE)"
+def categorical_value(feature: Categorical, value: str) -> str:
+    """Return the value to count, text or a list, of the column `value` that holds its expression."""
+    if feature.list or feature.cross:
+        return value
+    as_text = f"nullif(CAST({value} AS STRING), '')"
+    return f"split_text({as_text}, {text(feature.separator)})" if feature.separator else as_text
 
 
-def not_a_number(feature: Numerical) -> str:
-    """Return the condition that a field is not empty and no finite number."""
-    expression = feature.expression or quoted(feature.name)
-    number = number_of(feature)
-    nothing = f"({expression}) IS NULL OR CAST({expression} AS STRING) = ''"
-    finite = f"{number} IS NOT NULL AND abs({number}) <= 1.7976931348623157e308"
-    return f"NOT ({nothing}) AND NOT ({finite})"
+def number_of(value: str) -> str:
+    """Return a column as a double, NaN included; null where it is no number."""
+    return f"try_cast({value} AS DOUBLE)"
+
+
+def as_float(number: str) -> str:
+    """Return a double that is not null rounded to single precision; infinite if that cannot hold it."""
+    # DuckDB's cast fails there, Spark's does not.
+    return f"coalesce(try_cast({number} AS FLOAT), CAST('inf' AS FLOAT))"
+
+
+def not_a_number(value: str, number: str) -> str:
+    """Return the condition that the column `value` is not missing, and its `number` not a finite one."""
+    as_text = f"CAST({value} AS STRING)"
+    return (
+        f"NOT coalesce(abs({number}) <= 1.7976931348623157e308, false) AND {value} IS NOT NULL "
+        f"AND {as_text} <> '' AND lower(trim({as_text})) NOT IN ('nan', '+nan', '-nan')"
+    )
+
+
+def shown_value(value: str) -> str:
+    """Return an expression of the text of a column as a message shows it, at most 100 characters."""
+    as_text = f"CAST({value} AS STRING)"
+    return f"CASE WHEN length({as_text}) > 100 THEN substr({as_text}, 1, 97) || '...' ELSE {as_text} END"
 
 
 def transformed(expression: str, transform: object, fitted: list[float]) -> str:

@@ -6,6 +6,7 @@ an earlier run (`mode=transform`). encode: ids and numericals. write: the files 
 relation is recorded, so a killed run resumes after the last one.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -13,38 +14,43 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
+from configs.messages import printable, shortened, shown
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
-from configs.table_schema import Categorical, TableConfig, transform_of
+from configs.table_schema import Categorical, Numerical, Source, TableConfig, transform_of
 from dataloading.dataset.durable_files import sync_file
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature
 from preproc.complete_dataset import WrittenColumns, complete_dataset
 from preproc.dataset_writer import checksum
 from preproc.fitted_state import copy_vocabulary, load_fitted
-from preproc.raw_files import RawFile, find_files, refuse_copies
+from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
     ColumnSummary,
     Progress,
     SplitSummary,
     print_result,
+    range_note,
 )
-from preproc.table.duckdb_engine import DuckDBEngine, Engine
+from preproc.table.duckdb_engine import DuckDBEngine, Engine, QueryError
 from preproc.table.expressions import (
+    as_float,
     bucket,
+    double,
     extremes,
     fixed_point_sums,
     kept_values,
     mean_and_deviation,
-    not_a_number,
-    number_of,
     quoted,
     random_number,
     split_of,
     text,
     transformed,
-    value_of,
 )
 from preproc.table.output_files import TableFiles
+from preproc.table.source_files import find_source, read_columns
+from preproc.table.staging import Staging
 from preproc.vocabulary_sql import count_values, coverage
 from preproc.work_directory import (
     Work,
@@ -55,6 +61,21 @@ from preproc.work_directory import (
 )
 
 REJECTED = "rejected.tsv"
+# Texts that often mean a missing value; only a description can say so.
+USUAL_MISSING = (
+    "na",
+    "n/a",
+    "#n/a",
+    "null",
+    "none",
+    "nil",
+    "missing",
+    "unknown",
+    "-",
+    "?",
+    ".",
+    "\\n",
+)
 SPLIT_NAMES = ("train", "test", "validation")
 
 
@@ -67,13 +88,10 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     """
     assert config.output is not None
     output = Path(config.output).resolve()
-    files = {
-        name: find_files(source.files, "source", parquet=source.format == "parquet")
-        for name, source in table.sources.items()
-    }
-    for paths in files.values():
+    sources = {name: find_source(name, source) for name, source in table.sources.items()}
+    for _, paths in sources.values():
         refuse_copies(paths)
-    every = [file for paths in files.values() for file in paths]
+    every = [file for _, paths in sources.values() for file in paths]
     identity = _identity(config, table, every)
     with work_directory(config, output, identity) as work:
         if not work.has_progress:
@@ -85,7 +103,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
             check_disk(work_directory_of(config, output).parent, 3.0 * packed, "the run")
         engine = _engine(config, work.directory)
         try:
-            run = _Run(config, table, engine, work, progress, files)
+            run = _Run(config, table, engine, work, progress, sources)
             rows = run.build()
         finally:
             engine.close()
@@ -141,14 +159,14 @@ class _Run:
         engine: Engine,
         work: Work,
         progress: Progress,
-        files: dict[str, list[RawFile]],
+        sources: dict[str, tuple[Source, list[RawFile]]],
     ) -> None:
         self.config = config
         self.table = table
         self.engine = engine
         self.work = work
         self.progress = progress
-        self.files = files
+        self.sources = sources
         self.splits: dict[str, range] = {}
         self._recording = Lock()
 
@@ -263,46 +281,8 @@ class _Run:
 
     def _stage(self) -> int:
         """Write relation `staged_`, the numbered good rows; return the number of bad rows."""
-        table, relations = self.table, self.work.state.setdefault("relations", [])
-        if "all_" not in relations:
-            for name, source in table.sources.items():
-                self.engine.read(name, source, self.files[name])
-        if table.query:
-            rows, order = table.query, table.order_by
-            file = "0"
-        else:
-            rows, order = f"SELECT * FROM {quoted(next(iter(table.sources)))}", ["file_", "order_"]
-            file = "file_"
-        label = table.label.expression or quoted(table.label.name)
-        label_text = f"lower(CAST(({label}) AS STRING))"
-        values = [f"{file} AS file_"] if table.query else ["file_", "order_"]
-        values.append(
-            f"CASE WHEN {label_text} IN ('1', '1.0', 'true') THEN 1 "
-            f"WHEN {label_text} IN ('0', '0.0', 'false') THEN 0 END AS label_"
-        )
-        values += [f"{number_of(feature)} AS n{i}" for i, feature in enumerate(table.numerical)]
-        values += [f"{value_of(feature)} AS c{i}" for i, feature in enumerate(table.categorical)]
-        if table.split.by == "column":
-            values.append(f"CAST(({table.split.expression}) AS STRING) AS split_")
-        reasons = [f"WHEN {label_text} IS NULL THEN 'the label is missing'"]
-        reasons.append(
-            f"WHEN {label_text} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
-            f"THEN 'the label is ' || {label_text} || ', wanted 0 or 1'"
-        )
-        for feature in table.numerical:
-            value = f"CAST(({feature.expression or quoted(feature.name)}) AS STRING)"
-            reasons.append(
-                f"WHEN {not_a_number(feature)} THEN {text(feature.name + ' is ')} || {value} "
-                "|| ', wanted a number'"
-            )
-        checked = f"SELECT {', '.join(values)}, CASE {' '.join(reasons)} END AS bad_"
-        if table.query:
-            keys = ", ".join(f"({expression}) AS key{i}_" for i, expression in enumerate(order))
-            checked += f", {keys} FROM ({rows})"
-            order = [f"key{i}_" for i in range(len(order))]
-        else:
-            checked += f" FROM ({rows})"
-        self._once("all_", lambda path: self._number_all(checked, order, path))
+        table = self.table
+        self._once("all_", self._number_all)
         ((num_bad,),) = self.engine.rows("SELECT count(bad_) FROM all_")
         if num_bad and self.config.on_bad is OnBad.fail:
             self._refuse_bad()
@@ -314,20 +294,26 @@ class _Run:
             self.engine.view("staged_", self.work.directory / "all_")
         return num_bad + self.work.state["rejected"]
 
-    def _number_all(self, query: str, order: list[str], path: Path) -> None:
-        """Write `query` with row numbers, and beside it the lines that the engine could not read."""
-        self.engine.number(query, order, path)
+    def _number_all(self, path: Path) -> None:
+        """Write all rows with row numbers, and beside them the lines that the engine could not read."""
+        sources = {name: read_columns(*source) for name, source in self.sources.items()}
+        staging = Staging(self.engine, self.table, sources)
+        try:
+            self.engine.number(staging.query, staging.order_by, path)
+        except QueryError as error:
+            staging.refuse(error)
         rejected = self.engine.rejected()
         if rejected and self.config.on_bad is OnBad.fail:
             (file, line, reason, _), *_ = rejected
             self.work.forget()
             raise ValueError(
-                f"{file}, line {line}: {reason}; correct or remove it, or set on_bad=quarantine"
+                f"{file}, line {line}: {printable(reason)}; correct or remove it, or set on_bad=quarantine"
             )
         self.work.state["rejected"] = len(rejected)
         with (self.work.directory / REJECTED).open("w") as stream:
             for file, line, reason, raw in rejected:
-                stream.write(f"{file}\t{line}\t{first_line(reason)}\t{raw}\n")
+                raw_line = raw.rstrip("\r\n").replace("\r", "\\r").replace("\n", "\\n")
+                stream.write(f"{file}\t{line}\t{printable(first_line(reason))}\t{raw_line}\n")
 
     def _columns(self, *more: str) -> str:
         numbers = [f"n{i}" for i in range(len(self.table.numerical))]
@@ -338,25 +324,45 @@ class _Run:
         (row, file, reason), *_ = self.engine.rows(
             "SELECT row_, file_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
         )
+        where = self._place(row, file)
         self.work.forget()
-        where = "the query's result"
-        if not self.table.query:
-            where = str(next(iter(self.files.values()))[file].path)
-            ((first,),) = self.engine.rows(f"SELECT min(row_) FROM all_ WHERE file_ = {file}")
-            row -= first
-        raise ValueError(
-            f"{where}, row {row + 1}: {reason}; correct or remove it, or set on_bad=quarantine"
-        )
+        remedy = "correct or remove it, or set on_bad=quarantine"
+        value = reason.rpartition(",")[0].rpartition(" is ")[2]
+        if value.lower() in USUAL_MISSING:
+            remedy += f"; if {value!r} means a missing value, set table.missing: ['{value}']"
+        elif reason.startswith("the label is ") and value:
+            name = printable(quoted(self.table.label.name))
+            remedy += (
+                "; or map values to 0 and 1 by table.label.expression, such as "
+                f"CASE {name} WHEN 'yes' THEN 1 WHEN 'no' THEN 0 END"
+            )
+        raise ValueError(f"{where}: {shortened(printable(reason), 300)}; {remedy}")
+
+    def _place(self, row: int, file: int) -> str:
+        """Return the file of a row of `all_`, and its number in the file, from 1."""
+        if self.table.query:
+            return f"the query's result, row {row + 1}"
+        ((first,),) = self.engine.rows(f"SELECT min(row_) FROM all_ WHERE file_ = {file}")
+        _, files = next(iter(self.sources.values()))
+        return f"{files[file].path}, row {row - first + 1}"
+
+    def _place_of_output(self, row: int) -> str:
+        """Return the file and the number in it of a row of the dataset, `rows_`."""
+        for relation, before in (("rows_", "before_"), ("staged_", "all_row_")):
+            if relation in self.work.state["relations"]:
+                ((row,),) = self.engine.rows(f"SELECT {before} FROM {relation} WHERE row_ = {row}")
+        ((file,),) = self.engine.rows(f"SELECT file_ FROM all_ WHERE row_ = {row}")
+        return self._place(row, file)
 
     def _write_bad(self, dataset: Path) -> None:
         rows = self.engine.rows(
             "SELECT file_, row_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_"
         )
-        paths = [file.path for file in next(iter(self.files.values()))]
+        _, files = next(iter(self.sources.values()))
         with (dataset / "bad_rows.tsv").open("w") as stream:
             for file, row, reason in rows:
-                where = "query" if self.table.query else paths[file]
-                stream.write(f"{where}\t{row + 1}\t{reason}\n")
+                where = "query" if self.table.query else files[file].path
+                stream.write(f"{where}\t{row + 1}\t{printable(reason)}\n")
             stream.write((self.work.directory / REJECTED).read_text())
 
     def _order(self) -> None:
@@ -374,7 +380,9 @@ class _Run:
         unknown = sorted(set(split_rows) - {*SPLIT_NAMES, None})
         problem = None
         if unknown:
-            problem = f"got split {unknown[0]!r}, want {', '.join(SPLIT_NAMES)} or null"
+            problem = f"got split {shown(unknown[0])}, want {', '.join(SPLIT_NAMES)} or null"
+        if not rows:
+            problem = "the sources have no rows; give files that have some"
         for name in ("train", "test"):
             if not split_rows.get(name):
                 problem = problem or f"no rows are left for {name} of {rows}; change the split"
@@ -421,10 +429,13 @@ class _Run:
             fitted = statistics.setdefault(feature.name, [])
             for place, transform in enumerate(feature.transforms):
                 if fit:
-                    fitted.append(self._fit(transform, expression, train))
+                    fitted.append(self._fit(feature, transform, expression, train))
                 expression = transformed(expression, transform, fitted[place])
-            expressions.append(f"CAST(coalesce({expression}, 0) AS FLOAT) AS n{number}")
+            expressions.append(f"{as_float(f'coalesce({expression}, 0)')} AS n{number}")
         self._query("numerical_", f"SELECT row_, {', '.join(expressions)} FROM rows_ ORDER BY row_")
+        self._refuse_overflow()
+        if fit:
+            self._note_ranges()
         present = ", ".join(f"count(n{i})" for i in range(len(features)))
         (counts,) = self.engine.rows(f"SELECT {present} FROM {self._of(counted)}")
         return {
@@ -432,7 +443,45 @@ class _Run:
             for feature, count in zip(features, counts, strict=True)
         }
 
-    def _fit(self, transform: Any, expression: str, train: str) -> list[float]:
+    def _refuse_overflow(self) -> None:
+        """Raise ValueError for the first value that the stored type cannot hold."""
+        dtype = self.config.numerical_dtype.name
+        features = self.table.numerical
+        largest = ", ".join(f"max(abs(n{i}))" for i in range(len(features)))
+        (values,) = self.engine.rows(f"SELECT {largest} FROM numerical_")
+        for i, (feature, value) in enumerate(zip(features, values, strict=True)):
+            with np.errstate(over="ignore"):
+                if np.isfinite(np.float32(value).astype(dtype)):
+                    continue
+            largest_value = float(np.finfo(dtype).max)
+            ((row, stored, raw),) = self.engine.rows(
+                f"SELECT x.row_, x.n{i}, r.n{i} FROM numerical_ AS x JOIN rows_ AS r ON x.row_ = r.row_ "
+                f"WHERE abs(x.n{i}) > {double(largest_value)} ORDER BY x.row_ LIMIT 1"
+            )
+            remedy = "add a transform (clip, log or standardise) to it"
+            if dtype != "float32":
+                remedy += ", or set numerical_dtype=float32"
+            after = f", {stored:g} after its transforms" if feature.transforms else ""
+            raise ValueError(
+                f"{self._place_of_output(row)}: numerical feature {shown(feature.name)} is {shown(raw)}{after}, "
+                f"want at most {largest_value:g}, the largest {dtype}; correct the value, or {remedy}"
+            )
+
+    def _note_ranges(self) -> None:
+        """Print one line per numerical feature whose values in the training rows are large for a model."""
+        features = self.table.numerical
+        sums = ", ".join(
+            f"min(n{i}), max(n{i}), avg(CAST(n{i} AS DOUBLE)), avg(CAST(n{i} AS DOUBLE) * n{i})"
+            for i in range(len(features))
+        )
+        rows = self._of(self.splits["train"], "numerical_")
+        (values,) = self.engine.rows(f"SELECT {sums} FROM {rows}")
+        for i, feature in enumerate(features):
+            note = range_note(feature.name, *values[4 * i : 4 * i + 4])
+            if note:
+                self.progress.console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+    def _fit(self, feature: Numerical, transform: Any, expression: str, train: str) -> list[float]:
         """Return the two numbers of a fitted transform, or an empty list for any other."""
         name, _ = transform_of(transform)
         if name not in ("minmax", "standardise"):
@@ -440,6 +489,11 @@ class _Run:
         ((count, low, high),) = self.engine.rows(extremes(expression, train))
         if not count:
             return [0.0, 1.0]
+        if not math.isfinite(high - low):
+            raise ValueError(
+                f"table.numerical: {shown(feature.name)}: values from {low:g} to {high:g}, whose range is no finite "
+                f"double; clip them before {name}"
+            )
         if name == "minmax":
             return [low, high - low]
         ((first, second),) = self.engine.rows(fixed_point_sums(expression, low, high, train))

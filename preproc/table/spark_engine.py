@@ -5,7 +5,9 @@ cluster must have sources and `temp_directory` under the same paths. docs/prepro
 the settings of the RAPIDS accelerator.
 """
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
+from configs.messages import printable, shortened
 from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile
-from preproc.table.duckdb_engine import nulls_first
+from preproc.table.duckdb_engine import QueryError, nulls_first
 from preproc.table.expressions import quoted
+from preproc.table.source_files import SourceFiles
 from preproc.work_directory import memory_bytes
 
 # Columns for the mistake in a line, and for the line.
@@ -62,19 +66,20 @@ class SparkEngine:
             "RETURNS ARRAY<STRING> RETURN split(value, concat('\\\\Q', separator, '\\\\E'))"
         )
 
-    def read(self, name: str, source: Source, files: list[RawFile]) -> None:
+    def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Read each file by itself; `order_` is the position of a row in the file, by block and within it."""
         parts = []
-        for number, file in enumerate(files):
+        for number, file in enumerate(files.files):
             if file.compression == "zstd":
                 raise ValueError(f"{file.path}: Spark reads plain text and gzip; unpack it first")
             path = str(file.path.absolute())
-            if source.format == "parquet":
+            if file.is_parquet:
                 frame = self._spark.read.parquet(path)
-                names = frame.columns
             else:
-                frame, names = self._text(source, path)
-            columns = [F.col(f"`{name}`") for name in names]
+                frame = self._text(files.source, path, files.columns_of[number])
+            columns = [
+                F.col(f"`{column.replace('`', '``')}`") for column in files.columns_of[number]
+            ]
             frame = frame.select(
                 F.lit(number).alias("file_"),
                 # A block is identified by its offset; the rows of a block are read in order.
@@ -82,18 +87,22 @@ class SparkEngine:
                     F.col("_metadata.file_block_start"), F.monotonically_increasing_id()
                 ).alias("order_"),
                 *columns,
-                *([] if source.format == "parquet" else [_reason(columns), F.col(LINE)]),
+                *([] if file.is_parquet else [_reason(columns), F.col(LINE)]),
             )
-            if source.format != "parquet":
-                self._texts.append((file, int(source.header), frame))
+            if not file.is_parquet:
+                self._texts.append((file, int(files.source.header), frame))
                 frame = frame.where(F.col(REASON).isNull()).drop(REASON, LINE)
             parts.append(frame)
         union = parts[0]
         for part in parts[1:]:
             union = union.unionByName(part)
-        union.createOrReplaceTempView(quoted(name) if not name.isidentifier() else name)
+        self._define(f"{name}_read_", union)
+        self._define(name, self._sql(change(f"SELECT * FROM {quoted(f'{name}_read_')}")))
 
-    def _text(self, source: Source, path: str) -> tuple[DataFrame, list[str]]:
+    def _define(self, name: str, frame: DataFrame) -> None:
+        frame.createOrReplaceTempView(quoted(name) if not name.isidentifier() else name)
+
+    def _text(self, source: Source, path: str, names: list[str]) -> DataFrame:
         csv = source.format == "csv"
         reader = self._spark.read.option("header", source.header)
         reader = reader.option("sep", source.delimiter if csv else "\t")
@@ -104,9 +113,24 @@ class SparkEngine:
         # A line that cannot be split into the columns is kept in a column of its own.
         reader = reader.option("mode", "PERMISSIVE").option("columnNameOfCorruptRecord", LINE)
         reader = reader.option("nullValue", "").option("emptyValue", "")
-        names = source.columns or reader.csv(path).columns
-        schema = ", ".join(f"`{column}` STRING" for column in [*names, LINE])
-        return reader.schema(schema).csv(path), names
+        # Columns are read by their position; the header is not compared with the names.
+        reader = reader.option("enforceSchema", "true")
+        escaped = [column.replace("`", "``") for column in [*names, LINE]]
+        schema = ", ".join(f"`{column}` STRING" for column in escaped)
+        return reader.schema(schema).csv(path)
+
+    def columns(self, query: str) -> list[tuple[str, str]]:
+        """Analyse the query."""
+        return [(name, kind.lower()) for name, kind in self._sql(query).dtypes]
+
+    def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
+        """Ask isnan; Spark does not evaluate it from statistics of files."""
+        if kind in ("float", "double"):
+            return f"(CASE WHEN isnan({value}) THEN CAST({instead} AS {kind}) ELSE {value} END)"
+        items = re.fullmatch(r"array<(.+)>", kind)
+        name = f"item{kind.count('array<')}_"
+        item = self.without_nan(name, items[1], instead) if items else None
+        return item and f"transform({value}, {name} -> {item})"
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
         """Sort over partitions, then number the rows; no single task reads all rows."""
@@ -200,4 +224,4 @@ def _reason(columns: list[Column]) -> Column:
 def _explained(error: PySparkException) -> Exception:
     """Return the first two lines of a Spark error, which hold its reason."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return ValueError(f"Spark: {' '.join(lines[:2])}")
+    return QueryError(shortened(printable(f"Spark: {' '.join(lines[:2])}"), 300))

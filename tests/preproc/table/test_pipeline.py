@@ -34,7 +34,10 @@ def _hydra(value) -> str:
         return "[" + ",".join(map(_hydra, value)) + "]"
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    # Not by a dictionary: 0 equals False, and 1 equals True.
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def ids_of(files: dict[str, bytes], name: str, dtype: str = "<i1") -> list[int]:

@@ -1,9 +1,12 @@
 """engine=spark writes what engine=duckdb writes, byte for byte. One Spark session serves all tests."""
 
+import json
 import random
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -15,6 +18,8 @@ pytest.importorskip("pyspark", reason="PySpark is not installed (extra `spark`)"
 pytestmark = pytest.mark.skipif(
     shutil.which("java") is None, reason="Spark needs Java; there is none"
 )
+
+PARTS = slice(0, 40), slice(40, None)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +121,43 @@ def test_rows_of_a_file_in_many_blocks_keep_their_order(tmp_path, spark):
     # Each number is there once, so ids follow their order.
     assert np.frombuffer(files["train/n.bin"], "<i2").tolist() == list(range(1, 601))
     assert np.frombuffer(files["test/n.bin"], "<i2").tolist() == list(range(601, 901))
+
+
+def test_nan_of_parquet_and_texts_that_are_missing(tmp_path, spark):
+    x = np.where(np.arange(60) % 4 == 1, np.nan, np.arange(60) % 7)
+    rows = {
+        "y": np.arange(60) % 2,
+        "x": x.astype("float32"),
+        "l": pa.array([[value, 1.5] for value in x]),
+        "t": ["NA", "-nan", "3"] * 20,
+    }
+    head, tail = (pa.table({k: v[part] for k, v in rows.items()}) for part in PARTS)
+    pq.write_table(head, tmp_path / "0.parquet")
+    # Columns are joined by their names.
+    pq.write_table(tail.select(["t", "l", "x", "y"]), tmp_path / "1.parquet")
+    table = {
+        "sources": {"t": {"files": f"{tmp_path}/*.parquet"}},
+        "missing": ["NA"],
+        "label": {"name": "y"},
+        "numerical": [
+            {"name": "x", "transforms": [{"clip": [0, 500]}]},
+            {"name": "seen", "expression": "CASE WHEN isnan(x) THEN -1 ELSE x END"},
+            {"name": "t"},
+        ],
+        "categorical": [
+            {"name": "cx", "expression": "x", "buckets": 9},
+            {"name": "l", "list": True, "hotness": 2},
+        ],
+        "split": {"train": 0.5},
+    }
+    files = both(tmp_path, "dataset=any", f"table={_hydra(table)}")
+    got = np.frombuffer(files["train/numerical.bin"], "<f2").reshape(-1, 3)
+    missing = np.isnan(x[:30])
+    assert (got[missing, :2] == [0, -1]).all()
+    assert (got[~missing, 0] == x[:30][~missing]).all()
+    assert got[:6, 2].tolist() == [0, 0, 3] * 2
+    reports = (json.loads((tmp_path / e / "report.json").read_text()) for e in ("duckdb", "spark"))
+    assert next(reports) == next(reports)
 
 
 def test_raw_criteo_logs(tmp_path, spark, monkeypatch):

@@ -1,0 +1,186 @@
+"""Files of a source as an engine reads them: their format, and column names that every engine understands."""
+
+import csv
+import glob
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import duckdb
+
+from configs.messages import printable, shortened, shown
+from configs.table_schema import Source
+from preproc.line_blocks import blocks
+from preproc.raw_files import RawFile, find_files
+
+# Columns that every source has beside its own; DuckDB calls the row number of a Parquet file so.
+RESERVED = ("file_", "order_", "file_row_number")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """One source, resolved.
+
+    Attributes:
+        source: its description, with a format.
+        files: its files, in order.
+        columns: names of the columns, in the order of the first file.
+        columns_of: names of the columns per file, in the order of the file.
+    """
+
+    source: Source
+    files: list[RawFile]
+    columns: list[str]
+    columns_of: list[list[str]]
+
+
+def find_source(name: str, source: Source) -> tuple[Source, list[RawFile]]:
+    """Return the files of a source, and its description with the format that they have.
+
+    Raises:
+        ValueError: a file is missing or of another format; starts with its path.
+    """
+    files = find_files(source.files, "source", tables=True)
+    kinds = {file.is_parquet: file for file in files}
+    where = f"table.sources.{printable(name)}"
+    if len(kinds) == 2:
+        raise ValueError(
+            f"{kinds[True].path}: a Parquet file, and {kinds[False].path} is none; give the files of each "
+            f"format a source of their own beside {where}, and a query over both"
+        )
+    (is_parquet,) = kinds
+    if source.format == "parquet" and not is_parquet:
+        is_text = files[0].compression == "none"
+        kind = "text, not Parquet" if is_text else f"{files[0].compression} data, not Parquet"
+        remedy = f"set {where}.format to csv or tsv" + ("" if is_text else ", or unpack it")
+        raise ValueError(f"{files[0].path}: its first bytes are those of {kind}; {remedy}")
+    if source.format in ("csv", "tsv") and is_parquet:
+        raise ValueError(
+            f"{files[0].path}: a Parquet file; set {where}.format to parquet instead of {source.format}, or drop it"
+        )
+    return replace(source, format=source.format or ("parquet" if is_parquet else "csv")), files
+
+
+def read_columns(source: Source, files: list[RawFile]) -> SourceFiles:
+    """Return the source with the names of its columns.
+
+    Raises:
+        ValueError: a file has no readable header, two columns of one name, or other columns than the first file.
+    """
+    if source.format == "parquet":
+        with _small_database() as connection:
+            columns_of = [_parquet_columns(connection, file) for file in files]
+    else:
+        columns_of = [list(source.columns or []) or _header(source, file) for file in files]
+    for file, names in zip(files, columns_of, strict=True):
+        _check_names(file, names)
+    first = columns_of[0]
+    wanted = {name.lower() for name in first}
+    for file, names in zip(files, columns_of, strict=True):
+        has = {name.lower() for name in names}
+        for less, more, lacking in ((has, first, file), (wanted, names, files[0])):
+            absent = [name for name in more if name.lower() not in less]
+            if absent:
+                other = files[0] if lacking is file else file
+                raise ValueError(
+                    f"{lacking.path}: no column {shown(absent[0])}, which {other.path} has; the files of a source "
+                    "have the same columns: write them so, or give each kind a source of its own and a query"
+                )
+    return SourceFiles(source, files, first, columns_of)
+
+
+def listed(names: list[str]) -> str:
+    """Return column names as a message lists them."""
+    return shortened(", ".join(printable(name) for name in names), 300)
+
+
+def _check_names(file: RawFile, names: list[str]) -> None:
+    seen: dict[str, int] = {}
+    for number, name in enumerate(names, start=1):
+        if name.lower() in seen:
+            raise ValueError(
+                f"{file.path}: columns {seen[name.lower()]} and {number} are both called {shown(name)} (SQL ignores "
+                "case); rename one"
+                + ("" if file.is_parquet else ", or set the source's columns to names of your own")
+            )
+        seen[name.lower()] = number
+        if name.lower() in RESERVED:
+            raise ValueError(
+                f"{file.path}: column {number} is called {shown(name)}, a name that preprocessing itself uses; "
+                "rename it"
+                + ("" if file.is_parquet else ", or set the source's columns to names of your own")
+            )
+
+
+def _header(source: Source, file: RawFile) -> list[str]:
+    """Return the column names of a text file with a header line; a column without a name is `unnamed_<number>`."""
+    block = next(blocks(file, 0), b"\n")
+    try:
+        names = _header_names(source, block)
+    except UnicodeDecodeError:
+        raise ValueError(f"{file.path}, line 1: not UTF-8 text; correct the line") from None
+    except csv.Error as error:
+        raise ValueError(
+            f"{file.path}, line 1: no header line ({shortened(printable(str(error)))}); correct it, or set the "
+            "source's columns to their names"
+        ) from None
+    if not any(names):
+        raise ValueError(f"{file.path}, line 1: blank, want the names of the columns; remove it")
+    if any("\0" in name for name in names):
+        raise ValueError(
+            f"{file.path}, line 1: a null character in the name of a column, so this may be no text; correct it"
+        )
+    # pandas writes its index so.
+    return [name or f"unnamed_{number}" for number, name in enumerate(names, start=1)]
+
+
+def _header_names(source: Source, block: bytes) -> list[str]:
+    def lines() -> Iterator[str]:
+        for number, line in enumerate(block.splitlines(keepends=True)):
+            yield line.decode("utf-8-sig" if number == 0 else "utf-8")
+
+    first = next(lines()).rstrip("\r\n")
+    if source.format == "tsv":
+        return first.split("\t")
+    if len(source.delimiter) > 1:
+        return first.split(source.delimiter)
+    # A quoted name may hold a line end.
+    return next(csv.reader(lines(), delimiter=source.delimiter), [""]) or [""]
+
+
+def refuse_damaged(files: list[RawFile]) -> None:
+    """Read every value of Parquet files; ValueError names the first file that cannot be read."""
+    with _small_database() as connection:
+        for file in files:
+            if file.is_parquet:
+                _read_parquet(connection, file, "SELECT max(hash(COLUMNS(*))) FROM read_parquet(?)")
+
+
+def _small_database() -> duckdb.DuckDBPyConnection:
+    return duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})
+
+
+def _read_parquet(
+    connection: duckdb.DuckDBPyConnection, file: RawFile, query: str
+) -> list[tuple[Any, ...]]:
+    try:
+        return connection.execute(query, [glob.escape(str(file.path))]).fetchall()
+    except duckdb.OutOfMemoryException:
+        raise
+    except duckdb.Error as error:
+        reason = shortened(printable(str(error).splitlines()[0].strip(" :")))
+        raise ValueError(
+            f"{file.path}: damaged Parquet data ({reason}); fetch or write it again"
+        ) from None
+
+
+def _parquet_columns(connection: duckdb.DuckDBPyConnection, file: RawFile) -> list[str]:
+    """Return the names of the columns of a Parquet file as it stores them; engines rename the second of a name."""
+    query = "SELECT name, coalesce(num_children, 0) FROM parquet_schema(?)"
+    names, inside = [], 0
+    # Elements are listed depth first, after the root.
+    for name, children in _read_parquet(connection, file, query)[1:]:
+        if inside == 0:
+            names.append(name)
+        inside = max(inside - 1, 0) + children
+    return names

@@ -1,0 +1,276 @@
+"""The first query of a run: rows of the sources as labels, numbers and values, with missing values as null.
+
+NaN in a column of floats is a missing value. DuckDB evaluates isnan and comparisons from the statistics of Parquet
+files, which leave NaN out, so NaN becomes null before any expression sees it. An expression, or a query, that calls
+isnan itself sees it.
+"""
+
+import re
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+
+from configs.messages import shown
+from configs.table_schema import TableConfig
+from preproc.table.duckdb_engine import Engine, QueryError
+from preproc.table.expressions import (
+    categorical_value,
+    crossed,
+    not_a_number,
+    number_of,
+    quoted,
+    shown_value,
+    text,
+)
+from preproc.table.source_files import SourceFiles, listed, refuse_damaged
+
+TEXT_TYPES = ("varchar", "string")
+FLOAT_TYPES = ("float", "double")
+# Types of numbers that become doubles without NaN.
+EXACT_TYPE = re.compile(r"u?(tiny|small|big|huge)?int(eger)?|boolean|decimal.*")
+NAN = "'nan'"
+
+
+@dataclass(frozen=True, slots=True)
+class _Expression:
+    """SQL of the user.
+
+    Attributes:
+        column: name of the column that holds its value.
+        where: its key in the description, for messages.
+        sql: the expression.
+        shown: what the description has, for messages.
+    """
+
+    column: str
+    where: str
+    sql: str
+    shown: str
+
+    @property
+    def sees_nan(self) -> bool:
+        return _calls_isnan(self.sql)
+
+    @property
+    def is_column(self) -> bool:
+        """Return whether it is the name of a column."""
+        return re.fullmatch(r'\w+|"([^"]|"")*"', self.sql) is not None
+
+
+class Staging:
+    """Staged rows of a table.
+
+    Attributes:
+        query: label, numbers, values and the mistake of every row.
+        order_by: columns of the query that order it.
+    """
+
+    def __init__(self, engine: Engine, table: TableConfig, sources: dict[str, SourceFiles]) -> None:
+        """Read the sources.
+
+        Raises:
+            ValueError: a file cannot be read, or an expression has no meaning; names the file or the expression.
+        """
+        self._engine = engine
+        self._table = table
+        self._sources = sources
+        self._expressions = _expressions_of(table)
+        base = self._base()
+        reason = "not one value per expression"
+        try:
+            values = self._values(base)
+            columns = engine.columns(values)
+        except QueryError as error:
+            reason, columns = str(error), []
+        if len(columns) != len(self._expressions) + (1 if table.query else 2):
+            self._refuse_expression(base, lambda query: len(engine.columns(query)) == 1)
+            raise ValueError(f"table: {reason}")
+        self.query = self._checked(values, dict(columns))
+        keys = [f"key{i}_" for i in range(len(table.order_by))]
+        self.order_by = keys if table.query else ["file_", "order_"]
+
+    def refuse(self, error: QueryError) -> None:
+        """Raise ValueError that names the expression or the file for which a run of the query has failed."""
+        base = self._base()
+        self._refuse_expression(
+            base,
+            lambda query: bool(self._engine.rows(f"SELECT count(x_) FROM ({query})")),
+        )
+        for files in self._sources.values():
+            refuse_damaged(files.files)
+        raise ValueError(f"table: {error}") from None
+
+    def _base(self) -> str:
+        """Create the relations of the sources; return the query of the rows that expressions read."""
+        table = self._table
+        # Without a query, expressions read the source itself.
+        sql = [table.query] if table.query else [item.sql for item in self._expressions]
+        keep_nan = any(map(_calls_isnan, sql))
+        for name, files in self._sources.items():
+            self._engine.read(name, files, self._change(files, keep_nan))
+        if not table.query:
+            return f"SELECT * FROM {quoted(next(iter(self._sources)))}"
+        query = table.query.strip().removesuffix(";")
+        try:
+            self._engine.columns(f"SELECT * FROM ({query}\n)")
+        except QueryError as error:
+            raise ValueError(f"table.query: {error}") from None
+        return f"SELECT * FROM ({query}\n)"
+
+    def _change(self, files: SourceFiles, keep_nan: bool) -> Callable[[str], str]:
+        missing = self._table.missing
+        if files.source.format != "parquet" and not missing:
+            return lambda query: query
+        return lambda query: _with_missing(
+            self._engine, query, missing, NAN if keep_nan else "NULL"
+        )
+
+    def _values(self, base: str) -> str:
+        """Return the query of one column per expression."""
+        aware = [item for item in self._expressions if item.sees_nan]
+        if aware:
+            values = ", ".join(f"({item.sql}\n) AS {item.column}seen_" for item in aware)
+            base = f"SELECT *, {values} FROM ({base})"
+        if aware or self._table.query:
+            base = _with_missing(self._engine, base)
+        columns = ["0 AS file_"] if self._table.query else ["file_", "order_"]
+        columns += [
+            f"{item.column}seen_ AS {item.column}"
+            if item.sees_nan
+            else f"({item.sql}\n) AS {item.column}"
+            for item in self._expressions
+        ]
+        return f"SELECT {', '.join(columns)} FROM ({base})"
+
+    def _checked(self, values: str, kinds: dict[str, str]) -> str:
+        """Return the query of the stored columns, and the mistake of a row as `bad_`."""
+        table, engine = self._table, self._engine
+        # Columns of the base have no NaN; what expressions compute may.
+        clean = {item.column for item in self._expressions if item.is_column}
+        values = _with_missing(engine, values, clean=clean)
+        numbers = ", ".join(
+            f"{number_of(f'n{i}')} AS number{i}_" for i in range(len(table.numerical))
+        )
+        if numbers:
+            values = f"SELECT *, {numbers} FROM ({values})"
+        label = "lower(CAST(label_ AS STRING))"
+        columns = ["file_"] if table.query else ["file_", "order_"]
+        columns.append(
+            f"CASE WHEN {label} IN ('1', '1.0', 'true') THEN 1 "
+            f"WHEN {label} IN ('0', '0.0', 'false') THEN 0 END AS label_"
+        )
+        reasons = [
+            f"WHEN {label} IS NULL THEN 'the label is missing'",
+            f"WHEN {label} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
+            f"THEN 'the label is ' || {shown_value(label)} || ', wanted 0 or 1'",
+        ]
+        for i, numerical in enumerate(table.numerical):
+            number = f"number{i}_"
+            exact = kinds[f"n{i}"] in FLOAT_TYPES or EXACT_TYPE.fullmatch(kinds[f"n{i}"])
+            columns.append(f"{number if exact else engine.without_nan(number, 'double')} AS n{i}")
+            reasons.append(
+                f"WHEN {not_a_number(f'n{i}', number)} THEN {text(numerical.name + ' is ')} || "
+                f"{shown_value(f'n{i}')} || ', wanted a number'"
+            )
+        for i, feature in enumerate(table.categorical):
+            kind = kinds[f"c{i}"]
+            if feature.list and not kind.startswith("array<") and not kind.endswith("]"):
+                raise ValueError(
+                    f"table.categorical: {shown(feature.name)}: list is set, but a value is {kind}, no list; drop "
+                    "it, or set separator for several values within a text"
+                )
+            columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
+        if table.split.by == "column":
+            columns.append("CAST(split_ AS STRING) AS split_")
+        columns.append(f"CASE {' '.join(reasons)} END AS bad_")
+        if table.query:
+            columns += [f"key{i}_" for i in range(len(table.order_by))]
+        return f"SELECT {', '.join(columns)} FROM ({values})"
+
+    def _refuse_expression(self, base: str, works: Callable[[str], bool]) -> None:
+        """Raise ValueError for the first expression for which `works` of its query is false or fails."""
+        for item in self._expressions:
+            reason = "not one expression"
+            try:
+                if works(f"SELECT ({item.sql}\n) AS x_ FROM ({base})"):
+                    continue
+            except QueryError as error:
+                absent = re.match(r'Referenced column (".*) not found', str(error))
+                reason = f"no column {absent[1]}" if absent else str(error)
+            names = [
+                name for name, _ in self._engine.columns(base) if name not in ("file_", "order_")
+            ]
+            raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(names)}")
+
+
+def _expressions_of(table: TableConfig) -> list[_Expression]:
+    label = table.label
+    expressions = [_expression("label_", "table.label: ", label.name, label.expression or "")]
+    for i, numerical in enumerate(table.numerical):
+        expressions.append(
+            _expression(f"n{i}", "table.numerical: ", numerical.name, numerical.expression or "")
+        )
+    for i, feature in enumerate(table.categorical):
+        item = _expression(f"c{i}", "table.categorical: ", feature.name, feature.expression or "")
+        if feature.cross:
+            item = replace(item, sql=crossed(feature.cross), shown=f"cross {shown(feature.cross)}")
+        expressions.append(item)
+    if table.split.by == "column":
+        expressions.append(_expression("split_", "table.split", "", table.split.expression))
+    if table.query:
+        expressions += [
+            _expression(f"key{i}_", f"table.order_by[{i}]", "", key)
+            for i, key in enumerate(table.order_by)
+        ]
+    return expressions
+
+
+def _expression(column: str, where: str, name: str, sql: str) -> _Expression:
+    """Return an expression of the description, by default the column `name`."""
+    described = f"expression {shown(sql)}" if sql else f"column {shown(name)}"
+    return _Expression(
+        column, f"{where}{shown(name) if name else ''}", sql or quoted(name), described
+    )
+
+
+def _calls_isnan(sql: str) -> bool:
+    return re.search(r"\bisnan\s*\(", sql, re.IGNORECASE) is not None
+
+
+def _with_missing(
+    engine: Engine,
+    query: str,
+    missing: Sequence[str] = (),
+    nan: str = "NULL",
+    clean: Container[str] = (),
+) -> str:
+    """Return `query` with `nan` for NaN in columns and lists of floats, and with null for the texts `missing`.
+
+    Columns named in `clean` have neither.
+    """
+    columns = engine.columns(query)
+    changed = []
+    for i, (name, kind) in enumerate(columns):
+        value = None if name in clean else engine.without_nan(f"v{i}_", kind, nan)
+        if missing and kind in TEXT_TYPES:
+            value = (
+                f"(CASE WHEN v{i}_ IN ({', '.join(map(text, missing))}) THEN NULL ELSE v{i}_ END)"
+            )
+        changed.append((value, f"v{i}_", quoted(name)))
+    if not any(value for value, *_ in changed):
+        return query
+    # By position: a query may have two columns of one name.
+    select = ", ".join(f"{value or column} AS {name}" for value, column, name in changed)
+    return f"SELECT {select} FROM ({query}) AS values_({', '.join(v for _, v, _ in changed)})"
+
+
+def _hint(names: list[str]) -> str:
+    """Return the end of a message: the columns there are, and the delimiter if it seems to be another."""
+    if len(names) == 1:
+        for delimiter, remedy in (
+            ("\t", "format: tsv"),
+            (";", "delimiter: ';'"),
+            ("|", "delimiter: '|'"),
+        ):
+            if delimiter in names[0]:
+                return f"; the header {shown(names[0])} is one column, so set the source's {remedy}"
+    return f"; correct it; the columns are {listed(names)}"
