@@ -6,10 +6,11 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.fuzz.all_fuzzers import FUZZERS
-from tests.fuzz.harness import Report, fuzz
+from tests.fuzz.harness import Fuzzer, Report, fuzz, prepared
 
 
 def main() -> int:
@@ -46,25 +47,24 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _run(fuzzer, examples: int, seed: int, send) -> None:
+def _run(fuzzer: Fuzzer, examples: int, seed: int, send: Connection) -> None:
     faulthandler.enable()
     directory = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
-        send.send(fuzz(fuzzer, directory, examples=examples, with_seed=seed))
+        artifact = prepared(fuzzer, directory / "valid")
+        (directory / "copies").mkdir()
+        send.send(fuzz(fuzzer, artifact, directory / "copies", examples=examples, with_seed=seed))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _print(report: Report, *, with_lines: bool) -> None:
     print(report, flush=True)
-    for kind, failure in sorted(report.failures.items(), key=lambda item: -item[1].count):
-        print(f"  {failure.count:5} x {kind}")
-        print(f"          {failure.example[:600]}")
-        print("          | " + "\n          | ".join(failure.details[:1500].splitlines()))
+    if report.failures:
+        print(report.explained(), flush=True)
     if with_lines:
         for line, count in sorted(report.lines.items(), key=lambda item: -item[1]):
             print(f"  {count:5} x {line}")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import stat
+import sys
 import threading
 import time
 import traceback
@@ -23,7 +24,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -97,25 +98,41 @@ class Report:
     def __str__(self) -> str:
         counts = f"{self.succeeded:6,} succeeded {self.refused:6,} refused"
         text = f"{self.name:28} seed {self.seed} {self.examples:6,} examples {counts}"
-        return f"{text}, {self.total_s:6.1f} s, slowest {self.slowest_s:5.2f} s, {len(self.failures)} distinct failures"
+        times = f"{self.total_s:7.1f} s, slowest {self.slowest_s:5.2f} s"
+        return f"{text}, {times}, {len(self.failures)} distinct failures"
+
+    def explained(self) -> str:
+        """Return the failures, the most frequent first, each with its shortest example."""
+        parts = []
+        for kind, failure in sorted(self.failures.items(), key=lambda item: -item[1].count):
+            parts += [f"  {failure.count:5} x {kind}", f"          {failure.example[:600]}"]
+            parts += [f"          | {line}" for line in failure.details[:1500].splitlines()]
+        return "\n".join(parts)
 
 
 class _TooSlowError(BaseException):
     """An example takes longer than `TIME_LIMIT_S`; no `except Exception` stops it."""
 
 
-def fuzz(fuzzer: Fuzzer, directory: Path, *, examples: int, with_seed: int) -> Report:
+def prepared(fuzzer: Fuzzer, directory: Path) -> Any:
+    """Make the valid artifact of a fuzzer in a new directory."""
+    with redirect_stdout(io.StringIO()):
+        return fuzzer.prepare(directory)
+
+
+def fuzz(
+    fuzzer: Fuzzer, artifact: Any, directory: Path, *, examples: int, with_seed: int
+) -> Report:
     """Try `examples` mutations; the same seed gives the same ones.
 
     Args:
         fuzzer: to run.
-        directory: new directory for everything.
+        artifact: what `prepared` has returned; it may serve several fuzzers with the same `prepare`.
+        directory: empty directory for the mutated copies.
         examples: number of mutations.
         with_seed: seed of Hypothesis.
     """
     report = Report(fuzzer.name, with_seed)
-    with redirect_stdout(io.StringIO()):
-        artifact = fuzzer.prepare(directory / "valid")
     place = _Place(directory)
 
     @seed(with_seed)
@@ -167,12 +184,49 @@ def _generic(text: str, room: Path) -> str:
     return text.replace(str(room), "ROOM").strip()[:300]
 
 
+class _Opened:
+    """Paths that Python opens, lists, makes, moves or removes while it is active; libraries in C are not seen."""
+
+    # Event -> index of its argument `dir_fd`: a name below an open directory is left out.
+    CHANGES: ClassVar[dict[str, int]] = {
+        "os.mkdir": 2,
+        "os.rmdir": 1,
+        "os.remove": 1,
+        "os.rename": 2,
+        "os.truncate": 2,
+    }
+    READS = frozenset(["os.listdir", "os.scandir"])
+
+    def __init__(self) -> None:
+        self.paths: set[tuple[str, bool]] = set()
+        self.active = False
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.active:
+            return
+        if event == "open":
+            writes = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        elif event in self.READS:
+            writes = False
+        elif event in self.CHANGES and arguments[self.CHANGES[event] :][:1] in ((), (-1,)):
+            writes = True
+        else:
+            return
+        for path in arguments[: 2 if event == "os.rename" else 1]:
+            if isinstance(path, str | bytes | os.PathLike):
+                self.paths.add((os.fsdecode(path), writes))
+
+
+_OPENED = _Opened()
+
+
 class _Place:
     """The directories around an example: `room`, and others that it must not touch."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._room = directory / "room"
+        self._directory = directory.resolve()
+        self._room = self._directory / "room"
         self._elsewhere = [directory / name for name in ("outside", "cwd")]
         for path in self._elsewhere:
             path.mkdir()
@@ -196,9 +250,22 @@ class _Place:
         room.mkdir(parents=True)
         return room
 
+    def _opened_outside(self) -> str | None:
+        """Return a path that was opened outside: to read in `outside`, or to write anywhere but in the room."""
+        for path, writes in sorted(_OPENED.paths):
+            real = os.path.realpath(path)
+            inside = real.startswith(f"{self._room}/")
+            outside = real.startswith(f"{self._directory}/outside")
+            if outside or (writes and not inside and not real.startswith(("/dev/", "/proc/"))):
+                return f"{'wrote' if writes else 'read'} {path.replace(str(self._room), 'ROOM')}"
+        return None
+
     def problem(self) -> tuple[str, str] | None:
         """Return what was written outside the room, and remove it."""
-        allowed = {"room", "valid", "outside", "cwd", f"outside/{SECRET}"}
+        opened = self._opened_outside()
+        if opened is not None:
+            return opened[:100], ""
+        allowed = {"room", "outside", "cwd", f"outside/{SECRET}"}
         found = {path.name for path in self._directory.iterdir()}
         for folder in self._elsewhere:
             found |= {f"{folder.name}/{path.name}" for path in folder.iterdir()}
@@ -340,8 +407,11 @@ class _Limits:
             Path("/proc/self/clear_refs").write_text("5")
         self._resident = _status_bytes("VmHWM")
         signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S, 1.0)
+        _OPENED.paths.clear()
+        _OPENED.active = True
 
     def __exit__(self, *exception: object) -> None:
+        _OPENED.active = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._handler)
         resource.setrlimit(resource.RLIMIT_AS, self._limit)
