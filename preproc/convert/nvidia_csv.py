@@ -18,7 +18,9 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import yaml
 
+from configs.messages import shortened
 from dataloading.dataset.dataset_directory import check_output
+from dataloading.dataset.documents import read_yaml
 from dataloading.dataset.durable_files import (
     clear_leftovers,
     hold,
@@ -27,21 +29,21 @@ from dataloading.dataset.durable_files import (
     sync_tree,
 )
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
-from dataloading.dataset.split_files import SplitFiles, expect, find_file
+from dataloading.dataset.split_files import SplitFiles, expect, find_file, names_of
 from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows
 
 TYPE = "csv"
+AUTO = "auto"
 BLOCK_BYTES = 16 << 20
 
 
 def is_csv_spec(root: Path) -> bool:
-    """Return whether the spec in `root` has a chunk of type csv."""
-    try:
-        document = yaml.safe_load((root / SPEC_NAME).read_text(encoding="utf-8"))
-        chunks = [chunk for chunks in document["source_spec"].values() for chunk in chunks]
-        return any(chunk.get("type") == TYPE for chunk in chunks)
-    except (yaml.YAMLError, UnicodeError, TypeError, KeyError, AttributeError):
-        return False  # reading it as a dataset directory reports the mistake
+    """Return whether the spec in `root` has a chunk of type csv; ValueError if it is not plain yaml."""
+    document = read_yaml(root / SPEC_NAME)
+    sources = document.get("source_spec") if isinstance(document, Mapping) else None
+    splits = sources.values() if isinstance(sources, Mapping) else ()
+    chunks = [chunk for chunks in splits if isinstance(chunks, list) for chunk in chunks]
+    return any(isinstance(chunk, Mapping) and chunk.get("type") == TYPE for chunk in chunks)
 
 
 class CsvRows:
@@ -50,25 +52,28 @@ class CsvRows:
     kind = "NVIDIA's CSV"
 
     def __init__(self, root: Path, numerical_dtype: str) -> None:
-        document = yaml.safe_load((root / SPEC_NAME).read_text(encoding="utf-8"))
+        document = read_yaml(root / SPEC_NAME)
         where = str(root / SPEC_NAME)
-        try:
-            channels, features = document["channel_spec"], document["feature_spec"]
-            self._sources = document["source_spec"]
-            categorical, labels = channels["categorical"], channels["label"]
-            numerical = channels.get("numerical") or []
-            self._names = [*labels, *numerical, *categorical]
-            cardinalities = {name: features[name]["cardinality"] for name in categorical}
-        except (TypeError, KeyError) as error:
-            raise ValueError(
-                f"{where}: no {error}; want NVIDIA's spec with a cardinality per feature"
-            ) from None
+        channels = _section(document, where, "channel_spec")
+        features = _section(document, where, "feature_spec")
+        self._sources = _section(document, where, "source_spec")
+        categorical, labels, numerical = (
+            names_of(channels.get(channel) or [], f"{where}: channel_spec.{channel}")
+            for channel in ("categorical", "label", "numerical")
+        )
         expect(len(labels) == 1, f"{where}: channel_spec.label", labels, "exactly one label")
+        few = "at least one feature"
+        expect(len(categorical) > 0, f"{where}: channel_spec.categorical", [], few)
+        self._names = [*labels, *numerical, *categorical]
+        twice = sorted({name for name in self._names if self._names.count(name) > 1})
+        expect(not twice, f"{where}: channel_spec", twice, "every feature in one channel, once")
+        cardinalities = {name: _cardinality(features, where, name) for name in categorical}
         self._root, self._label = root, labels[0]
         self._numerical, self._categorical = numerical, categorical
         self._check_chunks(where)
-        self._sources = self._sources | _unnamed_validation(root, self._sources)
-        counted = dict.fromkeys((n for n, c in cardinalities.items() if c == "auto"), 0)
+        self._sources = {**self._sources, **_unnamed_validation(root, self._sources)}
+        # A table has a row at least, also if all of its ids are negative, which the writer refuses.
+        counted = dict.fromkeys((n for n, c in cardinalities.items() if c == AUTO), 1)
         if counted:
             for split in self._sources:
                 for table in self._tables(split):
@@ -76,11 +81,11 @@ class CsvRows:
                         counted[name] = max(counted[name], int(_integers(table, name).max()) + 1)
         self.spec = FeatureSpec(
             root=root,
-            numerical=tuple(numerical),
+            numerical=numerical,
             numerical_dtype=np.dtype(numerical_dtype),
             label=labels[0],
             categorical=tuple(
-                CategoricalFeature.of(name, counted.get(name) or cardinalities[name])
+                CategoricalFeature.of(name, int(counted.get(name) or cardinalities[name]))
                 for name in categorical
             ),
             splits={name: SplitFiles(0) for name in self._sources},
@@ -99,14 +104,24 @@ class CsvRows:
             )
 
     def _check_chunks(self, where: str) -> None:
+        splits = list(self._sources)
+        named = all(isinstance(split, str) for split in splits) and {"train", "test"} <= {*splits}
+        expect(named, f"{where}: source_spec", splits, "train, test and any other split")
         for split, chunks in self._sources.items():
+            here = f"{where}: source_spec.{split}"
+            expect(isinstance(chunks, list), here, chunks, "a list of chunks")
+            listed: list[str] = []
             for number, chunk in enumerate(chunks):
-                key = f"{where}: source_spec.{split}[{number}].type"
-                expect(chunk.get("type") == TYPE, key, chunk.get("type"), f"{TYPE} in every chunk")
-            listed = [name for chunk in chunks for name in chunk["features"]]
+                key = f"{here}[{number}]"
+                expect(isinstance(chunk, Mapping), key, chunk, "a mapping with type and features")
+                kind = chunk.get("type")
+                expect(kind == TYPE, f"{key}.type", kind, f"{TYPE} in every chunk")
+                listed += names_of(chunk.get("features"), f"{key}.features")
+                files = chunk.get("files")
+                some = isinstance(files, list) and bool(files)
+                expect(some, f"{key}.files", files, "a list of files")
             same = sorted(listed) == sorted(self._names)
-            want = "every feature of channel_spec, once"
-            expect(same, f"{where}: source_spec.{split}", sorted(listed), want)
+            expect(same, here, sorted(listed), "every feature of channel_spec, once")
 
     def _tables(self, split: str) -> Iterator[pa.Table]:
         """Yield rows with the columns of all chunks."""
@@ -155,10 +170,30 @@ class CsvRows:
                     for start in range(0, len(table), CHUNK_ROWS):
                         yield table.slice(start, CHUNK_ROWS)
             except (pa.ArrowException, ValueError) as error:
-                text = str(error).partition("\n")[0]
+                text = shortened(str(error).partition("\n")[0])
                 raise ValueError(
                     f"{path}: {text}; want {len(names)} numbers per line, no header"
                 ) from None
+
+
+def _section(document: object, where: str, key: str) -> Mapping[str, Any]:
+    section = document.get(key) if isinstance(document, Mapping) else None
+    expect(
+        isinstance(section, Mapping), f"{where}: {key}", section, "a mapping, as in NVIDIA's spec"
+    )
+    assert isinstance(section, Mapping)
+    return section
+
+
+def _cardinality(features: Mapping[str, Any], where: str, name: str) -> int | str:
+    """Return the rows of a table, or `auto`."""
+    entry = features.get(name)
+    rows = entry.get("cardinality") if isinstance(entry, Mapping) else None
+    is_count = isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1
+    want = f"an integer of at least 1, or {AUTO}: NVIDIA's spec has a cardinality per feature"
+    expect(is_count or rows == AUTO, f"{where}: feature_spec.{name}.cardinality", rows, want)
+    assert rows is not None
+    return rows
 
 
 def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 
 from dataloading.dataset.binary import LABEL_DTYPE
+from dataloading.dataset.documents import resolved
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
+
+_UNLISTED = (None, None)
 
 Wrong = Callable[[np.ndarray], np.ndarray]
 """Items of a chunk -> bool per item, True where it is invalid."""
@@ -57,18 +60,16 @@ class FileTask:
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
     """Yield every file that the spec names, or for which it lists a checksum."""
     assert spec.root is not None
-    listed = {spec.root / name: entry for name, entry in listed_in(spec, "files").items()}
+    listed = _listed_files(spec)
 
     def task(path: Path, column: Column, num_bytes: int, split: str | None = None) -> FileTask:
-        return FileTask(path, num_bytes, listed.pop(path, {}).get("crc32"), column, split=split)
+        return FileTask(path, num_bytes, listed.pop(path, _UNLISTED)[1], column, split=split)
 
     for split, files in spec.splits.items():
         if files.parquet:
             for path in files.parquet:
-                entry = listed.pop(path, {})
-                yield FileTask(
-                    path, entry.get("bytes"), entry.get("crc32"), parquet=spec, split=split
-                )
+                num_bytes, crc32 = listed.pop(path, _UNLISTED)
+                yield FileTask(path, num_bytes, crc32, parquet=spec, split=split)
             continue
         num_rows = _num_rows(spec, split, files)
         assert files.label is not None
@@ -87,12 +88,12 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
                 num_ids = int(ends[-1]) if len(ends) else 0
                 yield task(ids, _ids(feature, ends), num_ids * feature.dtype.itemsize)
                 yield task(offsets, _offsets(), (num_rows + 1) * OFFSET_DTYPE.itemsize)
-    for path, entry in listed.items():
+    for path, (num_bytes, crc32) in listed.items():
         if not path.is_file():
             raise ValueError(
                 f"{path} is missing, but metadata.files lists it; copy the dataset again"
             )
-        yield FileTask(path, entry["bytes"], entry["crc32"])
+        yield FileTask(path, num_bytes, crc32)
 
 
 def listed_in(spec: FeatureSpec, key: str) -> Mapping[str, Any]:
@@ -102,11 +103,39 @@ def listed_in(spec: FeatureSpec, key: str) -> Mapping[str, Any]:
     return listed
 
 
+def listed_rows(spec: FeatureSpec, split: str) -> int | None:
+    """Return the rows of a split in the metadata of the spec, None if it has none."""
+    rows = listed_in(spec, "rows").get(split)
+    is_count = isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0
+    where = f"{spec.root}: metadata.rows.{split}"
+    expect(rows is None or is_count, where, rows, "an integer that is not negative")
+    return rows
+
+
+def _listed_files(spec: FeatureSpec) -> dict[Path, tuple[int | None, str | None]]:
+    """Return (bytes, CRC-32) of every file that the metadata of the spec lists; a file may lie in the dataset only."""
+    assert spec.root is not None
+    root, files = resolved(spec.root), {}
+    for name, entry in listed_in(spec, "files").items():
+        where = f"{spec.root}: metadata.files"
+        inside = isinstance(name, str) and resolved(root / name).is_relative_to(root)
+        expect(inside, where, name, "paths of files in the dataset directory")
+        where = f"{where}.{name}"
+        expect(isinstance(entry, Mapping), where, entry, "a mapping with bytes and crc32")
+        num_bytes, crc32 = entry.get("bytes"), entry.get("crc32")
+        is_count = isinstance(num_bytes, int) and not isinstance(num_bytes, bool)
+        expect(num_bytes is None or is_count, f"{where}.bytes", num_bytes, "an integer")
+        is_text = crc32 is None or isinstance(crc32, str)
+        expect(is_text, f"{where}.crc32", crc32, "a text of eight hexadecimal digits")
+        files[spec.root / name] = (num_bytes, crc32)
+    return files
+
+
 def _num_rows(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
     """Return the expected rows of a split: those in the spec, else those of most of its files."""
-    written = listed_in(spec, "rows").get(split)
+    written = listed_rows(spec, split)
     if written is not None:
-        return int(written)
+        return written
     assert files.label is not None
     rows = [files.label.stat().st_size]
     if files.numerical is not None:

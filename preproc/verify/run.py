@@ -18,7 +18,7 @@ import numpy as np
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.report.console import Progress, SplitSummary, Stage, print_splits
-from preproc.verify.binary import FileTask, file_tasks, listed_in
+from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows
 
 CHUNK_BYTES = 1 << 22
 """Bytes per read and thread; memory is a few times that per thread, for any size of the dataset."""
@@ -65,8 +65,8 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
             findings.add(
                 where, f"every label is {int(split.clicks > 0)}; nothing to learn or score"
             )
-        written = listed_in(spec, "rows").get(name, split.rows)
-        if files.parquet and written != split.rows:
+        written = listed_rows(spec, name)
+        if files.parquet and written is not None and written != split.rows:
             findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
     print_line = progress.console.print
     for line in sorted(findings.lines):

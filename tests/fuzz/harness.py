@@ -39,7 +39,7 @@ MEMORY_LIMIT_BYTES = 768 << 20
 """Peak of resident memory that an example may add."""
 ADDRESS_SPACE_BYTES = 6 << 30
 """Address space that an example may add; threads and allocators reserve much more than they use."""
-LONGEST_LINE = 600
+LONGEST_LINE = 1000
 # Categories of Unicode: control, format (as those that reverse the direction), surrogate, line and paragraph separator.
 CONTROL = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 SECRET = "secret.bin"

@@ -158,6 +158,32 @@ def test_a_csv_spec_names_every_feature(tmp_path):
     assert "want every feature of channel_spec, once" in error_of(root, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("source_spec:", "source_spec: [1]\nmore:", "source_spec: got [1], want a mapping"),
+        ("{cardinality: 40000}", "{cardinality: [7]}", "cat_1.bin.cardinality: got [7], want an"),
+        ("{cardinality: 40000}", "{}", "cat_1.bin.cardinality: got None, want an integer"),
+        ("label: [label]", "label: {a: 1}", "channel_spec.label: got {'a': 1}, want a list"),
+        ("files: [d.csv]}", "files: 7}", "source_spec.test[0].files: got 7, want a list of files"),
+        ("  test:\n", "  tset:\n", "want train, test and any other split"),
+        ("  test:\n", "  test:\n  - null\n", "source_spec.test[0]: got None, want a mapping"),
+        ("metadata: {}", "metadata: 2001-99-99", "not plain yaml: month must be in 1..12"),
+    ],
+)
+def test_a_csv_spec_of_another_shape_is_refused_with_its_key(tmp_path, old, new, message):
+    root = write_csv_files(tmp_path / "csv")
+    (root / "feature_spec.yaml").write_text(CSV_SPEC.replace(old, new))
+    assert message in error_of(root, tmp_path / "out")
+
+
+def test_a_csv_with_negative_ids_only_is_refused_as_such(tmp_path):
+    root = write_csv_files(tmp_path / "csv")
+    for name, row in (("c.csv", "-5,0.5\n"), ("d.csv", "0,0.5,0.5,-5,7\n")):
+        (root / name).write_text(row * ROWS["train" if name == "c.csv" else "test"])
+    assert "feature 'cat_0.bin': id -5 at row 0" in error_of(root, tmp_path / "out")
+
+
 # Merlin.
 
 

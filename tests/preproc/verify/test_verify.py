@@ -1,5 +1,6 @@
 """`python -m preproc mode=verify`: each kind of damage is found, named by file and row, and counted."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -278,3 +279,35 @@ def test_a_truncated_parquet_file_is_named_and_the_others_are_still_read(in_parq
 def test_a_missing_path_is_refused():
     with pytest.raises(Refused, match="set path=DIR"):
         preproc("mode=verify")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "files",
+            {"train/label.bin": [7]},
+            "metadata.files.train/label.bin: got [7], want a mapping",
+        ),
+        ("files", {"train/label.bin": {"bytes": "x"}}, "label.bin.bytes: got 'x', want an integer"),
+        (
+            "files",
+            {"train/label.bin": {"crc32": 7}},
+            "label.bin.crc32: got 7, want a text of eight",
+        ),
+        ("files", {"../x": {"bytes": 1}}, "metadata.files: got '../x', want paths of files in the"),
+        ("files", {7: {"bytes": 1}}, "metadata.files: got 7, want paths of files in the dataset"),
+        ("rows", {"train": "x"}, "metadata.rows.train: got 'x', want an integer that is not neg"),
+        (
+            "rows",
+            {"train": -1},
+            "metadata.rows.train: got -1, want an integer that is not negative",
+        ),
+    ],
+)
+def test_metadata_of_another_shape_is_refused_with_its_key(dataset, key, value, message):
+    spec = yaml.safe_load((dataset / "feature_spec.yaml").read_text())
+    spec["metadata"][key] = value
+    (dataset / "feature_spec.yaml").write_text(yaml.safe_dump(spec))
+    with pytest.raises(Refused, match=re.escape(message)):
+        preproc("mode=verify", f"path={dataset}")
