@@ -3,16 +3,15 @@
 A run resumes in its own `run_dir` only with the same data and the same settings that decide what is learnt.
 """
 
-import json
 from dataclasses import dataclass, field
 from functools import partial
 from logging import Logger
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from configs.messages import printable, shortened
 from configs.schema import Component, Config, Mode
+from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_files, changed_samples
 from dataloading.dataset.source import Source
@@ -34,6 +33,8 @@ from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.models.registry import MODELS, declared_tables, options_of_own_models
+from nn.observability.records import KeptRecords, has_records, records_until
+from nn.observability.run_directory import CONFIG, METRICS, SUMMARY, UNSAVED
 from nn.training.limits import is_good_enough, total_steps
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
@@ -98,12 +99,37 @@ def own_resume_point(
     return start if start.is_continuation else _named(config, source)
 
 
-def is_over(config: Config, loader: Loader, ranks: Ranks, start: ResumePoint) -> bool:
-    """Tell whether a run that resumes has nothing left to do; all ranks must call it."""
-    if not start.is_continuation:
-        return False
-    last_step = total_steps(config, loader.steps_per_epoch)
-    return ranks.run_on_rank0(lambda: _has_finished(config, start, last_step))
+def finished_run(
+    config: Config, loader: Loader | None, ranks: Ranks, start: ResumePoint
+) -> str | None:
+    """Return the message that the run directory holds the complete result already, or None; all ranks must call it.
+
+    Args:
+        config: the complete run.
+        loader: of the training split; None in modes that do not train.
+        ranks: this process.
+        start: the point that the run starts from.
+
+    Raises:
+        ValueError: on all ranks, if the run starts from nothing there, and the directory holds records of another run.
+    """
+    if config.run_dir is None:
+        return None
+    if start.is_continuation:
+        assert loader is not None, "only a training continues"
+        last_step = total_steps(config, loader.steps_per_epoch)
+        if not ranks.run_on_rank0(lambda: _has_finished(config, start, last_step)):
+            return None
+        return (
+            f"run_dir={config.run_dir} holds the complete run already ({start.num_steps:,} steps); nothing to do. "
+            "Raise train.epochs or train.max_steps to train on, or set another run_dir"
+        )
+    if not ranks.run_on_rank0(lambda: _is_repeated(config)):
+        return None
+    return (
+        f"run_dir={config.run_dir} holds the complete result of this command already; nothing to do. Set another "
+        "run_dir, or none, to run it again"
+    )
 
 
 def load(config: Config, start: ResumePoint, step: Trained) -> None:
@@ -129,15 +155,106 @@ def load(config: Config, start: ResumePoint, step: Trained) -> None:
         raise SharedError(str(error)) from error
 
 
+def kept_records(
+    config: Config, run_dir: Path, start: ResumePoint, logger: Logger
+) -> KeptRecords | None:
+    """Return the records that a run keeps: None for one that starts from nothing; only rank 0 may call it.
+
+    Raises:
+        ValueError: a line of metrics.jsonl that should be kept is no record.
+        OSError: metrics.jsonl cannot be read.
+    """
+    if not start.is_continuation:
+        return None
+    last_record = start.facts["trainer"].get("last_record")
+    kept = records_until(run_dir / METRICS, start.num_steps, last_record)
+    if last_record is not None and kept.last_step != last_record:
+        ends = "has no record" if kept.last_step is None else f"ends at step {kept.last_step:,}"
+        logger.warning(
+            f"{run_dir / METRICS} {ends}, but the checkpoint of step {start.num_steps:,} was saved after a record of "
+            f"step {last_record:,}: records are missing there and in curves.png; the model is not affected"
+        )
+    return kept
+
+
 def can_restart(run_dir: Path, config: Config) -> bool:
-    """Tell whether a run directory holds a run of the same settings that was killed before its first checkpoint."""
-    if (run_dir / "summary.json").exists():
+    """Tell whether a run directory holds an unfinished run of the same settings, which may restart without a checkpoint."""
+    summary = _summary(run_dir)
+    if summary is not None and not summary.get(UNSAVED):
         return False
+    before, now = _settings(run_dir), plain_config(config)
+    return (
+        before is not None
+        and before.get("mode", now["mode"]) == now["mode"]
+        and not _differences(before, now)
+    )
+
+
+def _is_repeated(config: Config) -> bool:
+    """Tell whether a run that starts from nothing has its complete result already, as an evaluation may.
+
+    Raises:
+        ValueError: the directory holds records of another run.
+    """
+    run_dir = _run_dir(config)
+    path = run_dir / METRICS
+    is_finished = path.exists() and _summary(run_dir) is not None
+    # A start that was killed, or had no room, before its first record left nothing to lose.
+    if not (has_records(path) or is_finished) or can_restart(run_dir, config):
+        return False
+    before, now = _settings(run_dir), plain_config(config)
+    is_same = before is not None and _without_place(before) == _without_place(now)
+    # A training that saves has lost its checkpoints if it starts from nothing.
+    is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
+    if is_same and is_finished and not is_training_that_saves:
+        return True
+    raise ValueError(_already_used_message(run_dir))
+
+
+def _already_used_message(run_dir: Path) -> str:
+    """Return the error text for a directory that contains records of an earlier run."""
+    checkpoints = run_dir / "checkpoints"
+    text = f"run_dir={run_dir} already holds the {METRICS} of an earlier run"
+    set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
+    if list_checkpoints(checkpoints):
+        return f"{text}; {set_another}"
+    damaged = sorted(path.name for path in checkpoints.glob("step_*.damaged"))
+    unusable = f" ({', '.join(damaged)} cannot be used)" if damaged else ""
+    return (
+        f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete "
+        f"{run_dir / METRICS} to restart there"
+    )
+
+
+def _settings(run_dir: Path) -> dict[str, Any] | None:
+    """Return config.yaml of a run directory; None if it is missing or damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
-        before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return False
-    return isinstance(before, dict) and not _differences(before, plain_config(config))
+        content = read_yaml(run_dir / CONFIG)
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _summary(run_dir: Path) -> dict[str, Any] | None:
+    """Return summary.json of a run directory; None if it is missing or damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        content = read_json(run_dir / SUMMARY)
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _without_place(content: dict[str, Any]) -> dict[str, Any]:
+    flat = _flat(content).items()
+    return {key: value for key, value in flat if key != "run_dir" and value is not None}
 
 
 def _has_own_checkpoint(config: Config) -> bool:
@@ -238,11 +355,8 @@ def _unreadable_message(run_dir: str | None, problem: str) -> str:
 
 def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
     """Tell whether a run that resumes has ended already: its summary is of the step of its latest checkpoint."""
-    try:
-        summary = json.loads((_run_dir(config) / "summary.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return False
-    if summary.get("steps") != start.num_steps:
+    summary = _summary(_run_dir(config))
+    if summary is None or summary.get("steps") != start.num_steps:
         return False
     test = start.facts["trainer"]["test"]
     return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)
@@ -326,12 +440,16 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     # Runs of earlier versions recorded the options of all models of the project.
     others = options_of_own_models() if old.get("model.name") in MODELS else set()
     return [
-        f"{key}={old.get(key, MISSING)} instead of {new.get(key, MISSING)}"
+        f"{printable(key)}={_short(old.get(key, MISSING))} instead of {_short(new.get(key, MISSING))}"
         for key in sorted(old | new)
         if old.get(key, MISSING) != new.get(key, MISSING)
         and not (key in others and key not in new)
         and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
     ]
+
+
+def _short(value: Any) -> str:
+    return shortened(printable(str(value)))
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import Logger
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.checkpoint.directory import clear, prune
+from nn.checkpoint.directory import clear, list_checkpoints, prune, step_of
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
@@ -56,22 +57,34 @@ from nn.observability.console import (
     print_summary,
 )
 from nn.observability.profiler import Profiler, check_profile
-from nn.observability.run_directory import RunDirectory, default_run_dir, empty_summary, environment
+from nn.observability.records import KeptRecords
+from nn.observability.run_directory import (
+    UNSAVED,
+    RunDirectory,
+    draw_missing_curves,
+    empty_summary,
+    environment,
+)
+from nn.observability.run_lock import RunLock
 from nn.resume import (
     ResumePoint,
-    can_restart,
-    is_over,
+    finished_run,
+    kept_records,
     load,
     named_resume_point,
     own_resume_point,
 )
-from nn.sharding.memory_estimate import plan_memory
+from nn.sharding.memory_estimate import RankMemory, plan_memory
+from nn.sharding.plan import TablePlan
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator
 from nn.training.latency import measure
 from nn.training.limits import eval_steps, total_steps
 from nn.training.train_step import TrainStep
 from nn.training.trainer import RunOutput, Saving, Trainer
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory."""
 
 
 def run(config: Config, config_yaml: str) -> None:
@@ -98,6 +111,7 @@ def run(config: Config, config_yaml: str) -> None:
         _show_plan(config, source, console)
         return
     with _open_session(config, config_yaml, source, console) as session:
+        problem = None
         if session is None:
             return
         if config.mode is Mode.train:
@@ -105,12 +119,14 @@ def run(config: Config, config_yaml: str) -> None:
                 # Called here, so that few frames lie between the command and a step.
                 with _finishes_writing(saving, session.ranks):
                     summary = trainer.train()
-                _finish_training(session, trainer, saving, summary)
+                problem = _finish_training(session, trainer, saving, summary)
         elif config.mode is Mode.eval:
             summary = _evaluate(session)
         else:
             summary = _inference(session)
         print_summary(console, summary, session.metrics, session.recorder.run_dir)
+        if problem is not None:
+            raise SharedError(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,28 +205,28 @@ def _open_session(
         stack.enter_context(loaders)
         stack.enter_context(process_group(ranks))
         stack.enter_context(report_lost_rank(ranks))
+        lock = stack.enter_context(RunLock(logger))
+        # Before anything in the run directory is read or renamed.
+        run_dir = None if config.run_dir is None else Path(config.run_dir)
+        ranks.run_on_rank0(partial(lock.take, run_dir))
         start = own_resume_point(config, source, ranks, logger) or start
-        if loaders.train is not None and is_over(config, loaders.train, ranks, start):
-            logger.info(
-                f"run_dir={config.run_dir} holds the complete run already ({start.num_steps:,} steps); nothing to do. "
-                "Raise train.epochs or train.max_steps to train on, or set another run_dir"
-            )
+        finished = finished_run(config, loaders.train, ranks, start)
+        if finished is not None:
+            ranks.run_on_rank0(lambda: _complete_results(config, logger))
+            logger.info(finished)
             yield None
             return
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
         plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
+        memory = _training_memory(config, source, rows, ranks)
         facts = _environment(config, source, ranks)
-        recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start))
-        recorder.write_plan(rows)
+        recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
+        ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         print_header(console, facts, _header_facts(config, source, recorder.run_dir, start))
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size)
-            if ranks.device.type == "cuda":
-                memory = plan_memory(
-                    config, source.spec, rows, ranks.world_size, _dense_states(config)
-                )
-                recorder.write_memory(memory)
-                print_memory(console, memory, hardware.hbm_bytes)
+        if memory:
+            print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):
             step = build_step(config, source, plan, ranks)
             stack.callback(step.close)
@@ -230,6 +246,20 @@ def _open_session(
                 step=step,
                 teacher_auc=facts["teacher_auc"],
             )
+
+
+def _training_memory(
+    config: Config, source: Source, rows: list[TablePlan], ranks: Ranks
+) -> list[RankMemory]:
+    """Return the peak memory of each GPU while training; empty on CPUs and in other modes."""
+    if config.mode is not Mode.train or ranks.device.type != "cuda":
+        return []
+    return plan_memory(config, source.spec, rows, ranks.world_size, _dense_states(config))
+
+
+def _complete_results(config: Config, logger: Logger) -> None:
+    if config.mode is Mode.train and config.run_dir is not None:
+        draw_missing_curves(Path(config.run_dir), logger)
 
 
 def _environment(config: Config, source: Source, ranks: Ranks) -> dict[str, Any]:
@@ -281,13 +311,16 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
 def _checkpoint_manager(session: Session, heartbeat: Heartbeat) -> CheckpointManager:
     """Remove what the previous start left, and return the writer of checkpoints."""
     config, ranks, start = session.config, session.ranks, session.start
-    directory = session.recorder.run_dir / "checkpoints"
-    if ranks.is_rank0:
+    directory = session.recorder.run_dir / CHECKPOINTS
+
+    def tidy() -> None:
         clear(directory, start.num_steps if start.is_continuation else 0)
         if start.is_continuation:
             # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
             best = start.facts["trainer"]["best_step"]
             prune(directory, start.num_steps, config.checkpoint.keep, best)
+
+    ranks.run_on_rank0(tidy)
     facts = facts_of(config, model_spec(config, session.source), ranks)
     return CheckpointManager(
         directory,
@@ -315,24 +348,40 @@ def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
 
 def _finish_training(
     session: Session, trainer: Trainer, saving: Saving | None, summary: dict[str, Any]
-) -> None:
-    """Save the last checkpoint and record the summary.
-
-    Raises:
-        SharedError: the checkpoint could not be written.
-    """
-    start = session.start
+) -> str | None:
+    """Save the last checkpoint and record the summary; return why that checkpoint could not be written, or None."""
+    start, ranks = session.start, session.ranks
+    problem = None
+    if saving is not None:
+        if trainer.num_steps > start.num_steps or not start.is_continuation:
+            trainer.save(is_last=True)
+        problem = saving.manager.wait()
     summary["teacher_auc"] = session.teacher_auc
-    has_trained = trainer.num_steps > start.num_steps or not start.is_continuation
-    if saving is not None and has_trained:
-        trainer.save(is_last=True)
-    session.recorder.finish(summary)
-    problem = None if saving is None else saving.manager.wait()
-    if saving is not None and problem is not None:
-        raise SharedError(
-            f"the checkpoint could not be written below {saving.manager.directory}: {problem}; the run's other "
-            "results are there. Free some space and rerun the same command, or set checkpoint.save=false"
-        )
+    summary[UNSAVED] = problem
+
+    def finish() -> None:
+        summary.update(_checkpoints(session.recorder.run_dir, summary["best_step"]))
+        session.recorder.finish(summary)
+
+    # The summary comes last: a run that is killed before it has not finished.
+    ranks.run_on_rank0(finish)
+    if problem is None:
+        return None
+    latest = ranks.broadcast_object(summary.get("checkpoint"))
+    return (
+        f"the checkpoint could not be written below {session.recorder.run_dir / CHECKPOINTS}: {problem}; the run's other "
+        "results are there. Free some space and rerun the same command, which trains "
+        f"{'from the start' if latest is None else f'from {latest}'} again, or set checkpoint.save=false"
+    )
+
+
+def _checkpoints(run_dir: Path, best_step: int | None) -> dict[str, str | None]:
+    """Return the latest checkpoint and that of the best evaluation, relative to the run directory; None where there is none."""
+    steps = [step_of(path) for path in list_checkpoints(run_dir / CHECKPOINTS)]
+    return {
+        "checkpoint": f"{CHECKPOINTS}/step_{steps[0]}" if steps else None,
+        "best_checkpoint": f"{CHECKPOINTS}/step_{best_step}" if best_step in steps else None,
+    }
 
 
 def _as_error(text: str) -> str:
@@ -425,32 +474,39 @@ def _teacher_auc(config: Config, source: Source) -> float | None:
 
 
 def _recorder(
-    config: Config, config_yaml: str, facts: dict[str, Any], ranks: Ranks, start: ResumePoint
+    config: Config,
+    config_yaml: str,
+    facts: dict[str, Any],
+    ranks: Ranks,
+    start: ResumePoint,
+    lock: RunLock,
 ) -> RunDirectory:
-    """Create the run directory on rank 0; if that fails, all ranks raise the error."""
+    """Create the run directory and its files on rank 0; if that fails, all ranks raise the error."""
 
-    def make(rank: int, run_dir: Path) -> RunDirectory:
-        resume_step = start.num_steps if start.is_continuation else None
-        if rank == 0 and resume_step is None and config.mode is Mode.train:
-            resume_step = 0 if can_restart(run_dir, config) else None
+    def make(run_dir: Path, kept: KeptRecords | None = None) -> RunDirectory:
         return RunDirectory(
             run_dir,
-            rank=rank,
+            rank=ranks.rank,
             config_yaml=config_yaml,
             environment=facts,
+            logger=lock.logger,
             tensorboard=config.log.tensorboard,
-            resume_step=resume_step,
+            kept=kept,
         )
 
     made: list[RunDirectory] = []
 
     def make_on_rank0() -> Path:
-        run_dir = Path(config.run_dir) if config.run_dir else default_run_dir(config.recipe)
-        made.append(make(0, run_dir))
+        if config.run_dir is None:
+            run_dir = lock.create_new(config.recipe)
+        else:
+            run_dir = Path(config.run_dir)
+            lock.create(run_dir)
+        made.append(make(run_dir, kept_records(config, run_dir, start, lock.logger)))
         return run_dir
 
     run_dir = ranks.run_on_rank0(make_on_rank0)
-    return made[0] if made else make(ranks.rank, run_dir)
+    return made[0] if made else make(run_dir)
 
 
 def _header_facts(

@@ -53,9 +53,20 @@ def sync_tree(directory: Path) -> None:
     sync_directory(directory)
 
 
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Add the path to an error of the system: that of a write, unlike that of an open, does not name its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_synced(path: Path, text: str) -> None:
     """Write a small text file, synced."""
-    with path.open("w", encoding="utf-8") as stream:
+    with _errors_name(path), path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         sync_stream(stream)
 
@@ -69,13 +80,81 @@ def replace_text(path: Path, text: str, temporary: Path, *, synced: bool = True)
         temporary: file in the same directory that is written first.
         synced: sync the file before the rename and its directory after it.
     """
-    if synced:
-        write_synced(temporary, text)
-    else:
-        temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_bytes(path, text.encode(), temporary, synced=synced)
+
+
+def replace_bytes(path: Path, content: bytes, temporary: Path, *, synced: bool = True) -> None:
+    """Write `content` to `path` by rename; see `replace_text`. An error leaves no temporary file."""
+    try:
+        with _errors_name(temporary), temporary.open("wb") as stream:
+            stream.write(content)
+            if synced:
+                sync_stream(stream)
+        os.replace(temporary, path)
+    except OSError:
+        # On a full disk the next attempt needs the space.
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     if synced:
         sync_directory(path.parent)
+
+
+class AppendedFile:
+    """File that grows by complete pieces: a piece that cannot be written completely leaves no part of it.
+
+    Only the last piece can be incomplete, after the process was killed while writing it.
+
+    Args:
+        path: created if it is missing.
+        is_text: whether a last line without line end is removed first.
+    """
+
+    def __init__(self, path: Path, *, is_text: bool) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if is_text:
+            with open(self._descriptor, "rb", closefd=False) as stream:
+                num_bytes = stream.read().rfind(b"\n") + 1
+            if num_bytes != os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, num_bytes)
+
+    def append(self, piece: bytes) -> None:
+        """Append a piece.
+
+        Raises:
+            OSError: with the path; the file is as before.
+        """
+        num_bytes = os.fstat(self._descriptor).st_size
+        left = memoryview(piece)
+        try:
+            with _errors_name(self.path):
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, num_bytes)
+            raise
+
+    def sync(self) -> None:
+        """Make all pieces survive a power cut."""
+        with _errors_name(self.path):
+            sync_descriptor(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a small text file, after removing a last line without line end."""
+    file = AppendedFile(path, is_text=True)
+    try:
+        file.append(f"{line}\n".encode())
+    finally:
+        file.close()
 
 
 def replace_link(link: Path, target: str, temporary: Path) -> None:
@@ -122,7 +201,18 @@ def lock_directory(directory: Path, *, wait: bool = False) -> int:
         BlockingIOError: another process holds the lock.
         UnlockableError: the file system has no locks for directories.
     """
-    descriptor = os.open(directory, os.O_RDONLY)
+    return _locked(os.open(directory, os.O_RDONLY), wait=wait)
+
+
+def lock_file(path: Path) -> int:
+    """Lock a file, which is created if it is missing; otherwise as `lock_directory`.
+
+    NFS locks files that are open for writing, but no directories.
+    """
+    return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), wait=False)
+
+
+def _locked(descriptor: int, *, wait: bool) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BaseException as error:

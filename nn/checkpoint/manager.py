@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from configs.schema import CheckpointConfig
+from dataloading.dataset.durable_files import append_line
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_files, file_states
 from nn.checkpoint.directory import (
@@ -199,16 +200,20 @@ class CheckpointManager:
     def _commit(
         self, num_steps: int, state: State, facts: dict[str, Any], record: dict[str, Any]
     ) -> str | None:
-        incomplete = incomplete_tensors(unfinished(self.directory, num_steps), state)
-        assert not incomplete, f"a checkpoint without {incomplete[:4]}"
         try:
+            incomplete = incomplete_tensors(unfinished(self.directory, num_steps), state)
+            assert not incomplete, f"a checkpoint without {incomplete[:4]}"
             commit(self.directory, num_steps, facts)
-            best = facts["trainer"]["best_step"]
-            prune(self.directory, num_steps, self._config.keep, best)
-            with (self.directory / "saved.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return str(error)
+        try:
+            prune(self.directory, num_steps, self._config.keep, facts["trainer"]["best_step"])
+            append_line(self.directory / "saved.jsonl", json.dumps(record))
+        except (OSError, UnreadableError) as error:
+            self._logger.warning(
+                f"the checkpoint of step {num_steps} was written, but not all that follows it: {error}. The next save "
+                "removes older checkpoints again"
+            )
         return None
 
     def _discard_failed(self, num_steps: int) -> None:

@@ -1,11 +1,14 @@
 """Plot of a run's metrics.jsonl: loss, AUC, throughput and learning rate over steps."""
 
-import json
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from dataloading.dataset.durable_files import replace_bytes
+from nn.observability.records import read_records
 
 # More points than the picture has pixels would only slow down drawing.
 MAX_POINTS = 1500
@@ -50,7 +53,8 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
         out_png: file to write, 1,560 x 1,020 pixels.
 
     Raises:
-        ValueError: a line is not JSON.
+        ValueError: a line is no record.
+        OSError: the picture cannot be written.
     """
     # Importing matplotlib takes most of a second, so only the end of a run pays for it.
     from matplotlib import rc_context
@@ -99,28 +103,14 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
             axes.set_xlabel("step")
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.xaxis.get_major_locator().set_params(integer=True)
-        figure.savefig(out_png)
+        _save(figure, out_png)
 
 
-def read_records(metrics_jsonl: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the environment (first line) and the training and evaluation records.
-
-    A last line without a line end is left out: the run was killed while it wrote that line.
-
-    Raises:
-        ValueError: a line is not JSON.
-    """
-    text = metrics_jsonl.read_text(encoding="utf-8")
-    objects = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            objects.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{metrics_jsonl}, line {number}: wanted one JSON object, got {line[:60]!r} "
-                f"({error}); remove the line to plot the others"
-            ) from None
-    return (objects[0], objects[1:]) if objects else ({}, [])
+def _save(figure: Any, out_png: Path) -> None:
+    """Write the picture, which is complete or absent."""
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    replace_bytes(out_png, picture.getvalue(), out_png.with_name(f".{out_png.name}.tmp"))
 
 
 def series(records: list[dict[str, Any]], name: str) -> Series:

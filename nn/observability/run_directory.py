@@ -18,27 +18,32 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+from logging import Logger
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
-from dataloading.dataset.durable_files import (
-    UnlockableError,
-    lock_directory,
-    replace_text,
-    sync_stream,
-)
-from nn.checkpoint.directory import list_checkpoints
+from configs.messages import os_error_text
+from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
 from nn.models.tasks import Metric
 from nn.observability.curves import draw_curves
+from nn.observability.records import KeptRecords, has_records
+from nn.observability.tensorboard_events import TensorBoardEvents
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+CURVES = "curves.png"
+
+UNSAVED = "checkpoint_problem"
+"""Key of a summary that says why the last checkpoint could not be written; the run is then unfinished."""
 
 SUMMARY_KEYS = ("steps", "samples_per_s", "step_ms", "peak_hbm_bytes")
 """Keys of every summary, beside those of the metrics."""
@@ -51,17 +56,6 @@ def empty_summary(metrics: Iterable[Metric]) -> dict[str, Any]:
     """Return a summary of which nothing was measured."""
     steps, *others = SUMMARY_KEYS
     return dict.fromkeys([steps, *(metric.test_key for metric in metrics), *others])
-
-
-def default_run_dir(recipe: str) -> Path:
-    """Return `runs/<recipe>/<time>`, with a number appended if that exists already."""
-    started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    run_dir = Path("runs") / recipe / started
-    attempt = 1
-    while run_dir.exists():
-        attempt += 1
-        run_dir = run_dir.with_name(f"{started}_{attempt}")
-    return run_dir
 
 
 def environment(
@@ -142,18 +136,20 @@ def to_json_value(value: Any) -> Any:
 class RunDirectory:
     """Writer of the run directory; every method is a no-op on ranks other than 0.
 
+    Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file.
+
     Args:
-        run_dir: directory to create, with its parents.
+        run_dir: an existing directory; `nn.observability.run_lock` keeps other runs out of it.
         rank: this process's rank.
         config_yaml: text of the resolved configuration.
         environment: first line of `metrics.jsonl`: `environment()` and other constants of the run. If it contains
             `teacher_auc`, `curves.png` shows that ceiling.
+        logger: prints a warning if the curves cannot be drawn.
         tensorboard: write TensorBoard events too.
-        resume_step: step of the checkpoint that the run resumes from. Records up to this step are kept, later ones are
-            removed. 0 restarts the run; None is for a directory that no run has used.
+        kept: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
 
     Raises:
-        ValueError: `run_dir` contains the records of an earlier run, is in use, or cannot be created.
+        OSError: a file cannot be written.
     """
 
     def __init__(
@@ -163,43 +159,36 @@ class RunDirectory:
         rank: int,
         config_yaml: str,
         environment: Mapping[str, Any],
+        logger: Logger,
         tensorboard: bool = True,
-        resume_step: int | None = None,
+        kept: KeptRecords | None = None,
     ) -> None:
         self.run_dir = run_dir
-        self._metrics = None
-        self._lock: int | None = None
-        self._events = None
-        self._has_training = False
+        self._logger = logger
+        self._metrics: AppendedFile | None = None
+        self._events: TensorBoardEvents | None = None
+        self._has_training = kept is not None and kept.has_training
         if rank != 0:
             return
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"run_dir={run_dir} cannot be created ({error.strerror}); set another run_dir"
-            ) from None
-        self._lock = lock_run_directory(run_dir)
-        path = run_dir / "metrics.jsonl"
-        if resume_step is None and path.exists():
-            self.close()
-            raise ValueError(_already_used_message(run_dir))
-        records = _records_until(path, resume_step) if resume_step else []
-        _write_atomically(path, "".join(records))
-        self._metrics = path.open("a", encoding="utf-8")
-        if records:
-            self._has_training = any('"loss"' in record for record in records)
-            with (run_dir / "restarts.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(to_json_value({"step": resume_step, **environment})) + "\n")
-        else:
-            self._write_line(environment)
-        for name in ("summary.json", "curves.png"):
+        # The configuration comes first: records without it would belong to an unknown run.
+        _write(run_dir / CONFIG, config_yaml)
+        for name in (SUMMARY, CURVES):
             (run_dir / name).unlink(missing_ok=True)
-        _write_atomically(run_dir / "config.yaml", config_yaml)
-        if tensorboard:
-            # TensorBoard would otherwise show events of an earlier attempt after the checkpoint.
-            purge = None if resume_step is None else resume_step + 1
-            self._events = SummaryWriter(run_dir / "tensorboard", flush_secs=30, purge_step=purge)
+        path = run_dir / METRICS
+        lines = kept.lines if kept is not None else []
+        _write(path, "".join(lines) or _line(environment) + "\n")
+        if kept is not None and lines:
+            append_line(run_dir / "restarts.jsonl", _line({"step": kept.step, **environment}))
+        with ExitStack() as opened:
+            self._metrics = AppendedFile(path, is_text=True)
+            opened.callback(self._metrics.close)
+            directory = run_dir / "tensorboard"
+            if tensorboard:
+                # TensorBoard would otherwise show events of an earlier attempt after the checkpoint.
+                first = 0 if kept is None else kept.step + 1
+                purge_step = first if directory.exists() else None
+                self._events = TensorBoardEvents(directory, purge_step)
+            opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -213,24 +202,19 @@ class RunDirectory:
             self._metrics.close()
         if self._events is not None:
             self._events.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def sync(self) -> None:
         """Sync the records to disk, so that they are as durable as a checkpoint that refers to them."""
         if self._metrics is not None:
-            sync_stream(self._metrics)
+            self._metrics.sync()
 
-    def write_plan(self, rows: list[TablePlan]) -> None:
-        """Write `plan.json`."""
-        if self._metrics is not None:
-            _write_json(self.run_dir / "plan.json", [asdict(row) for row in rows])
-
-    def write_memory(self, ranks: list[RankMemory]) -> None:
-        """Write `memory.json`."""
-        if self._metrics is not None:
-            content = [asdict(rank) | {"total": rank.total} for rank in ranks]
+    def write_plan(self, rows: list[TablePlan], memory: list[RankMemory]) -> None:
+        """Write `plan.json` and, if there is an estimate for GPUs, `memory.json`."""
+        if self._metrics is None:
+            return
+        _write_json(self.run_dir / "plan.json", [asdict(row) for row in rows])
+        if memory:
+            content = [asdict(rank) | {"total": rank.total} for rank in memory]
             _write_json(self.run_dir / "memory.json", content)
 
     def write_train(self, record: Mapping[str, Any]) -> None:
@@ -242,7 +226,7 @@ class RunDirectory:
         self._write_record("test", record)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json` and, after training, `curves.png` at the end of the run.
+        """Draw `curves.png`, after training, and write `summary.json`, whose existence shows that the results are complete.
 
         Args:
             summary: result with at least `SUMMARY_KEYS`; values that were not measured are None or nan.
@@ -251,9 +235,9 @@ class RunDirectory:
         assert not missing, f"summary without {missing}"
         if self._metrics is None:
             return
-        _write_json(self.run_dir / "summary.json", to_json_value(summary))
         if self._has_training:
-            draw_curves(self.run_dir / "metrics.jsonl", self.run_dir / "curves.png")
+            _draw(self.run_dir, self._logger)
+        _write_json(self.run_dir / SUMMARY, to_json_value(summary))
 
     def _write_record(self, group: str, record: Mapping[str, Any]) -> None:
         if self._metrics is None:
@@ -266,73 +250,36 @@ class RunDirectory:
             is_number = isinstance(value, int | float) and math.isfinite(value)
             if is_number and name not in ("step", "epoch"):
                 tag = f"{group}/{name.removeprefix(f'{group}_')}"
-                self._events.add_scalar(tag, value, record["step"])
+                self._events.add(tag, value, record["step"])
 
     def _write_line(self, record: Mapping[str, Any]) -> None:
         assert self._metrics is not None
-        self._metrics.write(json.dumps(to_json_value(record), allow_nan=False) + "\n")
-        self._metrics.flush()
+        self._metrics.append(f"{_line(record)}\n".encode())
 
 
-def lock_run_directory(run_dir: Path) -> int | None:
-    """Lock a run directory until this process ends, and return the descriptor of the lock.
+def draw_missing_curves(run_dir: Path, logger: Logger) -> None:
+    """Draw the curves of a finished run that has none, because it was killed or had no room for them."""
+    if not (run_dir / CURVES).exists() and has_records(run_dir / METRICS):
+        _draw(run_dir, logger)
 
-    Return None on a file system that cannot lock directories.
 
-    Raises:
-        ValueError: another process has locked the directory.
-    """
+def _draw(run_dir: Path, logger: Logger) -> None:
+    """Draw the curves; a run does not lose its result because of them."""
     try:
-        return lock_directory(run_dir)
-    except BlockingIOError:
-        raise ValueError(
-            f"run_dir={run_dir} is in use: {_holder_of(run_dir)} is writing to it; wait until it ends, stop it (SIGTERM "
-            "saves a checkpoint), or set another run_dir"
-        ) from None
-    except UnlockableError:
-        # Some network file systems cannot lock a directory.
-        return None
+        draw_curves(run_dir / METRICS, run_dir / CURVES)
+    except Exception as error:
+        text = os_error_text(error) if isinstance(error, OSError) else str(error)
+        logger.warning(f"{run_dir / CURVES} could not be drawn: {text}")
 
 
-def _holder_of(directory: Path) -> str:
-    """Name the process that has locked a directory; its id is unknown on another host or without Linux."""
-    inode = directory.stat().st_ino
-    with suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, _, pid, device_inode, *_ = line.split()
-            if kind == "FLOCK" and device_inode.endswith(f":{inode}"):
-                return f"process {pid}"
-    return "another process"
-
-
-def _already_used_message(run_dir: Path) -> str:
-    """Return the error text for a directory that contains records of an earlier run."""
-    checkpoints = run_dir / "checkpoints"
-    text = f"run_dir={run_dir} already holds the metrics.jsonl of an earlier run"
-    set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
-    if list_checkpoints(checkpoints):
-        return f"{text}; {set_another}"
-    damaged = sorted(path.name for path in checkpoints.glob("step_*.damaged"))
-    unusable = f" ({', '.join(damaged)} cannot be used)" if damaged else ""
-    return (
-        f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete "
-        f"{run_dir / 'metrics.jsonl'} to restart there"
-    )
-
-
-def _records_until(path: Path, last_step: int) -> list[str]:
-    """Return the complete lines of metrics.jsonl up to a step; the first line has no step."""
-    if not path.exists():
-        return []
-    first, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    complete = [line for line in lines if line.endswith("\n")]
-    return [first, *(line for line in complete if json.loads(line)["step"] <= last_step)]
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(to_json_value(record), allow_nan=False)
 
 
 def _write_json(path: Path, content: Any) -> None:
-    _write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    _write(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically, without a sync: it exists with its full text or not at all."""
-    replace_text(path, text, path.with_name(f".{path.name}.tmp"), synced=False)
+def _write(path: Path, text: str) -> None:
+    """Write a file that is complete or absent, also after a power cut."""
+    replace_text(path, text, path.with_name(f".{path.name}.tmp"))

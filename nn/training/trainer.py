@@ -108,6 +108,7 @@ class Trainer:
         self._test: dict[str, Any] = {}
         self._untrained_auc: float | None = None
         self._best_step: int | None = None
+        self._last_record: int | None = None
         self.best_auc = math.nan
 
     def start_at(self, num_steps: int) -> None:
@@ -129,6 +130,8 @@ class Trainer:
         self._test, self._untrained_auc = state["test"], state["untrained_test_auc"]
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
         self._best_step = state["best_step"]
+        # Checkpoints of earlier versions lack it.
+        self._last_record = state.get("last_record")
         self.best_auc = math.nan if state["best_auc"] is None else state["best_auc"]
         if rows is not None:
             logits, labels = (values.to(self._ranks.device) for values in rows)
@@ -146,6 +149,7 @@ class Trainer:
             "untrained_test_auc": self._untrained_auc,
             "best_auc": None if math.isnan(self.best_auc) else self.best_auc,
             "best_step": self._best_step,
+            "last_record": self._last_record,
         }
         tensors = {}
         if rows is not None and len(rows[0]):
@@ -206,6 +210,7 @@ class Trainer:
             **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
             "test_rows": test.get("test_rows"),
             "best_test_auc": self.best_auc,
+            "best_step": self._best_step,
             "untrained_test_auc": self._untrained_auc,
             **speed.run(),
             "peak_hbm_bytes": self._peak_hbm_bytes(),
@@ -219,6 +224,7 @@ class Trainer:
             self.best_auc, self._best_step = auc, self.num_steps
         self._test = record
         self._recorder.write_test(record)
+        self._last_record = self.num_steps
         self._progress.show_test(record)
         return record
 
@@ -272,6 +278,7 @@ class Trainer:
         }
         self._loss_sum, self._loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
         self._recorder.write_train(record)
+        self._last_record = self.num_steps
         self._progress.show_train(record)
 
     def _begin_profile(self, speed: ThroughputMeter) -> None:

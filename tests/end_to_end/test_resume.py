@@ -19,11 +19,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from configs.schema import Config
 from nn.build import open_source
 from nn.checkpoint.directory import list_checkpoints
-from nn.resume import named_resume_point
+from nn.checkpoint.state import plain_config
+from nn.distributed.process_group import Ranks
+from nn.observability import run_directory
+from nn.resume import ResumePoint, finished_run, named_resume_point
 from nn.run import run
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config
@@ -48,6 +52,7 @@ RUN = [
     *("eval.per_epoch=2", "eval.at_start=true", "checkpoint.save_every=4", "train.tf32=false"),
 ]
 LAST_STEP = 24
+ONE_RANK = Ranks(0, 0, 1, 1, torch.device("cpu"))
 ON_FILES = [option for option in RUN if not option.startswith("data.")]
 
 
@@ -177,6 +182,104 @@ def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(
     assert summary(tmp_path / "run") == summary(uninterrupted)
 
 
+STATES = {
+    "config.yaml only": {"config.yaml": "seed: 7\n"},
+    "empty records": {"metrics.jsonl": ""},
+    "torn environment": {"metrics.jsonl": '{"recipe": "dl'},
+    "no record, no configuration": {"metrics.jsonl": '{"recipe": "dlrm"}\n'},
+    "no record, other settings": {
+        "config.yaml": "seed: 7\n",
+        "metrics.jsonl": '{"recipe": "dlrm"}\n',
+    },
+}
+RECORDS = {"metrics.jsonl": '{"recipe": "dlrm"}\n{"step": 1}\n'}
+USED = {
+    "records without configuration": RECORDS,
+    "records of other settings": RECORDS | {"config.yaml": "seed: 7\n"},
+    "records, damaged configuration": RECORDS | {"config.yaml": "{"},
+    "finished": RECORDS | {"config.yaml": "same", "summary.json": '{"steps": 24}'},
+    "records of an evaluation": RECORDS | {"config.yaml": "mode: eval"},
+}
+UNFINISHED = {
+    "killed": RECORDS | {"config.yaml": "same"},
+    "no room for its checkpoint": RECORDS
+    | {"config.yaml": "same", "summary.json": '{"steps": 24, "checkpoint_problem": "no room"}'},
+    "torn summary": RECORDS | {"config.yaml": "same", "summary.json": '{"ste'},
+}
+
+
+def in_state(run_dir: Path, files: dict[str, str]) -> Config:
+    """Write the files of a run directory; "same" and "mode: eval" stand for complete configurations."""
+    config = replace(configuration("dlrm", "sgd"), run_dir=str(run_dir))
+    settings = {
+        "same": plain_config(config),
+        "mode: eval": plain_config(config) | {"mode": "eval"},
+    }
+    for name, text in files.items():
+        content = yaml.safe_dump(settings[text]) if text in settings else text
+        (run_dir / name).write_text(content)
+    return config
+
+
+@pytest.mark.parametrize("state", [*STATES, *UNFINISHED])
+def test_a_start_that_left_no_result_is_started_again(tmp_path, state):
+    config = in_state(tmp_path, (STATES | UNFINISHED)[state])
+    assert finished_run(config, None, ONE_RANK, ResumePoint()) is None
+
+
+@pytest.mark.parametrize("state", USED)
+def test_records_of_another_run_are_not_written_over(tmp_path, state):
+    config = in_state(tmp_path, USED[state])
+    with pytest.raises(ValueError, match=r"already holds the metrics\.jsonl of an"):
+        finished_run(config, None, ONE_RANK, ResumePoint())
+
+
+def test_a_finished_run_without_checkpoints_is_not_repeated(tmp_path):
+    config = in_state(tmp_path, {})
+    config = replace(config, checkpoint=replace(config.checkpoint, save=False))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain_config(config)))
+    for name in ("summary.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    message = finished_run(config, None, ONE_RANK, ResumePoint())
+    assert message.startswith(
+        f"run_dir={tmp_path} holds the complete result of this command already"
+    )
+
+
+def test_an_unreadable_configuration_is_not_another_run(tmp_path):
+    config = in_state(tmp_path, UNFINISHED["killed"])
+    with (
+        unreadable(tmp_path / "config.yaml", errno.EACCES),
+        pytest.raises(
+            ValueError, match=r"^Permission denied: .*/config\.yaml; change its permissions "
+        ),
+    ):
+        finished_run(config, None, ONE_RANK, ResumePoint())
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "plan.json"])
+def test_a_disk_that_is_full_at_the_start_is_named_and_costs_nothing(
+    uninterrupted, tmp_path, monkeypatch, name
+):
+    def replace_text(path: Path, text: str, temporary: Path) -> None:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, text, temporary)
+
+    run_dir = tmp_path / "run"
+    original = run_directory.replace_text
+    with monkeypatch.context() as patched:
+        patched.setattr(run_directory, "replace_text", replace_text)
+        ended = train(run_dir)
+    assert ended.exit_code == 2
+    assert ended.err == (
+        f"error: No space left on device: {run_dir / name}; free some space and rerun the same command\n"
+    )
+    if name == "plan.json":
+        assert train(run_dir).err == ""
+        assert differences(uninterrupted, run_dir) == []
+
+
 def test_a_finished_run_resumes_for_more_epochs(uninterrupted, tmp_path):
     assert train(tmp_path / "run", "train.epochs=1").err == ""
     assert train(tmp_path / "run").err == ""
@@ -236,6 +339,43 @@ def flip(path: Path) -> None:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
+
+
+def plant_byte(path: Path, line: int) -> None:
+    """Put a byte that is no text into a line, counted from 1."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line - 1] = lines[line - 1].replace(b":", b"\xff", 1)
+    path.write_bytes(b"".join(lines))
+
+
+def test_a_damaged_record_is_refused_with_its_line_and_changes_nothing(killed, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir, symlinks=True)
+    plant_byte(run_dir / "metrics.jsonl", 4)
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    ended = train(run_dir)
+    assert ended.exit_code == 2
+    assert ended.err.startswith(f"error: {run_dir / 'metrics.jsonl'}, line 4: not UTF-8 text: ")
+    assert "remove this line to do without it" in ended.err
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_missing_records_are_reported_and_cost_no_step(uninterrupted, killed, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(killed, run_dir, symlinks=True)
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines[:-2]))
+    (run_dir / "restarts.jsonl").write_text('{"torn')
+    ended = train(run_dir)
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert re.search(
+        r"warning: .*metrics\.jsonl ends at step 15, but the checkpoint of step 20 was saved after a",
+        ended.out,
+    )
+    assert stored_bytes(run_dir) == stored_bytes(uninterrupted)
+    (line,) = (run_dir / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 20
 
 
 @pytest.fixture(scope="module")
@@ -461,9 +601,13 @@ def test_a_run_directory_is_locked(tmp_path):
     train_and_kill(11, tmp_path / "run")
     descriptor = os.open(tmp_path / "run", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+    flip(tmp_path / "run" / "checkpoints" / "step_8" / "rank_00000.bin")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     ended = train(tmp_path / "run")
     os.close(descriptor)
+    # The damage of the latest checkpoint would be found, and the checkpoint renamed, beside the run that holds the lock.
+    assert "is not used" not in ended.out
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[0].name == "step_8"
     assert ended.exit_code == 2
     assert f"is in use: process {os.getpid()} is writing to it; wait until it ends" in ended.err
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

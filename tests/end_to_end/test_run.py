@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -202,11 +203,23 @@ def test_a_failed_save_at_the_end_keeps_the_results(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise CheckpointException("save", {0: (OSError(28, "No space left on device"), [])})
 
-    monkeypatch.setattr("nn.checkpoint.state.dcp.save", full)
-    message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
+    with monkeypatch.context() as patched:
+        patched.setattr("nn.checkpoint.state.dcp.save", full)
+        message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
     assert "the checkpoint could not be written below" in message
     assert "No space left on device" in message
-    assert summary_of(tmp_path / "run")["test_auc"] > 0
+    assert (
+        "rerun the same command, which trains from the start again, or set checkpoint.s" in message
+    )
+    before = summary_of(tmp_path / "run")
+    assert before["test_auc"] > 0
+    assert "No space left on device" in before["checkpoint_problem"]
+    assert (before["checkpoint"], before["best_checkpoint"]) == (None, None)
+    ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    after = summary_of(tmp_path / "run")
+    assert after["test_auc"] == before["test_auc"]
+    assert (after["checkpoint"], after["checkpoint_problem"]) == ("checkpoints/step_32", None)
 
 
 def test_an_interrupt_ends_with_one_line(tmp_path, monkeypatch):
@@ -320,15 +333,42 @@ def test_a_finished_run_is_left_unchanged(dlrm):
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
+def test_a_finished_run_without_its_curves_gets_them(dlrm, tmp_path):
+    _, run_dir = dlrm
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy, symlinks=True)
+    (copy / "curves.png").unlink()
+    ended = run_command(*SHORT, f"run_dir={copy}")
+    assert "nothing to do" in ended.out
+    assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_evaluation_that_was_killed_is_started_again(dlrm, tmp_path, monkeypatch):
+    _, run_dir = dlrm
+    restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
+    evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "summary.json")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nn.run.RunDirectory.finish", full)
+        assert "No space left on device: summary.json; free some space" in refused(*evaluate)
+    assert run_command(*evaluate).exit_code == 0
+    assert summary_of(tmp_path / "run")["test_auc"] == summary_of(run_dir)["test_auc"]
+
+
 def test_the_run_directory_of_another_run_is_refused_and_left_unchanged(dlrm, tmp_path):
     _, run_dir = dlrm
     restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
     evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
     assert run_command(*evaluate).exit_code == 0
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for arguments in (evaluate, [*SHORT, f"run_dir={tmp_path / 'run'}"]):
-        message = refused(*arguments)
-        assert "already holds the metrics.jsonl of an earlier run" in message
+    message = refused(*SHORT, f"run_dir={tmp_path / 'run'}")
+    assert "already holds the metrics.jsonl of an earlier run" in message
+    ended = run_command(*evaluate)
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert "holds the complete result of this command already; nothing to do" in ended.out
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 

@@ -56,7 +56,7 @@ ROOMS = {
     "nn.models": {"nn.embedding", "nn.layers", "nn.user_objects"},
     "nn.sharding": {"nn.distributed", "nn.embedding", "nn.layers", "nn.models", "nn.ops"},
     "nn.checkpoint": {"nn.distributed"},
-    "nn.observability": {"nn.checkpoint", "nn.distributed", "nn.models", "nn.sharding"},
+    "nn.observability": {"nn.distributed", "nn.models", "nn.sharding"},
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",
@@ -85,6 +85,7 @@ ROOMS = {
         "nn.distributed",
         "nn.embedding",
         "nn.models",
+        "nn.observability",
         "nn.training",
     },
     "nn.run": {

@@ -3,16 +3,20 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from dataloading.dataset.durable_files import (
+    AppendedFile,
     UnlockableError,
+    append_line,
     clear_leftovers,
     hold,
     lock_directory,
@@ -135,6 +139,48 @@ def test_a_lock_that_waits_ends_with_the_process_that_held_it(tmp_path):
     other.kill()
     os.close(lock_directory(tmp_path, wait=True))
     other.communicate()
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Let files end at a size, as on a full disk: the last write is a partial one."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_replaced_file_is_as_before_on_a_full_disk_and_named(tmp_path):
+    path, temporary = tmp_path / "file", tmp_path / ".file.tmp"
+    replace_text(path, "before", temporary)
+    with file_size_limit(1000), pytest.raises(OSError, match=r"File too large: '.*\.file\.tmp'"):
+        replace_text(path, "x" * 2000, temporary)
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_appended_piece_is_complete_or_absent(tmp_path):
+    file = AppendedFile(tmp_path / "file", is_text=True)
+    file.append(b"one\n")
+    with file_size_limit(1000), pytest.raises(OSError, match=r"File too large: '.*/file'"):
+        file.append(b"x" * 2000)
+    file.append(b"two\n")
+    file.sync()
+    file.close()
+    file.close()
+    assert (tmp_path / "file").read_text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("torn", ["", "tor", "\0\0\0"])
+def test_a_torn_last_line_is_removed_before_another_is_appended(tmp_path, torn):
+    path = tmp_path / "lines"
+    append_line(path, "one")
+    with path.open("a") as stream:
+        stream.write(torn)
+    append_line(path, "two")
+    assert path.read_text() == "one\ntwo\n"
 
 
 def test_a_file_system_without_locks_raises_an_error_of_its_own(tmp_path, monkeypatch):

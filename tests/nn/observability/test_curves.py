@@ -13,7 +13,6 @@ from nn.observability.curves import (
     MAX_POINTS,
     draw_curves,
     limits,
-    read_records,
     series,
     smoothed,
     thinned,
@@ -64,22 +63,6 @@ def test_a_metrics_file_without_a_line_is_drawn(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert size_of(tmp_path / "curves.png") == (1560, 1020)
-
-
-def test_records_differ_from_the_environment_and_a_line_cut_short_is_left_out(tmp_path):
-    metrics = write(tmp_path / "metrics.jsonl", records_of(2, 0))
-    with metrics.open("a") as file:
-        file.write('{"step": 30, "lo')
-    header, records = read_records(metrics)
-    assert header == HEADER
-    assert [record["step"] for record in records] == [10, 20]
-
-
-def test_a_broken_line_in_the_middle_is_named(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"recipe": "dlrm"}\n{"step": oops}\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: wanted one JSON object, got"):
-        read_records(metrics)
 
 
 def test_a_series_holds_the_records_with_a_number():

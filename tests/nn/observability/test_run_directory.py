@@ -3,10 +3,10 @@
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 from dataclasses import fields
+from logging import getLogger
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nn.observability.run_directory import (
     SUMMARY_KEYS,
     RunDirectory,
-    default_run_dir,
     environment,
     git_commit,
     to_json_value,
@@ -31,6 +30,9 @@ TEST = {"step": 200, "epoch": 0, "test_auc": math.nan, "test_log_loss": 0.5, "te
 
 def open_recorder(run_dir: Path, **changes) -> RunDirectory:
     settings = {"rank": 0, "config_yaml": "seed: 1\n", "environment": {"recipe": "dlrm"}}
+    settings["logger"] = getLogger("test")
+    if changes.get("rank", 0) == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
     return RunDirectory(run_dir, **(settings | {"tensorboard": False} | changes))
 
 
@@ -60,7 +62,7 @@ def test_numbers_keep_seven_digits_and_no_json_reader_meets_a_nan():
 def test_planned_memory_is_written_with_its_sum(tmp_path):
     terms = {field.name: index for index, field in enumerate(fields(RankMemory))}
     with open_recorder(tmp_path) as recorder:
-        recorder.write_memory([RankMemory(**terms)])
+        recorder.write_plan([], [RankMemory(**terms)])
     assert strict_json((tmp_path / "memory.json").read_text()) == [
         terms | {"total": sum(terms.values())}
     ]
@@ -69,7 +71,7 @@ def test_planned_memory_is_written_with_its_sum(tmp_path):
 def test_config_and_plan_are_written_as_given(tmp_path):
     row = TablePlan("cat_0", 1000, 128, 1.0, "column_wise", "fused", (0, 1), (256, 256))
     with open_recorder(tmp_path) as recorder:
-        recorder.write_plan([row])
+        recorder.write_plan([row], [])
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
     assert strict_json((tmp_path / "plan.json").read_text()) == [
         {
@@ -116,6 +118,30 @@ def test_the_end_leaves_a_summary_and_a_picture(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_is_killed_while_it_draws_has_no_summary(tmp_path, monkeypatch):
+    """The summary shows that the results are complete, so that the same command completes them otherwise."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nn.observability.run_directory.draw_curves", end)
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_train(TRAIN)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.finish(SUMMARY)
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_curves_that_cannot_be_drawn_do_not_cost_the_summary(tmp_path, caplog):
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_train(TRAIN)
+        (tmp_path / ".curves.png.tmp").mkdir()
+        recorder.finish(SUMMARY)
+    assert (tmp_path / "summary.json").exists()
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / 'curves.png'} could not be drawn: Is a directory: ")
+
+
 def test_a_run_without_records_has_no_picture(tmp_path):
     with open_recorder(tmp_path) as recorder:
         recorder.finish(SUMMARY)
@@ -155,39 +181,11 @@ def test_a_summary_without_one_of_its_keys_is_our_own_mistake(tmp_path, key):
 
 def test_other_ranks_write_nothing(tmp_path):
     with open_recorder(tmp_path / "run", rank=1, tensorboard=True) as recorder:
-        recorder.write_plan([])
+        recorder.write_plan([], [])
         recorder.write_train(TRAIN)
         recorder.write_test(TEST)
         recorder.finish(SUMMARY)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_records_of_an_earlier_run_are_not_written_over(tmp_path):
-    open_recorder(tmp_path).close()
-    before = (tmp_path / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"run_dir=.* already holds .* set another run_dir"):
-        open_recorder(tmp_path, environment={"recipe": "dcnv2"})
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-
-
-def test_a_run_directory_that_is_a_file_is_named(tmp_path):
-    taken = tmp_path / "notes.txt"
-    taken.touch()
-    wanted = re.escape(f"run_dir={taken} cannot be created (File exists); set another run_dir")
-    with pytest.raises(ValueError, match=wanted):
-        open_recorder(taken)
-
-
-def test_two_runs_within_a_second_get_two_directories(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = []
-    for _ in range(3):
-        run_dir = default_run_dir("dlrm")
-        assert run_dir.parent == Path("runs/dlrm")
-        run_dir.mkdir(parents=True)
-        names.append(run_dir.name)
-    assert len(set(names)) == 3
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?", name) for name in names)
 
 
 def test_environment_names_the_versions_and_the_machines(monkeypatch):

@@ -1,0 +1,115 @@
+"""Records of a run, metrics.jsonl: the environment in the first line, then one record per line."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.messages import shown
+from dataloading.dataset.documents import parse_json, read_regular
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRecords:
+    """Lines of metrics.jsonl that a run keeps when it resumes.
+
+    Attributes:
+        step: of the checkpoint that the run resumes from.
+        lines: the environment and the records up to that step, with their line ends; empty without the file.
+        last_step: of the last record among them; None without any.
+    """
+
+    step: int
+    lines: list[str] = field(default_factory=list)
+    last_step: int | None = None
+
+    @property
+    def has_training(self) -> bool:
+        """Return whether a record of training is among them."""
+        return any('"loss"' in line for line in self.lines[1:])
+
+
+def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the environment (first line) and the training and evaluation records.
+
+    A last line without a line end is left out: the run was killed while it wrote that line.
+
+    Raises:
+        ValueError: a line is no record; the message names file and line.
+        OSError: the file cannot be read.
+    """
+    numbered = list(enumerate(_complete_lines(path), start=1))
+    objects = [_parsed(path, number, line) for number, line in numbered]
+    return (objects[0], objects[1:]) if objects else ({}, [])
+
+
+def has_records(path: Path) -> bool:
+    """Return whether anything follows the environment; the file may be missing.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        return len(_complete_lines(path)) > 1
+    except FileNotFoundError:
+        return False
+
+
+def records_until(path: Path, step: int, last_record: int | None) -> KeptRecords:
+    """Return the lines up to a step.
+
+    Damaged lines behind them are left out: a power cut may damage what was written after the latest checkpoint.
+
+    Args:
+        path: metrics.jsonl; may be missing.
+        step: of the checkpoint that the run resumes from.
+        last_record: step of the last record before that checkpoint; None if unknown.
+
+    Raises:
+        ValueError: a line that should be kept is no record; the message names file and line.
+        OSError: the file cannot be read.
+    """
+    try:
+        lines = _complete_lines(path)
+    except FileNotFoundError:
+        return KeptRecords(step)
+    kept: list[str] = []
+    last_step, problem = None, None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _parsed(path, number, line)
+        except ValueError as error:
+            # Harmless only if nothing that is kept follows, and nothing is missing before.
+            problem = problem or error
+            continue
+        if number > 1 and record["step"] > step:
+            break
+        if problem is not None:
+            raise problem
+        kept.append(line.decode())
+        last_step = record["step"] if number > 1 else None
+    if problem is not None and (last_record is None or last_step != last_record):
+        raise problem
+    return KeptRecords(step, kept, last_step)
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    """Return the lines that have a line end, with it."""
+    return [line + b"\n" for line in read_regular(path).split(b"\n")[:-1]]
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    where = f"{path}, line {number}"
+    remedy = "restore the file from a copy, or remove this line to do without it"
+    try:
+        content = parse_json(line.decode("utf-8"), where)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text: {error}; {remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from None
+    is_record = isinstance(content, dict) and (
+        number == 1 or (type(content.get("step")) is int and content["step"] >= 0)
+    )
+    if not is_record:
+        wanted = "the run's environment" if number == 1 else "a record with its step"
+        raise ValueError(f"{where}: got {shown(content)}, want {wanted}; {remedy}")
+    return content

@@ -1,0 +1,135 @@
+"""Lock of a run directory, so that two runs never read, rename and write one directory at the same time."""
+
+import os
+from contextlib import suppress
+from datetime import datetime
+from logging import Logger
+from pathlib import Path
+from typing import Self
+
+from dataloading.dataset.durable_files import UnlockableError, lock_directory, lock_file
+
+LOCK_FILE = ".lock"
+"""Locked instead of the directory where the file system locks files only, as NFS."""
+
+
+class RunLock:
+    """Lock of the run directory of this process; a context manager that releases it.
+
+    Only rank 0 takes it, before it reads or renames anything in the directory. The lock ends with the process at the latest.
+
+    Args:
+        logger: prints a warning where the file system has no locks.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self.logger = logger
+        self._run_dir: Path | None = None
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = self._run_dir = None
+
+    def take(self, run_dir: Path | None) -> None:
+        """Lock a directory; do nothing if there is none, or if it does not exist yet.
+
+        Raises:
+            ValueError: another process has locked it, or it is no directory.
+        """
+        if run_dir is None:
+            return
+        try:
+            self._descriptor = _lock(run_dir)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError as error:
+            raise ValueError(_cannot_be_created(run_dir, error)) from None
+        except UnlockableError as error:
+            self.logger.warning(
+                f"the file system of run_dir={run_dir} has no locks ({error.strerror}); start no second run there while "
+                "this one is running"
+            )
+        self._run_dir = run_dir
+
+    def create(self, run_dir: Path) -> None:
+        """Create a directory and lock it; do nothing if `take` has locked it.
+
+        Raises:
+            ValueError: another process has created it since, or it cannot be created.
+        """
+        if self._run_dir == run_dir:
+            return
+        try:
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir()
+        except FileExistsError as error:
+            if not run_dir.is_dir():
+                raise ValueError(_cannot_be_created(run_dir, error)) from None
+            raise ValueError(
+                f"run_dir={run_dir} was created by another process a moment ago; wait until that ends, or set "
+                "another run_dir"
+            ) from None
+        except OSError as error:
+            raise ValueError(_cannot_be_created(run_dir, error)) from None
+        self.take(run_dir)
+
+    def create_new(self, recipe: str) -> Path:
+        """Create and lock `runs/<recipe>/<time>`, with a number appended if that exists, and return it."""
+        while True:
+            run_dir = default_run_dir(recipe)
+            with suppress(FileExistsError):
+                run_dir.parent.mkdir(parents=True, exist_ok=True)
+                run_dir.mkdir()
+                self.take(run_dir)
+                return run_dir
+
+
+def default_run_dir(recipe: str) -> Path:
+    """Return `runs/<recipe>/<time>`, with a number appended if that exists already."""
+    started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    run_dir = Path("runs") / recipe / started
+    attempt = 1
+    while run_dir.exists():
+        attempt += 1
+        run_dir = run_dir.with_name(f"{started}_{attempt}")
+    return run_dir
+
+
+def _lock(run_dir: Path) -> int:
+    locked = run_dir
+    try:
+        if not run_dir.is_dir() and run_dir.exists():
+            raise NotADirectoryError(20, "File exists")
+        try:
+            return lock_directory(run_dir)
+        except UnlockableError:
+            locked = run_dir / LOCK_FILE
+            return lock_file(locked)
+    except BlockingIOError:
+        raise ValueError(
+            f"run_dir={run_dir} is in use: {_holder_of(locked)} is writing to it; wait until it ends, stop it (SIGTERM "
+            "saves a checkpoint), or set another run_dir"
+        ) from None
+
+
+def _holder_of(locked: Path) -> str:
+    """Name the process that has locked a file or directory.
+
+    Its id is unknown on another host, in another container and without Linux.
+    """
+    inode = locked.stat().st_ino
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, _, _, _, pid, device_inode, *_ = line.split()
+            if device_inode.endswith(f":{inode}") and int(pid) > 0:
+                return f"process {pid}"
+    return "a process of another host or container"
+
+
+def _cannot_be_created(run_dir: Path, error: OSError) -> str:
+    return f"run_dir={run_dir} cannot be created ({error.strerror}); set another run_dir"

@@ -1,0 +1,62 @@
+"""TensorBoard's event file, written record by record.
+
+TensorBoard's own writer is a thread: an error there, such as a full disk, ends in a traceback and reaches the run late.
+"""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from dataloading.dataset.durable_files import AppendedFile
+
+
+class TensorBoardEvents:
+    """A new event file in a directory; each record is in the file when its method returns.
+
+    Args:
+        directory: created if it is missing.
+        purge_step: TensorBoard leaves out what earlier files have from this step on; None keeps all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None = None) -> None:
+        directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        attempt = 0
+        while (path := directory / f"{name}.{attempt}").exists():
+            attempt += 1
+        self._file = AppendedFile(path, is_text=False)
+        self._add(Event(file_version="brain.Event:2"))
+        if purge_step is not None:
+            self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        """Add a number."""
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        self._add(Event(step=step, summary=summary))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        RecordWriter(_Pieces(self._file)).write(event.SerializeToString())
+
+
+class _Pieces:
+    """The part of a stream that `RecordWriter` uses; a record is one write."""
+
+    def __init__(self, file: AppendedFile) -> None:
+        self._file = file
+
+    def write(self, piece: bytes) -> None:
+        """Append a complete record."""
+        self._file.append(piece)

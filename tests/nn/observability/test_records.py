@@ -1,0 +1,81 @@
+"""Reading of metrics.jsonl: complete lines, damaged lines, and what a resumed run keeps."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nn.observability.records import has_records, read_records, records_until
+
+HEADER = {"recipe": "dlrm"}
+LINES = [HEADER, {"step": 5, "loss": 0.5}, {"step": 10, "loss": 0.4}, {"step": 15, "loss": 0.3}]
+
+
+def write(tmp_path: Path, *lines: bytes) -> Path:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+def encoded(*records: dict) -> list[bytes]:
+    return [json.dumps(record).encode() + b"\n" for record in records]
+
+
+def test_a_line_cut_short_at_the_end_is_left_out(tmp_path):
+    path = write(tmp_path, *encoded(*LINES[:2]), b'{"step": 10, "lo')
+    assert read_records(path) == (HEADER, LINES[1:2])
+
+
+@pytest.mark.parametrize(
+    ("damaged", "problem"),
+    [
+        (b'{"step": oops}\n', "not JSON: Expecting value"),
+        (b'{"step": 1\xff}\n', "not UTF-8 text"),
+        (b"[" * 5_000 + b"\n", "not JSON: nested "),
+        (b'["step", 5]\n', "got ['step', 5], want a record with its step"),
+        (b'{"loss": 5}\n', "got {'loss': 5}, want a record"),
+        (b'{"step": "5"}\n', "got {'step': '5'}, want a record"),
+        (b'{"step": -5}\n', "got {'step': -5}, want a record"),
+    ],
+)
+def test_a_damaged_line_is_named_with_its_number(tmp_path, damaged, problem):
+    header, first, second, third = encoded(*LINES)
+    path = write(tmp_path, header, first, damaged, second, third)
+    wanted = (
+        f"^{re.escape(f'{path}, line 3: {problem}')}.*; restore the file from a copy, or remove"
+    )
+    with pytest.raises(ValueError, match=wanted) as caught:
+        read_records(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=wanted):
+        records_until(path, 10, last_record=10)
+    # Whether the record of step 10 is the damaged line cannot be seen.
+    with pytest.raises(ValueError, match=wanted):
+        records_until(write(tmp_path, header, first, damaged, third), 10, last_record=10)
+
+
+def test_damage_behind_the_records_of_the_checkpoint_costs_nothing(tmp_path):
+    """A power cut may leave zeros before lines that were written after the latest sync."""
+    header, first, second, third = encoded(*LINES)
+    path = write(tmp_path, header, first, second, b"\0" * 100 + third, third)
+    kept = records_until(path, 10, last_record=10)
+    assert kept.lines == [line.decode() for line in (header, first, second)]
+    assert (kept.step, kept.last_step, kept.has_training) == (10, 10, True)
+    with pytest.raises(ValueError, match="line 4: "):
+        records_until(path, 10, last_record=None)
+
+
+def test_records_after_the_checkpoint_are_not_kept(tmp_path):
+    path = write(tmp_path, *encoded(*LINES), b"{broken}\n")
+    assert records_until(path, 14, last_record=10).last_step == 10
+    assert records_until(path, 2, last_record=None).lines == [json.dumps(HEADER) + "\n"]
+    assert records_until(tmp_path / "none", 2, last_record=None).lines == []
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "tail", "wanted"), [(0, b"", False), (1, b'{"st', False), (2, b"", True)]
+)
+def test_a_start_without_a_record_has_none(tmp_path, num_lines, tail, wanted):
+    assert has_records(write(tmp_path, *encoded(*LINES[:num_lines]), tail)) is wanted
+    assert not has_records(tmp_path / "none")
