@@ -29,14 +29,21 @@ def build(config: PreprocConfig) -> None:
     """Write the dataset of `config`; user errors are raised as ValueError or OSError."""
     assert config.output is not None
     output = Path(config.output)
-    require(
-        config.overwrite or not (output / SPEC_NAME).exists(),
-        f"{output} holds a dataset already; set overwrite=true to replace it, or another output",
-    )
+    progress = Progress(LiteralConsole())
+    if not config.overwrite and (output / SPEC_NAME).exists():
+        require(
+            _was_complete(config, output),
+            f"{output} holds a dataset already; set overwrite=true to replace it, or another output",
+        )
+        progress.console.print(
+            f"{output} is complete: the run that wrote it was killed while it removed its work directory, which is "
+            "removed now"
+        )
+        return
     check_output(output, config.overwrite)
     write = _writer(config)
     restore_signals()
-    write(Progress(LiteralConsole()))
+    write(progress)
 
 
 def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
@@ -58,6 +65,15 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
     from preproc.table.pipeline import build_table
 
     return lambda progress: build_table(config, criteo_table(config), progress)
+
+
+def _was_complete(config: PreprocConfig, output: Path) -> bool:
+    """Finish what a killed run of the same command left to do after it had completed `output`, if there was one."""
+    if config.layout is Layout.synthetic:
+        return False
+    from preproc.work_directory import finish_killed_run
+
+    return finish_killed_run(config, output.resolve())
 
 
 def execute(config: PreprocConfig) -> None:

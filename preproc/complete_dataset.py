@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from preproc.report.console import (
     print_splits,
 )
 from preproc.report.files import write_report
+from preproc.work_directory import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,11 @@ def complete_dataset(
     written: WrittenColumns,
     config: PreprocConfig,
     table: TableConfig,
-    directory: Path,
+    work: Work,
     progress: Progress,
 ) -> None:
-    """Write fitted state, report and spec to `directory`, rename it to the output and print its summary."""
+    """Write fitted state, report and spec beside the columns, rename all to the output and print its summary."""
+    directory = work.dataset
     assert config.output is not None
     save_fitted(directory, table, written.statistics)
     write_report(
@@ -83,6 +84,10 @@ def complete_dataset(
     )
     # Again, hours later: whatever lies there now is replaced.
     output = check_output(config.output, config.overwrite)
-    finish_dataset(spec, written.files, output)
+
+    def record(spec_file: dict[str, Any]) -> None:
+        work.record_complete(config, spec_file)
+
+    finish_dataset(spec, written.files, output, record)
     print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
     print_splits(progress.console, written.splits)

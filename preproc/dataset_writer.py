@@ -5,7 +5,7 @@ run keeps every recorded file.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,12 @@ def checksum(path: Path) -> dict[str, Any]:
     return {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
 
 
-def finish_dataset(spec: FeatureSpec, files: Mapping[str, dict[str, Any]], output: Path) -> None:
+def finish_dataset(
+    spec: FeatureSpec,
+    files: Mapping[str, dict[str, Any]],
+    output: Path,
+    before_rename: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> None:
     """Write the spec of a directory whose files are complete, and rename the directory to `output`.
 
     Args:
@@ -71,6 +76,7 @@ def finish_dataset(spec: FeatureSpec, files: Mapping[str, dict[str, Any]], outpu
             metadata `rows` and `files` are filled in.
         files: bytes and CRC-32 per file of a split. Those of other files are computed here unless they are listed.
         output: a dataset at this path is replaced.
+        before_rename: called with bytes and CRC-32 of the spec.
     """
     directory = spec.root
     assert directory is not None
@@ -91,6 +97,7 @@ def finish_dataset(spec: FeatureSpec, files: Mapping[str, dict[str, Any]], outpu
     complete = replace(spec, categorical=categorical, splits=splits, metadata=metadata)
     write_spec(complete, directory)
     sync_directory(directory)
+    before_rename(checksum(directory / SPEC_NAME))
     put_in_place(directory, output)
 
 

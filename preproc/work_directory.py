@@ -5,12 +5,14 @@ DuckDB's file and `state.json`. The state is replaced by rename once the work th
 it is true at any moment. Data beyond the record is truncated or written again.
 """
 
+import errno
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,12 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
     replace_text,
 )
+from dataloading.dataset.feature_spec import SPEC_NAME
+from preproc.dataset_writer import checksum
 
 STATE = "state.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 DEFAULT_SHARE = 0.8
@@ -62,6 +68,11 @@ class Work:
     def forget(self) -> None:
         """Drop the record of a run that cannot be resumed."""
         (self.directory / STATE).unlink(missing_ok=True)
+
+    def record_complete(self, config: PreprocConfig, spec_file: dict[str, Any]) -> None:
+        """Record bytes and CRC-32 of the spec, just before the dataset is renamed to the output."""
+        self.state["complete"] = {"spec": spec_file, "options": _options(config)}
+        self.save()
 
     @property
     def has_progress(self) -> bool:
@@ -110,16 +121,19 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
                     shutil.rmtree(directory)
                     shutil.rmtree(work.dataset, ignore_errors=True)
                 raise
-            shutil.rmtree(directory)
+            _remove(directory, output)
     except duckdb.OutOfMemoryException as error:
         raise ValueError(
             "DuckDB ran out of memory; raise memory_limit "
             f"(now {config.memory_limit or '80 % of all'}) or lower threads: {first_line(error)}"
         ) from None
-    except duckdb.IOException as error:
+    except duckdb.Error as error:
+        if not is_disk_error(error):
+            raise
+        remedy = "free some space there" if _is_full(error) else "check that disk"
         raise ValueError(
-            f"DuckDB could not read or write in {directory}; free some space there, or move it with "
-            f"temp_directory: {first_line(error)}"
+            f"DuckDB could not read or write in {directory}; {remedy} and rerun the same command (it resumes), or move "
+            f"the directory with temp_directory: {first_line(error)}"
         ) from None
     except RuntimeError as error:
         # DuckDB's answer to Ctrl-C while a query runs.
@@ -128,13 +142,60 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
         raise
 
 
-def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
-    """Return the record in `directory`, or a new one if it is of another run or its files are not intact."""
-    identity = json.loads(json.dumps({**identity, "output": str(output)}))
+def finish_killed_run(config: PreprocConfig, output: Path) -> bool:
+    """Remove the work directory that a run left which was killed after it had completed `output`.
+
+    Returns:
+        Whether there was such a run of the same command, so that nothing is left to do.
+    """
+    directory = work_directory_of(config, output)
+    if not directory.is_dir():
+        return False
+    with (
+        hold(output, f"is writing {output}"),
+        hold(directory, f"is staging {output} in {directory}"),
+    ):
+        complete = _state_in(directory).get("complete", {})
+        is_its_output = complete.get("spec") == checksum(output / SPEC_NAME)
+        if not (is_its_output and complete.get("options") == _options(config)):
+            with suppress(OSError):  # not empty: the record of another command
+                directory.rmdir()
+            return False
+        _remove(directory, output)
+    return True
+
+
+def _remove(directory: Path, output: Path) -> None:
+    """Remove the work directory of a complete run; its record last, by which the next start knows that it is complete."""
+    try:
+        clear(directory, but=STATE)
+        (directory / STATE).unlink(missing_ok=True)
+        directory.rmdir()
+    except OSError as error:
+        raise ValueError(
+            f"{output} is complete, but {directory} could not be removed ({error}); rerun the same command, which "
+            "removes it"
+        ) from None
+
+
+def _options(config: PreprocConfig) -> dict[str, Any]:
+    """Return all options as plain JSON, and the directory that relative paths begin at."""
+    options = json.loads(json.dumps(asdict(config), default=str))
+    return options | {"directory": os.getcwd()}
+
+
+def _state_in(directory: Path) -> dict[str, Any]:
     try:
         state = json.loads((directory / STATE).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
-        state = {}
+        return {}
+    return state
+
+
+def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
+    """Return the record in `directory`, or a new one if it is of another run or its files are not intact."""
+    identity = json.loads(json.dumps({**identity, "output": str(output)}))
+    state = _state_in(directory)
     if state.get("identity") == identity:
         work = Work(directory, output.with_name(state["dataset"]), state)
         if all(_is_intact(work.dataset / name, record) for name, record in state["files"].items()):
@@ -152,9 +213,11 @@ def _is_intact(path: Path, record: dict[str, Any]) -> bool:
     return path.is_file() and path.stat().st_size == record["bytes"]
 
 
-def clear(directory: Path) -> None:
-    """Remove everything in `directory`."""
+def clear(directory: Path, but: str | None = None) -> None:
+    """Remove everything in `directory`, except the file `but`."""
     for stale in directory.iterdir():
+        if stale.name == but:
+            continue
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
 
 
@@ -211,6 +274,17 @@ def _existing(directory: Path) -> Path:
     while not directory.exists():
         directory = directory.parent
     return directory
+
+
+def is_disk_error(error: duckdb.Error) -> bool:
+    """Return whether DuckDB could not read or write a file; it has several exceptions for that."""
+    return isinstance(error, duckdb.IOException) or any(
+        os.strerror(code) in str(error) for code in (*FULL, *BROKEN)
+    )
+
+
+def _is_full(error: duckdb.Error) -> bool:
+    return any(os.strerror(code) in str(error) for code in FULL)
 
 
 def first_line(error: Exception | str) -> str:

@@ -212,7 +212,7 @@ def _write(
         counted=config.vocabulary.name,
         bad_rows=work.state["parse"]["bad"],
     )
-    complete_dataset(written, config, criteo_table(config), dataset, progress)
+    complete_dataset(written, config, criteo_table(config), work, progress)
 
 
 def _encode(

@@ -20,7 +20,7 @@ from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import quoted, text
 from preproc.table.source_files import SourceFiles
-from preproc.work_directory import connect, first_line, memory_bytes
+from preproc.work_directory import connect, first_line, is_disk_error, memory_bytes
 
 # Memory of Python and NumPy beside DuckDB.
 BASE_BYTES = 200 << 20
@@ -229,7 +229,7 @@ def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
     message = str(error)
     if "GZIP" in message and file:
         return ValueError(cut_short(file.path))
-    if isinstance(error, duckdb.IOException) and "CSV" not in message:
+    if is_disk_error(error) and "CSV" not in message:
         return error
     named = re.search(r"^\s*file = (.+)$", message, flags=re.MULTILINE)
     line = re.search(r"Error on Line: (\d+)", message)

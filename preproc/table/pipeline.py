@@ -209,7 +209,7 @@ class _Run:
             counted="the fitted run's" if fitted else config.vocabulary.name,
             bad_rows=num_bad,
         )
-        complete_dataset(written, config, table, dataset, self.progress)
+        complete_dataset(written, config, table, self.work, self.progress)
         return num_rows
 
     def _encode(self, counted: range, fitted: dict[str, Any] | None) -> dict[str, _EncodedFeature]:

@@ -159,6 +159,27 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
 
 
 @pytest.mark.parametrize("job", [raw_logs, any_table])
+def test_a_run_killed_after_its_output_was_complete_removes_its_work_directory(
+    tmp_path, monkeypatch, job
+):
+    source, output = write_lines(tmp_path / "raw.tsv", noise(300)), tmp_path / "out"
+    options = [*job(str(source)), f"output={output}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("preproc.work_directory._remove", lambda *_: (_ for _ in ()).throw(OSError()))
+        with pytest.raises(Refused):
+            preproc(*options)
+    written = all_files(output)
+    assert (tmp_path / ".out.preproc" / "state.json").exists()
+    with pytest.raises(Refused, match="holds a dataset already"):
+        preproc(*options, "seed=2")
+    preproc(*options)
+    assert not list(tmp_path.glob(".out.*"))
+    assert all_files(output) == written
+    with pytest.raises(Refused, match="holds a dataset already"):
+        preproc(*options)
+
+
+@pytest.mark.parametrize("job", [raw_logs, any_table])
 def test_recorded_and_complete_files_are_synced(tmp_path, monkeypatch, job):
     synced, missed = set(), []
     fsync, save = os.fsync, Work.save
