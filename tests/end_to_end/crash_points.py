@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGKILL
 
 from tests.helpers.crash_scenarios import SCENARIOS, Scenario, warm_up
 from tests.helpers.file_system_faults import FAULTS, Ended, Fault, run_with_fault
@@ -91,6 +92,7 @@ def prepare(name: str, root: str, with_calls: bool = True) -> dict[str, list[str
     return {
         fault.name: [what for call, what in changes if call in fault.calls]
         for fault in FAULTS.values()
+        if scenario.num_ranks > 1 or not fault.one_rank
     }
 
 
@@ -111,15 +113,19 @@ def check(name: str, root: str, fault_name: str, at: int) -> Point:
             outputs.append(again.output)
             if set(again.codes) == {RESUMABLE}:
                 continue
-            if set(again.codes) != {0} or again.is_late:
+            if not (set(again.codes) == {0} or _refuses_complete(again)) or again.is_late:
                 problems.append(f"the start after it ended with {again.codes}")
-            else:
-                problems += _compare(scenario, directory, case, first)
+            problems += _compare(scenario, directory, case, first)
             break
         output = "\n--- started again ---\n".join(outputs) if problems else ""
         return Point(name, fault_name, at, what, tuple(first.codes), tuple(problems), output)
     finally:
         shutil.rmtree(case, ignore_errors=True)
+
+
+def _refuses_complete(again: Ended) -> bool:
+    """Return whether a start refuses to write what the disturbed one had completed before it was killed."""
+    return again.codes == [USER_ERROR] and bool(re.search(r"holds a|work/out exists", again.output))
 
 
 def _compare(scenario: Scenario, directory: Path, case: Path, disturbed: Ended) -> list[str]:
@@ -162,6 +168,11 @@ def _problems_of(ended: Ended, fault: Fault, case: Path) -> list[str]:
     for word in ("Traceback", "Exception ignored", "terminate called"):
         if word in ended.output:
             problems.append(f"printed {word!r}")
+    errors = [line for line in ended.output.splitlines() if line.startswith("error: ")]
+    if fault.one_rank:
+        others = set(ended.codes) - {-SIGKILL}
+        if not others <= {LOST_RANK, RESUMABLE} or len(errors) != (LOST_RANK in others):
+            problems.append(f"ended with {ended.codes} and {len(errors)} errors")
     if fault.code is None:
         return problems
     allowed = {0, USER_ERROR, RESUMABLE}
@@ -169,7 +180,6 @@ def _problems_of(ended: Ended, fault: Fault, case: Path) -> list[str]:
         allowed.add(LOST_RANK)
     if not set(ended.codes) <= allowed:
         problems.append(f"ended with {ended.codes}")
-    errors = [line for line in ended.output.splitlines() if line.startswith("error: ")]
     if USER_ERROR in ended.codes:
         own = [line for line in errors if "another rank has exited" not in line]
         if len(own) != 1:
@@ -179,9 +189,11 @@ def _problems_of(ended: Ended, fault: Fault, case: Path) -> list[str]:
     return problems
 
 
-def points_of(num_changes: int, stride: int, first: int = 1) -> list[int]:
-    """Return the numbers of the changes to disturb, and one after the last: the order may differ by a few."""
-    return list(range(first, num_changes + 1, stride))
+def spread(num_changes: int, count: int) -> list[int]:
+    """Return `count` numbers from 1 to `num_changes`, evenly spread; a single one lies in the middle."""
+    if count == 1:
+        return [(num_changes + 1) // 2]
+    return [1 + round(at * (num_changes - 1) / (count - 1)) for at in range(count)]
 
 
 @contextmanager
@@ -243,8 +255,10 @@ def main() -> int:
         changes = dict(zip(names, pool.map(prepare, names, [root] * len(names)), strict=True))
         for name in names:
             for fault in options.faults:
+                if fault not in changes[name]:
+                    continue
                 count = len(changes[name][fault])
-                numbers = options.at or points_of(count, options.stride, options.first)
+                numbers = options.at or range(options.first, count + 1, options.stride)
                 points = [(name, fault, at) for at in numbers]
                 tally = Tally(list(run_points(pool, root, points)))
                 report(tally, f"{name}, {fault} ({count} changes)", options.verbose)

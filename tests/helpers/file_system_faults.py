@@ -1,4 +1,4 @@
-"""Starts of a command whose n-th change of a file meets a fault: the death of all its processes, a full or a failing disk.
+"""Starts of a command whose n-th change of a file meets a fault: the death of its processes, a full or a failing disk.
 
 A change is a system call below a watched directory that opens a file for writing, writes, syncs, renames, removes, links or
 makes a directory (`tests.helpers.seccomp`). Calls are counted over all threads and ranks, so the n-th one of two starts may
@@ -7,6 +7,7 @@ differ.
 
 import ctypes
 import errno
+import math
 import os
 import select
 import signal
@@ -30,6 +31,8 @@ ALL = frozenset(seccomp.CALLS)
 PR_SET_CHILD_SUBREAPER = 36
 PIDFD_GETFD = 438
 MAX_COPY = 1 << 26
+LAUNCHER_WAIT_S = 8.0
+"""Seconds from the death of a rank to the launcher's SIGTERM for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,10 @@ class Fault:
     Attributes:
         name: for the command line and the report.
         calls: kinds of calls that are counted, and that fail.
-        code: error that the call returns; without one all processes are killed.
+        code: error that the call returns; without one processes are killed.
         lasts: whether later calls fail too.
         halves: whether the n-th call, if it writes, writes the first half of its bytes.
+        one_rank: whether only the rank of the call is killed. The others get SIGTERM a while later, as from a launcher.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Fault:
     code: int | None = None
     lasts: bool = False
     halves: bool = False
+    one_rank: bool = False
 
 
 FAULTS = {
@@ -56,6 +61,7 @@ FAULTS = {
     for fault in (
         Fault("kill"),
         Fault("torn", calls=WRITES, halves=True),
+        Fault("lost_rank", one_rank=True),
         Fault("ENOSPC", calls=ALL - REMOVALS, code=errno.ENOSPC),
         # Names can be removed, replaced and synced on a full disk.
         Fault(
@@ -130,6 +136,25 @@ def run_with_fault(
     return ended
 
 
+def unsupported() -> str | None:
+    """Return why this machine does not permit supervision, or None; tried in a fork."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        reason = ""
+        try:
+            os.close(seccomp.install())
+        except Unsupported as error:
+            reason = str(error)
+        theirs.sendall(b" " + reason.encode())
+        os._exit(0)
+    theirs.close()
+    with ours:
+        reason = ours.recv(1000).decode()
+    os.waitpid(child, 0)
+    return (reason.strip() or None) if reason else "a filter could not be tried"
+
+
 def _reap_orphans_of_ranks() -> None:
     """Become the parent of processes whose parent was killed, so that `_end_all` can wait for them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -191,6 +216,7 @@ class _Supervisor:
         self._fault = fault
         self._at = at
         self._ended = Ended()
+        self._terminate_at = math.inf
 
     def run(self, channel: socket.socket, limit_s: float) -> Ended:
         """Answer calls until the ranks have ended or were killed."""
@@ -203,8 +229,12 @@ class _Supervisor:
         poll.register(channel, select.POLLIN)
         try:
             while True:
-                ready = dict(poll.poll(max(0.0, end - time.monotonic()) * 1000))
-                if not ready:
+                wait_s = min(end, self._terminate_at) - time.monotonic()
+                ready = dict(poll.poll(max(0.0, wait_s) * 1000))
+                if time.monotonic() > self._terminate_at:
+                    self._terminate_at = math.inf
+                    self._terminate()
+                if time.monotonic() > end:
                     self._ended.is_late = True
                     break
                 if ready.get(listener.fileno(), 0) & select.POLLIN:
@@ -240,10 +270,20 @@ class _Supervisor:
             if written and fault.code is not None:
                 listener.succeed(call, written)
                 return True
+        if fault.one_rank:
+            os.kill(_process_of(call), signal.SIGKILL)
+            self._terminate_at = time.monotonic() + LAUNCHER_WAIT_S
+            return True
         if fault.code is None:
             return False
         listener.fail(call, fault.code)
         return True
+
+    def _terminate(self) -> None:
+        """Send SIGTERM to the ranks that are still running."""
+        for path in Path(f"/proc/{self._leader}/task/{self._leader}").glob("children"):
+            for rank in path.read_text().split():
+                os.kill(int(rank), signal.SIGTERM)
 
 
 def _write_half(call: Call) -> int:
@@ -275,14 +315,16 @@ def _bytes_of(call: Call) -> bytes:
     )
 
 
+def _process_of(call: Call) -> int:
+    """Return the process of the thread that made a call."""
+    status = Path(f"/proc/{call.thread}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("Tgid:")]
+    return int(line.split()[1])
+
+
 def _descriptor_of(call: Call) -> int:
     """Return a descriptor of this process that shares the file and its position with that of the call."""
-    (line,) = [
-        line
-        for line in Path(f"/proc/{call.thread}/status").read_text().splitlines()
-        if line.startswith("Tgid:")
-    ]
-    process = os.pidfd_open(int(line.split()[1]))
+    process = os.pidfd_open(_process_of(call))
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         descriptor = libc.syscall(PIDFD_GETFD, process, int(call.arguments[0]), 0)
