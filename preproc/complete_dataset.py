@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,10 +85,6 @@ def complete_dataset(
     )
     # Again, hours later: whatever lies there now is replaced.
     output = check_output(config.output, config.overwrite)
-
-    def record(spec_file: dict[str, Any]) -> None:
-        work.record_complete(config, spec_file)
-
-    finish_dataset(spec, written.files, output, record)
+    finish_dataset(spec, written.files, output, partial(work.record_complete, config))
     print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
     print_splits(progress.console, written.splits)

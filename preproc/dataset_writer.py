@@ -67,7 +67,7 @@ def finish_dataset(
     spec: FeatureSpec,
     files: Mapping[str, dict[str, Any]],
     output: Path,
-    before_rename: Callable[[dict[str, Any]], None] = lambda record: None,
+    before_rename: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the spec of a directory whose files are complete, and rename the directory to `output`.
 
@@ -76,7 +76,7 @@ def finish_dataset(
             metadata `rows` and `files` are filled in.
         files: bytes and CRC-32 per file of a split. Those of other files are computed here unless they are listed.
         output: a dataset at this path is replaced.
-        before_rename: called with bytes and CRC-32 of the spec.
+        before_rename: called once the directory is complete.
     """
     directory = spec.root
     assert directory is not None
@@ -97,7 +97,7 @@ def finish_dataset(
     complete = replace(spec, categorical=categorical, splits=splits, metadata=metadata)
     write_spec(complete, directory)
     sync_directory(directory)
-    before_rename(checksum(directory / SPEC_NAME))
+    before_rename()
     put_in_place(directory, output)
 
 

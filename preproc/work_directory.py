@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,7 +28,6 @@ from dataloading.dataset.durable_files import (
     replace_text,
 )
 from dataloading.dataset.feature_spec import SPEC_NAME
-from preproc.dataset_writer import checksum
 
 STATE = "state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,9 +69,9 @@ class Work:
         """Drop the record of a run that cannot be resumed."""
         (self.directory / STATE).unlink(missing_ok=True)
 
-    def record_complete(self, config: PreprocConfig, spec_file: dict[str, Any]) -> None:
-        """Record bytes and CRC-32 of the spec, just before the dataset is renamed to the output."""
-        self.state["complete"] = {"spec": spec_file, "options": _options(config)}
+    def record_complete(self, config: PreprocConfig) -> None:
+        """Record the CRC-32 of the spec, just before the dataset is renamed to the output."""
+        self.state["complete"] = {"spec": _crc32_of_spec(self.dataset), "options": _options(config)}
         self.save()
 
     @property
@@ -156,7 +156,7 @@ def finish_killed_run(config: PreprocConfig, output: Path) -> bool:
         hold(directory, f"is staging {output} in {directory}"),
     ):
         complete = _state_in(directory).get("complete", {})
-        is_its_output = complete.get("spec") == checksum(output / SPEC_NAME)
+        is_its_output = complete.get("spec") == _crc32_of_spec(output)
         if not (is_its_output and complete.get("options") == _options(config)):
             with suppress(OSError):  # not empty: the record of another command
                 directory.rmdir()
@@ -176,6 +176,10 @@ def _remove(directory: Path, output: Path) -> None:
             f"{output} is complete, but {directory} could not be removed ({error}); rerun the same command, which "
             "removes it"
         ) from None
+
+
+def _crc32_of_spec(directory: Path) -> int:
+    return zlib.crc32((directory / SPEC_NAME).read_bytes())
 
 
 def _options(config: PreprocConfig) -> dict[str, Any]:

@@ -111,6 +111,7 @@ ROOMS = {
         "preproc.dataset_writer",
         "preproc.fitted_state",
         "preproc.report",
+        "preproc.work_directory",
     },
     "preproc.convert": {"preproc.report"},
     "preproc.synthetic": {"preproc.report"},
@@ -142,6 +143,7 @@ ROOMS = {
         "preproc.synthetic",
         "preproc.table",
         "preproc.verify",
+        "preproc.work_directory",
     },
 }
 MOST_MODULES = 15
