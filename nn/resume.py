@@ -27,6 +27,7 @@ from nn.checkpoint.directory import (
     read_facts,
     step_of,
 )
+from nn.checkpoint.run_facts import check_resumable
 from nn.checkpoint.state import Trained, check, facts_of, plain_config, restore
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.errors import SharedError
@@ -365,7 +366,9 @@ def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
 def _latest(config: Config, directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | None:
     for path in list_checkpoints(directory):
         try:
-            return path, read_facts(path)
+            facts = read_facts(path)
+            check_resumable(facts, step_of(path))
+            return path, facts
         except NewerFormatError as error:
             raise ValueError(
                 f"cannot resume from {path}: {error}, or set another run_dir"

@@ -116,9 +116,16 @@ class FeatureSpec:
             )
         return self.splits[split].num_rows
 
-    def fingerprint(self) -> str:
-        """Return the SHA-256 (hex) of names, order, cardinalities and hotness, on which a model depends."""
-        categorical = [[f.name, f.cardinality, f.hotness] for f in self.categorical]
+    def fingerprint(self, cardinalities: Mapping[str, int] | None = None) -> str:
+        """Return the SHA-256 (hex) of names, order, cardinalities and hotness, on which a model depends.
+
+        Args:
+            cardinalities: rows per feature to use instead of its own.
+        """
+        rows = cardinalities or {}
+        categorical = [
+            [f.name, rows.get(f.name, f.cardinality), f.hotness] for f in self.categorical
+        ]
         facts = [list(self.numerical), self.label, categorical]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

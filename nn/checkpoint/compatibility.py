@@ -1,7 +1,6 @@
 """Selection of the tensors that a run loads from a checkpoint, and checks of their shapes and of the dataset."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import Component
@@ -55,7 +54,7 @@ def component_of(name: str) -> Component | None:
 
 def is_weight(name: str) -> bool:
     """Return whether a tensor is a weight; False for optimizer state."""
-    kind, *_, last = name.split(".")
+    kind, last = name.partition(".")[0], name.rpartition(".")[2]
     return kind == "dense" or (kind == "tables" and last == "weight")
 
 
@@ -160,15 +159,13 @@ def feature_mismatch(
         feature: index.tensors.get(f"tables.{table}.weight") for feature, table in tables.items()
     }
     stored_rows = {
-        feature: weight.size[0] for feature, weight in weights.items() if weight is not None
+        feature: weight.size[0]
+        for feature, weight in weights.items()
+        if weight is not None and weight.size
     }
-    if len(stored_rows) == len(weights):
-        # Equal fingerprints with the checkpoint's row counts mean that only row counts differ.
-        categorical = tuple(
-            replace(feature, cardinality=stored_rows[feature.name]) for feature in spec.categorical
-        )
-        if replace(spec, categorical=categorical).fingerprint() == fingerprint:
-            return _row_count_mismatch(categorical, spec, grow, how_to_grow)
+    # Equal fingerprints with the checkpoint's row counts mean that only row counts differ.
+    if len(stored_rows) == len(weights) and spec.fingerprint(stored_rows) == fingerprint:
+        return _row_count_mismatch(stored_rows, spec, grow, how_to_grow)
     return (
         "was trained on other features than this dataset's (names, order, cardinalities or hotness "
         "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if the "
@@ -177,16 +174,14 @@ def feature_mismatch(
 
 
 def _row_count_mismatch(
-    stored: Sequence, spec: FeatureSpec, grow: bool, how_to_grow: str
+    stored_rows: Mapping[str, int], spec: FeatureSpec, grow: bool, how_to_grow: str
 ) -> str | None:
-    pairs = list(zip(stored, spec.categorical, strict=True))
-    shrunk = [(old, new) for old, new in pairs if old.cardinality > new.cardinality]
+    pairs = [(f.name, stored_rows[f.name], f.cardinality) for f in spec.categorical]
+    shrunk = [(name, old, new) for name, old, new in pairs if old > new]
     if not shrunk and grow:
         return None
-    changed = shrunk or [(old, new) for old, new in pairs if old.cardinality < new.cardinality]
-    listed = ", ".join(
-        f"{old.name} {old.cardinality:,} instead of {new.cardinality:,}" for old, new in changed[:4]
-    )
+    changed = shrunk or [(name, old, new) for name, old, new in pairs if old < new]
+    listed = ", ".join(f"{name} {old:,} instead of {new:,}" for name, old, new in changed[:4])
     more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
     if shrunk:
         return (

@@ -11,6 +11,7 @@ for a file that another host has written.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from configs.messages import shown
+from dataloading.dataset.documents import check_regular, open_regular, read_json, read_regular
 from dataloading.dataset.durable_files import (
     replace_directory,
     replace_link,
@@ -29,7 +32,16 @@ from dataloading.dataset.durable_files import (
     write_synced,
 )
 from nn.checkpoint.dcp_storage import THREADS
-from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES, INDEX_FILE
+from nn.checkpoint.run_facts import check_facts
+from nn.checkpoint.tensor_index import (
+    CHECKSUM_BYTES,
+    DTYPES,
+    INDEX_FILE,
+    Chunk,
+    file_inside,
+    parse_index,
+    read_into,
+)
 
 RUN_FILE = "run.json"
 FORMAT_VERSION = 1
@@ -163,31 +175,32 @@ def read_facts(path: Path) -> dict[str, Any]:
     """
     try:
         with _reading(path / RUN_FILE):
-            facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        version = facts["format_version"]
-        if version > FORMAT_VERSION:
-            raise NewerFormatError(
-                f"it has format {version}, and this version reads up to {FORMAT_VERSION}; use the version of "
-                "this software that wrote it, or a later one"
-            )
-        crc32, files = facts.pop("crc32"), facts["files"]
-        is_intact = crc32 == _crc32(facts)
+            facts = read_json(path / RUN_FILE)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"there is no {RUN_FILE} in it") from None
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        json.JSONDecodeError,
-        UnicodeDecodeError,
-    ) as error:
-        raise ValueError(f"{RUN_FILE} is damaged ({error!r})") from None
-    if not is_intact:
+    except UnreadableError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{RUN_FILE} is damaged ({error})") from None
+    if not isinstance(facts, dict) or type(facts.get("format_version")) is not int:
+        raise ValueError(f"{RUN_FILE} is damaged (it has no format_version)")
+    version = facts["format_version"]
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"it has format {shown(version)}, and this version reads up to {FORMAT_VERSION}; use the version of "
+            "this software that wrote it, or a later one"
+        )
+    if facts.pop("crc32", None) != _crc32(facts):
         raise ValueError(f"{RUN_FILE} is damaged (its checksum differs)")
-    for name, wanted in files.items():
+    try:
+        check_facts(facts)
+    except ValueError as error:
+        raise ValueError(f"{RUN_FILE} is no description of a checkpoint: {error}") from None
+    for name, wanted in facts["files"].items():
+        file = file_inside(path, name)
         try:
-            with _reading(path / name):
-                got = (path / name).stat().st_size
+            with _reading(file):
+                got = check_regular(file).st_size
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{name} is missing") from None
         if got != wanted:
@@ -204,37 +217,43 @@ def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) ->
     """
     try:
         with _reading(path / INDEX_FILE):
-            data = (path / INDEX_FILE).read_bytes()
+            data = read_regular(path / INDEX_FILE)
         if zlib.crc32(data) != facts["index_crc32"]:
             return f"{INDEX_FILE} is damaged (its checksum differs)"
         blocks = [
-            (path / chunk["file"], name, start, num_bytes, crc32)
-            for name, tensor in json.loads(data)["tensors"].items()
-            for chunk in tensor["chunks"]
-            for start, num_bytes, crc32 in _blocks_of(chunk, tensor["dtype"])
+            (chunk.file, name, start, num_bytes, crc32)
+            for name, tensor in parse_index(path, data).tensors.items()
+            for chunk in tensor.chunks
+            for start, num_bytes, crc32 in _blocks_of(chunk, tensor.dtype)
         ][rank::num_ranks]
         with ThreadPoolExecutor(THREADS) as pool:
             return next((damage for damage in pool.map(_damage_of_block, blocks) if damage), None)
     except (FileNotFoundError, NotADirectoryError) as error:
         return f"{Path(error.filename).name} is missing"
+    except UnreadableError:
+        raise
+    except ValueError as error:
+        # Its checksums are right, and it is no checkpoint all the same.
+        return str(error)
 
 
-def _blocks_of(chunk: dict[str, Any], dtype: str) -> list[tuple[int, int, int]]:
+def _blocks_of(chunk: Chunk, dtype: str) -> list[tuple[int, int, int]]:
     """Return (first byte, bytes, CRC-32) of each block of a chunk."""
-    num_bytes = DTYPES[dtype].itemsize
-    for size in chunk["sizes"]:
-        num_bytes *= size
+    num_bytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
     return [
-        (chunk["start"] + at, min(CHECKSUM_BYTES, num_bytes - at), crc32)
-        for at, crc32 in zip(range(0, num_bytes, CHECKSUM_BYTES), chunk["crc32"], strict=True)
+        (chunk.start + at, min(CHECKSUM_BYTES, num_bytes - at), crc32)
+        for at, crc32 in zip(range(0, num_bytes, CHECKSUM_BYTES), chunk.crc32, strict=True)
     ]
 
 
 def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
     path, name, start, num_bytes, crc32 = block
-    with _reading(path), path.open("rb") as stream:
+    data = bytearray(num_bytes)
+    with _reading(path), open_regular(path) as stream:
+        if os.fstat(stream.fileno()).st_size < start + num_bytes:
+            return f"{path.name} is truncated ({name} ends at byte {start + num_bytes})"
         stream.seek(start)
-        if zlib.crc32(stream.read(num_bytes)) == crc32:
+        if read_into(stream, data) == num_bytes and zlib.crc32(data) == crc32:
             return None
     return f"{path.name} is damaged ({name}, bytes {start} to {start + num_bytes}: the checksum differs)"
 

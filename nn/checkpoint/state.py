@@ -262,7 +262,7 @@ def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:
     """Return the logits and labels that the training loop has collected for its next record, or None."""
     tensors = read_index(path).tensors
     names = [f"{TRAINER}{name}" for name in ("logits", "labels")]
-    if names[0] not in tensors:
+    if names[0] not in tensors or not tensors[names[0]].size[0]:
         return None
     logits, labels = (np.concatenate(list(blocks(tensors[name]))) for name in names)
     return torch.from_numpy(logits), torch.from_numpy(labels)

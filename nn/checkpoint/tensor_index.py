@@ -11,16 +11,20 @@ The files contain bare arrays, row-major and little-endian. `tensors.json` locat
 with one CRC-32 per 64 MiB of a chunk. Rows of a tensor are read block by block.
 """
 
-import json
 import math
+import os
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+
+from configs.messages import shown
+from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 
 INDEX_FILE = "tensors.json"
 FORMAT = 1
@@ -46,6 +50,14 @@ DTYPES = {
 } | {"bfloat16": np.dtype("<u2")}
 
 REMEDY = "copy it again, or take another checkpoint"
+
+MAX_NUMBER = 2**62
+"""Offsets in files, and the bytes of a tensor, are 64-bit integers."""
+MAX_BLOCKS = 1000
+"""Chunks of a tensor of more than two dimensions; such tensors are not sharded."""
+MAX_EMPTY_ROWS = 2**24
+"""A tensor without elements has no checksum that bounds its size."""
+TRAINER_ROWS = ("trainer.logits", "trainer.labels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +120,38 @@ def read_index(directory: Path) -> TensorIndex:
     """
     path = directory / INDEX_FILE
     try:
-        document = json.loads(path.read_text())
+        data = read_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"there is no {INDEX_FILE} in {directory}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    return parse_index(directory, data)
+
+
+def parse_index(directory: Path, data: bytes) -> TensorIndex:
+    """Return the checked content of the `tensors.json` of a directory; no file that it names is opened.
+
+    Raises:
+        ValueError: it is malformed, of a newer format, or names a file that does not lie in the directory.
+    """
+    path = directory / INDEX_FILE
+    document = parse_json(data, str(path))
+    try:
         if document["format"] != FORMAT:
             raise ValueError(
-                f"it has format {document['format']}, and this version reads {FORMAT}; use the version it "
+                f"it has format {shown(document['format'])}, and this version reads {FORMAT}; use the version it "
                 "was written with"
             )
         tensors = {
-            _checked(name, str): _stored_tensor(directory, name, entry)
+            name: _stored_tensor(directory, name, entry)
             for name, entry in document["tensors"].items()
         }
         tables = tuple(_checked(name, str) for name in document["tables"])
-    except FileNotFoundError:
-        raise ValueError(f"there is no {INDEX_FILE} in {directory}") from None
-    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no index of tensors: {error!r}") from None
+        if len(set(tables)) < len(tables):
+            raise ValueError("it lists a table twice")
+        _check_trainer_rows(tensors)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of tensors: {shown(error)}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return TensorIndex(tables, tensors)
@@ -131,15 +160,20 @@ def read_index(directory: Path) -> TensorIndex:
 def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
     dtype, size = entry["dtype"], _counts(entry["size"])
     if dtype not in DTYPES:
-        raise ValueError(f"{name}: got dtype {dtype!r}, want one of {', '.join(DTYPES)}")
+        raise ValueError(f"{name}: got dtype {shown(dtype)}, want one of {', '.join(DTYPES)}")
+    is_huge = math.prod(size) * DTYPES[dtype].itemsize >= MAX_NUMBER
+    if is_huge or (0 in size and max(size) >= MAX_EMPTY_ROWS):
+        raise ValueError(f"{name}: no tensor has the size {shown(size)}")
     chunks = []
-    for chunk in entry["chunks"]:
+    for chunk in _checked(entry["chunks"], list):
         offsets, sizes = _counts(chunk["offsets"]), _counts(chunk["sizes"])
-        if len(offsets) != len(size) or any(
+        if not len(offsets) == len(sizes) == len(size) or any(
             offset + length > total
             for offset, length, total in zip(offsets, sizes, size, strict=True)
         ):
-            raise ValueError(f"{name}: a chunk of {sizes} at {offsets} lies outside of {size}")
+            raise ValueError(
+                f"{name}: a chunk of {shown(sizes)} at {shown(offsets)} lies outside of {shown(size)}"
+            )
         (start,) = _counts([chunk["start"]])
         file = file_inside(directory, chunk["file"])
         num_bytes = math.prod(sizes) * DTYPES[dtype].itemsize
@@ -148,36 +182,78 @@ def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> Stor
             raise ValueError(f"{name}: got {len(checksums)} checksums for {num_bytes} bytes")
         chunks.append(Chunk(offsets, sizes, file, start, checksums))
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or _any_overlap(chunks):
-        raise ValueError(f"{name}: its {len(chunks)} chunks do not cover {size}, each element once")
+        raise ValueError(
+            f"{name}: its {len(chunks)} chunks do not cover {shown(size)}, each element once"
+        )
     return StoredTensor(dtype, size, tuple(chunks))
 
 
 def _any_overlap(chunks: Sequence[Chunk]) -> bool:
-    """Return whether two chunks share an element."""
-    return any(
-        all(
-            max(first, second) < min(first + length, second + other)
-            for first, length, second, other in zip(
-                one.offsets, one.sizes, two.offsets, two.sizes, strict=True
-            )
+    """Return whether two chunks share an element.
+
+    A table has a chunk per rank, so not all pairs are compared: chunks begin and end in the order of rows, and those of the same
+    rows are kept in the order of columns.
+    """
+    chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if not chunks or not chunks[0].sizes:
+        return len(chunks) > 1
+    if len(chunks[0].sizes) > 2:
+        return len(chunks) > MAX_BLOCKS or any(
+            _overlap(one, two) for one, two in combinations(chunks, 2)
         )
-        for one, two in combinations(chunks, 2)
+    # End before begin: neighbours do not overlap.
+    events = [(chunk.offsets[0], 1, index) for index, chunk in enumerate(chunks)]
+    events += [(chunk.offsets[0] + chunk.sizes[0], 0, i) for i, chunk in enumerate(chunks)]
+    columns: list[tuple[int, int]] = []
+    for _, begins, index in sorted(events):
+        first = chunks[index].offsets[1] if len(chunks[index].sizes) > 1 else 0
+        last = first + (chunks[index].sizes[1] if len(chunks[index].sizes) > 1 else 1)
+        at = bisect_left(columns, (first, last))
+        if not begins:
+            del columns[at]
+            continue
+        if (at and columns[at - 1][1] > first) or (at < len(columns) and columns[at][0] < last):
+            return True
+        columns.insert(at, (first, last))
+    return False
+
+
+def _overlap(one: Chunk, two: Chunk) -> bool:
+    return all(
+        max(first, second) < min(first + length, second + other)
+        for first, length, second, other in zip(
+            one.offsets, one.sizes, two.offsets, two.sizes, strict=True
+        )
     )
+
+
+def _check_trainer_rows(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError unless the rows that the training loop has collected, if any, have a logit and a label each."""
+    sizes = [tensors[name].size for name in TRAINER_ROWS if name in tensors]
+    if sizes and (len(sizes) < 2 or sizes[0] != sizes[1] or len(sizes[0]) != 1):
+        raise ValueError(f"{' and '.join(TRAINER_ROWS)} have the sizes {sizes}; want one length")
 
 
 def _counts(values: Any) -> tuple[int, ...]:
     """Return a list of integers that are not negative as a tuple."""
     if not isinstance(values, list) or not all(
-        type(value) is int and value >= 0 for value in values
+        type(value) is int and 0 <= value < MAX_NUMBER for value in values
     ):
-        raise ValueError(f"got {values!r}, want integers that are not negative")
+        raise ValueError(f"got {shown(values)}, want integers that are not negative")
     return tuple(values)
 
 
 def _checked(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"got {value!r}, want {kind.__name__}")
+        raise TypeError(f"got {shown(value)}, want {kind.__name__}")
     return value
+
+
+def check_plain_name(name: object) -> str:
+    """Return a name of a file in a checkpoint; ValueError if it is a path, or if no file can have it."""
+    if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\0"} & set(name):
+        raise ValueError(f"got file {shown(name)}, want the plain name of a file")
+    return name
 
 
 def file_inside(directory: Path, name: object) -> Path:
@@ -186,11 +262,9 @@ def file_inside(directory: Path, name: object) -> Path:
     Raises:
         ValueError: the name contains a folder, or the file is a link that leads out of the directory.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"got file {name!r}, want the plain name of a file in {directory}")
-    path = directory / name
-    if not path.resolve().is_relative_to(directory.resolve()):
-        raise ValueError(f"file {name!r} is a link that leads out of {directory}")
+    path = directory / check_plain_name(name)
+    if not resolved(path).is_relative_to(resolved(directory)):
+        raise ValueError(f"file {shown(name)} is a link that leads out of {directory}")
     return path
 
 
@@ -222,12 +296,16 @@ class ChunkReader:
         if first >= last or not self._row_bytes:
             return
         rows_at_once = max(1, BLOCK_BYTES // self._row_bytes)
-        with self._chunk.file.open("rb") as stream:
+        end = self._chunk.start + last * self._row_bytes
+        with open_regular(self._chunk.file) as stream:
+            # Before memory is allocated for what a file declares.
+            if os.fstat(stream.fileno()).st_size < end:
+                raise ValueError(f"{self._chunk.file} is truncated; {REMEDY}")
             stream.seek(self._chunk.start + first * self._row_bytes)
             for row in range(first, last, rows_at_once):
                 count = min(rows_at_once, last - row)
                 data = bytearray(count * self._row_bytes)
-                if stream.readinto(data) != len(data):
+                if read_into(stream, data) != len(data):
                     raise ValueError(f"{self._chunk.file} is truncated; {REMEDY}")
                 self._check(row * self._row_bytes, memoryview(data))
                 yield row, np.frombuffer(data, self._dtype).reshape(count, *self._rest)
@@ -251,6 +329,14 @@ class ChunkReader:
                         f"instead of {self._chunk.crc32[index]:08x}); {REMEDY}"
                     )
                 self._crc, self._crc_begin = 0, begin
+
+
+def read_into(stream: BinaryIO, data: bytearray) -> int:
+    """Fill `data` from a stream without a buffer, which may return less than it is asked for; return the bytes read."""
+    view, done = memoryview(data), 0
+    while done < len(data) and (count := stream.readinto(view[done:])):  # type: ignore[attr-defined]
+        done += count
+    return done
 
 
 def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:

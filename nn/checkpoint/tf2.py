@@ -5,14 +5,19 @@ Layout: DeepLearningExamples, DLRM_and_DCNv2, `nn/sparse_model.py` (`save_checkp
 
 from collections.abc import Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 
+from configs.messages import shortened, shown
+from dataloading.dataset.documents import open_regular
 from nn.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex, file_inside
 
 FOLDER = "sparse"
 CONFIG_FILE = "config.json"
+# What Python's parser of literals and numpy's of dtypes raise for a header that is none.
+_HEADER_ERRORS = (SyntaxError, TokenError, TypeError, LookupError, RecursionError, MemoryError)
 
 
 def tf2_file_name(index: int) -> str:
@@ -52,18 +57,19 @@ def tf2_index(folder: Path, tables: Sequence[str]) -> TensorIndex:
 
 def _stored_table(path: Path) -> StoredTensor:
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             # numpy's parser of headers evaluates literals only. The array is not read here, since it may be pickled.
             np.lib.format.read_magic(stream)
             shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
             start = stream.tell()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, *_HEADER_ERRORS) as error:
         raise ValueError(
-            f"{path} is not a table of the TF2 recipe ({error}); copy it again, or remove it from the checkpoint"
+            f"{path} is not a table of the TF2 recipe ({shortened(str(error))}); copy it again, or remove it from the "
+            "checkpoint"
         ) from None
-    if dtype != np.dtype("<f4") or len(shape) != 2 or fortran_order:
+    if dtype != np.dtype("<f4") or len(shape) != 2 or fortran_order or min(shape) < 1:
         raise ValueError(
-            f"{path}: got {dtype} {shape}{' in column order' * fortran_order}, want row-major float32 "
+            f"{path}: got {shortened(str(dtype))} {shown(shape)}{' in column order' * fortran_order}, want row-major float32 "
             "[rows, columns]"
         )
     stored = StoredTensor("float32", shape, (Chunk((0, 0), shape, path, start),))

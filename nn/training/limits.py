@@ -11,9 +11,10 @@ from nn.models.tasks import AUC
 def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
     """Tell whether the evaluation after `num_steps`, if any, reached `eval.auc_threshold`."""
     threshold = config.eval.auc_threshold
-    if threshold is None or test.get("step") != num_steps or test[AUC.test_key] is None:
+    auc = test.get(AUC.test_key)
+    if threshold is None or test.get("step") != num_steps or auc is None:
         return False
-    return test[AUC.test_key] >= threshold
+    return auc >= threshold
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:

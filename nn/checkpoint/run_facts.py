@@ -1,0 +1,121 @@
+"""Content of run.json: every value that a reader uses is checked once, when it is read.
+
+A checkpoint may come from anybody, and its checksums prove no more than that nobody changed it by accident.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from configs.messages import shown
+from nn.checkpoint.tensor_index import check_plain_name
+
+MAX_COUNT = 2**62
+
+Check = Callable[[Any], bool]
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value of JSON is a number of steps, bytes or files."""
+    return type(value) is int and 0 <= value < MAX_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < MAX_COUNT)
+
+
+def _is_checksum(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**32
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_nanoseconds, value))
+
+
+def _is_nanoseconds(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**63
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _mapping_to(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+_CHECKS: dict[str, tuple[Check, str]] = {
+    "format_version": (is_count, "a number"),
+    "num_steps": (is_count, "a number of steps"),
+    "feature_spec": (lambda value: isinstance(value, str), "a fingerprint"),
+    "index_crc32": (_is_checksum, "a checksum"),
+    "files": (_mapping_to(is_count), "the bytes of each file"),
+    "config": (_is_mapping, "the options of a run"),
+    "data_files": (_mapping_to(_is_state), "bytes and time of each file"),
+    "data_samples": (_mapping_to(_is_state), "bytes and checksum of each file"),
+    "trainer": (_is_mapping, "the state of the training loop"),
+}
+_TRAINER: dict[str, tuple[Check, str]] = {
+    "loss_sum": (_is_number, "a number"),
+    "loss_steps": (is_count, "a number of steps"),
+    "best_step": (_or_none(is_count), "a number of steps or null"),
+    "best_auc": (_or_none(_is_number), "a number or null"),
+    "untrained_test_auc": (_or_none(_is_number), "a number or null"),
+    "test": (_is_mapping, "an evaluation"),
+    "last_record": (_or_none(is_count), "a number of steps or null"),
+}
+_REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
+# `last_record` is missing in older checkpoints.
+_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name != "last_record")
+_REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Check the types and ranges of the values in run.json.
+
+    Raises:
+        ValueError: one is missing or is not what a checkpoint has; the message names it.
+    """
+    _check("", facts, _CHECKS, _REQUIRED)
+    for name in facts["files"]:
+        check_plain_name(name)
+    if "trainer" in facts:
+        _check("trainer.", facts["trainer"], _TRAINER, ())
+        numbers = facts["trainer"].get("test", {})
+        _check("trainer.test.", numbers, dict.fromkeys(numbers, (_or_none(_is_number), "a number")))
+
+
+def check_resumable(facts: Mapping[str, Any], num_steps: int) -> None:
+    """Check that run.json has all that the run of this checkpoint needs to resume.
+
+    Args:
+        facts: from `check_facts`.
+        num_steps: steps that the name of the directory says.
+
+    Raises:
+        ValueError: something is missing, or the checkpoint is of another step.
+    """
+    if facts["num_steps"] != num_steps:
+        raise ValueError(f"it is of step {facts['num_steps']}")
+    _check("", facts, _CHECKS, _REQUIRED_TO_RESUME)
+    _check("trainer.", facts["trainer"], _TRAINER, _REQUIRED_OF_TRAINER)
+    data = facts["config"].get("data")
+    if not isinstance(data, dict) or "path" not in data:
+        raise ValueError(f"config.data is {shown(data)}; want the options of a run")
+
+
+def _check(
+    prefix: str,
+    values: Mapping[str, Any],
+    checks: Mapping[str, tuple[Check, str]],
+    required: tuple[str, ...] = (),
+) -> None:
+    for name in required:
+        if name not in values:
+            raise ValueError(f"it has no {prefix}{name}")
+    for name, (is_good, want) in checks.items():
+        if name in values and not is_good(values[name]):
+            raise ValueError(f"{prefix}{name} is {shown(values[name])}; want {want}")
