@@ -7,7 +7,6 @@
 If both exist, `_metadata.json` defines the roles. An unspecified cardinality is the largest id plus one.
 """
 
-import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,10 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from configs.messages import shortened
+from dataloading.dataset.documents import read_json, read_text
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, measured
 from dataloading.dataset.parquet import ParquetSource
-from dataloading.dataset.parquet_files import open_file
-from dataloading.dataset.split_files import SplitFiles
+from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_file
+from dataloading.dataset.split_files import SplitFiles, expect
 from preproc.convert.rows import SourceRows, natural_order
 from preproc.convert.text_proto import Message, parse_text_proto
 
@@ -70,14 +71,16 @@ def merlin_rows(root: Path) -> SourceRows:
         raise ValueError(
             f"{splits['train'][0]}: no column {', '.join(missing)}, which {root} names"
         )
+    names = [*roles.categorical, *roles.numerical, roles.labels[0]]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    expect(not twice, f"{root}: roles", twice, "one role per column")
     features = []
     for name in roles.categorical:
-        kind = schema.field(name).type
-        has_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        cardinality = roles.cardinalities.get(name) or _largest_id(paths, name) + 1
-        features.append(
-            CategoricalFeature.of(name, cardinality, roles.hotness.get(name) if has_list else 1)
-        )
+        kind = ColumnKind.ids if _has_lists(schema, name) else ColumnKind.id
+        check_columns(splits["train"][0], schema, {name: kind})
+        cardinality = roles.cardinalities.get(name) or _largest_id(paths, name, kind) + 1
+        hotness = roles.hotness.get(name) if kind is ColumnKind.ids else 1
+        features.append(CategoricalFeature.of(name, cardinality, hotness))
     unmeasured = FeatureSpec(
         root=root,
         numerical=tuple(roles.numerical),
@@ -114,41 +117,59 @@ def _roles(root: Path) -> Roles:
         )
     roles = _read_schema(schema) if schema else Roles()
     if metadata:
-        try:
-            document = json.loads(metadata.read_text())
-            labels, numerical, categorical = (
-                [str(column["col_name"]) for column in document.get(key, [])]
-                for key in ("labels", "conts", "cats")
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{metadata}: not the JSON that NVTabular writes: {error}") from None
+        document = read_json(metadata)
+        expect(isinstance(document, Mapping), str(metadata), document, "the mapping of NVTabular")
+        labels, numerical, categorical = (
+            _column_names(document.get(key, []), f"{metadata}: {key}")
+            for key in ("labels", "conts", "cats")
+        )
         roles.labels, roles.numerical, roles.categorical = labels, numerical, categorical
     return roles
 
 
+def _column_names(columns: object, where: str) -> list[str]:
+    """Return the names of a list of columns in NVTabular's JSON."""
+    want = "a list of columns, each with a col_name"
+    expect(isinstance(columns, list), where, columns, want)
+    assert isinstance(columns, list)
+    names = [column.get("col_name") if isinstance(column, Mapping) else None for column in columns]
+    expect(all(isinstance(name, str) and name for name in names), where, columns, want)
+    return [str(name) for name in names]
+
+
 def _read_schema(path: Path) -> Roles:
     """Return the roles in a TensorFlow Metadata schema in text form, from Merlin's tags and properties."""
+    text = read_text(path)
     try:
-        document = parse_text_proto(path.read_text(encoding="utf-8"))
+        return _roles_in(parse_text_proto(text))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _roles_in(document: Message) -> Roles:
     roles = Roles()
     for feature in document.get("feature", []):
-        name = str(_first(feature, "name"))
-        annotation = _first(feature, "annotation") or {}
+        expect(isinstance(feature, dict), "feature", feature, "a message, as feature { ... }")
+        name = _first(feature, "name")
+        expect(isinstance(name, str) and bool(name), "the name of a feature", name, "a text")
+        annotation = _message(feature, "annotation")
         tags = {str(tag).lower().rpartition(".")[2] for tag in annotation.get("tag", [])}
-        domain = _first(feature, "int_domain") or {}
-        counts = _first(feature, "value_count") or {}
+        domain, counts = _message(feature, "int_domain"), _message(feature, "value_count")
         if "categorical" in tags:
             roles.categorical.append(name)
-            extra = _first(annotation, "extra_metadata") or {}
+            extra = _message(annotation, "extra_metadata")
             cardinality = _cardinality(_first(extra, "value"))
-            if cardinality is None and _first(domain, "max") is not None:
-                cardinality = int(_first(domain, "max")) + 1
+            largest = _first(domain, "max")
+            if cardinality is None and largest is not None:
+                expect(isinstance(largest, int), f"{name}: int_domain.max", largest, "an integer")
+                cardinality = largest + 1
             if cardinality is not None:
                 roles.cardinalities[name] = cardinality
-            if _first(counts, "min") == _first(counts, "max") and _first(counts, "max"):
-                roles.hotness[name] = int(_first(counts, "max"))
+            most = _first(counts, "max")
+            if _first(counts, "min") == most and most:
+                is_count = isinstance(most, int) and most > 0
+                expect(is_count, f"{name}: value_count.max", most, "a positive integer")
+                roles.hotness[name] = most
         elif "continuous" in tags:
             roles.numerical.append(name)
         elif "binary_classification" in tags:
@@ -163,6 +184,13 @@ def _first(message: Message, key: str) -> Any:
     return next(iter(message.get(key, [])), None)
 
 
+def _message(message: Message, key: str) -> Message:
+    """Return the message in a field, an empty one if the field is absent."""
+    value = _first(message, key)
+    expect(value is None or isinstance(value, dict), key, value, f"a message, as {key} {{ ... }}")
+    return value or {}
+
+
 def _cardinality(value: object) -> int | None:
     """Return `embedding_sizes.cardinality` of a serialised `google.protobuf.Struct`."""
     if not isinstance(value, str):
@@ -170,9 +198,11 @@ def _cardinality(value: object) -> int | None:
     try:
         sizes = _struct(value.encode("latin-1")).get("embedding_sizes")
         cardinality = sizes.get("cardinality") if isinstance(sizes, Mapping) else None
-    except (IndexError, struct.error, UnicodeError):
+    except (LookupError, struct.error, UnicodeError, RecursionError):
         return None
-    return int(cardinality) if cardinality else None
+    if not isinstance(cardinality, float) or not 1 <= cardinality < 2**53:
+        return None
+    return int(cardinality)
 
 
 def _struct(data: bytes) -> dict[str, object]:
@@ -224,14 +254,27 @@ def _wire(data: bytes) -> Iterator[tuple[int, bytes]]:
         at += length
 
 
-def _largest_id(paths: list[Path], name: str) -> int:
-    """Return the largest id of a column over all files, a row group at a time."""
+def _has_lists(schema: pa.Schema, name: str) -> bool:
+    """Return whether a column, or the first one of its name, holds lists."""
+    kind = schema.types[schema.names.index(name)]
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _largest_id(paths: list[Path], name: str, kind: ColumnKind) -> int:
+    """Return the largest id of a column over all files, a row group at a time; 0 without ids."""
     largest = 0
     for path in paths:
         with open_file(path) as file:
+            check_columns(path, file.schema_arrow, {name: kind})
             for group in range(file.num_row_groups):
-                column = file.read_row_group(group, columns=[name]).column(name)
-                if not (pa.types.is_integer(column.type)):
+                try:
+                    column = file.read_row_group(group, columns=[name]).column(name)
+                except (pa.ArrowException, OSError) as error:
+                    reason = shortened(str(error).partition("\n")[0])
+                    raise ValueError(
+                        f"{path}: column '{name}' cannot be read ({reason}); copy or write it again"
+                    ) from None
+                if kind is ColumnKind.ids:
                     column = pc.list_flatten(column)
                 maximum = pc.max(column).as_py()
                 largest = max(largest, -1 if maximum is None else maximum)

@@ -10,16 +10,36 @@ and the second half for testing. The files hold no table sizes, so all ids are r
 one per table.
 """
 
+import io
+import math
 import zipfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO
 
 import numpy as np
 
+from configs.messages import shortened, shown
+from dataloading.dataset.documents import check_regular, open_regular
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
 from preproc.convert.rows import CHUNK_ROWS, Chunk, natural_order
+
+# NumPy's letters of kinds of dtypes.
+INTEGERS = "iu"
+NUMBERS = "biuf"
+MAX_HEADER_BYTES = 10_000
+"""Limit of NumPy for headers that it parses."""
+# What Python's parser of literals and NumPy's of dtypes raise for a header that is none.
+_NO_HEADER = (
+    *(ValueError, SyntaxError, TokenError, TypeError, LookupError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
+# An archive that is damaged, encrypted (RuntimeError), or packed in another way.
+_NO_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError)
 
 
 class NpyRows:
@@ -39,12 +59,12 @@ class NpyRows:
         for day in self._days:
             if day.hotness != hotness or day.num_numerical != self._days[0].num_numerical:
                 raise ValueError(
-                    f"{day.labels_path}: {len(day.hotness)} tables of {day.hotness} ids, want those of the first day: "
-                    f"{hotness}"
+                    f"{day.labels_path}: {len(day.hotness)} tables of {shown(day.hotness)} ids and {day.num_numerical} "
+                    f"numericals, want those of the first day: {shown(hotness)} and {self._days[0].num_numerical}"
                 )
-        largest = np.zeros(len(hotness), np.int64)
+        largest = [0] * len(hotness)
         for day in self._days:
-            largest = np.maximum(largest, day.largest_ids())
+            largest = [*map(max, largest, day.largest_ids())]
         last = self._days[-1].num_rows
         half = (last + 1) // 2
         self._parts = {
@@ -59,7 +79,7 @@ class NpyRows:
             label="label",
             categorical=tuple(
                 CategoricalFeature.of(f"cat_{i}", rows + 1, count)
-                for i, (rows, count) in enumerate(zip(largest.tolist(), hotness, strict=True))
+                for i, (rows, count) in enumerate(zip(largest, hotness, strict=True))
             ),
             splits={
                 name: SplitFiles(sum(stop - start for _, start, stop in parts))
@@ -86,18 +106,23 @@ class _Day:
     def __init__(self, labels: Path) -> None:
         self.labels_path = labels
         stem = labels.name.removesuffix("_labels.npy")
-        self.labels = _mapped(labels)
-        self.dense = _mapped(labels.with_name(f"{stem}_dense.npy"))
+        self.labels = _mapped(labels, NUMBERS)
+        if self.labels.ndim != 1 and self.labels.shape[1:] != (1,):
+            got = shown(self.labels.shape)
+            raise ValueError(f"{labels}: got shape {got}, want [rows] or [rows, 1]")
+        self.dense = _mapped(labels.with_name(f"{stem}_dense.npy"), NUMBERS, dimensions=2)
         self.num_rows = len(self.labels)
         self.num_numerical = self.dense.shape[1]
         self._sparse = labels.with_name(f"{stem}_sparse.npy")
         self._multi_hot = labels.with_name(f"{stem}_sparse_multi_hot.npz")
         if self._multi_hot.is_file():
-            with zipfile.ZipFile(self._multi_hot) as archive:
-                shapes = [_header(stream)[0] for stream in _streams(archive)]
+            with _archive(self._multi_hot) as streams:
+                shapes = [_header(stream, INTEGERS)[0] for stream in streams]
         else:
-            shape = _mapped(self._sparse).shape
+            shape = _mapped(self._sparse, INTEGERS, dimensions=2).shape
             shapes = [(shape[0], 1)] * shape[1]
+        if not shapes:
+            raise ValueError(f"{labels}: its ids have no table; want one column per feature")
         self.hotness = [shape[1] for shape in shapes]
         for name, rows in [("dense", len(self.dense)), *[("ids", shape[0]) for shape in shapes]]:
             if rows != self.num_rows:
@@ -108,60 +133,116 @@ class _Day:
     def ids(self, start: int, stop: int) -> Iterator[tuple[slice, list[np.ndarray]]]:
         """Yield (rows, ids per table [n, hotness]) of the rows [start, stop), in chunks."""
         if not self._multi_hot.is_file():
-            sparse = _mapped(self._sparse)
+            sparse = _mapped(self._sparse, INTEGERS, dimensions=2)
             for first in range(start, stop, CHUNK_ROWS):
                 rows = slice(first, min(first + CHUNK_ROWS, stop))
                 yield rows, list(np.ascontiguousarray(sparse[rows].T)[:, :, None])
             return
-        with zipfile.ZipFile(self._multi_hot) as archive:
-            streams = list(_streams(archive))
-            headers = [_header(stream) for stream in streams]
+        with _archive(self._multi_hot) as streams:
+            headers = [_header(stream, INTEGERS) for stream in streams]
             for stream, (shape, dtype) in zip(streams, headers, strict=True):
                 stream.seek(start * shape[1] * dtype.itemsize, 1)
             for first in range(start, stop, CHUNK_ROWS):
                 count = min(CHUNK_ROWS, stop - first)
                 read = [
-                    np.frombuffer(stream.read(count * shape[1] * dtype.itemsize), dtype)
+                    _read(stream, count, shape[1], dtype)
                     for stream, (shape, dtype) in zip(streams, headers, strict=True)
                 ]
-                yield (
-                    slice(first, first + count),
-                    [ids.reshape(count, -1) for ids in read],
-                )
+                yield slice(first, first + count), read
 
-    def largest_ids(self) -> np.ndarray:
-        """Return the largest id of each table, int64 [num_tables]."""
-        largest = np.zeros(len(self.hotness), np.int64)
+    def largest_ids(self) -> list[int]:
+        """Return the largest id of each table."""
+        largest = [0] * len(self.hotness)
         for _, ids in self.ids(0, self.num_rows):
-            largest = np.maximum(largest, [table.max() for table in ids])
+            largest = [
+                max(before, int(table.max())) for before, table in zip(largest, ids, strict=True)
+            ]
         return largest
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _mapped(path: Path, kinds: str, dimensions: int | None = None) -> np.ndarray:
+    """Map an npy file into memory.
+
+    Args:
+        path: of the file.
+        kinds: NumPy's letters of the kinds of dtypes that it may have.
+        dimensions: of its array; None: one or two.
+
+    Raises:
+        ValueError: there is no such file, or it has another content.
+    """
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        with open_regular(path) as stream:
+            shape, by_column, dtype = _read_header(stream)
+            start, num_bytes = stream.tell(), path.stat().st_size - stream.tell()
     except FileNotFoundError:
         raise ValueError(
             f"{path}: no such file; want labels, dense and sparse of every day"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not a complete npy file ({error}); copy it again") from None
+    except _NO_HEADER as error:
+        reason = shortened(str(error))
+        raise ValueError(f"{path}: not a complete npy file ({reason}); copy it again") from None
+    is_known = len(shape) in ((1, 2) if dimensions is None else (dimensions,))
+    if dtype.kind not in kinds or not is_known:
+        number = "integers" if kinds == INTEGERS else "numbers"
+        raise ValueError(
+            f"{path}: got {shortened(str(dtype))} {shown(shape)}, want {number} in {dimensions or 'one or two'} dimensions"
+        )
+    wanted = math.prod(shape) * dtype.itemsize
+    if min(shape) < 0 or num_bytes < wanted:
+        raise ValueError(
+            f"{path}: not a complete npy file (its shape is {shown(shape)}, and {num_bytes:,} bytes follow); copy it again"
+        )
+    return np.memmap(path, dtype, "r", start, shape, "F" if by_column else "C")
 
 
-def _streams(archive: zipfile.ZipFile) -> Iterator[IO[bytes]]:
-    """Open the members `0.npy`, `1.npy`, ... of an npz file."""
-    names = sorted(archive.namelist(), key=lambda name: int(name.removesuffix(".npy")))
-    return (archive.open(name) for name in names)
+@contextmanager
+def _archive(path: Path) -> Iterator[list[IO[bytes]]]:
+    """Open the members `0.npy`, `1.npy`, ... of an npz file; errors while they are read become ValueErrors with its path."""
+    try:
+        check_regular(path)
+        with zipfile.ZipFile(path) as archive:
+            names = [f"{index}.npy" for index in range(len(archive.namelist()))]
+            if sorted(archive.namelist()) != sorted(names):
+                got = shown(archive.namelist())
+                raise ValueError(f"it has the arrays {got}, want 0.npy, 1.npy, ..., one per table")
+            yield [archive.open(name) for name in names]
+    except (*_NO_HEADER, *_NO_ARCHIVE) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        reason = shortened(str(error).removeprefix(f"{path}: "))
+        raise ValueError(f"{path}: not a complete npz file ({reason}); copy it again") from None
 
 
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Read the header of an npy stream and return shape and dtype."""
-    version = np.lib.format.read_magic(stream)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
-    shape, by_column, dtype = read(stream)
-    assert not by_column
+def _header(stream: IO[bytes], kinds: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Read the header of an npy stream with two dimensions, and return shape and dtype."""
+    shape, by_column, dtype = _read_header(stream)
+    if by_column or len(shape) != 2 or min(shape) < 0 or shape[1] < 1 or dtype.kind not in kinds:
+        order = " in column order" if by_column else ""
+        raise ValueError(
+            f"an array is {shortened(str(dtype))} {shown(shape)}{order}, want row-major integers [rows, hotness]"
+        )
     return shape, dtype
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, whether the order is by columns, and dtype; numpy's parser of headers evaluates literals only."""
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"its format has version {version}")
+    length = int.from_bytes(stream.read(2 if version == (1, 0) else 4), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {length:,} bytes")
+    text = stream.read(length)
+    header = np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") + text
+    whole = io.BytesIO(header)
+    whole.seek(np.lib.format.MAGIC_LEN)
+    return np.lib.format.read_array_header_1_0(whole)
+
+
+def _read(stream: IO[bytes], rows: int, hotness: int, dtype: np.dtype) -> np.ndarray:
+    """Read the next rows of an array, [rows, hotness]."""
+    data = stream.read(rows * hotness * dtype.itemsize)
+    if len(data) < rows * hotness * dtype.itemsize:
+        raise ValueError("an array ends before its last row")
+    return np.frombuffer(data, dtype).reshape(rows, hotness)

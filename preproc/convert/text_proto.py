@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from configs.messages import shortened
+
+MAX_NESTING = 64
 Message = dict[str, list[Any]]
 """Field name -> its values in order: str, int, float, bool-like words, or nested messages."""
 
@@ -23,7 +26,7 @@ def parse_text_proto(text: str) -> Message:
         ValueError: invalid text, with its line.
     """
     tokens = list(_tokens(text))
-    message, at = _message(tokens, 0, None)
+    message, at = _message(tokens, 0, [])
     assert at == len(tokens)
     return message
 
@@ -41,10 +44,19 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _message(
-    tokens: list[tuple[str, str, int]], at: int, closing: str | None
+    tokens: list[tuple[str, str, int]], at: int, closings: list[str]
 ) -> tuple[Message, int]:
-    """Return the message that begins at token `at`, and the index of the token after it."""
+    """Return the message that begins at token `at`, and the index of the token after it.
+
+    Args:
+        tokens: of the text.
+        at: index of a token.
+        closings: brackets that end this message and those around it, its own last.
+    """
     message: Message = {}
+    closing = closings[-1] if closings else None
+    if len(closings) > MAX_NESTING:
+        raise ValueError(f"line {tokens[at - 1][2]}: nested deeper than {MAX_NESTING} levels")
     while at < len(tokens):
         kind, name, line = tokens[at]
         if name == closing:
@@ -53,18 +65,18 @@ def _message(
             at += 1
             continue
         if kind != "word":
-            raise ValueError(f"line {line}: got {name}, want the name of a field")
+            raise ValueError(f"line {line}: got {shortened(name)}, want the name of a field")
         at += 1
         has_colon = at < len(tokens) and tokens[at][1] == ":"
         at += has_colon
         if at == len(tokens):
-            raise ValueError(f"line {line}: field {name} has no value")
+            raise ValueError(f"line {line}: field {shortened(name)} has no value")
         if tokens[at][1] in ("{", "<"):
-            value, at = _message(tokens, at + 1, {"{": "}", "<": ">"}[tokens[at][1]])
+            value, at = _message(tokens, at + 1, [*closings, {"{": "}", "<": ">"}[tokens[at][1]]])
         elif has_colon:
             value, at = _scalar(tokens, at)
         else:
-            raise ValueError(f"line {line}: field {name} has no value")
+            raise ValueError(f"line {line}: field {shortened(name)} has no value")
         message.setdefault(name, []).append(value)
     if closing:
         raise ValueError(f"the text ends before a {closing}")
@@ -81,7 +93,7 @@ def _scalar(tokens: list[tuple[str, str, int]], at: int) -> tuple[Any, int]:
             at += 1
         return "".join(parts), at
     if kind != "word":
-        raise ValueError(f"line {line}: got {token}, want a value")
+        raise ValueError(f"line {line}: got {shortened(token)}, want a value")
     for convert in (int, float):
         try:
             return convert(token), at + 1

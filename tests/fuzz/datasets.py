@@ -65,7 +65,7 @@ def _change_binary(dataset: Dataset, change: FileChange, room: Path) -> None:
     items = np.frombuffer(path.read_bytes(), dtype).copy()
     for at, value in change.items:
         if dtype.kind == "f":
-            items[int(at * (len(items) - 1))] = float(min(value, 10**300))
+            items[int(at * (len(items) - 1))] = max(min(value, 10**38), -(10**38))
         else:
             info = np.iinfo(dtype)
             items[int(at * (len(items) - 1))] = min(max(value, info.min), info.max)

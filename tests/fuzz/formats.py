@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,9 +203,8 @@ def _changed_npz(made: Path, change: tuple[ArrayChange, str, bool], room: Path) 
         single = room / "single.npy"
         np.save(single, arrays.pop("0"))
         apply_array(single, array_change)
-        import zipfile
-
-        with zipfile.ZipFile(path, "w") as archive:
+        with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings(action="ignore"):
+            # A name may be there twice.
             archive.write(single, f"{name}.npy")
             for other, array in arrays.items():
                 np.save(single, array)

@@ -1,6 +1,7 @@
 """`python -m preproc mode=convert`: conversion from and to other formats keeps every value."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -334,6 +335,43 @@ def test_an_invalid_text_proto_is_refused(text, message):
         parse_text_proto(text)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max: 7", "max: x", "userId: int_domain.max: got 'x', want an integer"),
+        ("annotation {", "annotation: 3 more {", "annotation: got 3, want a message"),
+        ("feature {", "feature: 1 feature {", "feature: got 1, want a message"),
+        ('name: "age"', "name: 5", "the name of a feature: got 5, want a text"),
+        ("feature {", "a {" * 200, "nested deeper than 64 levels"),
+        ('"genres"', '"userId"', "roles: got ['userId'], want one role per column"),
+    ],
+)
+def test_a_schema_of_another_shape_is_refused(tmp_path, old, new, message):
+    root = write_merlin(tmp_path / "m", text=schema().replace(old, new, 1))
+    assert message in error_of(root, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"cats": 7}', '{"cats": [7]}', '{"cats": [{"col_name": null}]}', "[" * 5000]
+)
+def test_hugectrs_metadata_of_another_shape_is_refused(tmp_path, text):
+    root = write_merlin(tmp_path / "m", text=schema())
+    (root / "train/_metadata.json").write_text(text)
+    assert re.search("not JSON|want the mapping|want a list", error_of(root, tmp_path / "out"))
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    root = write_merlin(tmp_path / "m", text=schema())
+    path = root / "train/part_0.parquet"
+    table = pq.read_table(path)
+    pq.write_table(
+        pa.table([*table.columns, table["userId"]], [*table.column_names, "userId"]), path
+    )
+    assert "got 'several columns userId', want every feature once" in error_of(
+        root, tmp_path / "out"
+    )
+
+
 # MLPerf's npy files.
 
 
@@ -403,6 +441,66 @@ def test_a_mistake_in_npy_files_is_reported(tmp_path, damage, message):
     root = write_npy(tmp_path / "npy", False)
     damage(root)
     assert message in error_of(root, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("sparse", np.zeros(7, np.int32), "got int32 (7,), want integers in 2 dimensions"),
+        ("sparse", np.zeros((7, 3), np.float32), "got float32 (7, 3), want integers in 2"),
+        ("dense", np.zeros(7, np.float32), "got float32 (7,), want numbers in 2 dimensions"),
+        ("dense", np.zeros((7, 2), np.complex64), "got complex64 (7, 2), want numbers in 2"),
+        ("labels", np.zeros((7, 2), np.int32), "got shape (7, 2), want [rows] or [rows, 1]"),
+        ("labels", np.int32(1), "got int32 (), want numbers in one or two dimensions"),
+        ("labels", np.array(["a"] * 7), "got <U1 (7,), want numbers in one or two dimensions"),
+    ],
+)
+def test_an_npy_array_of_another_kind_is_refused(tmp_path, name, array, message):
+    root = write_npy(tmp_path / "npy", False)
+    np.save(root / f"day_1_{name}.npy", array)
+    assert message in error_of(root, tmp_path / "out")
+
+
+def test_npy_files_in_column_order_are_read(tmp_path):
+    root = write_npy(tmp_path / "npy", False)
+    want = data_files(convert(root, tmp_path / "want"))
+    for name in ("dense", "sparse"):
+        path = root / f"day_0_{name}.npy"
+        np.save(path, np.asfortranarray(np.load(path)))
+    assert data_files(convert(root, tmp_path / "out")) == want
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (
+            {"0": np.zeros((7, 1), int), "2": np.zeros((7, 1), int)},
+            "it has the arrays ['0.npy', '2",
+        ),
+        (
+            {"0": np.zeros(7, int)},
+            "an array is int64 (7,), want row-major integers [rows, hotness]",
+        ),
+        (
+            {"0": np.zeros((7, 2), int, "F")},
+            "int64 (7, 2) in column order, want row-major integers",
+        ),
+        ({"0": np.zeros((7, 0), int)}, "an array is int64 (7, 0), want row-major integers"),
+        ({"0": np.zeros((7, 2))}, "an array is float64 (7, 2), want row-major integers"),
+    ],
+)
+def test_an_npz_of_other_arrays_is_refused(tmp_path, arrays, message):
+    root = write_npy(tmp_path / "npy", True)
+    np.savez(root / "day_1_sparse_multi_hot.npz", **arrays)
+    assert message in error_of(root, tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-30], lambda data: b"x" * 40])
+def test_a_damaged_npz_is_refused(tmp_path, damage):
+    root = write_npy(tmp_path / "npy", True)
+    path = root / "day_1_sparse_multi_hot.npz"
+    path.write_bytes(damage(path.read_bytes()))
+    assert "day_1_sparse_multi_hot.npz: not a complete npz file" in error_of(root, tmp_path / "out")
 
 
 def test_metadata_of_the_source_is_kept(tmp_path):
