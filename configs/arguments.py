@@ -8,15 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from enum import Enum
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from configs.messages import printable, shown
+from configs.option_values import FLOAT32_MAX, hints, takes, wanted
 from configs.overrides import no_option
 from configs.schema import describe, open_sections
 
@@ -82,18 +82,6 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
         overrides = [_override(override, options, choices, may_sweep) for override in overrides]
     written = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]
     return [*written, *overrides]
-
-
-def hints(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every section and option, by dotted key."""
-    found: dict[str, Any] = {}
-    types = get_type_hints(schema)
-    for declared in fields(schema):
-        key, hint = f"{prefix}{declared.name}", types[declared.name]
-        found[key] = str | list[str] if hint is Any and declared.metadata.get("path") else hint
-        if is_dataclass(hint):
-            found |= hints(hint, f"{key}.")  # type: ignore[arg-type]
-    return found
 
 
 def _parted(arguments: Sequence[str], example: str) -> tuple[dict[str, str | None], list[str]]:
@@ -194,6 +182,8 @@ def _check_sign(sign: str, key: str, options: Mapping[str, Any], choices: Choice
 def _value(start: str, text: str, parsed: Override | None, hint: Any) -> str:
     """Return the value of an override as Hydra's grammar reads it; `start` is what stands before it."""
     is_sweep = parsed is not None and parsed.is_sweep_override()
+    if text.strip(" '\"") == "???":  # a missing value, in OmegaConf's words
+        raise ValueError(f"{start[:-1]}: got {shown(text)}; want {wanted(hint)}")
     if takes(hint, str):
         # A number or a truth value would be written in another form: 1e3 as 1000.0.
         is_kept = parsed is not None and isinstance(parsed.value(), str | list | dict | NoneType)
@@ -206,6 +196,12 @@ def _value(start: str, text: str, parsed: Override | None, hint: Any) -> str:
         remedy = f"; a list is written {start}[a,b], and a text in quotes" if is_free else ""
         raise ValueError(f"{printable(start[:-1])}: got {got}; want {wanted(hint)}{remedy}")
     value = parsed.value()
+    if (
+        isinstance(value, int)
+        and abs(value) > FLOAT32_MAX
+        and (takes(hint, int) or takes(hint, float))
+    ):
+        raise ValueError(f"{start[:-1]}: got {shown(value)}; want {wanted(hint)} below {2**63:,}")
     if hint is bool and not isinstance(value, bool | str) and value not in (0, 1):
         raise ValueError(f"{start[:-1]}: got {shown(value)}; want true or false")
     if is_dataclass(hint) and not isinstance(value, dict):
@@ -251,24 +247,6 @@ def _quoted_list(text: str) -> str | None:
     """Return a flat list with its texts in quotes, or None if the text is no such list."""
     match = re.fullmatch(r"\[([^][{}'\"]*)\]", text)
     return match and f"[{','.join(quoted(item.strip()) for item in match[1].split(','))}]"
-
-
-def takes(hint: Any, kind: type) -> bool:
-    """Return whether an option of type `hint` may be of `kind`."""
-    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return any((get_origin(member) or member) is kind for member in members)
-
-
-def wanted(hint: Any) -> str:
-    """Return what an option of type `hint` may be, in words."""
-    if isinstance(hint, UnionType):
-        return " or ".join(wanted(member) for member in get_args(hint))
-    if is_dataclass(hint):
-        return "the options of this section"
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return f"one of {', '.join(member.name for member in hint)}"
-    words = {int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
-    return words.get(hint, "a list" if get_origin(hint) is list else "a value")
 
 
 def _options(schema: type) -> list[str]:

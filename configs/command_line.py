@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices, hydra_arguments
 from configs.exit_codes import USER_ERROR_EXIT_CODE
@@ -79,7 +80,10 @@ def composed_command(
             yield
         except Exception as error:
             # From the task they are its own errors, or bugs; before it only options and yaml files are read.
-            if isinstance(error, ValueError) or _was_called(task, error):
+            is_clear = isinstance(error, ValueError) and not isinstance(
+                error, OmegaConfBaseException
+            )
+            if is_clear or _was_called(task, error):
                 raise
             raise ValueError(one_line(error)) from None
 

@@ -29,21 +29,21 @@ def to_config(composed: DictConfig) -> Any:
     composed = copy.deepcopy(composed)
     try:
         expand_home(composed, schema)
-        OmegaConf.to_container(composed, resolve=True)
+        values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation refers to a missing key
         raise ValueError(one_line(error)) from None
     for key in unknown_keys(composed, schema):
         raise no_option(key, _options(schema))
+    assert isinstance(values, dict)
+    check_values(values, schema)
     for name in open_sections(schema):
         common = {key.partition(".")[0] for key in _options(get_type_hints(schema)[name])}
         for key in set(composed[name]) - common:
             del composed[name][key]
     try:
-        config = OmegaConf.to_object(composed)
+        return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
-    check_values(config)
-    return config
 
 
 def to_section(composed: DictConfig, schema: type, name: str) -> Any:
@@ -56,12 +56,14 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
         raise no_option(key, [option for option, _ in describe(schema, f"{name}.")])
     try:
         values = OmegaConf.to_container(composed, resolve=True)
-        section = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+        typed_values = OmegaConf.to_container(merged)
+        assert isinstance(typed_values, dict)
+        check_values(typed_values, schema, f"{name}.")
+        return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         where = "" if error.full_key is None else f"{name}."
         raise ValueError(where + one_line(error)) from None
-    check_values(section, f"{name}.")
-    return section
 
 
 def no_option(key: str, options: Sequence[str]) -> ValueError:

@@ -106,7 +106,7 @@ class PreprocConfig:
     )
     output: str | None = option(None, "dataset directory to write (required)", path=True)
     overwrite: bool = option(False, "replace a dataset that output already holds")
-    threads: int | None = option(None, "worker threads; null: one per core")
+    threads: int | None = option(None, "worker threads; null: one per core", most=4096)
     source: Any = option(
         None,
         "raw logs: a file, a glob or a list of them; .tsv, .gz or .zst; day_2 before day_10",
@@ -159,6 +159,7 @@ class PreprocConfig:
             self.threads is None or self.threads > 0,
             f"threads must be positive or null, got {self.threads}",
         )
+        require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
         if self.mode is Mode.verify:
             require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
             return

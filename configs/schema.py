@@ -28,6 +28,11 @@ def option(default: Any, meaning: str, *, most: int | None = None, path: bool = 
     return field(default=default, metadata=metadata)
 
 
+# Largest values of options: a mistyped number ends with a message instead of filling the memory.
+MOST_COLUMNS = 65_536
+MOST_SAMPLES = 2**31 - 1
+MOST_ROWS = 2**48
+
 OPEN_SECTION = {"open": True}
 """Metadata of a section with further options, whose class is known only once the section's values are."""
 
@@ -133,11 +138,15 @@ def is_file_name(text: str) -> bool:
 class SyntheticConfig:
     """The built-in synthetic clicks, used when `data.path` is null."""
 
-    train_rows: int = option(262_144, "rows in the training split")
-    test_rows: int = option(32_768, "rows in the test split")
-    num_numerical: int = option(13, "numerical features")
-    cardinalities: list[int] = option([], "rows per table, one entry per categorical feature")
-    hotness: list[int] = option([], "ids per row and table; empty means 1 for every table")
+    train_rows: int = option(262_144, "rows in the training split", most=MOST_ROWS)
+    test_rows: int = option(32_768, "rows in the test split", most=MOST_ROWS)
+    num_numerical: int = option(13, "numerical features", most=MOST_COLUMNS)
+    cardinalities: list[int] = option(
+        [], "rows per table, one entry per categorical feature", most=MOST_ROWS
+    )
+    hotness: list[int] = option(
+        [], "ids per row and table; empty means 1 for every table", most=MOST_COLUMNS
+    )
     exponent: float = option(1.05, "power-law exponent of the ids; 0 draws them uniformly")
 
     def __post_init__(self) -> None:
@@ -175,6 +184,7 @@ class MultiHotConfig:
         None,
         "ids to look up per stored id, one entry per categorical feature; 1 leaves a feature as it is "
         "stored, null leaves all features so",
+        most=MOST_COLUMNS,
     )
     seed: int = option(0, "seed of the added ids; MLPerf's is 0")
 
@@ -203,11 +213,12 @@ class DataConfig:
         "consecutive rows that stay together when an epoch is shuffled; 1 shuffles single rows, "
         "0 keeps the order on disk; a Parquet dataset rounds it up to complete row groups",
     )
-    prefetch: int = option(4, "batches read ahead of the step")
+    prefetch: int = option(4, "batches read ahead of the step", most=1024)
     workers: int = option(
         4,
         "reader workers per rank and split: processes where a GPU trains; threads on CPUs, for ragged features and for "
         "large row groups of Parquet. Also the threads that draw data.multi_hot at the start",
+        most=1024,
     )
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
@@ -230,7 +241,7 @@ class ModelConfig:
     """Options that every model has; a model's own are declared with it, in `nn/models/`."""
 
     name: str = option("dlrm", "dlrm, dcnv2, or package.module:Class for a model of your own")
-    embedding_dim: int = option(128, "columns of every table; a multiple of 4")
+    embedding_dim: int = option(128, "columns of every table; a multiple of 4", most=MOST_COLUMNS)
     embedding_dtype: TableDtype = option(
         TableDtype.fp32,
         "what table weights are stored in: fp32, or bf16 or fp16 with stochastic rounding, at fp32's "
@@ -314,6 +325,10 @@ class SchedulerConfig:
             self.warmup_steps >= 0,
             f"scheduler.warmup_steps must not be negative, got {self.warmup_steps}",
         )
+        require(
+            self.decay_power > 0,
+            f"scheduler.decay_power must be positive, got {self.decay_power}",
+        )
         if self.decay_start_step is None:
             require(
                 self.decay_steps == 0,
@@ -330,18 +345,14 @@ class SchedulerConfig:
             self.decay_steps > 0,
             f"scheduler.decay_steps must be positive with a decay_start_step, got {self.decay_steps}",
         )
-        require(
-            self.decay_power > 0,
-            f"scheduler.decay_power must be positive, got {self.decay_power}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """The training loop."""
 
-    batch_size: int = option(65_536, "global batch size, the sum over all ranks")
-    epochs: int = option(1, "passes over the training split")
+    batch_size: int = option(65_536, "global batch size, the sum over all ranks", most=MOST_SAMPLES)
+    epochs: int = option(1, "passes over the training split", most=MOST_SAMPLES)
     max_steps: int | None = option(None, "stop after this many steps; null trains all epochs")
     amp: Amp = option(Amp.off, "precision of the dense component: off (fp32), bf16 or fp16")
     loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only")
@@ -370,8 +381,10 @@ class TrainConfig:
 class EvalConfig:
     """Evaluation on the test split."""
 
-    batch_size: int = option(65_536, "global batch size of evaluation")
-    per_epoch: int = option(1, "evaluations per epoch, evenly spaced, the last at its end")
+    batch_size: int = option(65_536, "global batch size of evaluation", most=MOST_SAMPLES)
+    per_epoch: int = option(
+        1, "evaluations per epoch, evenly spaced, the last at its end", most=1_000_000
+    )
     at_start: bool = option(False, "evaluate the untrained model too")
     auc_threshold: float | None = option(None, "stop on all ranks once test AUC reaches this")
     max_steps: int | None = option(
@@ -397,7 +410,7 @@ class InferenceConfig:
     """`mode=inference`: forward latency and throughput."""
 
     batch_sizes: list[int] = option(
-        [1, 64, 512, 2048, 8192, 32768, 65536], "global batch sizes to time"
+        [1, 64, 512, 2048, 8192, 32768, 65536], "global batch sizes to time", most=MOST_SAMPLES
     )
     steps: int = option(200, "timed forward passes per batch size")
     warmup_steps: int = option(20, "untimed forward passes before the timed ones")
@@ -425,15 +438,18 @@ class ShardingConfig:
     # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
     tables: Any = option(None, "sharding type of single tables: {cat_0: row_wise}")
     world_size: int | None = option(
-        None, "ranks to plan for with mode=plan; null: the ranks of this run"
+        None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_COLUMNS
     )
     local_world_size: int | None = option(
         None,
         "ranks per node to plan for with mode=plan; null: those of this run, or world_size up to 8",
+        most=MOST_COLUMNS,
     )
-    hbm_gib: float | None = option(None, "GPU memory per rank to plan with; null asks the device")
+    hbm_gib: float | None = option(
+        None, "GPU memory per rank to plan with; null asks the device", most=2**30
+    )
     host_gib: float | None = option(
-        None, "host memory per node to plan with; null asks the machine"
+        None, "host memory per node to plan with; null asks the machine", most=2**30
     )
     reserve: float = option(
         0.1, "fraction of each rank's memory kept free of tables, for activations"

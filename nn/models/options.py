@@ -8,13 +8,19 @@ from enum import Enum
 
 from configs.schema import ModelConfig, option, require, require_widths
 
+MOST_WIDTH = 2**20
+
 
 @dataclass(kw_only=True, slots=True)
 class DLRMOptions(ModelConfig):
     """Options of DLRM."""
 
-    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
-    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
+    bottom_mlp: list[int] = option(
+        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH
+    )
+    top_mlp: list[int] = option(
+        [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", most=MOST_WIDTH
+    )
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -42,8 +48,10 @@ class CrossStructure(Enum):
 class CrossConfig:
     """The cross network of DCNv2."""
 
-    num_layers: int = option(3, "cross layers")
-    projection_dim: int | None = option(512, "rank of each cross layer's weight; null is full rank")
+    num_layers: int = option(3, "cross layers", most=1024)
+    projection_dim: int | None = option(
+        512, "rank of each cross layer's weight; null is full rank", most=MOST_WIDTH
+    )
     structure: CrossStructure = option(
         CrossStructure.stacked,
         "stacked: cross, then top MLP; parallel: side by side, then one layer",
@@ -64,8 +72,12 @@ class CrossConfig:
 class DCNv2Options(ModelConfig):
     """Options of DCNv2."""
 
-    bottom_mlp: list[int] = option([512, 256, 128], "widths of the bottom MLP's layers")
-    top_mlp: list[int] = option([1024, 1024, 512, 256, 1], "widths of the top MLP's layers")
+    bottom_mlp: list[int] = option(
+        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH
+    )
+    top_mlp: list[int] = option(
+        [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", most=MOST_WIDTH
+    )
     cross: CrossConfig = field(default_factory=CrossConfig)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,151 @@
+"""Values that no option may have, tried on every option of every command: one line with the key, or a reason to accept."""
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.arguments import Choices, hints, hydra_arguments
+from configs.command_line import register
+from configs.export_schema import ExportConfig
+from configs.overrides import one_line, to_config
+from configs.preproc_schema import PreprocConfig
+from configs.schema import Config, ModelConfig
+from nn.models.options import DCNv2Options
+from nn.models.registry import typed_config
+
+COMMANDS = {
+    "dcnv2": (Choices(Config, ("experiment", "data")), "schema", typed_config, ()),
+    "preproc": (
+        Choices(PreprocConfig, ("dataset",)),
+        "preproc_schema",
+        to_config,
+        ("dataset=synthetic", "output=x"),
+    ),
+    "export": (Choices(ExportConfig), "export_schema", to_config, ("checkpoint=x", "output=y")),
+}
+BEYOND_INT64 = str(2**63)
+NUMBERS = ["true", "x", "", "[1]", "{a:1}", "'1,5'", "???", "0x10", "nan", "inf", "-inf", "1,2"]
+WRONG: dict[Any, list[str]] = {
+    int: [*NUMBERS, "1.5", "1.0", "1e3", "-1", BEYOND_INT64, f"-{BEYOND_INT64}", "9" * 5000],
+    float: [*NUMBERS, "-1", "1e308", "1e-300", "1e39", "-1e39", "9" * 400],
+    bool: ["5", "-1", "x", "", "[true]", "{a:true}", "1.5", "nan", "???", "true,false"],
+    str: ["[a]", "{a:1}", "'\udc80'", "???"],
+    list: ["3", "x", "", "{a:1}", "1.5", "???", "[null]", "[[1]]", "[{a:1}]", "a,b"],
+}
+# Zero means something, as the meaning of the option says.
+MAY_BE_ZERO = {
+    *("data.synthetic.num_numerical", "data.synthetic.exponent", "data.multi_hot.seed", "seed"),
+    *("data.shuffle_block", "optimizer.beta1", "optimizer.beta2", "scheduler.warmup_steps"),
+    *("scheduler.decay_steps", "inference.warmup_steps", "sharding.reserve"),
+    *("profile.steps", "frequency_limit"),
+}  # fmt: skip
+
+
+@cache
+def composed(command: str) -> DictConfig:
+    """Return the options of a command; `dcnv2` has all options of a model."""
+    choices, schema_name, _, overrides = COMMANDS[command]
+    register(choices.schema, schema_name)
+    with initialize_config_module("configs", version_base="1.3"):
+        return compose(command, list(overrides))
+
+
+def refusal(command: str, argument: str) -> str | None:
+    """Return the message with which a command refuses an argument, or None."""
+    choices, _, check, _ = COMMANDS[command]
+    before = composed(command)
+    key = argument.partition("=")[0]
+    section, _, name = key.rpartition(".")
+    parent = OmegaConf.select(before, section) if section else before
+    was_set, old = name in parent, deepcopy(parent.get(name))
+    try:
+        [written] = hydra_arguments([argument], choices)
+        value = OverridesParser.create().parse_override(written).value()
+        OmegaConf.update(before, key, value)
+        check(before)
+    except (HydraException, OmegaConfBaseException) as error:
+        return one_line(error)
+    except ValueError as error:
+        return str(error)
+    finally:
+        if was_set:
+            parent[name] = old
+        else:
+            parent.pop(name, None)
+    return None
+
+
+def options(command: str) -> Iterator[tuple[str, Any]]:
+    """Yield key and type of every option."""
+    found = hints(COMMANDS[command][0].schema)
+    if command == "dcnv2":
+        found |= hints(DCNv2Options, "model.")
+    yield from ((key, hint) for key, hint in found.items() if not is_dataclass(hint))
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def wrong_values(key: str, hint: Any) -> list[str]:
+    """Return values of which none is one of the option."""
+    kinds = [get_origin(member) or member for member in members(hint)]
+    first = kinds[0]
+    if isinstance(first, type) and issubclass(first, Enum):
+        values = ["x", "", "[a]", "{a:1}", "1.5", "-1", "???", "a,b"]
+    else:
+        values = list(WRONG.get(first, []))
+    if first in (int, float) and key not in MAY_BE_ZERO:
+        values.append("0")
+    if first is list:
+        [element] = get_args(members(hint)[0])
+        nested = WRONG.get(element, ["x", "1.5"]) if element is not str else ["[a]", "{a:1}"]
+        values += [f"[{value}]" for value in nested if "," not in value and value]
+    if list in kinds and first is str:
+        return ["{a:1}", "[{a:1}]", "[[a]]"]
+    if NoneType not in kinds and first is not Any:
+        values.append("null")
+    return values
+
+
+ALL = [(command, key, hint) for command in COMMANDS for key, hint in options(command)]
+
+
+@pytest.mark.parametrize(("command", "key", "hint"), ALL, ids=[f"{c}:{k}" for c, k, _ in ALL])
+def test_an_option_refuses_what_it_cannot_be_in_one_line_with_its_key(command, key, hint):
+    accepted = []
+    for value in wrong_values(key, hint):
+        message = refusal(command, f"{key}={value}")
+        if message is None:
+            accepted.append(value)
+            continue
+        assert key.rpartition(".")[2] in message, (value, message)
+        assert "\n" not in message
+        assert len(message) < 700, message
+    assert accepted == []
+
+
+def test_the_untouched_options_are_accepted():
+    for command in COMMANDS:
+        assert COMMANDS[command][2](composed(command)) is not None
+
+
+def test_every_kind_of_option_is_tried():
+    kinds = {members(hint)[0] for _, _, hint in ALL}
+    assert {int, float, bool, str} <= kinds
+    assert any(get_origin(kind) is list for kind in kinds)
+    assert len(ALL) > 90
+    assert issubclass(DCNv2Options, ModelConfig)
+    assert re.fullmatch(r"\d+", BEYOND_INT64)
