@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +52,41 @@ class ColumnSummary:
     kept: int | None = None
     coverage: list[list[int]] | None = None
     rows: int = 0
+
+
+@dataclass(slots=True)
+class NumericalRange:
+    """Range of a numerical feature over the training rows, after its transforms."""
+
+    rows: int = 0
+    smallest: float = float("inf")
+    largest: float = float("-inf")
+    total: float = 0.0
+    total_square: float = 0.0
+
+    def add(self, values: np.ndarray) -> None:
+        """Add the values of some rows."""
+        exact = values.astype(np.float64)
+        self.rows += len(exact)
+        self.smallest = min(self.smallest, float(exact.min()))
+        self.largest = max(self.largest, float(exact.max()))
+        self.total += float(exact.sum())
+        self.total_square += float(exact @ exact)
+
+    @property
+    def mean(self) -> float:
+        """Return the mean."""
+        return self.total / max(self.rows, 1)
+
+    @property
+    def mean_square(self) -> float:
+        """Return the mean of the squares."""
+        return self.total_square / max(self.rows, 1)
+
+    @property
+    def deviation(self) -> float:
+        """Return the standard deviation."""
+        return max(self.mean_square - self.mean**2, 0.0) ** 0.5
 
 
 class Progress:
@@ -175,26 +211,18 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
     console.print(table)
 
 
-def range_note(
-    name: str, smallest: float, largest: float, mean: float, mean_square: float
-) -> str | None:
-    """Return a line about a numerical feature that is large for a model, else None.
-
-    Args:
-        name: of the feature.
-        smallest: its smallest value in the training rows, after the transforms.
-        largest: its largest one.
-        mean: its mean.
-        mean_square: mean of its squares.
-    """
-    if mean_square <= LARGE_NUMERICAL**2:
-        return None
-    deviation = max(mean_square - mean * mean, 0.0) ** 0.5
-    return (
-        f"note: numerical feature {shown(name)} is not scaled: {smallest:g} to {largest:g}, mean {mean:.4g}, "
-        f"standard deviation {deviation:.4g} in the training rows, which makes training unstable; add standardise, "
-        "minmax or {log: 1} to its transforms"
-    )
+def print_notes(console: Console, ranges: dict[str, NumericalRange]) -> None:
+    """Print one line per numerical feature that is large for a model."""
+    for name, found in ranges.items():
+        if found.mean_square > LARGE_NUMERICAL**2:
+            console.print(
+                f"note: numerical feature {shown(name)} is not scaled: {found.smallest:g} to {found.largest:g}, "
+                f"mean {found.mean:.4g}, standard deviation {found.deviation:.4g} in the training rows, which makes "
+                "training unstable; add standardise, minmax or {log: 1} to its transforms",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def print_result(console: Console, progress: Progress, output: Path, rows: int) -> None:

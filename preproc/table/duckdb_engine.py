@@ -150,10 +150,13 @@ class DuckDBEngine:
     def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
         """Ask isfinite and isinf, which DuckDB does not evaluate from statistics, as it does isnan and comparisons."""
         if kind in ("float", "double"):
-            return (
-                f"(CASE WHEN {value} IS NULL OR isfinite({value}) OR isinf({value}) THEN {value} "
-                f"ELSE CAST({instead} AS {kind}) END)"
+            # A case per condition takes half the time of OR.
+            other = (
+                ""
+                if instead == "NULL"
+                else f"WHEN {value} IS NOT NULL THEN CAST({instead} AS {kind}) "
             )
+            return f"(CASE WHEN isfinite({value}) THEN {value} WHEN isinf({value}) THEN {value} {other}END)"
         item_kind = re.sub(r"\[\d*\]$", "", kind)
         if item_kind == kind:
             return None

@@ -15,6 +15,7 @@ from preproc.vocabulary_sql import vocabulary
 # Separates the values of a cross; it does not occur in text.
 UNIT_SEPARATOR = "chr(31)"
 FIXED_POINT = 2.0**40
+LARGEST_DOUBLE = "1.7976931348623157e308"
 
 
 def quoted(name: str) -> str:
@@ -61,7 +62,7 @@ def not_a_number(value: str, number: str) -> str:
     """Return the condition that the column `value` is not missing, and its `number` not a finite one."""
     as_text = f"CAST({value} AS STRING)"
     return (
-        f"NOT coalesce(abs({number}) <= 1.7976931348623157e308, false) AND {value} IS NOT NULL "
+        f"NOT coalesce(abs({number}) <= {LARGEST_DOUBLE}, false) AND {value} IS NOT NULL "
         f"AND {as_text} <> '' AND lower(trim({as_text})) NOT IN ('nan', '+nan', '-nan')"
     )
 

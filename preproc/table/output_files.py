@@ -10,6 +10,7 @@ import numpy as np
 
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.dataset_writer import GrowingFile
+from preproc.report.console import NumericalRange
 from preproc.table.expressions import text
 from preproc.work_directory import Work
 
@@ -71,26 +72,25 @@ class TableFiles:
             self.records |= file.record
         return clicks
 
-    def write_numericals(self, relation: str, names: list[str], dtype: str) -> None:
-        """Write the numericals, row-major; ValueError for a value that `dtype` cannot hold."""
+    def write_numericals(
+        self, relation: str, names: list[str], dtype: str
+    ) -> dict[str, NumericalRange]:
+        """Write the numericals, row-major, all finite as `dtype`; return their ranges in the training rows."""
         columns = ", ".join(f"n{i}" for i in range(len(names)))
+        ranges = {name: NumericalRange() for name in names}
         for split, rows in self._splits.items():
             with GrowingFile(self._dataset, f"{split}/numerical.bin") as file:
                 for part, chunk in self._chunks(relation, columns, rows):
-                    with np.errstate(over="ignore"):
-                        values = np.stack(
-                            [np.asarray(column).astype(dtype) for column in chunk.values()], axis=1
-                        )
+                    of_columns = [np.asarray(column) for column in chunk.values()]
+                    values = np.stack([column.astype(dtype) for column in of_columns], axis=1)
                     assert len(values) == len(part)
-                    if not np.isfinite(values).all():
-                        row, column = np.argwhere(~np.isfinite(values))[0]
-                        raise ValueError(
-                            f"numerical feature '{names[column]}': "
-                            f"{chunk[f'n{column}'][row]} is not finite as {dtype}; scale or clip "
-                            "it, or set numerical_dtype=float32"
-                        )
+                    assert np.isfinite(values).all(), relation
                     file.append(values)
+                    if split == "train":
+                        for name, column in zip(names, of_columns, strict=True):
+                            ranges[name].add(column)
             self.records |= file.record
+        return ranges
 
     def write_ids(
         self, relation: str, feature: CategoricalFeature, is_list: bool

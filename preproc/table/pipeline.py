@@ -30,8 +30,8 @@ from preproc.report.console import (
     ColumnSummary,
     Progress,
     SplitSummary,
+    print_notes,
     print_result,
-    range_note,
 )
 from preproc.table.duckdb_engine import DuckDBEngine, Engine, QueryError
 from preproc.table.expressions import (
@@ -76,6 +76,8 @@ USUAL_MISSING = (
     ".",
     "\\n",
 )
+# Smallest numbers that round to infinity; `as_float` has made those of float32 infinite.
+SMALLEST_OVERFLOW = {"float16": 65520.0, "float32": math.inf}
 SPLIT_NAMES = ("train", "test", "validation")
 
 
@@ -240,10 +242,10 @@ class _Run:
             self.progress.stage("write"),
             TableFiles(self.work, dataset, self.splits) as files,
         ):
-            clicks = files.write_labels("rows_")
+            clicks, ranges = files.write_labels("rows_"), {}
             if table.numerical:
                 names = [feature.name for feature in table.numerical]
-                files.write_numericals("numerical_", names, config.numerical_dtype.name)
+                ranges = files.write_numericals("numerical_", names, config.numerical_dtype.name)
             zeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
             nonzeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
             for number, feature in enumerate(categorical):
@@ -256,6 +258,9 @@ class _Run:
                 vocabulary = encoded[feature.name].vocabulary
                 if vocabulary:
                     files.write_vocabulary(vocabulary, feature.name)
+        # A fit that is only applied cannot be changed.
+        if config.mode is Mode.fit:
+            print_notes(self.progress.console, ranges)
         summaries = {
             split: SplitSummary(len(rows), clicks[split], zeros[split])
             for split, rows in self.splits.items()
@@ -433,9 +438,7 @@ class _Run:
                 expression = transformed(expression, transform, fitted[place])
             expressions.append(f"{as_float(f'coalesce({expression}, 0)')} AS n{number}")
         self._query("numerical_", f"SELECT row_, {', '.join(expressions)} FROM rows_ ORDER BY row_")
-        self._refuse_overflow()
-        if fit:
-            self._note_ranges()
+        self._check_numericals()
         present = ", ".join(f"count(n{i})" for i in range(len(features)))
         (counts,) = self.engine.rows(f"SELECT {present} FROM {self._of(counted)}")
         return {
@@ -443,43 +446,33 @@ class _Run:
             for feature, count in zip(features, counts, strict=True)
         }
 
-    def _refuse_overflow(self) -> None:
+    def _check_numericals(self) -> None:
         """Raise ValueError for the first value that the stored type cannot hold."""
-        dtype = self.config.numerical_dtype.name
-        features = self.table.numerical
-        largest = ", ".join(f"max(abs(n{i}))" for i in range(len(features)))
-        (values,) = self.engine.rows(f"SELECT {largest} FROM numerical_")
-        for i, (feature, value) in enumerate(zip(features, values, strict=True)):
-            with np.errstate(over="ignore"):
-                if np.isfinite(np.float32(value).astype(dtype)):
-                    continue
-            largest_value = float(np.finfo(dtype).max)
-            ((row, stored, raw),) = self.engine.rows(
-                f"SELECT x.row_, x.n{i}, r.n{i} FROM numerical_ AS x JOIN rows_ AS r ON x.row_ = r.row_ "
-                f"WHERE abs(x.n{i}) > {double(largest_value)} ORDER BY x.row_ LIMIT 1"
-            )
-            remedy = "add a transform (clip, log or standardise) to it"
-            if dtype != "float32":
-                remedy += ", or set numerical_dtype=float32"
-            after = f", {stored:g} after its transforms" if feature.transforms else ""
-            raise ValueError(
-                f"{self._place_of_output(row)}: numerical feature {shown(feature.name)} is {shown(raw)}{after}, "
-                f"want at most {largest_value:g}, the largest {dtype}; correct the value, or {remedy}"
-            )
-
-    def _note_ranges(self) -> None:
-        """Print one line per numerical feature whose values in the training rows are large for a model."""
-        features = self.table.numerical
-        sums = ", ".join(
-            f"min(n{i}), max(n{i}), avg(CAST(n{i} AS DOUBLE)), avg(CAST(n{i} AS DOUBLE) * n{i})"
-            for i in range(len(features))
-        )
-        rows = self._of(self.splits["train"], "numerical_")
-        (values,) = self.engine.rows(f"SELECT {sums} FROM {rows}")
+        features, dtype = self.table.numerical, self.config.numerical_dtype.name
+        # DuckDB reads both from the statistics of its own file.
+        values = ", ".join(f"max(n{i}), min(n{i})" for i in range(len(features)))
+        (extremes_of,) = self.engine.rows(f"SELECT {values} FROM numerical_")
         for i, feature in enumerate(features):
-            note = range_note(feature.name, *values[4 * i : 4 * i + 4])
-            if note:
-                self.progress.console.print(note, highlight=False, markup=False, soft_wrap=True)
+            if max(extremes_of[2 * i], -extremes_of[2 * i + 1]) >= SMALLEST_OVERFLOW[dtype]:
+                self._refuse_overflow(i, feature)
+
+    def _refuse_overflow(self, number: int, feature: Numerical) -> None:
+        """Raise ValueError that names the first value of a numerical that the stored type cannot hold."""
+        dtype = self.config.numerical_dtype.name
+        most = float(np.finfo(dtype).max)
+        column = f"n{number}"
+        ((row, stored, raw),) = self.engine.rows(
+            f"SELECT x.row_, x.{column}, r.{column} FROM numerical_ AS x JOIN rows_ AS r "
+            f"ON x.row_ = r.row_ WHERE abs(x.{column}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
+        )
+        remedy = "add a transform (clip, log or standardise) to it"
+        if dtype != "float32":
+            remedy += ", or set numerical_dtype=float32"
+        after = f", {stored:g} after its transforms" if feature.transforms else ""
+        raise ValueError(
+            f"{self._place_of_output(row)}: numerical feature {shown(feature.name)} is {shown(raw)}{after}, "
+            f"want at most {most:g}, the largest {dtype}; correct the value, or {remedy}"
+        )
 
     def _fit(self, feature: Numerical, transform: Any, expression: str, train: str) -> list[float]:
         """Return the two numbers of a fitted transform, or an empty list for any other."""

@@ -13,6 +13,7 @@ from configs.messages import shown
 from configs.table_schema import TableConfig
 from preproc.table.duckdb_engine import Engine, QueryError
 from preproc.table.expressions import (
+    LARGEST_DOUBLE,
     categorical_value,
     crossed,
     not_a_number,
@@ -164,12 +165,19 @@ class Staging:
             f"THEN 'the label is ' || {shown_value(label)} || ', wanted 0 or 1'",
         ]
         for i, numerical in enumerate(table.numerical):
-            number = f"number{i}_"
-            exact = kinds[f"n{i}"] in FLOAT_TYPES or EXACT_TYPE.fullmatch(kinds[f"n{i}"])
-            columns.append(f"{number if exact else engine.without_nan(number, 'double')} AS n{i}")
+            number, kind = f"number{i}_", kinds[f"n{i}"]
+            if kind in FLOAT_TYPES:
+                columns.append(f"{number} AS n{i}")
+                bad = f"abs({number}) > {LARGEST_DOUBLE}"
+            elif EXACT_TYPE.fullmatch(kind):
+                columns.append(f"{number} AS n{i}")
+                continue
+            else:
+                columns.append(f"{engine.without_nan(number, 'double')} AS n{i}")
+                bad = not_a_number(f"n{i}", number)
             reasons.append(
-                f"WHEN {not_a_number(f'n{i}', number)} THEN {text(numerical.name + ' is ')} || "
-                f"{shown_value(f'n{i}')} || ', wanted a number'"
+                f"WHEN {bad} THEN {text(numerical.name + ' is ')} || {shown_value(f'n{i}')} "
+                "|| ', wanted a number'"
             )
         for i, feature in enumerate(table.categorical):
             kind = kinds[f"c{i}"]

@@ -1,0 +1,70 @@
+"""One line of the report for a numerical feature that nobody scaled, and none for those that somebody did."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from preproc.report.console import NumericalRange, print_notes
+from tests.preproc.table.test_pipeline import build
+
+
+def notes(*batches):
+    found, stream = NumericalRange(), io.StringIO()
+    for batch in batches:
+        found.add(np.asarray(batch, np.float32))
+    print_notes(Console(file=stream, width=80), {"x": found})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("values", "large"),
+    [
+        (np.arange(400), True),
+        (np.full(100, 1990), True),
+        (np.linspace(18, 80, 63), True),
+        ([0] * 9999 + [60000], True),
+        (-np.arange(400), True),
+        (np.linspace(0, 1, 100), False),
+        (np.random.default_rng(0).standard_normal(1000), False),
+        (np.arange(24), False),
+        (np.linspace(0.5, 5, 10), False),
+        # Criteo's logarithm of integers as large as they get.
+        (np.log(np.geomspace(1, 2.0**40, 1000) + 3), False),
+        ([0.0] * 10, False),
+    ],
+)
+def test_only_a_large_feature_has_a_note(values, large):
+    text = notes(values[: len(values) // 2], values[len(values) // 2 :])
+    assert bool(text) == large
+    assert text.count("\n") == large
+    if large:
+        for number in (min(values), max(values)):
+            assert f"{number:g}" in text
+        assert f"mean {np.mean(values):.4g}, standard deviation {np.std(values):.4g} " in text
+
+
+def test_the_note_of_a_table_counts_training_rows_after_their_transforms(tmp_path, capsys):
+    rows = [f"{i % 2},a,{i if i < 400 else 10**4}" for i in range(800)]
+    (tmp_path / "t.csv").write_text("\n".join(["y,c,x", *rows]) + "\n")
+    chains = {"raw": [], "[bold]$x\x1b": [], "log": [{"log": 1}], "mm": ["minmax"]}
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "t.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+        "numerical": [
+            {"name": name, "expression": "x", "transforms": chain} for name, chain in chains.items()
+        ],
+        "split": {"train": 0.5},
+    }
+    files = build(tmp_path / "out", table, "plot=true")
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert [line.partition(" is not")[0] for line in printed] == [
+        "note: numerical feature 'raw'",
+        r"note: numerical feature '[bold]$x\x1b'",
+    ]
+    assert "0 to 399, mean 199.5, standard deviation 115.5 in the training rows" in printed[0]
+    options = ("mode=transform", f"fitted={tmp_path / 'out'}")
+    assert build(tmp_path / "again", table, *options) == files
+    assert "note:" not in capsys.readouterr().out
