@@ -5,8 +5,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from dataloading.dataset.durable_files import sync_stream
+
+READ_BYTES = 1 << 18
+
+
+def size_and_crc32(path: Path, start: int = 0, num_bytes: int | None = None) -> tuple[int, int]:
+    """Return size and CRC-32 of a file, or of the `num_bytes` bytes from `start` on, as far as the file has them."""
+    size = checksum = 0
+    buffer = memoryview(bytearray(READ_BYTES if num_bytes is None else min(num_bytes, READ_BYTES)))
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while num_bytes is None or size < num_bytes:
+            rest = len(buffer) if num_bytes is None else min(len(buffer), num_bytes - size)
+            count = stream.readinto(buffer[:rest])
+            if not count:
+                break
+            checksum = crc32(buffer[:count], checksum)
+            size += count
+    return size, checksum
 
 
 def bytes_of(values: np.ndarray) -> memoryview:
@@ -49,24 +68,33 @@ class StoredColumn:
 
 
 class ColumnAppender:
-    """Appends rows to the files of several columns."""
+    """Appends rows to the files of several columns, and keeps their sizes and checksums."""
 
-    def __init__(self, columns: list[StoredColumn], num_rows: int) -> None:
-        """Open the columns, truncated to `num_rows` rows."""
+    def __init__(self, columns: list[StoredColumn], parts: list[tuple[int, int]]) -> None:
+        """Open the columns, each truncated to the bytes of its part: bytes and CRC-32."""
         self._columns = columns
+        self._parts = parts
         self._streams = []
-        for column in columns:
+        for column, (num_bytes, _) in zip(columns, parts, strict=True):
             stream = column.path.open("r+b" if column.path.exists() else "wb", buffering=0)
-            stream.truncate(num_rows * column.row_bytes)
+            stream.truncate(num_bytes)
             stream.seek(0, os.SEEK_END)
             self._streams.append(stream)
 
+    @property
+    def records(self) -> dict[str, list[list[int]]]:
+        """Entry of each file in the record of a run."""
+        pairs = zip(self._columns, self._parts, strict=True)
+        return {column.path.name: [list(part)] for column, part in pairs}
+
     def append(self, values: list[np.ndarray]) -> None:
         """Append one array per column."""
-        for stream, array in zip(self._streams, values, strict=True):
+        for index, array in enumerate(values):
             data = bytes_of(array)
+            num_bytes, checksum = self._parts[index]
+            self._parts[index] = num_bytes + len(data), crc32(data, checksum)
             while data:
-                data = data[stream.write(data) :]
+                data = data[self._streams[index].write(data) :]
 
     def sync(self) -> None:
         """Sync all files to disk."""

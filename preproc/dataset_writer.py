@@ -16,7 +16,7 @@ from dataloading.dataset.dataset_directory import write_spec
 from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file, sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
-from preproc.column_store import bytes_of
+from preproc.column_store import bytes_of, size_and_crc32
 
 
 class GrowingFile:
@@ -55,11 +55,7 @@ class GrowingFile:
 
 def checksum(path: Path) -> dict[str, Any]:
     """Return the entry of `metadata.files` for a complete file."""
-    num_bytes = crc32 = 0
-    with path.open("rb") as stream:
-        while data := stream.read(1 << 22):
-            crc32 = zlib.crc32(data, crc32)
-            num_bytes += len(data)
+    num_bytes, crc32 = size_and_crc32(path)
     return {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
 
 

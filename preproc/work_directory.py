@@ -3,6 +3,9 @@
 The directory is `.OUT.preproc` beside the output, or below `temp_directory`. It holds the column store,
 DuckDB's file and `state.json`. The state is replaced by rename once the work that it records is on disk, so
 it is true at any moment. Data beyond the record is truncated or written again.
+
+The state has a checksum of itself and of every file that it records. A run that resumes compares all of them first, and
+restarts if one differs.
 """
 
 import errno
@@ -12,6 +15,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,13 +25,17 @@ import duckdb
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.dataset_directory import check_output
+from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import (
     clear_leftovers,
     hold,
     partial_sibling,
     replace_text,
+    sync_file,
 )
 from dataloading.dataset.feature_spec import SPEC_NAME
+from preproc.column_store import size_and_crc32
+from preproc.report.console import Progress, Stage
 
 STATE = "state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -43,26 +51,41 @@ class Work:
     Attributes:
         directory: path of the work directory.
         dataset: path of the partial dataset, on the file system of the output, to which it is renamed.
-        state: the record; its `files` lists the complete files of the dataset, in the form of `metadata.files`.
+        state: the record. Its `files` lists the complete files of the dataset, in the form of `metadata.files`, and
+            `checked` the files of the work directory, each as its parts in order: [bytes, CRC-32], or [bytes, null] for a
+            part that is being rewritten. A file of `growing` may be longer than its parts.
     """
 
     def __init__(self, directory: Path, dataset: Path, state: dict[str, Any]) -> None:
         self.directory = directory
         self.dataset = dataset
         self.state = state
-        state.setdefault("files", {})
+        for key, empty in (("files", {}), ("checked", {}), ("growing", [])):
+            state.setdefault(key, empty)
 
     def save(self) -> None:
         """Write the state by rename, synced."""
         # Syncing the directory also covers the names of all files that the state lists.
         path = self.directory / STATE
-        replace_text(path, json.dumps(self.state), self.directory / f"{STATE}.new")
+        text = json.dumps(self.state)
+        record = json.dumps({"crc32": zlib.crc32(text.encode()), "state": self.state})
+        replace_text(path, record, self.directory / f"{STATE}.new")
+
+    def synced_records(self, path: Path) -> dict[str, list[list[int]]]:
+        """Sync a file of the work directory, or a directory and all files in it; return their entries of `checked`."""
+        files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+        for written in {*files, path, *path.rglob("*"), path.parent}:
+            sync_file(written)
+        return {
+            file.relative_to(self.directory).as_posix(): [list(size_and_crc32(file))]
+            for file in files
+        }
 
     def restart(self) -> None:
         """Drop the record and the files of the dataset, but not the identity of the run."""
         for key in set(self.state) - {"identity", "dataset"}:
             del self.state[key]
-        self.state["files"] = {}
+        self.state |= {"files": {}, "checked": {}, "growing": []}
         clear(self.dataset)
 
     def forget(self) -> None:
@@ -87,12 +110,14 @@ def work_directory_of(config: PreprocConfig, output: Path) -> Path:
 
 
 @contextmanager
-def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]) -> Iterator[Work]:
+def work_directory(
+    config: PreprocConfig, output: Path, identity: dict[str, Any], progress: Progress
+) -> Iterator[Work]:
     """Open the work directory of `output`; it is removed when the run is complete.
 
     A run that fails leaves it if it has recorded something. The next run resumes from there if its output and
-    its `identity` are the same and the recorded files are intact. Otherwise it restarts. The identity is
-    every option that the bytes of the dataset depend on.
+    its `identity` are the same and the recorded files are intact. Otherwise it restarts; a damaged record is reported.
+    The identity is every option that the bytes of the dataset depend on.
 
     Raises:
         ValueError: another run holds the directory or writes to `output`, DuckDB runs out of memory
@@ -107,8 +132,12 @@ def work_directory(config: PreprocConfig, output: Path, identity: dict[str, Any]
         ):
             # Again: another process may have written it meanwhile.
             check_output(output, config.overwrite)
+            if directory.is_symlink():  # its content, which may be anybody's, would be removed
+                raise ValueError(
+                    f"{directory} is a symbolic link; remove it, or set temp_directory"
+                )
             directory.mkdir(exist_ok=True)
-            work = _opened(directory, output, identity)
+            work = _opened(directory, output, identity, progress)
             try:
                 # Partial datasets of runs with another work directory: the last run to start counts.
                 if alone and clear_leftovers(output, but=work.dataset):
@@ -155,7 +184,10 @@ def finish_killed_run(config: PreprocConfig, output: Path) -> bool:
         hold(output, f"is writing {output}"),
         hold(directory, f"is staging {output} in {directory}"),
     ):
-        complete = _state_in(directory).get("complete", {})
+        try:
+            complete = _read_state(directory / STATE).get("complete", {})
+        except (FileNotFoundError, ValueError):  # the output is complete, whatever this record was
+            complete = {}
         is_its_output = complete.get("spec") == _crc32_of_spec(output)
         if not (is_its_output and complete.get("options") == _options(config)):
             with suppress(OSError):  # not empty: the record of another command
@@ -188,24 +220,23 @@ def _options(config: PreprocConfig) -> dict[str, Any]:
     return options | {"directory": os.getcwd()}
 
 
-def _state_in(directory: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((directory / STATE).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
-    return state
-
-
-def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
+def _opened(directory: Path, output: Path, identity: dict[str, Any], progress: Progress) -> Work:
     """Return the record in `directory`, or a new one if it is of another run or its files are not intact."""
     identity = json.loads(json.dumps({**identity, "output": str(output)}))
-    state = _state_in(directory)
-    if state.get("identity") == identity:
-        work = Work(directory, output.with_name(state["dataset"]), state)
-        if all(_is_intact(work.dataset / name, record) for name, record in state["files"].items()):
-            work.dataset.mkdir(exist_ok=True)
+    try:
+        state = _read_state(directory / STATE)
+        if state.get("identity") == identity:
+            work = Work(directory, output.with_name(state["dataset"]), state)
+            if not work.dataset.is_dir():
+                raise ValueError(f"{work.dataset}, the files so far, is missing or no directory")
+            with progress.stage(f"compare {directory} with its record") as stage:
+                compare(work, stage)
             return work
-    (directory / STATE).unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        progress.warn(f"{error}; restarting from the beginning")
+    _delete(directory / STATE)
     clear(directory)
     # A unique name, so that files of a run with another work directory are never mistaken for its own.
     dataset = partial_sibling(output)
@@ -213,16 +244,68 @@ def _opened(directory: Path, output: Path, identity: dict[str, Any]) -> Work:
     return Work(directory, dataset, {"identity": identity, "dataset": dataset.name})
 
 
-def _is_intact(path: Path, record: dict[str, Any]) -> bool:
-    return path.is_file() and path.stat().st_size == record["bytes"]
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return the state in `path`; ValueError unless it is as it was written, FileNotFoundError if there is none."""
+    document = read_json(path)
+    if not isinstance(document, dict) or not isinstance(document.get("state"), dict):
+        raise ValueError(f"{path}: not a record of this version")
+    state = document["state"]
+    if document.get("crc32") != zlib.crc32(json.dumps(state).encode()):
+        raise ValueError(f"{path} has changed since it was written")
+    return state
+
+
+def compare(work: Work, stage: Stage) -> None:
+    """Compare all files of a record with it, several at a time; ValueError at the first that differs."""
+    tasks: list[tuple[Path, list[list[Any]], bool]] = [
+        (work.dataset / name, [[record["bytes"], int(record["crc32"], 16)]], False)
+        for name, record in work.state["files"].items()
+    ]
+    tasks += [
+        (work.directory / name, parts, name in work.state["growing"])
+        for name, parts in work.state["checked"].items()
+    ]
+    for name in work.state.get("relations", []):
+        for path in (path for path in (work.directory / name).rglob("*") if not path.is_dir()):
+            if path.relative_to(work.directory).as_posix() not in work.state["checked"]:
+                raise ValueError(f"{path} is not in the record")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            for done, _ in enumerate(pool.map(lambda task: _compare_file(*task), tasks), start=1):
+                stage.total = len(tasks)
+                stage.update(done)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _compare_file(path: Path, parts: list[list[Any]], may_be_longer: bool) -> None:
+    wanted_bytes = sum(num_bytes for num_bytes, _ in parts)
+    if not wanted_bytes and not path.exists():
+        return
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, or not a regular file")
+    got_bytes, start = path.stat().st_size, 0
+    if got_bytes < wanted_bytes or (got_bytes > wanted_bytes and not may_be_longer):
+        raise ValueError(f"{path} has {got_bytes:,} bytes, the record {wanted_bytes:,}")
+    for num_bytes, wanted in parts:
+        if wanted is not None and size_and_crc32(path, start, num_bytes)[1] != wanted:
+            raise ValueError(f"{path} has changed since it was recorded")
+        start += num_bytes
 
 
 def clear(directory: Path, but: str | None = None) -> None:
     """Remove everything in `directory`, except the file `but`."""
     for stale in directory.iterdir():
-        if stale.name == but:
-            continue
-        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        if stale.name != but:
+            _delete(stale)
+
+
+def _delete(path: Path) -> None:
+    """Remove what lies at `path`, if anything does; a link, not its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def memory_bytes(config: PreprocConfig) -> int:

@@ -32,7 +32,13 @@ from dataloading.dataset.feature_spec import (
     CategoricalFeature,
     FeatureSpec,
 )
-from dataloading.dataset.split_files import PARQUET, SplitFiles, find_file, unnamed_validation
+from dataloading.dataset.split_files import (
+    PARQUET,
+    SplitFiles,
+    expect,
+    find_file,
+    unnamed_validation,
+)
 
 
 class DatasetWriter:
@@ -271,6 +277,27 @@ def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, 
     return chunks
 
 
+def checksums_of(metadata: object, where: str) -> dict[str, dict[str, Any]]:
+    """Return `files` of a spec's metadata: bytes and CRC-32 per file; empty if it lists none.
+
+    Raises:
+        ValueError: it is of another shape; starts with `where`, the key of `metadata`.
+    """
+    listed = metadata.get("files") if isinstance(metadata, Mapping) else None
+    if not listed:
+        return {}
+    expect(isinstance(listed, Mapping), f"{where}.files", listed, "a mapping from file to checksum")
+    assert isinstance(listed, Mapping)
+    for name, entry in listed.items():
+        good = (
+            isinstance(entry, Mapping)
+            and type(entry.get("bytes")) is int
+            and isinstance(entry.get("crc32"), str)
+        )
+        expect(good, f"{where}.files.{shown(name)}", entry, "bytes (an integer) and crc32 (a text)")
+    return dict(listed)
+
+
 def verify_checksums(spec: FeatureSpec) -> int:
     """Compare the checksum of every file in the metadata of the spec; return the number of files.
 
@@ -278,8 +305,8 @@ def verify_checksums(spec: FeatureSpec) -> int:
         ValueError: a file has changed, or the spec lists no checksums.
     """
     assert spec.root is not None
-    listed = spec.metadata.get("files")
-    if not isinstance(listed, Mapping) or not listed:
+    listed = checksums_of(spec.metadata, f"{spec.root / SPEC_NAME}: metadata")
+    if not listed:
         raise ValueError(
             f"{spec.root}: its {SPEC_NAME} lists no checksums (metadata.files); nothing to compare with"
         )

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+from isal.isal_zlib import crc32
 
 from configs.preproc_schema import OnBad, PreprocConfig
-from dataloading.dataset.durable_files import sync_directory, sync_file, sync_stream
-from preproc.column_store import ColumnAppender, StoredColumn
+from dataloading.dataset.durable_files import sync_stream
+from preproc.column_store import ColumnAppender, StoredColumn, size_and_crc32
 from preproc.criteo.ordered_map import ordered_map
 from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed
 from preproc.line_blocks import blocks
@@ -124,6 +125,7 @@ def parse_files(
             state["whole_files"] += 1
             writer.checkpoint()
         state["done"] = True
+        work.state["growing"] = []
         work.save()
         what = str(files[0].path) if len(files) == 1 else f"{len(files)} files"
         bad = f", {state['bad']:,} bad lines left out" if state["bad"] else ""
@@ -192,13 +194,15 @@ class _Writer:
         self._work = work
         self._non_hex_directory = store.non_hex
         self._num_rows = sum(state["rows"])
-        self._columns = ColumnAppender(store.columns, self._num_rows)
+        self._bad_path = work.directory / "bad_rows.tsv"
+        columns = [self._kept(c.path, self._num_rows * c.row_bytes) for c in store.columns]
+        self._bad_crc32 = self._kept(self._bad_path, state["bad_bytes"])[1]
+        stale = self._forget_rest()
+        self._columns = ColumnAppender(store.columns, columns)
         store.non_hex.mkdir(exist_ok=True)
-        for path in store.non_hex.iterdir():
-            if int(path.stem) >= state[NON_HEX_FILES]:
-                path.unlink()
-        bad = work.directory / "bad_rows.tsv"
-        self._bad = bad.open("r+b" if bad.exists() else "wb")
+        for path in stale:
+            path.unlink()
+        self._bad = self._bad_path.open("r+b" if self._bad_path.exists() else "wb")
         self._bad.truncate(state["bad_bytes"])
         self._bad.seek(0, os.SEEK_END)
         self._non_hex: list[NonHexTexts] = []
@@ -211,6 +215,31 @@ class _Writer:
     def __exit__(self, *_: object) -> None:
         self._columns.close()
         self._bad.close()
+
+    def _kept(self, path: Path, num_bytes: int) -> tuple[int, int]:
+        """Return bytes and CRC-32 of what remains of a recorded file, and record them."""
+        checked = self._work.state["checked"]
+        before = checked.get(path.name)
+        if before and before[0][0] == num_bytes:
+            return num_bytes, before[0][1]
+        kept = size_and_crc32(path, 0, num_bytes) if num_bytes else (0, 0)
+        checked[path.name] = [list(kept)]
+        return kept
+
+    def _forget_rest(self) -> list[Path]:
+        """Record that the files are shorter, before they are; return the files of non-hex texts beyond the record."""
+        checked, directory = self._work.state["checked"], self._non_hex_directory
+        stale = [
+            path
+            for path in (directory.iterdir() if directory.is_dir() else ())
+            if not path.stem.isdigit() or int(path.stem) >= self.state[NON_HEX_FILES]
+        ]
+        for path in stale:
+            checked.pop(f"{directory.name}/{path.name}", None)
+        self._work.state["growing"] = [name for name in checked if "/" not in name]
+        if self._work.has_progress:
+            self._work.save()
+        return stale
 
     def append(self, parsed: Parsed) -> None:
         """Append one block; the next checkpoint records it."""
@@ -226,7 +255,9 @@ class _Writer:
 
     def quarantine(self, path: Path, line: int, reason: str, text: bytes) -> None:
         """Write a bad line to the quarantine: file, line number, reason and the line unchanged."""
-        self._bad.write(f"{path}\t{line}\t{reason}\t".encode() + text + b"\n")
+        row = f"{path}\t{line}\t{reason}\t".encode() + text + b"\n"
+        self._bad_crc32 = crc32(row, self._bad_crc32)
+        self._bad.write(row)
 
     def checkpoint_if_due(self) -> None:
         """Make a checkpoint if the last one is long ago."""
@@ -237,14 +268,17 @@ class _Writer:
     def checkpoint(self) -> None:
         """Sync everything to disk, then record it."""
         self._columns.sync()
+        checked = self._work.state["checked"]
         if self._non_hex:
-            _write_non_hex(
-                self._non_hex, self._non_hex_directory / f"{self.state[NON_HEX_FILES]}.parquet"
-            )
+            path = self._non_hex_directory / f"{self.state[NON_HEX_FILES]}.parquet"
+            _write_non_hex(self._non_hex, path)
+            checked |= self._work.synced_records(path)
             self.state[NON_HEX_FILES] += 1
             self._non_hex, self._non_hex_bytes = [], 0
         sync_stream(self._bad)
         self.state["bad_bytes"] = self._bad.tell()
+        checked |= self._columns.records
+        checked[self._bad_path.name] = [[self.state["bad_bytes"], self._bad_crc32]]
         self._work.save()
         self._saved = time.monotonic()
 
@@ -272,5 +306,3 @@ def _write_non_hex(non_hex: list[NonHexTexts], path: Path) -> None:
             'COPY (SELECT CAST("column" AS INTEGER) AS "column", "row", value FROM texts '
             f'ORDER BY "column", "row") TO \'{name}\' (FORMAT parquet)'
         )
-    sync_file(path)
-    sync_directory(path.parent)

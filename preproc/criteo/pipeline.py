@@ -19,7 +19,6 @@ import duckdb
 import numpy as np
 
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
-from dataloading.dataset.durable_files import sync_file
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
 from preproc.complete_dataset import WrittenColumns, complete_dataset
@@ -77,7 +76,9 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         raise ValueError(gap)
     if gap:
         progress.console.print(f"warning: {gap}", highlight=False, markup=False, soft_wrap=True)
-    with work_directory(config, output, _identity(config, len(files), len(test_files))) as work:
+    with work_directory(
+        config, output, _identity(config, len(files), len(test_files)), progress
+    ) as work:
         store = ColumnStore.below(work.directory, config.numerical_dtype.name)
         if not work.has_progress:
             _check_disks(config, output, store, estimated_rows(files + test_files))
@@ -262,7 +263,7 @@ def _shuffle(
             with origin.path.open("wb") as stream:
                 for start in range(0, num_rows, CHUNK_ROWS):
                     np.arange(start, min(start + CHUNK_ROWS, num_rows)).tofile(stream)
-            sync_file(origin.path)
+            work.state["checked"] |= work.synced_records(origin.path)
         columns.append(origin)
     with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
         spare = memory_bytes(config) - BASE_BYTES
@@ -319,6 +320,7 @@ def _encode_all(
                         column, files = done.result()
                         state[name] = asdict(column)
                         work.state["files"] |= files
+                        work.state["checked"].pop(store.codes[name].path.name, None)
                         work.save()
                         store.codes[name].path.unlink()
                         stage.detail = name

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.randomness import stream_key, uniform
-from preproc.column_store import StoredColumn, bytes_of
+from preproc.column_store import StoredColumn, bytes_of, size_and_crc32
 from preproc.report.console import Stage
 from preproc.work_directory import Work
 
@@ -55,52 +56,80 @@ def shuffle_rows(
     bucket is permuted back into the first file. Both steps can be repeated from their start.
     """
     state = work.state.setdefault("shuffle", {"dealt": [], "permuted": []})
-    buckets = num_buckets(num_rows)
-    sizes = np.zeros(buckets, np.int64)
-    for start in range(0, num_rows, CHUNK_ROWS):
-        dealt = buckets_of(seed, start, min(start + CHUNK_ROWS, num_rows), buckets)
-        sizes += np.bincount(dealt, minlength=buckets)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
+    shuffle = _Shuffle(num_rows, seed)
+    checked = work.state["checked"]
     stage.total = 2 * len(columns)
 
-    def deal(column: StoredColumn) -> None:
-        ends = starts[:-1].copy()
-        with _dealt(column).open("wb", buffering=0) as stream:
-            for start, values in column.chunks(range(num_rows), CHUNK_ROWS):
-                dealt = buckets_of(seed, start, start + len(values), buckets)
-                # Stable, so the order within a bucket does not depend on the chunk size.
-                values = values[np.argsort(dealt, kind="stable")]
-                at = 0
-                for bucket, count in enumerate(np.bincount(dealt, minlength=buckets)):
-                    part = np.ascontiguousarray(values[at : at + count])
-                    _write_at(stream.fileno(), part, int(ends[bucket]) * column.row_bytes)
-                    ends[bucket] += count
-                    at += count
-            sync_stream(stream)
-
-    def permute(column: StoredColumn) -> None:
-        source = StoredColumn(_dealt(column), column.dtype.str, column.width)
-        with column.path.open("r+b", buffering=0) as stream:
-            for bucket in range(buckets):
-                first, last = int(starts[bucket]), int(starts[bucket + 1])
-                # Not bound to a name, so that the bucket is freed before the next one is read.
-                _write_at(
-                    stream.fileno(),
-                    source.read(first, last)[order_within(seed, bucket, last - first)],
-                    first * column.row_bytes,
-                )
-            sync_stream(stream)
+    def permute(column: StoredColumn) -> dict[str, list]:
+        head = shuffle.permute(column)
+        return {column.path.name: [head, *checked[column.path.name][1:]]}
 
     with ThreadPoolExecutor(threads) as pool:
-        for name, step in (("dealt", deal), ("permuted", permute)):
+        for name, step in (("dealt", shuffle.deal), ("permuted", permute)):
             waiting = [column for column in columns if column.path.name not in state[name]]
             done = pool.map(step, waiting)
-            for column, _ in zip(waiting, done, strict=True):
+            for column, records in zip(waiting, done, strict=True):
+                checked |= records
                 state[name].append(column.path.name)
+                if step is permute:
+                    checked.pop(_dealt(column).name, None)
                 work.save()
                 if step is permute:
                     _dealt(column).unlink(missing_ok=True)
                 stage.update(len(state["dealt"]) + len(state["permuted"]))
+
+
+class _Shuffle:
+    """Both steps of a shuffle of the first `num_rows` rows, for one column at a time; threads may share it."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._num_rows = num_rows
+        self._seed = seed
+        self._buckets = num_buckets(num_rows)
+        self._sizes = np.zeros(self._buckets, np.int64)
+        for start in range(0, num_rows, CHUNK_ROWS):
+            dealt = self._buckets_of(start, min(start + CHUNK_ROWS, num_rows))
+            self._sizes += np.bincount(dealt, minlength=self._buckets)
+        self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
+
+    def _buckets_of(self, start: int, stop: int) -> np.ndarray:
+        return buckets_of(self._seed, start, stop, self._buckets)
+
+    def deal(self, column: StoredColumn) -> dict[str, list]:
+        """Partition a column into a second file; return the entries of both files in the record."""
+        ends, checksums = self._starts[:-1].copy(), [0] * self._buckets
+        with _dealt(column).open("wb", buffering=0) as stream:
+            for start, values in column.chunks(range(self._num_rows), CHUNK_ROWS):
+                dealt = self._buckets_of(start, start + len(values))
+                # Stable, so the order within a bucket does not depend on the chunk size.
+                values = values[np.argsort(dealt, kind="stable")]
+                at = 0
+                for bucket, count in enumerate(np.bincount(dealt, minlength=self._buckets)):
+                    part = np.ascontiguousarray(values[at : at + count])
+                    _write_at(stream.fileno(), part, int(ends[bucket]) * column.row_bytes)
+                    checksums[bucket] = crc32(bytes_of(part), checksums[bucket])
+                    ends[bucket] += count
+                    at += count
+            sync_stream(stream)
+        parts = zip((self._sizes * column.row_bytes).tolist(), checksums, strict=True)
+        # From here on the first rows of the column are read no more, until they are complete again.
+        head = self._num_rows * column.row_bytes
+        rest = [[head, None], list(size_and_crc32(column.path, head))]
+        return {_dealt(column).name: [list(part) for part in parts], column.path.name: rest}
+
+    def permute(self, column: StoredColumn) -> list[int]:
+        """Write the rows of a column back in random order; return their bytes and CRC-32."""
+        source = StoredColumn(_dealt(column), column.dtype.str, column.width)
+        checksum = 0
+        with column.path.open("r+b", buffering=0) as stream:
+            for bucket in range(self._buckets):
+                first, last = int(self._starts[bucket]), int(self._starts[bucket + 1])
+                values = source.read(first, last)[order_within(self._seed, bucket, last - first)]
+                _write_at(stream.fileno(), values, first * column.row_bytes)
+                checksum = crc32(bytes_of(values), checksum)
+                del values  # so that the bucket is freed before the next one is read
+            sync_stream(stream)
+        return [self._num_rows * column.row_bytes, checksum]
 
 
 def _dealt(column: StoredColumn) -> Path:

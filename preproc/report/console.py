@@ -118,6 +118,10 @@ class Progress:
         seconds = time.perf_counter() - began
         self.console.print(f"{seconds:8.2f} s  {stage.name}", highlight=False, markup=False)
 
+    def warn(self, text: str) -> None:
+        """Print a warning in one line."""
+        self._log(f"warning: {text}")
+
     def _log(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 

@@ -19,11 +19,9 @@ import numpy as np
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, Numerical, Source, TableConfig, transform_of
-from dataloading.dataset.durable_files import sync_file
-from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature
+from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.complete_dataset import WrittenColumns, complete_dataset
-from preproc.dataset_writer import checksum
-from preproc.fitted_state import copy_vocabulary, load_fitted
+from preproc.fitted_state import AGAIN, FittedState, load_fitted, vocabulary_name
 from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
@@ -94,8 +92,12 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     for _, paths in sources.values():
         refuse_copies(paths)
     every = [file for _, paths in sources.values() for file in paths]
-    identity = _identity(config, table, every)
-    with work_directory(config, output, identity) as work:
+    fitted = None
+    if config.mode is Mode.transform:
+        with progress.stage(f"compare the fit in {config.fitted} with its records"):
+            fitted = load_fitted(config, table, progress.warn)
+    identity = _identity(config, table, every, fitted)
+    with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
             # Numbered rows, sorted rows and encoded columns are each about as large as the plain text.
             packed = sum(
@@ -106,7 +108,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         engine = _engine(config, work.directory)
         try:
             run = _Run(config, table, engine, work, progress, sources)
-            rows = run.build()
+            rows = run.build(fitted)
         finally:
             engine.close()
     print_result(progress.console, progress, output, rows)
@@ -124,14 +126,14 @@ def _engine(config: PreprocConfig, directory: Path) -> Engine:
     return SparkEngine(config, directory)
 
 
-def _identity(config: PreprocConfig, table: TableConfig, files: list[RawFile]) -> dict[str, Any]:
+def _identity(
+    config: PreprocConfig, table: TableConfig, files: list[RawFile], fitted: FittedState | None
+) -> dict[str, Any]:
     keys = ("train_fraction", "frequency_limit", "vocabulary", "numerical_dtype", "shuffle")
     options = {key: getattr(config, key) for key in (*keys, "on_bad", "seed", "mode", "fitted")}
-    fitted = Path(config.fitted or "") / SPEC_NAME
     return {
         "options": {key: getattr(value, "name", value) for key, value in options.items()},
-        # The spec holds the checksums of the fitted state.
-        "fitted": checksum(fitted) if config.mode is Mode.transform and fitted.exists() else None,
+        "fitted": fitted.files if fitted else None,
         "table": asdict(table),
         "engine": config.engine.name,
         "files": [
@@ -172,10 +174,9 @@ class _Run:
         self.splits: dict[str, range] = {}
         self._recording = Lock()
 
-    def build(self) -> int:
-        """Write everything and return the number of rows."""
+    def build(self, fitted: FittedState | None) -> int:
+        """Write everything, with the fit of an earlier run if there is one; return the number of rows."""
         config, table, dataset = self.config, self.table, self.work.dataset
-        fitted = load_fitted(config, table) if config.mode is Mode.transform else None
         with self.progress.stage(f"stage with {config.engine.name}") as stage:
             num_bad = self._stage()
             self._order()
@@ -187,7 +188,7 @@ class _Run:
             self.splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
         )
         with self.progress.stage("fit and transform numericals"):
-            statistics = fitted["statistics"] if fitted else {}
+            statistics = fitted.statistics if fitted else {}
             columns = self._numericals(statistics, counted, fit=fitted is None)
         encoded = self._encode(counted, fitted)
         columns |= {name: column.summary for name, column in encoded.items()}
@@ -214,7 +215,7 @@ class _Run:
         complete_dataset(written, config, table, self.work, self.progress)
         return num_rows
 
-    def _encode(self, counted: range, fitted: dict[str, Any] | None) -> dict[str, _EncodedFeature]:
+    def _encode(self, counted: range, fitted: FittedState | None) -> dict[str, _EncodedFeature]:
         """Count, rank and encode all categorical features, several at a time if the engine supports that."""
         features = self.table.categorical
         encoded: dict[str, _EncodedFeature] = {}
@@ -274,9 +275,9 @@ class _Run:
         path = self.work.directory / name
         if name not in done:
             write(path)
-            for written in [*path.rglob("*"), path, path.parent]:
-                sync_file(written)
+            records = self.work.synced_records(path)
             with self._recording:
+                self.work.state["checked"] |= records
                 done.append(name)
                 self.work.save()
         self.engine.view(name, path)
@@ -319,6 +320,7 @@ class _Run:
             for file, line, reason, raw in rejected:
                 raw_line = raw.rstrip("\r\n").replace("\r", "\\r").replace("\n", "\\n")
                 stream.write(f"{file}\t{line}\t{printable(first_line(reason))}\t{raw_line}\n")
+        self.work.state["checked"] |= self.work.synced_records(self.work.directory / REJECTED)
 
     def _columns(self, *more: str) -> str:
         numbers = [f"n{i}" for i in range(len(self.table.numerical))]
@@ -493,7 +495,7 @@ class _Run:
         return list(mean_and_deviation(count, low, high, (int(first), int(second))))
 
     def _categorical(
-        self, number: int, feature: Categorical, counted: range, fitted: dict[str, Any] | None
+        self, number: int, feature: Categorical, counted: range, fitted: FittedState | None
     ) -> _EncodedFeature:
         """Write relations `vocabulary_<number>` and `encoded_<number>`."""
         relation, position = f"(SELECT row_, c{number} AS value FROM rows_)", ""
@@ -516,7 +518,7 @@ class _Run:
         limit = limit if feature.frequency_limit is None else feature.frequency_limit
         self._query(f"counts_{number}", count_values("value", counted_values))
         if fitted:
-            self._once(name, lambda path: copy_vocabulary(fitted["directory"], feature.name, path))
+            self._once(name, lambda path: self._copy_vocabulary(fitted, feature.name, path))
         else:
             kept = kept_values(f"counts_{number}", limit, feature.max_size)
             self._query(name, f"{kept} ORDER BY id")
@@ -535,6 +537,16 @@ class _Run:
         missing = self._missing(feature, seen, len(counted), number, counted)
         summary = ColumnSummary(missing, distinct, kept_rows, pairs, len(counted))
         return _EncodedFeature(relation, summary, kept_rows + 1, name)
+
+    def _copy_vocabulary(self, fitted: FittedState, name: str, path: Path) -> None:
+        """Write relation `vocabulary_<number>`; ValueError if a value has two ids."""
+        fitted.copy_vocabulary(name, path)
+        copied = f"copied_{path.name}"
+        self.engine.view(copied, path)
+        query = f"SELECT count(*) - count(DISTINCT value) FROM {copied}"
+        if self.engine.rows(query) != [(0,)]:
+            source = fitted.directory / vocabulary_name(name)
+            raise ValueError(f"{source}: a value has two ids; {AGAIN}")
 
     def _missing(
         self, feature: Categorical, seen: int, rows: int, number: int, counted: range

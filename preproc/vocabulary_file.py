@@ -1,0 +1,86 @@
+"""Check of a vocabulary that was written earlier: `vocabulary/FEATURE.parquet` with `value`, `id` and `count`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from configs.messages import shown
+
+if TYPE_CHECKING:  # 25 MB of memory that only transforms and verification need
+    import pyarrow as pa
+
+BATCH_ROWS = 1 << 17
+
+
+def check_vocabulary(path: Path, remedy: str) -> int:
+    """Read a vocabulary once, in constant memory, and return its rows.
+
+    Args:
+        path: of the file.
+        remedy: what to do about a mistake, for the message.
+
+    Raises:
+        ValueError: it is truncated, or its rows are not those of ids 1, 2, ... by descending count and, for equal counts,
+            ascending value.
+    """
+    import pyarrow as pa
+
+    from dataloading.dataset.parquet_files import open_file
+
+    num_rows = 0
+    last: pa.RecordBatch | None = None
+    with open_file(path) as file:
+        _check_columns(path, file.schema_arrow, remedy)
+        try:
+            for batch in file.iter_batches(BATCH_ROWS, columns=["value", "id", "count"]):
+                wrong = _mistake(batch, last, num_rows)
+                if wrong:
+                    raise ValueError(f"{path}: {wrong}; {remedy}")
+                num_rows += len(batch)
+                last = batch.slice(len(batch) - 1) if len(batch) else last
+        except (pa.ArrowException, OSError) as error:
+            reason = shown(str(error).partition("\n")[0])
+            raise ValueError(f"{path}: not a complete Parquet file ({reason}); {remedy}") from None
+    return num_rows
+
+
+def _check_columns(path: Path, schema: "pa.Schema", remedy: str) -> None:
+    import pyarrow as pa
+
+    kinds = {"value": pa.types.is_string, "id": pa.types.is_integer, "count": pa.types.is_integer}
+    for name, is_kind in kinds.items():
+        if schema.names.count(name) != 1 or not is_kind(schema.field(name).type):
+            raise ValueError(
+                f"{path}: columns {shown(dict(zip(schema.names, map(str, schema.types), strict=True)))}, want value, id "
+                f"and count; {remedy}"
+            )
+
+
+def _mistake(batch: "pa.RecordBatch", last: "pa.RecordBatch | None", first_row: int) -> str | None:
+    """Return the first mistake in a batch whose rows begin at `first_row`, after the row `last`."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for column in batch.columns:
+        if column.null_count:
+            return f"row {first_row + int(np.asarray(column.is_null()).argmax()):,} has no value"
+    if last is not None:
+        batch = pa.concat_batches([last, batch])
+        first_row -= 1
+    ids = np.asarray(batch.column("id")).astype(np.int64)
+    wanted = np.arange(first_row + 1, first_row + len(ids) + 1)
+    if (ids != wanted).any():
+        at = int((ids != wanted).argmax())
+        return f"id {ids[at]} in row {first_row + at:,}, want {wanted[at]}"
+    counts, values = np.asarray(batch.column("count")).astype(np.int64), batch.column("value")
+    rises = np.asarray(pc.greater(values[1:], values[:-1]))
+    follows = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & rises)
+    if not follows.all():
+        at = int((~follows).argmax())
+        return (
+            f"id {ids[at]} is {shown(values[at].as_py())} with count {counts[at]:,}, and id {ids[at + 1]} is "
+            f"{shown(values[at + 1].as_py())} with count {counts[at + 1]:,}; want ids by descending count and ascending "
+            "value, so ids were exchanged"
+        )
+    return None

@@ -1,0 +1,276 @@
+"""`mode=transform` uses nothing of a fitted dataset before it is compared with its records."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from configs.overrides import to_config
+from configs.table_schema import TableConfig
+from dataloading.dataset.feature_spec import FeatureSpec
+from preproc import vocabulary_file
+from preproc.dataset_writer import checksum
+from preproc.fitted_state import load_fitted
+from preproc.vocabulary_file import check_vocabulary
+from tests.helpers.preproc_command import Refused, compose_preproc, data_files, preproc
+from tests.preproc.table.test_pipeline import _hydra
+
+CITY = "vocabulary/city.parquet"
+ROWS = ["Rome"] * 5 + ["Oslo"] * 3 + ["Bern"] * 3 + ["", ""]
+
+
+def table(source: Path) -> dict:
+    return {
+        "sources": {"people": {"files": str(source)}},
+        "label": {"name": "bought"},
+        "numerical": [{"name": "age", "transforms": [{"fill": 0}, "minmax"]}],
+        "categorical": ["city", {"name": "tags", "separator": "|"}, {"name": "h", "buckets": 4}],
+        "split": {"train": 0.9},
+    }
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory) -> Path:
+    """Return rows, and beside them the dataset `fit` of them."""
+    source = tmp_path_factory.mktemp("people") / "people.csv"
+    lines = [f"{i % 2},{i},{city},a|b,{i}" for i, city in enumerate([*ROWS, "Rome", "Paris"])]
+    source.write_text("bought,age,city,tags,h\n" + "\n".join(lines) + "\n")
+    build(source, source.with_name("fit"))
+    return source
+
+
+def build(source: Path, output: Path, *options: str) -> None:
+    preproc("dataset=any", f"table={_hydra(table(source))}", f"output={output}", *options)
+
+
+@pytest.fixture
+def fit(people, tmp_path) -> Path:
+    """Return a copy of the fitted dataset, to be damaged."""
+    shutil.copytree(people.with_name("fit"), tmp_path / "fit")
+    return tmp_path / "fit"
+
+
+def loaded(people: Path, fit: Path) -> list[str]:
+    """Load the fitted state; return the warnings."""
+    options = ["dataset=any", f"table={_hydra(table(people))}", "output=x"]
+    config = to_config(compose_preproc(*options, "mode=transform", f"fitted={fit}"))
+    warnings: list[str] = []
+    load_fitted(config, TableConfig.of(config.table), warnings.append)
+    return warnings
+
+
+def change_spec(fit: Path, change) -> None:
+    path = fit / "feature_spec.yaml"
+    document = yaml.safe_load(path.read_text())
+    change(document)
+    path.write_text(yaml.safe_dump(document))
+
+
+def record_again(fit: Path, *names: str) -> None:
+    """Give the spec the checksums of the damaged files, as one who means it would."""
+    new = {name: checksum(fit / name) for name in names}
+    change_spec(fit, lambda document: document["metadata"]["files"].update(new))
+
+
+def forget_checksums(fit: Path) -> None:
+    change_spec(fit, lambda document: document["metadata"].pop("files"))
+
+
+def rewrite(path: Path, **columns) -> None:
+    """Replace columns of a vocabulary."""
+    values = pq.read_table(path).to_pydict()
+    assert values["value"] == ["Rome", "Bern", "Oslo"]
+    pq.write_table(pa.table({**values, **columns}), path)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def replaced(make):
+    def damage(fit: Path) -> None:
+        (fit / CITY).unlink()
+        make(fit / CITY)
+
+    return damage
+
+
+def linked_elsewhere(path: Path) -> None:
+    outside = path.parents[2] / "outside.parquet"
+    shutil.copy(path.with_name("tags.parquet"), outside)
+    path.symlink_to(outside)
+
+
+DAMAGED_BYTES = {
+    "exchanged": lambda fit: rewrite(fit / CITY, value=["Bern", "Rome", "Oslo"]),
+    "outside": lambda fit: rewrite(fit / CITY, id=[1, 2, 900]),
+    "truncated": lambda fit: os.truncate(fit / CITY, 300),
+    "empty": lambda fit: os.truncate(fit / CITY, 0),
+    "flipped": lambda fit: flip(fit / CITY, 30),
+    "another feature's": lambda fit: shutil.copy(fit / "vocabulary/tags.parquet", fit / CITY),
+    "missing": lambda fit: (fit / CITY).unlink(),
+    "a directory": replaced(Path.mkdir),
+    "a FIFO": replaced(os.mkfifo),
+    "a link to itself": replaced(lambda path: path.symlink_to(path)),
+    "a link to nowhere": replaced(lambda path: path.symlink_to("nowhere")),
+    "a link outside": replaced(linked_elsewhere),
+    "statistics": lambda fit: (fit / "preproc.json").write_text(
+        (fit / "preproc.json").read_text().replace("[]", "[1.0, 2.0]")
+    ),
+    "no json": lambda fit: os.truncate(fit / "preproc.json", 20),
+    "no spec": lambda fit: (fit / "feature_spec.yaml").write_text("["),
+    "a list for a spec": lambda fit: (fit / "feature_spec.yaml").write_text("[]"),
+    "files": lambda fit: change_spec(fit, lambda d: d["metadata"].update(files=["x"])),
+    "a checksum": lambda fit: change_spec(fit, lambda d: d["metadata"]["files"].update({CITY: 5})),
+    "rows": lambda fit: change_spec(fit, lambda d: d["feature_spec"]["city"].update(cardinality=9)),
+    "no entry": lambda fit: change_spec(fit, lambda d: d["feature_spec"].pop("city")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_BYTES)
+def test_a_damaged_fit_is_refused_by_its_checksums(people, fit, damage):
+    DAMAGED_BYTES[damage](fit)
+    with pytest.raises(ValueError, match=f"{fit}|city.parquet") as refused:
+        loaded(people, fit)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["exchanged", "outside", "truncated", "empty", "another feature's", "statistics", "no json"],
+)
+@pytest.mark.parametrize(
+    "forget", [forget_checksums, lambda fit: record_again(fit, CITY, "preproc.json")]
+)
+def test_a_damaged_fit_is_refused_without_or_with_right_checksums(people, fit, damage, forget):
+    DAMAGED_BYTES[damage](fit)
+    forget(fit)
+    with pytest.raises(ValueError, match=r"city\.parquet|preproc\.json"):
+        loaded(people, fit)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"id": [1, 2, 2]}, "id 2 in row 2, want 3"),
+        ({"id": [2, 1, 3]}, "id 2 in row 0, want 1"),
+        ({"id": [0, 1, 2]}, "id 0 in row 0, want 1"),
+        ({"id": [1, 2, None]}, "row 2 has no value"),
+        ({"value": ["Rome", None, "Oslo"]}, "row 1 has no value"),
+        ({"value": ["Rome", "Oslo", "Bern"]}, "so ids were exchanged"),
+        ({"count": [3, 5, 3]}, "so ids were exchanged"),
+        ({"count": [1.5, 1.0, 1.0]}, "want value, id and count"),
+        ({"value": [1, 2, 3]}, "want value, id and count"),
+        ({"value": ["\x1b[2J\n" * 90, "b", "a"], "count": [1, 1, 1]}, "so ids were exchanged"),
+    ],
+)
+@pytest.mark.parametrize("batch_rows", [1, 2, 100])
+def test_a_vocabulary_is_dense_and_in_order(fit, monkeypatch, columns, message, batch_rows):
+    monkeypatch.setattr(vocabulary_file, "BATCH_ROWS", batch_rows)
+    assert check_vocabulary(fit / CITY, "x") == 3
+    rewrite(fit / CITY, **columns)
+    with pytest.raises(ValueError, match=message) as refused:
+        check_vocabulary(fit / CITY, "fit again")
+    assert str(refused.value).startswith(f"{fit / CITY}: ")
+    assert str(refused.value).endswith("; fit again")
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        5,
+        {},
+        {"features": []},
+        {"features": {"numerical": 3, "categorical": []}},
+        {"features": {"numerical": [3], "categorical": []}},
+        {"statistics": []},
+        {"statistics": {}},
+        {"statistics": {"age": []}},
+        {"statistics": {"age": [[], [1.0]]}},
+        {"statistics": {"age": [[], [1.0, float("nan")]]}},
+        {"statistics": {"age": [[], [True, "x"]]}},
+        {"statistics": {"age": [[], {"0": 1, "1": 2}]}},
+        {"statistics": {"age": [[0.0, 1.0], [0.0, 1.0]]}},
+    ],
+)
+def test_statistics_of_another_shape_are_refused(people, fit, content):
+    path = fit / "preproc.json"
+    whole = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(whole | content if isinstance(content, dict) and content else content)
+    )
+    record_again(fit, "preproc.json")
+    with pytest.raises(ValueError, match=f"{path}: ") as refused:
+        loaded(people, fit)
+    assert str(refused.value).isprintable()
+
+
+def test_a_fit_of_an_earlier_version_is_used_with_a_warning(people, fit):
+    path = fit / "preproc.json"
+    saved = json.loads(path.read_text())
+    del saved["features"]["categorical"][0]["max_size"]  # as if the option were new
+    path.write_text(json.dumps(saved))
+    record_again(fit, "preproc.json")
+    assert loaded(people, fit) == []
+    forget_checksums(fit)
+    [warning] = loaded(people, fit)
+    assert warning.endswith(
+        "lists no checksum of preproc.json and 2 others, so only the content was checked"
+    )
+
+
+def test_a_fit_whose_rows_were_removed_is_still_used(people, fit):
+    for split in ("train", "test"):
+        shutil.rmtree(fit / split)
+    (fit / "report.json").unlink()
+    assert loaded(people, fit) == []
+
+
+def test_nothing_of_a_refused_fit_remains_and_the_repaired_one_is_used(people, fit, tmp_path):
+    command = (people, tmp_path / "out", "mode=transform", f"fitted={fit}")
+    build(people, tmp_path / "wanted", "mode=transform", f"fitted={people.with_name('fit')}")
+    # A value with two ids: dense and in order, with a right checksum.
+    rewrite(fit / CITY, value=["Rome", "Bern", "Rome"], count=[5, 4, 3])
+    record_again(fit, CITY)
+    with pytest.raises(Refused, match=r"city.parquet: a value has two ids") as refused:
+        build(*command)
+    assert refused.value.exit_code == 2
+    shutil.copy(people.with_name("fit") / CITY, fit / CITY)
+    with pytest.raises(Refused, match="has changed since it was written"):
+        build(*command)
+    record_again(fit, CITY)
+    build(*command)
+    assert data_files(tmp_path / "out") == data_files(tmp_path / "wanted")
+
+
+def test_a_fit_that_changes_while_it_is_copied_is_not_recorded(people, fit, tmp_path, monkeypatch):
+    copyfile = shutil.copyfile
+
+    def exchanging(source, target):
+        rewrite(fit / CITY, value=["Bern", "Rome", "Oslo"])
+        copyfile(source, target)
+
+    command = (people, tmp_path / "out", "mode=transform", f"fitted={fit}")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", exchanging)
+        with pytest.raises(Refused, match="has changed during this run"):
+            build(*command)
+    with pytest.raises(Refused, match="has changed since it was written"):
+        build(*command)
+    shutil.copy(people.with_name("fit") / CITY, fit / CITY)
+    build(*command)
+    ids = np.fromfile(
+        tmp_path / "out" / "test" / "city.bin", FeatureSpec.load(fit).categorical[0].dtype
+    )
+    assert ids.tolist() == [1, 0]
