@@ -167,7 +167,8 @@ def kept_records(
     """
     if not start.is_continuation:
         return None
-    last_record = start.facts["trainer"].get("last_record")
+    stored = start.facts["trainer"].get("last_record")
+    last_record = stored if type(stored) is int else None
     kept = records_until(run_dir / METRICS, start.num_steps, last_record)
     if last_record is not None and kept.last_step != last_record:
         ends = "has no record" if kept.last_step is None else f"ends at step {kept.last_step:,}"

@@ -56,9 +56,11 @@ from nn.observability.console import (
     print_plan,
     print_summary,
 )
+from nn.observability.numerical_ranges import range_note
 from nn.observability.profiler import Profiler, check_profile
 from nn.observability.records import KeptRecords
 from nn.observability.run_directory import (
+    PROBLEM,
     UNSAVED,
     RunDirectory,
     draw_missing_curves,
@@ -127,6 +129,8 @@ def run(config: Config, config_yaml: str) -> None:
         print_summary(console, summary, session.metrics, session.recorder.run_dir)
         if problem is not None:
             raise SharedError(problem)
+        if summary.get(PROBLEM) is not None:
+            raise DivergedError(f"the run is complete, but {summary[PROBLEM]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,7 @@ def _open_session(
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
         plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
         memory = _training_memory(config, source, rows, ranks)
-        facts = _environment(config, source, ranks)
+        facts = _environment(config, source, ranks, start.num_steps)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         print_header(console, facts, _header_facts(config, source, recorder.run_dir, start))
@@ -262,7 +266,7 @@ def _complete_results(config: Config, logger: Logger) -> None:
         draw_missing_curves(Path(config.run_dir), logger)
 
 
-def _environment(config: Config, source: Source, ranks: Ranks) -> dict[str, Any]:
+def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:
     facts: dict[str, Any] = environment(
         config.recipe,
         ranks.device,
@@ -270,6 +274,9 @@ def _environment(config: Config, source: Source, ranks: Ranks) -> dict[str, Any]
         num_hosts=ranks.world_size // ranks.local_world_size,
     )
     facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_rank0 else None
+    # The point that the curves mark as the restored model.
+    facts["restored"] = config.checkpoint.restore
+    facts["start_step"] = start_step
     return facts
 
 
@@ -280,6 +287,7 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
     loader = session.loaders.train
     assert loader is not None
     last_step = total_steps(config, loader.steps_per_epoch)
+    _report_ranges(session, loader)
     with ExitStack() as stack:
         saving = heartbeat = None
         if config.checkpoint.save:
@@ -304,8 +312,18 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
             rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else None
             trainer.resume_from(start.num_steps, start.facts["trainer"], rows)
         else:
-            trainer.start_at(start.num_steps)
+            trainer.start_at(start.num_steps, is_restored=start.path is not None)
         yield trainer, saving
+
+
+def _report_ranges(session: Session, loader: Loader) -> None:
+    """Print a warning if rank 0's first batch has numerical features that nobody scaled."""
+    names = session.source.spec.numerical
+    if session.ranks.is_rank0 and names:
+        batch = loader.batch(session.start.num_steps)
+        note = range_note(names, batch.numerical[: batch.num_valid].numpy())
+        if note is not None:
+            session.logger.warning(note)
 
 
 def _checkpoint_manager(session: Session, heartbeat: Heartbeat) -> CheckpointManager:
@@ -390,10 +408,13 @@ def _as_error(text: str) -> str:
 
 def _evaluate(session: Session) -> dict[str, Any]:
     num_steps = session.start.num_steps
-    record = {"step": num_steps, **session.evaluator().run()}
-    session.recorder.write_test(record)
+    evaluator = session.evaluator()
+    record: dict[str, Any] = {"step": num_steps, **evaluator.run()}
     with Progress(session.console, session.metrics, num_steps) as progress:
-        progress.show_test(record)
+        progress.show_test(record, problem=evaluator.problem)
+    if evaluator.problem is not None:
+        record[PROBLEM] = evaluator.problem
+    session.recorder.write_test(record)
     summary = empty_summary(session.metrics) | {"steps": num_steps} | record
     summary["teacher_auc"] = session.teacher_auc
     session.recorder.finish(summary)

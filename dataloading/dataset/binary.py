@@ -288,7 +288,8 @@ class BinarySource:
         """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
 
         Raises:
-            ValueError: an id outside its table or a label that is neither 0 nor 1, with its row and file.
+            ValueError: an id outside its table, a number that is not finite, or a label that is neither 0 nor 1, with its
+                row and file.
         """
         files, columns = self.spec.splits[split], self._columns[split]
         rows = Selection(runs)
@@ -309,6 +310,9 @@ class BinarySource:
         if columns.numerical is not None:
             for place, piece in rows.pieces(columns.numerical):
                 out.numerical[place] = piece
+            # After the copy, when the numbers are float32 and in the cache: a NaN would pass through every layer.
+            if not np.isfinite(out.numerical[: rows.num_rows]).all():
+                raise self._numerical_error(split, rows, out.numerical[: rows.num_rows])
         for index, feature in enumerate(self.spec.categorical):
             name = feature.name
             if feature.hotness is None:
@@ -330,6 +334,14 @@ class BinarySource:
         """Return whether any of `ids` lies outside [0, cardinality)."""
         unsigned = ids.view(f"<u{ids.itemsize}")
         return int(unsigned.max(initial=0)) >= cardinality
+
+    def _numerical_error(self, split: str, rows: Selection, values: np.ndarray) -> ValueError:
+        position, column = np.argwhere(~np.isfinite(values))[0]
+        return ValueError(
+            f"numerical feature '{self.spec.numerical[column]}': {values[position, column]} at row "
+            f"{rows.row_at(int(position))} of {self.spec.splits[split].numerical} is not finite; correct the file, or fill "
+            "missing values when preprocessing"
+        )
 
     def _id_error(
         self,

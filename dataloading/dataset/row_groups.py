@@ -125,16 +125,14 @@ class _Place:
         return f"row {self.first_row + index} of {self.path}"
 
     def numbers(self, table: pa.Table, name: str) -> np.ndarray:
-        """Return a column of numbers; ValueError if one is missing or too large."""
+        """Return a column of numbers; ValueError if one is missing, not finite or too large."""
         values = self._whole(table, name).to_numpy(zero_copy_only=False)
-        if values.dtype == np.float64:
-            with np.errstate(over="ignore"):
-                too_large = np.isinf(values.astype(np.float32)) & np.isfinite(values)
-            if too_large.any():
-                row = int(too_large.argmax())
-                raise ValueError(
-                    f"'{name}' is {values[row]} at {self.row(row)}; want a number that float32 can hold"
-                )
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(values.astype(np.float32, copy=False))
+        if not is_finite.all():
+            row = int(is_finite.argmin())
+            want = "number that float32 can hold" if np.isfinite(values[row]) else "finite number"
+            raise ValueError(f"'{name}' is {values[row]} at {self.row(row)}; want a {want}")
         return values
 
     def ids(

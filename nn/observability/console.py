@@ -4,6 +4,7 @@ All output is printed by one rich `Console` from `make_console`; only rank 0 pri
 one plain line per record in a file or a pipe.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,14 @@ from configs.console import LiteralConsole
 from configs.messages import printable
 from configs.schema import Config
 from nn.models.tasks import AUC, Metric
+from nn.observability.run_directory import RESTORED_AUC, UNTRAINED_AUC
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 
 MIB = 1 << 20
 GIB = 1 << 30
+CLEAR_FALL = 0.002
+"""A fall of the test AUC by less since the best evaluation gets no note."""
 
 
 def make_console(rank: int) -> Console:
@@ -209,15 +213,16 @@ def print_summary(
     Args:
         console: from `make_console`.
         summary: the argument of `RunDirectory.finish`. Entries that are None were not measured and are left out.
-            `untrained_test_auc` and `teacher_auc` are printed beside the test AUC.
+            `untrained_test_auc`, `restored_test_auc` and `teacher_auc` are printed beside the test AUC.
         metrics: of all tasks.
         run_dir: directory whose files are listed.
     """
     if console.quiet:
         return
+    titles = {UNTRAINED_AUC: "untrained", RESTORED_AUC: "restored", "teacher_auc": "ceiling"}
     bounds = [
         f"{title} {summary[name]:.4f}"
-        for name, title in (("untrained_test_auc", "untrained"), ("teacher_auc", "ceiling"))
+        for name, title in titles.items()
         if summary.get(name) is not None
     ]
     lines: dict[str, str | Text] = {}
@@ -226,15 +231,50 @@ def print_summary(
             continue
         bounds_text = f"  ({', '.join(bounds)})" if bounds and metric == AUC else ""
         lines[metric.title] = _number(summary[metric.test_key]) + bounds_text
+    lines |= _best_lines(summary, run_dir)
     if summary["samples_per_s"] is not None:
         step_ms = _number(summary["step_ms"], ".1f")
         lines["speed"] = f"{_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
     if summary["peak_hbm_bytes"] is not None:
         lines["GPU memory"] = f"{summary['peak_hbm_bytes'] / GIB:,.1f} GiB at its peak"
+    if summary.get("checkpoint") not in (None, summary.get("best_checkpoint")):
+        lines["checkpoint"] = Text(printable(f"{run_dir}/{summary['checkpoint']}"))
     names = sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir())
     lines["written to"] = Text(f"{printable(str(run_dir))}/\n{printable('  '.join(names))}")
     console.print(Text("\nresult", style="bold"))
     _print_columns(console, _grid(lines))
+
+
+def _best_lines(summary: Mapping[str, Any], run_dir: Path) -> dict[str, str | Text]:
+    """Return the best evaluation of a training with its step and checkpoint, and a note if the last one is clearly worse."""
+    if "best_step" not in summary:
+        return {}
+    best, step, last = summary["best_test_auc"], summary["best_step"], summary[AUC.test_key]
+    if step is None or not _is_number(best):
+        return {
+            "best AUC": "none: no evaluation had an AUC, so that no checkpoint is marked as the best"
+        }
+    if summary["best_checkpoint"] is not None:
+        where = f"{run_dir}/{summary['best_checkpoint']}"
+    elif step == summary["first_step"]:
+        restored = summary.get(RESTORED_AUC) is not None
+        where = "the model of checkpoint.restore" if restored else "the untrained model"
+    elif summary.get("checkpoint") is None and summary.get("checkpoint_problem") is None:
+        where = "not saved; set checkpoint.save=true to keep the best model"
+    else:
+        where = "not saved: its checkpoint could not be written"
+    of_last = ", the last" if step == summary["steps"] else ""
+    lines: dict[str, str | Text] = {
+        "best AUC": Text(printable(f"{best:.4f} at step {step:,}{of_last}: {where}"))
+    }
+    # A fall within the sampling error of the AUC, which is below 1 / sqrt(rows), says nothing.
+    noise = max(CLEAR_FALL, 1 / math.sqrt(max(summary["test_rows"] or 0, 1)))
+    if _is_number(last) and best - last > noise:
+        lines["note"] = (
+            f"the test AUC has fallen by {best - last:.4f} since step {step:,}: the model over-fits, or the learning rate is "
+            "too high. Use the best checkpoint, train fewer steps (train.epochs, train.max_steps), or lower optimizer.lr"
+        )
+    return lines
 
 
 def _print_columns(console: Console, columns: Table) -> None:
@@ -269,6 +309,7 @@ class Progress:
         self.console = console
         self.metrics = metrics
         self.total_steps = total_steps
+        self._has_shown_problem = False
         self._bar: Bar | None = None
         if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
             # Rendering holds the GIL and delays the training loop, so refresh only 4 times per second.
@@ -301,9 +342,20 @@ class Progress:
         else:
             self._print(format_train(record, self.metrics, self.total_steps))
 
-    def show_test(self, record: Mapping[str, Any]) -> None:
-        """Print an evaluation record, above the bar if there is one."""
-        self._print(format_test(record, self.metrics))
+    def show_test(
+        self, record: Mapping[str, Any], *, model: str = "", problem: str | None = None
+    ) -> None:
+        """Print an evaluation record, above the bar if there is one.
+
+        Args:
+            record: the evaluation.
+            model: the model before the first step, if it is that.
+            problem: why the metrics are undefined, if they are; printed in a line of its own the first time.
+        """
+        self._print(format_test(record, self.metrics, model, problem))
+        if problem is not None and not self._has_shown_problem:
+            self._print(f"warning: {problem}")
+            self._has_shown_problem = True
 
     def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
@@ -317,16 +369,23 @@ def format_train(record: Mapping[str, Any], metrics: Sequence[Metric], total_ste
     )
 
 
-def format_test(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
+def format_test(
+    record: Mapping[str, Any],
+    metrics: Sequence[Metric],
+    model: str = "",
+    problem: str | None = None,
+) -> str:
     """Format an evaluation record as one line, with the reason if a metric is undefined."""
-    # With no metric defined, all logits are to blame, not the labels.
-    is_measured = any(_is_number(record[metric.test_key]) for metric in metrics)
+    # Where predictions are not finite, they are to blame, not the labels.
+    is_measured = problem is None and any(_is_number(record[metric.test_key]) for metric in metrics)
+    missing = "n/a" if problem is None else "undefined (predictions are not finite)"
     values = "  ".join(
-        f"{metric.title} {_number(record[metric.test_key], missing=metric.undefined if is_measured else 'n/a')}"
+        f"{metric.title} {_number(record[metric.test_key], missing=metric.undefined if is_measured else missing)}"
         for metric in metrics
     )
+    which = f" ({model})" if model else ""
     return (
-        f"eval step {record['step']:,}: {values}  "
+        f"eval step {record['step']:,}{which}: {values}  "
         f"({record['test_rows']:,} rows, {record['eval_s']:.1f} s)"
     )
 

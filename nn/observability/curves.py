@@ -83,9 +83,8 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
         _draw_train(axes, auc, TRAIN, "train, the latest rows")
         _draw_test(axes, test_auc)
         _mark_best(axes, test_auc)
-        for value in ceiling:
-            label = f"ceiling, the teacher's own AUC: {value:.4f}"
-            axes.axhline(value, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label=label)
+        _mark_restored(axes, header, test_auc)
+        _draw_ceiling(axes, ceiling)
         _finish(axes, auc, test_auc, (ceiling, ceiling))
 
         axes = panels[1, 0]
@@ -190,6 +189,12 @@ def _draw_test(axes: Any, line: Series) -> None:
         axes.plot(*line, color=TEST, linewidth=1.5, marker="o", markersize=4, label="test")
 
 
+def _draw_ceiling(axes: Any, ceiling: np.ndarray) -> None:
+    for value in ceiling:
+        label = f"ceiling, the teacher's own AUC: {value:.4f}"
+        axes.axhline(value, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label=label)
+
+
 def _mark_best(axes: Any, line: Series) -> None:
     steps, values = line
     if not len(values):
@@ -205,6 +210,15 @@ def _mark_best(axes: Any, line: Series) -> None:
         label=f"best test AUC: {values[best]:.4f} at step {steps[best]:,.0f}",
         zorder=4,
     )
+
+
+def _mark_restored(axes: Any, header: dict[str, Any], line: Series) -> None:
+    """Mark the evaluation before the first step of a run that started from a checkpoint."""
+    steps, values = line
+    if header.get("restored") is None or not len(steps) or steps[0] != header.get("start_step"):
+        return
+    label = f"restored model: {values[0]:.4f}"
+    axes.plot(steps[0], values[0], color=INK, linestyle="none", marker="D", label=label, zorder=5)
 
 
 def _finish(axes: Any, *lines: Series, from_zero: bool = False) -> None:

@@ -45,6 +45,14 @@ CURVES = "curves.png"
 UNSAVED = "checkpoint_problem"
 """Key of a summary that says why the last checkpoint could not be written; the run is then unfinished."""
 
+PROBLEM = "test_problem"
+"""Key of an evaluation, and of the summary after it, that says why its metrics are undefined."""
+
+UNTRAINED_AUC = "untrained_test_auc"
+RESTORED_AUC = "restored_test_auc"
+FIRST_AUC = (UNTRAINED_AUC, RESTORED_AUC)
+"""Keys of the AUC before the first step: of a new model, or of one that `checkpoint.restore` names."""
+
 SUMMARY_KEYS = ("steps", "samples_per_s", "step_ms", "peak_hbm_bytes")
 """Keys of every summary, beside those of the metrics."""
 

@@ -1,7 +1,11 @@
 """Evaluation of the model on a split: exact AUC and log loss over all ranks."""
 
+import math
 import time
 
+import numpy as np
+
+from dataloading.dataset.gather import Selection
 from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
@@ -20,6 +24,10 @@ class Evaluator:
         ranks: this process.
         max_steps: batches to score; None scores all.
         heartbeat: updated after every batch.
+
+    Attributes:
+        problem: why the metrics of the latest evaluation are undefined although all inputs are finite, or None; the same on
+            all ranks.
     """
 
     def __init__(
@@ -35,6 +43,7 @@ class Evaluator:
         self._ranks = ranks
         self._heartbeat = heartbeat or Heartbeat()
         available = loader.steps_per_epoch
+        self.problem: str | None = None
         self._num_batches = available if max_steps is None else min(max_steps, available)
 
     def run(self) -> dict[str, float | int]:
@@ -54,8 +63,45 @@ class Evaluator:
             self._heartbeat.beat()
         self._step.set_training(True)
         measured = metrics.compute()
+        self.problem = None
+        if measured["rows"] and not math.isfinite(measured["log_loss"]):
+            self.problem = self._what_is_not_finite(metrics, int(measured["rows"]))
         return {
             **{metric.test_key: measured[metric.name] for metric in metrics_of(self._step.tasks)},
             "test_rows": measured["rows"],
             "eval_s": time.perf_counter() - started,
         }
+
+    def _what_is_not_finite(self, metrics: RankingMetrics, num_rows: int) -> str:
+        """Name the first row whose prediction is not finite; all ranks must call it."""
+        found = metrics.first_not_finite()
+        here = None
+        if found is not None:
+            batch, place, count = found
+            row = Selection(self._loader.rows(batch).runs).row_at(place)
+            here = (row, count, self._largest_number(row))
+        problem = None
+        if (ranks := self._ranks.gather_objects(here)) is not None:
+            bad = [rank for rank in ranks if rank is not None]
+            row, _, largest = min(bad)
+            count = sum(number for _, number, _ in bad)
+            problem = (
+                f"the predictions of {count:,} of {num_rows:,} rows of split '{self._loader.split}' are not finite, the first "
+                f"of row {row:,}{largest}; AUC and log loss are undefined. "
+            ) + (
+                "The weights have grown too large: lower optimizer.lr or lengthen scheduler.warmup_steps"
+                if count == num_rows
+                else "Clip or scale such values when preprocessing, or lower optimizer.lr"
+            )
+        return self._ranks.broadcast_object(problem)
+
+    def _largest_number(self, row: int) -> str:
+        """Return the largest numerical value of a row, for a message."""
+        source = self._loader.source
+        if not source.spec.numerical:
+            return ""
+        values = source.read(self._loader.split, np.array([[row, row + 1]])).numerical[0]
+        column = int(np.abs(values).argmax())
+        return (
+            f" (its largest numerical value is {source.spec.numerical[column]}={values[column]:g})"
+        )

@@ -149,6 +149,14 @@ class RankingMetrics:
             "label_mean": sum(num_positives) / rows if rows else math.nan,
         }
 
+    def first_not_finite(self) -> tuple[int, int, int] | None:
+        """Return the first of this rank's logits that is not finite: its `update` call, its place there, and their number."""
+        counts = [int((~logits.isfinite()).sum()) for logits in self._logits]
+        for call, count in enumerate(counts):
+            if count:
+                return call, int(self._logits[call].isfinite().int().argmin()), sum(counts)
+        return None
+
     def _kept(self) -> tuple[Tensor, Tensor]:
         """Return this rank's rows: logits, and whether the label is 1."""
         no_logits = torch.empty(0, device=self.device)

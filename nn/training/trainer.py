@@ -20,7 +20,13 @@ from nn.models.tasks import AUC, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
-from nn.observability.run_directory import RunDirectory
+from nn.observability.run_directory import (
+    FIRST_AUC,
+    PROBLEM,
+    RESTORED_AUC,
+    UNTRAINED_AUC,
+    RunDirectory,
+)
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
@@ -103,17 +109,19 @@ class Trainer:
         if saving is not None:
             minutes = config.checkpoint.save_every_minutes
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
-        self.num_steps = 0
+        self.num_steps = self._first_step = 0
         self._is_continuation = False
         self._test: dict[str, Any] = {}
-        self._untrained_auc: float | None = None
+        self._first_auc: dict[str, float | None] = dict.fromkeys(FIRST_AUC)
+        self._is_restored = False
         self._best_step: int | None = None
         self._last_record: int | None = None
         self.best_auc = math.nan
 
-    def start_at(self, num_steps: int) -> None:
-        """Start a new run from a model after `num_steps` updates."""
-        self.num_steps = num_steps
+    def start_at(self, num_steps: int, *, is_restored: bool) -> None:
+        """Start a new run from a model after `num_steps` updates; a restored model may start at step 0 too."""
+        self.num_steps = self._first_step = num_steps
+        self._is_restored = is_restored
 
     def resume_from(
         self, num_steps: int, state: Mapping[str, Any], rows: tuple[Tensor, Tensor] | None
@@ -125,9 +133,15 @@ class Trainer:
             state: from the checkpoint.
             rows: logits and labels of all ranks since the last record, on one rank.
         """
-        self.start_at(num_steps)
+        # Earlier versions called the AUC of a restored model untrained too.
+        is_restored = self._config.checkpoint.restore is not None
+        self.start_at(num_steps, is_restored=is_restored)
+        self._first_step = state.get("first_step", 0)
         self._is_continuation = True
-        self._test, self._untrained_auc = state["test"], state["untrained_test_auc"]
+        first = {name: state.get(name) for name in FIRST_AUC}
+        if is_restored and RESTORED_AUC not in state:
+            first = {UNTRAINED_AUC: None, RESTORED_AUC: first[UNTRAINED_AUC]}
+        self._test, self._first_auc = state["test"], first
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
         self._best_step = state["best_step"]
         # Checkpoints of earlier versions lack it.
@@ -146,10 +160,11 @@ class Trainer:
             "loss_sum": self._loss_sum,
             "loss_steps": self._loss_steps,
             "test": plain_numbers(self._test),
-            "untrained_test_auc": self._untrained_auc,
+            **self._first_auc,
             "best_auc": None if math.isnan(self.best_auc) else self.best_auc,
             "best_step": self._best_step,
             "last_record": self._last_record,
+            "first_step": self._first_step,
         }
         tensors = {}
         if rows is not None and len(rows[0]):
@@ -168,7 +183,8 @@ class Trainer:
         )
         if self._config.eval.at_start and not self._is_continuation:
             first = self.evaluate()
-            self._untrained_auc = None if start_step else first[AUC.test_key]
+            name = RESTORED_AUC if self._is_restored else UNTRAINED_AUC
+            self._first_auc[name] = plain_numbers(first)[AUC.test_key]
         was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
         is_done = start_step >= last_step or was_good
         batches = self._train_loader.batches(start_step, last_step - start_step)
@@ -211,7 +227,9 @@ class Trainer:
             "test_rows": test.get("test_rows"),
             "best_test_auc": self.best_auc,
             "best_step": self._best_step,
-            "untrained_test_auc": self._untrained_auc,
+            "first_step": self._first_step,
+            **self._first_auc,
+            **({} if self._evaluator.problem is None else {PROBLEM: self._evaluator.problem}),
             **speed.run(),
             "peak_hbm_bytes": self._peak_hbm_bytes(),
         }
@@ -223,10 +241,17 @@ class Trainer:
         if not (math.isnan(auc) or self.best_auc >= auc):
             self.best_auc, self._best_step = auc, self.num_steps
         self._test = record
-        self._recorder.write_test(record)
+        problem = self._evaluator.problem
+        self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
         self._last_record = self.num_steps
-        self._progress.show_test(record)
+        self._progress.show_test(record, model=self._first_model(), problem=problem)
         return record
+
+    def _first_model(self) -> str:
+        """Return what the model is before the first step of a run; empty after it."""
+        if self._is_continuation or self.num_steps > self._first_step:
+            return ""
+        return "restored model" if self._is_restored else "untrained model"
 
     def _save_or_stop(self, preemption: PreemptionSync) -> None:
         """Save if a checkpoint is due, and stop after a signal; all ranks decide the same."""

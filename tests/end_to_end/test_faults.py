@@ -378,8 +378,11 @@ def test_a_nan_in_the_data_ends_the_run_and_is_in_no_checkpoint(tmp_path):
     before = numbers.read_bytes()
     plant(numbers, 2 * 170, float("nan"), "float32")  # step 5 reads row 170
     ended = run_command(*run, f"run_dir={tmp_path / 'run'}")
-    assert ended.exit_code == 3
-    assert ended.err.startswith("error: the loss is nan at step 5 ")
+    assert ended.exit_code == 2
+    assert ended.err == (
+        f"error: numerical feature 'n': nan at row 170 of {numbers} is not finite; correct the file, or fill missing values "
+        "when preprocessing\n"
+    )
     path, *_ = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert (path.name, is_intact(path)) == ("step_4", True)
     numbers.write_bytes(before)

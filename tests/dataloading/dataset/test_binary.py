@@ -291,6 +291,31 @@ def test_offsets_that_decrease_or_leave_the_file_are_named(tmp_path, value, row)
         source.read("train", runs_of([[row, row + 1]]))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("pairs", [[[0, 7]], [[2, 4], [6, 7], [4, 5], [5, 6]]])
+def test_a_numerical_value_that_is_not_finite_is_named(tmp_path, value, pairs):
+    root = tmp_path / "d"
+    with write_dataset(
+        root, categorical=[CategoricalFeature.of("x", 10)], numerical=["n", "m"]
+    ) as dataset:
+        for split in ("train", "test"):
+            numbers, ids = np.zeros((8, 2)), {"x": np.zeros(8, int)}
+            dataset[split].append(labels=[0] * 8, ids=ids, numerical=numbers)
+    path = root / "train/numerical.bin"
+    source = BinarySource(FeatureSpec.load(root))
+    dtype = source.spec.numerical_dtype
+    values = np.fromfile(path, dtype)
+    values[2 * 5 + 1] = value
+    values.tofile(path)
+    with pytest.raises(ValueError, match="is not finite") as caught:
+        source.read("train", runs_of(pairs))
+    assert str(caught.value) == (
+        f"numerical feature 'm': {value} at row 5 of {path} is not finite; correct the file, or fill missing values when "
+        "preprocessing"
+    )
+    source.read("train", runs_of([[0, 5], [6, 8]]), padded_to=9)
+
+
 @pytest.mark.parametrize(("entry", "value"), [(0, 1), (-1, 10_000)])
 def test_offsets_that_do_not_span_the_ids_are_named_at_open(tmp_path, entry, value):
     write_mixed(tmp_path / "d")

@@ -244,6 +244,64 @@ def test_the_summary_sets_the_auc_beside_its_bounds_and_lists_the_files(tmp_path
     assert lines[-1].split() == ["checkpoints/", "curves.png"]
 
 
+TRAINED = SUMMARY | {
+    "best_test_auc": 0.79183,
+    "best_step": 256,
+    "best_checkpoint": "checkpoints/step_256",
+    "checkpoint": "checkpoints/step_512",
+    "checkpoint_problem": None,
+    "first_step": 0,
+    "test_rows": 13_714,
+}
+NOT_SAVED = {"best_checkpoint": None, "checkpoint": None}
+NONE_BEST = {"best_step": None, "best_test_auc": math.nan}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "0.7918 at step 256: {run_dir}/checkpoints/step_256"),
+        (
+            {"best_step": 512, "best_checkpoint": "checkpoints/step_512"},
+            "0.7918 at step 512, the last: {run_dir}/checkpoints/step_512",
+        ),
+        (NOT_SAVED, "0.7918 at step 256: not saved; set checkpoint.save=true to keep the best"),
+        (
+            NOT_SAVED | {"checkpoint_problem": "no room"},
+            "0.7918 at step 256: not saved: its checkpoint could not be written",
+        ),
+        (NOT_SAVED | {"best_step": 0}, "0.7918 at step 0: the untrained model"),
+        (
+            NOT_SAVED | {"best_step": 0, "restored_test_auc": 0.79183},
+            "0.7918 at step 0: the model of checkpoint.restore",
+        ),
+        (NONE_BEST, "none: no evaluation had an AUC, so that no checkpoint is marked as the best"),
+    ],
+)
+def test_the_summary_names_the_best_evaluation_and_its_checkpoint(tmp_path, changes, line):
+    console = console_of(300)
+    print_summary(console, TRAINED | changes, METRICS, tmp_path)
+    (best,) = [text for text in printed(console).splitlines() if text.startswith("best AUC")]
+    assert best.removeprefix("best AUC").strip().startswith(line.format(run_dir=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("best", "rows", "wanted"),
+    [
+        (0.79183, 13_714, True),
+        (0.77223, 10**8, False),
+        (0.7793, 13_714, False),
+        (0.7793, 10**8, True),
+    ],
+)
+def test_only_a_clear_fall_of_the_auc_gets_a_note(tmp_path, best, rows, wanted):
+    console = console_of(300)
+    print_summary(console, TRAINED | {"best_test_auc": best, "test_rows": rows}, METRICS, tmp_path)
+    fallen = f"note        the test AUC has fallen by {best - 0.77123:.4f} since step 256: the model over-fits"
+    assert (fallen in printed(console)) is wanted
+    assert f"checkpoint  {tmp_path}/checkpoints/step_512" in printed(console)
+
+
 def test_the_summary_leaves_out_what_was_not_measured(tmp_path):
     console = console_of(200)
     nothing = dict.fromkeys(SUMMARY) | {"steps": 0, "teacher_auc": 0.83}

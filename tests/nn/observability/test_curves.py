@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from nn.observability.curves import (
     MAX_POINTS,
@@ -63,6 +64,20 @@ def test_a_metrics_file_without_a_line_is_drawn(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert size_of(tmp_path / "curves.png") == (1560, 1020)
+
+
+def test_a_restored_model_is_marked(tmp_path, monkeypatch):
+    labels = []
+    plot = Axes.plot
+    monkeypatch.setattr(
+        Axes,
+        "plot",
+        lambda *given, **options: labels.append(options.get("label")) or plot(*given, **options),
+    )
+    for header in ({"restored": "step_8", "start_step": 0}, {"restored": None, "start_step": 0}):
+        metrics = write(tmp_path / "metrics.jsonl", records_of(3, 2), HEADER | header)
+        draw_curves(metrics, tmp_path / "curves.png")
+    assert labels.count("restored model: 0.7000") == 1
 
 
 def test_a_series_holds_the_records_with_a_number():

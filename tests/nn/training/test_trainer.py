@@ -1,11 +1,14 @@
 """The training loop: steps of evaluation, end of a run, and records."""
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
 
 from nn.training.limits import eval_steps, total_steps
+from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config
 from tests.helpers.distributed import run_distributed
@@ -20,6 +23,8 @@ SUMMARY_FIELDS = {
     "test_rows",
     "best_test_auc",
     "best_step",
+    "first_step",
+    "restored_test_auc",
     "best_checkpoint",
     "checkpoint",
     "checkpoint_problem",
@@ -123,6 +128,57 @@ def test_max_steps_ends_a_run_with_an_evaluation(tmp_path):
     assert [each["step"] for each in run.test] == [3]
     assert run.summary["test_rows"] == 128
     assert run.summary["untrained_test_auc"] is None
+
+
+def test_predictions_that_are_not_finite_are_named_and_end_the_run_with_3(tmp_path, monkeypatch):
+    predict = TrainStep.predict
+
+    def predict_nan(self, batch, ids):
+        logits = predict(self, batch, ids).clone()
+        logits[100:102] = math.nan
+        return logits
+
+    monkeypatch.setattr(TrainStep, "predict", predict_nan)
+    quiet = ["log.tensorboard=false", "eval.per_epoch=2", "train.max_steps=4", "eval.at_start=true"]
+    ended = run_command(*TINY, *quiet, f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 3
+    problem = (
+        r"the predictions of 4 of 256 rows of split 'test' are not finite, the first of row 100 \(its largest "
+        r"numerical value is num_\d=-?\d\.\d+\); AUC and log loss are undefined\. Clip or scale such values .*"
+    )
+    assert re.fullmatch(f"error: the run is complete, but {problem}\n", ended.err)
+    assert len(re.findall(f"warning: {problem}", ended.out)) == 1
+    undefined = "undefined (predictions are not finite)"
+    assert (
+        f"eval step 0 (untrained model): test AUC {undefined}  log loss {undefined}  (256"
+        in ended.out
+    )
+    assert "best AUC    none: no evaluation had an AUC" in ended.out
+    assert (tmp_path / "run" / "checkpoints" / "step_4").is_dir()
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert re.match(problem, json.loads(records[-1])["test_problem"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"] is None
+
+
+def test_a_restored_model_is_called_that_although_training_starts_at_step_0(tmp_path):
+    short = ["log.tensorboard=false", "train.max_steps=2", "eval.at_start=true", "train.tf32=false"]
+    assert run_command(*TINY, *short, f"run_dir={tmp_path / 'before'}").exit_code == 0
+    warm = [
+        f"checkpoint.restore={tmp_path / 'before' / 'checkpoints' / 'step_2'}",
+        "checkpoint.parts=[dense,tables]",
+    ]
+    ended = run_command(*TINY, *short, *warm, f"run_dir={tmp_path / 'run'}")
+    before, after = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("before", "run")
+    )
+    assert after["untrained_test_auc"] is None
+    assert after["restored_test_auc"] == before["test_auc"]
+    assert before["restored_test_auc"] is None
+    assert "eval step 0 (restored model): test AUC" in ended.out
+    assert f"(restored {before['test_auc']:.4f}, ceiling" in ended.out
+    assert "untrained" not in ended.out
+    header = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().partition("\n")[0])
+    assert (header["restored"], header["start_step"]) == (warm[0].partition("=")[2], 0)
 
 
 def threshold_run(run_dir: Path) -> str:

@@ -1,0 +1,36 @@
+"""Ranges of the numerical features that a model is about to train on, for a note about those that nobody scaled."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.messages import printable
+
+LARGE_NUMERICAL = 20.0
+"""Root mean square; above it preprocessing prints a note too. Criteo's counts are below it once their logarithm is taken."""
+MAX_NAMES = 3
+
+
+def range_note(names: Sequence[str], values: np.ndarray) -> str | None:
+    """Return a line about the numerical features that are large for a model, or None.
+
+    Args:
+        names: of the features.
+        values: rows of a batch [B, len(names)].
+    """
+    if not values.size:
+        return None
+    large = np.flatnonzero(
+        np.sqrt(np.square(values, dtype=np.float64).mean(axis=0)) > LARGE_NUMERICAL
+    )
+    if not len(large):
+        return None
+    ranges = [
+        f"{printable(names[column])} is {values[:, column].min():g} to {values[:, column].max():g}"
+        for column in large[:MAX_NAMES]
+    ]
+    more = f" and {len(large) - MAX_NAMES} more" if len(large) > MAX_NAMES else ""
+    return (
+        f"numerical features are not scaled: {', '.join(ranges)}{more} in the first {len(values):,} rows, which makes "
+        "training unstable; preprocess with standardise, minmax or {log: 1} among their transforms"
+    )
