@@ -158,6 +158,8 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
     }
     if expanded:
         lines["expansion"] = f"{_mib(expanded)} MiB, id expansion of one-hot features"
+    if any(row.kernel == "dense" for row in rows):
+        lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
     if world_size > 1 and total:
         mean = total / world_size
         lines["per rank"] = (
