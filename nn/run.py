@@ -81,7 +81,7 @@ from nn.sharding.plan import TablePlan
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator
 from nn.training.latency import measure
-from nn.training.limits import eval_steps, total_steps
+from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
 from nn.training.trainer import RunOutput, Saving, Trainer
 
@@ -471,7 +471,7 @@ def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start
                 f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
                 f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
             )
-        evaluations = eval_steps(last_step, steps_per_epoch, config.eval.per_epoch)
+        evaluations = EvalSteps(last_step, steps_per_epoch, config.eval.per_epoch)
         check_profile(config.profile, start_step, last_step, evaluations, ranks)
 
 

@@ -6,7 +6,7 @@ run_dir/profile/summary.txt     the breakdown as a table, which the run also pri
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,7 +38,11 @@ def profiled_steps(config: ProfileConfig, start_step: int) -> range:
 
 
 def check_profile(
-    config: ProfileConfig, start_step: int, last_step: int, evaluations: Iterable[int], ranks: Ranks
+    config: ProfileConfig,
+    start_step: int,
+    last_step: int,
+    evaluations: Container[int],
+    ranks: Ranks,
 ) -> None:
     """Check the profiler options against the run.
 
@@ -61,10 +65,10 @@ def check_profile(
             f"profile.start_step={config.start_step} and profile.steps={config.steps} end after step "
             f"{steps.stop}, but this run ends after {last_step}; lower profile.start_step"
         )
-    inside = [step for step in evaluations if steps.start < step < steps.stop]
-    if inside:
+    inside = next((step for step in steps[1:] if step in evaluations), None)
+    if inside is not None:
         raise ValueError(
-            f"the run evaluates after step {inside[0]}, within the profiled steps {steps.start} to "
+            f"the run evaluates after step {inside}, within the profiled steps {steps.start} to "
             f"{steps.stop - 1} (including warm-up); move profile.start_step or lower eval.per_epoch"
         )
     if config.nvtx and ranks.device.type != "cuda":
