@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from configs.messages import printable
 from configs.schema import ProfileConfig
+from dataloading.dataset.durable_files import replace_file, replace_text
 from nn.distributed.process_group import Ranks
 from nn.observability.annotations import use_annotations
 from nn.observability.trace_breakdown import break_down, format_breakdown, read_trace
@@ -146,17 +147,23 @@ class Profiler:
     def _write(self, trace: profile) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"rank{self._ranks.rank}.json.gz"
-        trace.export_chrome_trace(str(path))
+        temporary = path.with_name(f".{path.name}")  # torch compresses by the end of the name
+        trace.export_chrome_trace(str(temporary))
+        replace_file(temporary, path)
         breakdowns = self._ranks.gather_objects(break_down(read_trace(path)))
         if breakdowns is None:
             return
         text = format_breakdown(breakdowns)
-        (self._directory / "summary.txt").write_text(text)
+        _write(self._directory / "summary.txt", text)
         content = json.dumps([breakdown.as_dict() for breakdown in breakdowns], indent=2)
-        (self._directory / "summary.json").write_text(content + "\n")
+        _write(self._directory / "summary.json", content + "\n")
         lines = Text(f"\nprofile: {printable(str(self._directory))}\n{text}")
         self._console.print(lines, soft_wrap=True)
 
     def _synchronize(self) -> None:
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
+
+
+def _write(path: Path, text: str) -> None:
+    replace_text(path, text, path.with_name(f".{path.name}.tmp"), synced=False)
