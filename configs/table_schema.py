@@ -221,6 +221,10 @@ class TableConfig:
                 "the column",
             )
             require(
+                _is_utf8(name),
+                f"table: feature {shown(name)} has a name that UTF-8 cannot encode; rename it",
+            )
+            require(
                 len(name.encode("utf-8", "replace")) <= MOST_NAME_BYTES,
                 f"table: feature {shown(name)} has a name of over {MOST_NAME_BYTES} bytes; shorten it, and "
                 "set expression to the column",
@@ -375,6 +379,12 @@ def _check_text(where: str, value: Any) -> None:
         return
     require(isinstance(value, str), f"{where}: got {shown(value)}, want text; put it in quotes")
     require("\0" not in value, f"{where}: got {shown(value)}, want text without a null character")
+    require(_is_utf8(value), f"{where}: got {shown(value)}, want text that UTF-8 can encode")
+
+
+def _is_utf8(value: str) -> bool:
+    """Return whether a text has no lone surrogate, which an escape in yaml can make."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _check_texts(where: str, values: Any) -> None:

@@ -65,7 +65,10 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
         # An existing path is taken literally, even with a bracket or a star in it.
-        matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+        try:
+            matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+        except OSError as error:
+            raise ValueError(f"{_name(pattern)}: {error.strerror}; correct {option}") from None
         if not matches:
             kind = "no file matches" if set(pattern) & set("*?[") else "no such file"
             raise ValueError(f"{_name(pattern)}: {kind}; set {option} to the raw logs")

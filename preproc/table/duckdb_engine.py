@@ -52,14 +52,14 @@ class Engine(Protocol):
         """
 
     def columns(self, query: str) -> list[tuple[str, str]]:
-        """Return the names and the types, in lower case, of the columns of a query, which is not run.
+        """Return the names and the types of the columns of a query, which is not run.
 
         Raises:
             QueryError: the query has no meaning.
         """
 
     def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
-        """Return the expression `value` with `instead` for NaN, also within lists; None if type `kind` has no NaN.
+        """Return the expression `value` with `instead` for NaN, also within lists and structs; None if `kind` has none.
 
         The engine must not evaluate the result from statistics of files: those of Parquet leave NaN out.
         """
@@ -145,24 +145,15 @@ class DuckDBEngine:
 
     def columns(self, query: str) -> list[tuple[str, str]]:
         """Describe the query."""
-        return [(name, kind.lower()) for name, kind, *_ in self.rows(f"DESCRIBE {query}")]
+        return [(name, kind) for name, kind, *_ in self.rows(f"DESCRIBE {query}")]
 
     def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
         """Ask isfinite and isinf, which DuckDB does not evaluate from statistics, as it does isnan and comparisons."""
-        if kind in ("float", "double"):
-            # A case per condition takes half the time of OR.
-            other = (
-                ""
-                if instead == "NULL"
-                else f"WHEN {value} IS NOT NULL THEN CAST({instead} AS {kind}) "
-            )
-            return f"(CASE WHEN isfinite({value}) THEN {value} WHEN isinf({value}) THEN {value} {other}END)"
-        item_kind = re.sub(r"\[\d*\]$", "", kind)
-        if item_kind == kind:
+        try:
+            return _without_nan(value, duckdb.sqltype(kind), instead)
+        except duckdb.Error:
+            # A type that only exists within a database, which holds no plain float.
             return None
-        name = f"item{kind.count('[')}_"
-        item = self.without_nan(name, item_kind, instead)
-        return item and f"list_transform({value}, lambda {name}: {item})"
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
         """Number the rows in one streaming pass after the sort."""
@@ -225,6 +216,35 @@ class DuckDBEngine:
     def close(self) -> None:
         """Close the database."""
         self._connection.close()
+
+
+def _without_nan(value: str, kind: Any, instead: str, depth: int = 0) -> str | None:
+    if kind.id in ("float", "double"):
+        # A case per condition takes half the time of OR.
+        other = (
+            "" if instead == "NULL" else f"WHEN {value} IS NOT NULL THEN CAST({instead} AS {kind}) "
+        )
+        return f"(CASE WHEN isfinite({value}) THEN {value} WHEN isinf({value}) THEN {value} {other}END)"
+    if kind.id in ("list", "array"):
+        name = f"item{depth}_"
+        item = _without_nan(name, kind.children[0][1], instead, depth + 1)
+        return item and f"list_transform({value}, lambda {name}: {item})"
+    if kind.id == "map":
+        name = f"item{depth}_"
+        item = _without_nan(name, kind.children[1][1], instead, depth + 1)
+        values = f"list_transform(map_values({value}), lambda {name}: {item})"
+        return item and f"(CASE WHEN {value} IS NOT NULL THEN map(map_keys({value}), {values}) END)"
+    if kind.id != "struct" or not all(name for name, _ in kind.children):
+        return None
+    fields = [(quoted(name), item) for name, item in kind.children]
+    changed = [_without_nan(f"{value}.{name}", item, instead, depth) for name, item in fields]
+    if not any(changed):
+        return None
+    packed = ", ".join(
+        f"{name} := {change or f'{value}.{name}'}"
+        for (name, _), change in zip(fields, changed, strict=True)
+    )
+    return f"(CASE WHEN {value} IS NOT NULL THEN struct_pack({packed}) END)"
 
 
 def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:

@@ -14,6 +14,15 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DoubleType,
+    FloatType,
+    MapType,
+    StructType,
+    _parse_datatype_json_string,
+)
 
 from configs.messages import printable, shortened
 from configs.preproc_schema import PreprocConfig
@@ -21,7 +30,7 @@ from configs.table_schema import Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile
 from preproc.table.duckdb_engine import QueryError, nulls_first
-from preproc.table.expressions import quoted
+from preproc.table.expressions import quoted, text
 from preproc.table.source_files import SourceFiles
 from preproc.work_directory import memory_bytes
 
@@ -120,17 +129,23 @@ class SparkEngine:
         return reader.schema(schema).csv(path)
 
     def columns(self, query: str) -> list[tuple[str, str]]:
-        """Analyse the query."""
-        return [(name, kind.lower()) for name, kind in self._sql(query).dtypes]
+        """Analyse the query; a nested type is its name and its JSON, since its short form may be incomplete."""
+        return [
+            (
+                field.name,
+                f"{field.dataType.typeName()} {field.dataType.json()}"
+                if isinstance(field.dataType, ArrayType | MapType | StructType)
+                else field.dataType.simpleString(),
+            )
+            for field in self._sql(query).schema
+        ]
 
     def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
         """Ask isnan; Spark does not evaluate it from statistics of files."""
-        if kind in ("float", "double"):
-            return f"(CASE WHEN isnan({value}) THEN CAST({instead} AS {kind}) ELSE {value} END)"
-        items = re.fullmatch(r"array<(.+)>", kind)
-        name = f"item{kind.count('array<')}_"
-        item = self.without_nan(name, items[1], instead) if items else None
-        return item and f"transform({value}, {name} -> {item})"
+        nested = re.fullmatch(r"(?:array|map|struct) (\{.+)", kind, re.DOTALL)
+        floats = {"float": FloatType(), "double": DoubleType()}
+        data_type = _parse_datatype_json_string(nested[1]) if nested else floats.get(kind)
+        return data_type and _without_nan(value, data_type, instead)
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
         """Sort over partitions, then number the rows; no single task reads all rows."""
@@ -211,6 +226,33 @@ class SparkEngine:
 
     def close(self) -> None:
         """Do nothing: the session ends with the process, and `spark-submit` may own it."""
+
+
+def _without_nan(value: str, kind: DataType, instead: str, depth: int = 0) -> str | None:
+    if isinstance(kind, FloatType | DoubleType):
+        nan = f"CAST({instead} AS {kind.simpleString()})"
+        return f"(CASE WHEN isnan({value}) THEN {nan} ELSE {value} END)"
+    name = f"item{depth}_"
+    if isinstance(kind, ArrayType):
+        item = _without_nan(name, kind.elementType, instead, depth + 1)
+        return item and f"transform({value}, {name} -> {item})"
+    if isinstance(kind, MapType):
+        item = _without_nan(name, kind.valueType, instead, depth + 1)
+        return item and f"transform_values({value}, (key{depth}_, {name}) -> {item})"
+    if not isinstance(kind, StructType):
+        return None
+    fields = [(field.name, f"{value}.`{field.name.replace('`', '``')}`") for field in kind]
+    changed = [
+        _without_nan(sql, field.dataType, instead, depth)
+        for field, (_, sql) in zip(kind, fields, strict=True)
+    ]
+    if not any(changed):
+        return None
+    packed = ", ".join(
+        f"{text(field)}, {change or sql}"
+        for (field, sql), change in zip(fields, changed, strict=True)
+    )
+    return f"(CASE WHEN {value} IS NOT NULL THEN named_struct({packed}) END)"
 
 
 def _reason(columns: list[Column]) -> Column:

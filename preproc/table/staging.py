@@ -79,11 +79,12 @@ class Staging:
         reason = "not one value per expression"
         try:
             values = self._values(base)
-            columns = engine.columns(values)
+            columns = [(name, kind.lower()) for name, kind in engine.columns(values)]
         except QueryError as error:
             reason, columns = str(error), []
         if len(columns) != len(self._expressions) + (1 if table.query else 2):
-            self._refuse_expression(base, lambda query: len(engine.columns(query)) == 1)
+            width = len(engine.columns(base))
+            self._refuse_expression(base, lambda query: len(engine.columns(query)) == width + 1)
             raise ValueError(f"table: {reason}")
         self.query = self._checked(values, dict(columns))
         keys = [f"key{i}_" for i in range(len(table.order_by))]
@@ -181,9 +182,9 @@ class Staging:
             )
         for i, feature in enumerate(table.categorical):
             kind = kinds[f"c{i}"]
-            if feature.list and not kind.startswith("array<") and not kind.endswith("]"):
+            if feature.list and not kind.startswith("array ") and not kind.endswith("]"):
                 raise ValueError(
-                    f"table.categorical: {shown(feature.name)}: list is set, but a value is {kind}, no list; drop "
+                    f"table.categorical: {shown(feature.name)}: list is set, but a value is {kind.partition(' ')[0]}, no list; drop "
                     "it, or set separator for several values within a text"
                 )
             columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
@@ -199,7 +200,7 @@ class Staging:
         for item in self._expressions:
             reason = "not one expression"
             try:
-                if works(f"SELECT ({item.sql}\n) AS x_ FROM ({base})"):
+                if works(f"SELECT *, ({item.sql}\n) AS x_ FROM ({base})"):
                     continue
             except QueryError as error:
                 absent = re.match(r'Referenced column (".*) not found', str(error))
@@ -259,7 +260,7 @@ def _with_missing(
     changed = []
     for i, (name, kind) in enumerate(columns):
         value = None if name in clean else engine.without_nan(f"v{i}_", kind, nan)
-        if missing and kind in TEXT_TYPES:
+        if missing and kind.lower() in TEXT_TYPES:
             value = (
                 f"(CASE WHEN v{i}_ IN ({', '.join(map(text, missing))}) THEN NULL ELSE v{i}_ END)"
             )

@@ -107,13 +107,18 @@ EXPRESSIONS = {
     "CAST('inf' AS DOUBLE) - CAST('inf' AS DOUBLE)": (None, lambda x: 0.0),
     "s.a": (None, lambda x: x),
     "l[1]": (None, lambda x: x),
+    "least(s.a, 500)": (500, lambda x: x),
+    "CASE WHEN s.b[1].q <= 500 THEN 1 ELSE 2 END": (2, lambda x: 1.0),
+    "coalesce(m['k'], 4)": (4, lambda x: x),
+    "CASE WHEN isnan(s.a) THEN 8 ELSE s.a END": (8, lambda x: x),
 }
 
 
 def test_nan_is_missing_for_every_expression(tmp_path):
     path = tmp_path / "t.parquet"
-    nested = pa.array([{"a": value} for value in X]), pa.array([[value, 1.0] for value in X])
-    write(path, "float64", s=nested[0], l=nested[1])
+    structs = pa.array([{"a": value, "b": [{"q": value}], "Text": "t"} for value in X])
+    maps = pa.array([[("k", value)] for value in X], pa.map_(pa.string(), pa.float64()))
+    write(path, "float64", s=structs, l=pa.array([[value, 1.0] for value in X]), m=maps)
     numerical = [
         {"name": f"f{i}", "expression": expression, "transforms": []}
         for i, expression in enumerate(EXPRESSIONS)

@@ -129,12 +129,14 @@ def test_nan_of_parquet_and_texts_that_are_missing(tmp_path, spark):
         "y": np.arange(60) % 2,
         "x": x.astype("float32"),
         "l": pa.array([[value, 1.5] for value in x]),
+        "s": pa.array([{"a": value, "B c": [{"d": value}]} for value in x]),
+        "m": pa.array([[("k", value)] for value in x], pa.map_(pa.string(), pa.float64())),
         "t": ["NA", "-nan", "3"] * 20,
     }
     head, tail = (pa.table({k: v[part] for k, v in rows.items()}) for part in PARTS)
     pq.write_table(head, tmp_path / "0.parquet")
     # Columns are joined by their names.
-    pq.write_table(tail.select(["t", "l", "x", "y"]), tmp_path / "1.parquet")
+    pq.write_table(tail.select(["t", "m", "l", "s", "x", "y"]), tmp_path / "1.parquet")
     table = {
         "sources": {"t": {"files": f"{tmp_path}/*.parquet"}},
         "missing": ["NA"],
@@ -143,6 +145,7 @@ def test_nan_of_parquet_and_texts_that_are_missing(tmp_path, spark):
             {"name": "x", "transforms": [{"clip": [0, 500]}]},
             {"name": "seen", "expression": "CASE WHEN isnan(x) THEN -1 ELSE x END"},
             {"name": "t"},
+            {"name": "s", "expression": "coalesce(s.a, 9)"},
         ],
         "categorical": [
             {"name": "cx", "expression": "x", "buckets": 9},
@@ -151,9 +154,9 @@ def test_nan_of_parquet_and_texts_that_are_missing(tmp_path, spark):
         "split": {"train": 0.5},
     }
     files = both(tmp_path, "dataset=any", f"table={_hydra(table)}")
-    got = np.frombuffer(files["train/numerical.bin"], "<f2").reshape(-1, 3)
+    got = np.frombuffer(files["train/numerical.bin"], "<f2").reshape(-1, 4)
     missing = np.isnan(x[:30])
-    assert (got[missing, :2] == [0, -1]).all()
+    assert (got[missing][:, [0, 1, 3]] == [0, -1, 9]).all()
     assert (got[~missing, 0] == x[:30][~missing]).all()
     assert got[:6, 2].tolist() == [0, 0, 3] * 2
     reports = (json.loads((tmp_path / e / "report.json").read_text()) for e in ("duckdb", "spark"))
