@@ -23,6 +23,7 @@ LONGEST_FIRST = (
     "preproc/criteo/test_restart.py",
     "nn/checkpoint/test_reshard.py",
     "nn/training/test_train_step.py",
+    "fuzz/test_fuzzers.py",
     "preproc/criteo/test_pipeline.py",
     "preproc/criteo/test_errors.py",
     "nn/checkpoint/test_state.py",

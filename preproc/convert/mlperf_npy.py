@@ -15,7 +15,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tokenize import TokenError
 from typing import IO
@@ -201,12 +201,13 @@ def _archive(path: Path) -> Iterator[list[IO[bytes]]]:
     """Open the members `0.npy`, `1.npy`, ... of an npz file; errors while they are read become ValueErrors with its path."""
     try:
         check_regular(path)
-        with zipfile.ZipFile(path) as archive:
+        with ExitStack() as stack:
+            archive = stack.enter_context(zipfile.ZipFile(path))
             names = [f"{index}.npy" for index in range(len(archive.namelist()))]
             if sorted(archive.namelist()) != sorted(names):
                 got = shown(archive.namelist())
                 raise ValueError(f"it has the arrays {got}, want 0.npy, 1.npy, ..., one per table")
-            yield [archive.open(name) for name in names]
+            yield [stack.enter_context(archive.open(name)) for name in names]
     except (*_NO_HEADER, *_NO_ARCHIVE) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise

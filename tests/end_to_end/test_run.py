@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -206,14 +205,7 @@ def test_a_failed_save_at_the_end_keeps_the_results(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("nn.checkpoint.state.dcp.save", full)
-        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-        failed = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
-    assert failed.exit_code == 2
-    message = failed.err
-    assert re.search(
-        r"warning: \S*/run/checkpoints has 0\.0 MiB free, and a checkpoint takes \S+ MiB: free",
-        failed.out,
-    )
+        message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
     assert "the checkpoint could not be written below" in message
     assert "No space left on device" in message
     assert (

@@ -1,6 +1,7 @@
 """Calls of the commands' functions, which end as the commands end: exit code and one line."""
 
 from collections.abc import Callable
+from functools import cache
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -10,18 +11,23 @@ from configs.export_schema import ExportConfig
 from main import _exit_codes
 from nn.export import __main__ as export_command
 from preproc import __main__ as preproc_command
+from tests.helpers.composed import compose_with_hydra
 from tests.helpers.preproc_command import compose_preproc
 
 
 def as_recipe(function: Callable[[], object]) -> None:
     """Call a function inside what `dlrm.py` catches."""
     try:
-        with patch("main.SILENT_RANK_WAIT_S", 0), _exit_codes():
+        with patch("main.SILENT_RANK_WAIT_S", 0), _exit_codes(_composed()):
             function()
     finally:
         # An example that was stopped, or failed, would leave it to the next one.
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+# Where an error of the system names no file, the message names those of the options.
+_composed = cache(compose_with_hydra)
 
 
 def as_preproc(*overrides: str, **values: object) -> None:

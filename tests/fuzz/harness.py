@@ -92,13 +92,16 @@ class Report:
     refused: int = 0
     slowest_s: float = 0.0
     total_s: float = 0.0
+    cpu_s: float = 0.0
     failures: dict[str, Failure] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = f"{self.succeeded:6,} succeeded {self.refused:6,} refused"
         text = f"{self.name:28} seed {self.seed} {self.examples:6,} examples {counts}"
-        times = f"{self.total_s:7.1f} s, slowest {self.slowest_s:5.2f} s"
+        times = (
+            f"{self.total_s:7.1f} s ({self.cpu_s:.1f} s of a CPU), slowest {self.slowest_s:5.2f} s"
+        )
         return f"{text}, {times}, {len(self.failures)} distinct failures"
 
     def explained(self) -> str:
@@ -154,11 +157,12 @@ def fuzz(
 
 def _try(fuzzer: Fuzzer, artifact: Any, mutation: Any, place: "_Place", report: Report) -> None:
     room = place.new_room()
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     ending, limits = _Ending(), _Limits(room)
     with ending, limits:
         fuzzer.attempt(artifact, mutation, room)
     seconds = time.perf_counter() - began
+    report.cpu_s += time.process_time() - cpu
     exit_codes = (USER_ERROR_EXIT_CODE, *fuzzer.other_exit_codes)
     problem = ending.problem(exit_codes) or limits.problem() or place.problem()
     report.examples += 1
@@ -254,9 +258,13 @@ class _Place:
         """Return a path that was opened outside: to read in `outside`, or to write anywhere but in the room."""
         for path, writes in sorted(_OPENED.paths):
             real = os.path.realpath(path)
-            inside = real.startswith(f"{self._room}/")
+            # Hydra makes its working directory, which is there.
+            inside = real.startswith(f"{self._room}/") or real == f"{self._directory}/cwd"
             outside = real.startswith(f"{self._directory}/outside")
-            if outside or (writes and not inside and not real.startswith(("/dev/", "/proc/"))):
+            # Numba's and matplotlib's caches.
+            cached = "__pycache__" in real or "/matplotlib" in real
+            allowed = inside or cached or real.startswith(("/dev/", "/proc/"))
+            if outside or (writes and not allowed):
                 return f"{'wrote' if writes else 'read'} {path.replace(str(self._room), 'ROOM')}"
         return None
 
@@ -296,6 +304,9 @@ class _Ending:
         self._warnings = warnings.catch_warnings(action="default")
         for context in (*self._contexts, self._warnings):
             context.__enter__()
+        # Those that Python leaves out by default.
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
         quiet_libraries()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool:

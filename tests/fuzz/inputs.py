@@ -114,7 +114,8 @@ def _build(file: Path, table: dict[str, Any], options: dict[str, Any], room: Pat
 def _with_file(value: Any, file: str) -> Any:
     """Replace the placeholder by the path of the file."""
     if isinstance(value, dict):
-        return {key: _with_file(item, file) for key, item in value.items()}
+        # OmegaConf refuses other keys before the description is read.
+        return {str(key): _with_file(item, file) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_file(item, file) for item in value]
     return file if value == "FILE" else value
@@ -301,6 +302,6 @@ FUZZERS = [
         _changed_description,
         14,
     ),
-    Fuzzer("preproc: Criteo's logs", _no_artifact, _log_changes, _changed_logs, 10),
+    Fuzzer("preproc: Criteo's logs", _no_artifact, _log_changes, _changed_logs, 4),
     Fuzzer("preproc: fitted", _make_fitted, _fitted_changes, _changed_fitted, 12),
 ]

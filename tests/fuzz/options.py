@@ -246,10 +246,10 @@ FUZZERS = [
             st.booleans(),
         ),
         _recipe,
-        25,
+        12,
     ),
     Fuzzer(
-        "options: preproc", _no_artifact, lambda _: overrides([(PreprocConfig, "")]), _preproc, 15
+        "options: preproc", _no_artifact, lambda _: overrides([(PreprocConfig, "")]), _preproc, 10
     ),
     Fuzzer("options: export", _no_artifact, lambda _: overrides([(ExportConfig, "")]), _export, 10),
 ]

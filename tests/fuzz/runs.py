@@ -233,7 +233,7 @@ FUZZERS = [
         _make_run,
         lambda made: _with_way(document_edits(made.index, JSON_LITERALS)),
         _changed_index,
-        30,
+        15,
     ),
     Fuzzer(
         "checkpoint: run.json",
@@ -245,7 +245,7 @@ FUZZERS = [
             )
         ),
         _changed_facts,
-        30,
+        12,
     ),
     Fuzzer(
         "run: bytes of files",
@@ -254,14 +254,14 @@ FUZZERS = [
             FileChange, st.sampled_from(_files(made)), bytes_edits(), st.sampled_from(WAYS)
         ),
         _changed_bytes,
-        20,
+        10,
     ),
     Fuzzer(
         "run: kinds of file",
         _make_run,
         lambda made: st.tuples(kinds_of_file(_files(made)), st.sampled_from(WAYS)),
         _changed_kind,
-        12,
+        8,
     ),
     Fuzzer(
         "run: config.yaml",
@@ -270,20 +270,20 @@ FUZZERS = [
             yaml.safe_load((made.run_dir / "config.yaml").read_text()), YAML_LITERALS
         ),
         _changed_config,
-        12,
+        8,
     ),
     Fuzzer(
         "run: metrics.jsonl",
         _make_run,
         lambda made: st.tuples(document_edits(_records(made), JSON_LITERALS), st.booleans()),
         _changed_records,
-        16,
+        8,
     ),
     Fuzzer(
         "run: summary.json",
         _make_run,
         lambda _: document_edits({"steps": 3, "test_auc": 0.5}, JSON_LITERALS),
         _changed_summary,
-        12,
+        6,
     ),
 ]

@@ -72,9 +72,7 @@ def test_a_restored_model_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes,
         "plot",
-        lambda *arguments, **options: (
-            labels.append(options.get("label")) or plot(*arguments, **options)
-        ),
+        lambda *given, **options: labels.append(options.get("label")) or plot(*given, **options),
     )
     for header in ({"restored": "step_8", "start_step": 0}, {"restored": None, "start_step": 0}):
         metrics = write(tmp_path / "metrics.jsonl", records_of(3, 2), HEADER | header)
