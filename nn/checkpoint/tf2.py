@@ -63,8 +63,9 @@ def _stored_table(path: Path) -> StoredTensor:
             shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
             start = stream.tell()
     except (OSError, ValueError, *_HEADER_ERRORS) as error:
+        reason = shortened(" ".join(str(error).split())) or type(error).__name__
         raise ValueError(
-            f"{path} is not a table of the TF2 recipe ({shortened(str(error))}); copy it again, or remove it from the "
+            f"{path} is not a table of the TF2 recipe ({reason}); copy it again, or remove it from the "
             "checkpoint"
         ) from None
     if dtype != np.dtype("<f4") or len(shape) != 2 or fortran_order or min(shape) < 1:

@@ -9,12 +9,14 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nn.build import model_spec, open_source
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import RUN_FILE, commit
 from nn.checkpoint.tensor_index import INDEX_FILE, Chunk, _any_overlap, parse_index
+from nn.checkpoint.tf2 import tf2_index
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel
 from nn.export.tables import export_tables
@@ -385,3 +387,40 @@ def test_an_index_names_files_that_need_not_exist(tmp_path):
     }
     parsed = parse_index(tmp_path, json.dumps(index).encode())
     assert parsed.tensors["tables.a.weight"].chunks[0].file == tmp_path / "x"
+
+
+FORM = "{{'descr': {}, 'fortran_order': False, 'shape': {}}}"
+HEADERS = {
+    "negative": FORM.format("'<f4'", "(-2, -4)"),
+    "huge and empty": FORM.format("'<f4'", f"({10**30}, 0)"),
+    "one dimension": FORM.format("'<f4'", "(8,)"),
+    "objects": FORM.format("'|O'", "(2, 4)"),
+    "a nested dtype": FORM.format("[" * 90 + "]" * 90, "(2, 4)"),
+    "parentheses": "(" * 9000,
+    "brackets": "[" * 9000 + "]" * 9000,
+    "signs": "-" * 9000 + "1",
+    "an open text": "'''",
+    "zeros": "\0" * 64,
+    "60,000 blanks": " " * 60_000,
+    "5,000 digits": FORM.format("'<f4'", f"({'9' * 5000}, 1)"),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_hostile_header_of_a_tf2_table_is_refused(tmp_path, header):
+    start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    (tmp_path / "feature_0.npy").write_bytes(start + header.encode() + bytes(32))
+    with pytest.raises(ValueError, match=r"feature_0\.npy") as caught:
+        tf2_index(tmp_path, ["table"])
+    one_line(str(caught.value))
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "circle"])
+def test_only_regular_tables_of_the_tf2_recipe_are_opened(tmp_path, kind):
+    np.save(tmp_path / "feature_0.npy", np.zeros((2, 4), np.float32))
+    if kind == "FIFO":
+        os.mkfifo(tmp_path / "feature_1.npy")
+    else:
+        (tmp_path / "feature_1.npy").symlink_to("feature_1.npy")
+    with pytest.raises(ValueError, match=r"feature_1\.npy"):
+        tf2_index(tmp_path, ["a", "b"])
