@@ -358,7 +358,7 @@ def _unreadable_message(run_dir: str | None, problem: str) -> str:
 def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
     """Tell whether a run that resumes has ended already: its summary is of the step of its latest checkpoint."""
     summary = _summary(_run_dir(config))
-    if summary is None or summary.get("steps") != start.num_steps:
+    if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
         return False
     test = start.facts["trainer"]["test"]
     return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)

@@ -36,7 +36,8 @@ def sync_file(path: Path) -> None:
     """Make the bytes of `path`, which are written already, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        sync_descriptor(descriptor)
+        with _errors_name(path):
+            sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 

@@ -206,8 +206,13 @@ class CheckpointManager:
             commit(self.directory, num_steps, facts)
         except (OSError, ValueError) as error:
             return str(error)
+        best = facts["trainer"]["best_step"]
         try:
-            prune(self.directory, num_steps, self._config.keep, facts["trainer"]["best_step"])
+            try:
+                prune(self.directory, num_steps, self._config.keep, best)
+            except OSError:
+                # An error may pass, and no later save would repeat this after the last one.
+                prune(self.directory, num_steps, self._config.keep, best)
             append_line(self.directory / "saved.jsonl", json.dumps(record))
         except (OSError, UnreadableError) as error:
             self._logger.warning(

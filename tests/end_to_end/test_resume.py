@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -658,3 +659,15 @@ def test_a_run_with_the_old_option_threads_resumes(tmp_path):
     assert '"workers"' in content
     path.write_text(content.replace('"workers"', '"threads"'))
     assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=16").exit_code == 0
+
+
+def test_a_result_whose_last_checkpoint_is_doubtful_is_not_complete(tmp_path):
+    """An error after the rename of a checkpoint, as of its sync, leaves it and a summary that denies it."""
+    config = in_state(tmp_path, UNFINISHED["no room for its checkpoint"])
+    start = ResumePoint(tmp_path, {"num_steps": 24, "trainer": {"test": {}}}, is_continuation=True)
+    loader = SimpleNamespace(steps_per_epoch=12)
+    assert finished_run(config, loader, ONE_RANK, start) is None
+    (tmp_path / "summary.json").write_text('{"steps": 24, "checkpoint_problem": null}')
+    assert "holds the complete run already (24 steps)" in finished_run(
+        config, loader, ONE_RANK, start
+    )
