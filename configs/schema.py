@@ -32,6 +32,8 @@ def option(default: Any, meaning: str, *, most: int | None = None, path: bool = 
 MOST_COLUMNS = 65_536
 MOST_SAMPLES = 2**31 - 1
 MOST_ROWS = 2**48
+# Ranks of a plan; the planner takes minutes for so many.
+MOST_RANKS = 16_384
 
 OPEN_SECTION = {"open": True}
 """Metadata of a section with further options, whose class is known only once the section's values are."""
@@ -412,8 +414,8 @@ class InferenceConfig:
     batch_sizes: list[int] = option(
         [1, 64, 512, 2048, 8192, 32768, 65536], "global batch sizes to time", most=MOST_SAMPLES
     )
-    steps: int = option(200, "timed forward passes per batch size")
-    warmup_steps: int = option(20, "untimed forward passes before the timed ones")
+    steps: int = option(200, "timed forward passes per batch size", most=10**6)
+    warmup_steps: int = option(20, "untimed forward passes before the timed ones", most=10**6)
 
     def __post_init__(self) -> None:
         require(
@@ -438,12 +440,12 @@ class ShardingConfig:
     # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
     tables: Any = option(None, "sharding type of single tables: {cat_0: row_wise}")
     world_size: int | None = option(
-        None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_COLUMNS
+        None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS
     )
     local_world_size: int | None = option(
         None,
         "ranks per node to plan for with mode=plan; null: those of this run, or world_size up to 8",
-        most=MOST_COLUMNS,
+        most=MOST_RANKS,
     )
     hbm_gib: float | None = option(
         None, "GPU memory per rank to plan with; null asks the device", most=2**30
@@ -554,7 +556,7 @@ class LogConfig:
 class ProfileConfig:
     """Profile of a few training steps: docs/profiling.md."""
 
-    steps: int = option(0, "steps to profile, into run_dir/profile; 0 profiles none")
+    steps: int = option(0, "steps to profile, into run_dir/profile; 0 profiles none", most=10**5)
     start_step: int = option(50, "steps of this run before the profiled ones, at least 1")
     nvtx: bool = option(False, "annotate the steps for Nsight Systems (nsys) and write no trace")
 

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torchrec import EmbeddingBagCollection
 
+from configs.messages import shown
 from configs.schema import Amp, Config, Device, Mode, TableDtype
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
@@ -28,6 +29,8 @@ from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
 GIB = 2**30
+MAX_ELEMENTS = 2**58
+"""Elements of a table; torch counts its bytes, with those of its optimizer state, in 64 bits."""
 TRAIN_SPLIT = "train"
 
 
@@ -306,6 +309,12 @@ def _loader(
 
 def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
     tables = declared_tables(config.model, source.spec)
+    for table in tables:
+        if table.num_embeddings * table.embedding_dim >= MAX_ELEMENTS:
+            raise ValueError(
+                f"table {shown(table.name)} of {table.num_embeddings:,} rows and {table.embedding_dim:,} columns is larger than "
+                "any memory; correct its cardinality, or lower model.embedding_dim"
+            )
     embeddings = build_embeddings(tables, torch.device("meta"))
     register_optimizer(embeddings, table_rule(config.effective_optimizer.table_name))
     return embeddings

@@ -81,7 +81,7 @@ from nn.sharding.plan import TablePlan
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator
 from nn.training.latency import measure
-from nn.training.limits import eval_steps, total_steps
+from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
 from nn.training.trainer import RunOutput, Saving, Trainer
 
@@ -173,8 +173,13 @@ class Session:
         return Evaluator(self.step, self.loaders.test, self.ranks, max_steps, heartbeat)
 
     def profiler(self) -> Profiler | None:
-        """Return the profiler, if `profile.steps` is set; only the first start of a run records a profile."""
-        if not self.config.profile.steps or self.start.is_continuation:
+        """Return the profiler, if `profile.steps` is set; a run that resumes records no profile, and prints that."""
+        if not self.config.profile.steps:
+            return None
+        if self.start.is_continuation:
+            self.logger.info(
+                "note: a run that resumes records no profile; set another run_dir, with checkpoint.restore, for profile.steps"
+            )
             return None
         return Profiler(
             self.config.profile,
@@ -296,6 +301,7 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
             )
             heartbeat = stop.heartbeat
             saving = Saving(_checkpoint_manager(session, heartbeat), stop)
+            saving.manager.check_room()
         progress = stack.enter_context(
             Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
         )
@@ -471,7 +477,7 @@ def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start
                 f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
                 f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
             )
-        evaluations = eval_steps(last_step, steps_per_epoch, config.eval.per_epoch)
+        evaluations = EvalSteps(last_step, steps_per_epoch, config.eval.per_epoch)
         check_profile(config.profile, start_step, last_step, evaluations, ranks)
 
 

@@ -6,7 +6,7 @@ All files are written to a temporary sibling, the spec last. The sibling is then
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -298,8 +298,12 @@ def checksums_of(metadata: object, where: str) -> dict[str, dict[str, Any]]:
     return dict(listed)
 
 
-def verify_checksums(spec: FeatureSpec) -> int:
+def verify_checksums(spec: FeatureSpec, only: Collection[str] | None = None) -> int:
     """Compare the checksum of every file in the metadata of the spec; return the number of files.
+
+    Args:
+        spec: of the dataset.
+        only: names of the files to compare; None for all that are listed.
 
     Raises:
         ValueError: a file has changed, or the spec lists no checksums.
@@ -310,6 +314,8 @@ def verify_checksums(spec: FeatureSpec) -> int:
         raise ValueError(
             f"{spec.root}: its {SPEC_NAME} lists no checksums (metadata.files); nothing to compare with"
         )
+    if only is not None:
+        listed = {name: listed[name] for name in only}
     for name, wanted in listed.items():
         try:
             path = find_file(spec.root, name)

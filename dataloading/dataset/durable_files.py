@@ -158,6 +158,11 @@ def append_line(path: Path, line: str) -> None:
         file.close()
 
 
+def replace_file(temporary: Path, path: Path) -> None:
+    """Rename a complete file to `path`, which it replaces. Not synced."""
+    os.replace(temporary, path)
+
+
 def replace_link(link: Path, target: str, temporary: Path) -> None:
     """Make `link` a symbolic link to `target` by rename; `temporary` lies in the same directory."""
     temporary.unlink(missing_ok=True)

@@ -92,6 +92,22 @@ class CheckpointManager:
         self._is_last = False
         self._error: BaseException | None = None
 
+    def check_room(self) -> None:
+        """Print a warning if the disk has no room for one checkpoint; all ranks must call it.
+
+        A quota is not visible here.
+        """
+        needed = sum(self._channel.gather(num_bytes(self._step.state_dict())))
+        if not self._ranks.is_rank0:
+            return
+        existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if free < needed:
+            self._logger.warning(
+                f"{self.directory} has {free / 2**20:,.1f} MiB free, and a checkpoint takes {needed / 2**20:,.1f} MiB: free "
+                "some space before the first save, or set checkpoint.save=false"
+            )
+
     def save(
         self,
         num_steps: int,

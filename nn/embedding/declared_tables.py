@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from configs.messages import shown
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 
@@ -58,31 +59,29 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
         other = by_name.setdefault(table.name, table)
         if other is not table:
             return (
-                f"features {other.feature_names[0]!r} and {table.feature_names[0]!r} would share the table "
-                f"name {table.name!r}; rename one of them in the feature spec, or name the tables apart"
+                f"features {shown(other.feature_names[0])} and {shown(table.feature_names[0])} would share the table "
+                f"name {shown(table.name)}; rename one of them in the feature spec, or name the tables apart"
             )
         if table.name != table_name(table.name):
-            return (
-                f"no module can have the table name {table.name!r}; use {table_name(table.name)!r}"
-            )
+            return f"no module can have the table name {shown(table.name)}; use {shown(table_name(table.name))}"
     cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
     for table in tables:
         for feature in table.feature_names:
             if feature not in cardinality:
                 return (
-                    f"table {table.name!r} is of feature {feature!r}, which the dataset lacks; it has "
+                    f"table {shown(table.name)} is of feature {shown(feature)}, which the dataset lacks; it has "
                     f"{', '.join(cardinality)}"
                 )
             if table.num_embeddings < cardinality[feature]:
                 return (
-                    f"table {table.name!r} has {table.num_embeddings} rows, and ids of feature {feature!r} "
+                    f"table {shown(table.name)} has {table.num_embeddings} rows, and ids of feature {shown(feature)} "
                     f"need {cardinality[feature]}"
                 )
     with_table = {feature for table in tables for feature in table.feature_names}
     for feature in cardinality:
         if feature not in with_table:
             return (
-                f"feature {feature!r} has no table; declare one, or take it out of the dataset's "
+                f"feature {shown(feature)} has no table; declare one, or take it out of the dataset's "
                 "feature spec"
             )
     return None
@@ -95,17 +94,15 @@ def _unsupported(
     cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
     used = Counter(feature for table in tables for feature in table.feature_names)
     for table in tables:
-        where = f"table {table.name!r}"
+        where = f"table {shown(table.name)}"
         if len(table.feature_names) != 1:
             return f"{where} is shared by {len(table.feature_names)} features, which is not supported yet"
         feature = table.feature_names[0]
         if used[feature] > 1:
-            return (
-                f"feature {feature!r} has {used[feature]} tables, and several are not supported yet"
-            )
+            return f"feature {shown(feature)} has {used[feature]} tables, and several are not supported yet"
         if table.embedding_dim != tables[0].embedding_dim:
             return (
-                f"{where} has {table.embedding_dim} columns and {tables[0].name!r} "
+                f"{where} has {table.embedding_dim} columns and {shown(tables[0].name)} "
                 f"{tables[0].embedding_dim}; different widths are not supported yet"
             )
         if table.embedding_dim % 4:

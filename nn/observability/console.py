@@ -34,6 +34,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 CLEAR_FALL = 0.002
 """A fall of the test AUC by less since the best evaluation gets no note."""
+MAX_LEFT = timedelta(days=10_000)
 
 
 def make_console(rank: int) -> Console:
@@ -158,6 +159,8 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
     }
     if expanded:
         lines["expansion"] = f"{_mib(expanded)} MiB, id expansion of one-hot features"
+    if any(row.kernel == "dense" for row in rows):
+        lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
     if world_size > 1 and total:
         mean = total / world_size
         lines["per rank"] = (
@@ -167,9 +170,10 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
         lookups = lookups_by_rank(rows, world_size)
         busiest, most_lookups = max(enumerate(lookups), key=lambda item: item[1])
         mean = sum(lookups) / world_size
+        # Features without any id have no lookups.
+        imbalance = f", imbalance {most_lookups / mean:.2f}" if mean else ""
         lines["lookups"] = (
-            f"per sample at most {most_lookups:,.1f} (rank {busiest}), mean {mean:,.1f}, "
-            f"imbalance {most_lookups / mean:.2f}"
+            f"per sample at most {most_lookups:,.1f} (rank {busiest}), mean {mean:,.1f}{imbalance}"
         )
     console.print()
     _print_columns(console, table)
@@ -438,6 +442,8 @@ def _left(record: Mapping[str, Any], total_steps: int) -> str:
     if not _is_number(record["step_ms"]):
         return "n/a"
     seconds = (total_steps - record["step"]) * record["step_ms"] / 1000
+    if seconds > MAX_LEFT.total_seconds():
+        return f"more than {MAX_LEFT.days:,} days"
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -1,5 +1,6 @@
 """Plot of a run's metrics.jsonl: loss, AUC, throughput and learning rate over steps."""
 
+import logging
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +58,8 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
         OSError: the picture cannot be written.
     """
     # Importing matplotlib takes most of a second, so only the end of a run pays for it.
+    # It warns where the home directory cannot be written, and takes a temporary one.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

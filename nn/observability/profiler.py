@@ -6,7 +6,7 @@ run_dir/profile/summary.txt     the breakdown as a table, which the run also pri
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from configs.messages import printable
 from configs.schema import ProfileConfig
+from dataloading.dataset.durable_files import replace_file, replace_text
 from nn.distributed.process_group import Ranks
 from nn.observability.annotations import use_annotations
 from nn.observability.trace_breakdown import break_down, format_breakdown, read_trace
@@ -38,7 +39,11 @@ def profiled_steps(config: ProfileConfig, start_step: int) -> range:
 
 
 def check_profile(
-    config: ProfileConfig, start_step: int, last_step: int, evaluations: Iterable[int], ranks: Ranks
+    config: ProfileConfig,
+    start_step: int,
+    last_step: int,
+    evaluations: Container[int],
+    ranks: Ranks,
 ) -> None:
     """Check the profiler options against the run.
 
@@ -61,10 +66,10 @@ def check_profile(
             f"profile.start_step={config.start_step} and profile.steps={config.steps} end after step "
             f"{steps.stop}, but this run ends after {last_step}; lower profile.start_step"
         )
-    inside = [step for step in evaluations if steps.start < step < steps.stop]
-    if inside:
+    inside = next((step for step in steps[1:] if step in evaluations), None)
+    if inside is not None:
         raise ValueError(
-            f"the run evaluates after step {inside[0]}, within the profiled steps {steps.start} to "
+            f"the run evaluates after step {inside}, within the profiled steps {steps.start} to "
             f"{steps.stop - 1} (including warm-up); move profile.start_step or lower eval.per_epoch"
         )
     if config.nvtx and ranks.device.type != "cuda":
@@ -142,17 +147,23 @@ class Profiler:
     def _write(self, trace: profile) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"rank{self._ranks.rank}.json.gz"
-        trace.export_chrome_trace(str(path))
+        temporary = path.with_name(f".{path.name}")  # torch compresses by the end of the name
+        trace.export_chrome_trace(str(temporary))
+        replace_file(temporary, path)
         breakdowns = self._ranks.gather_objects(break_down(read_trace(path)))
         if breakdowns is None:
             return
         text = format_breakdown(breakdowns)
-        (self._directory / "summary.txt").write_text(text)
+        _write(self._directory / "summary.txt", text)
         content = json.dumps([breakdown.as_dict() for breakdown in breakdowns], indent=2)
-        (self._directory / "summary.json").write_text(content + "\n")
+        _write(self._directory / "summary.json", content + "\n")
         lines = Text(f"\nprofile: {printable(str(self._directory))}\n{text}")
         self._console.print(lines, soft_wrap=True)
 
     def _synchronize(self) -> None:
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
+
+
+def _write(path: Path, text: str) -> None:
+    replace_text(path, text, path.with_name(f".{path.name}.tmp"), synced=False)

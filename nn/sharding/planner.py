@@ -29,7 +29,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
-from configs.schema import ShardingConfig, ShardingType
+from configs.schema import MOST_RANKS, ShardingConfig, ShardingType
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.collection import keep_float32
 from nn.embedding.declared_tables import ids_per_sample, table_of_feature
@@ -261,8 +261,9 @@ def _constraints(
             f"sharding.tables names {', '.join(unknown)}, but the tables are "
             f"{', '.join(hotness)}; correct the names"
         )
-    most_bytes = _usable_bytes(hardware, config) * CUT_ABOVE
-    most_lookups = sum(hotness.values()) / hardware.world_size
+    # A rank may have no memory, and features no ids.
+    most_bytes = max(_usable_bytes(hardware, config) * CUT_ABOVE, 1)
+    most_lookups = sum(hotness.values()) / hardware.world_size or 1
     constraints = {}
     for table in tables:
         chosen = overrides.get(table.name)
@@ -455,8 +456,9 @@ def _does_not_fit(
     remedies = []
     if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
         # The total may fit so many ranks although a single table does not fit any of them.
-        enough = max(math.ceil(total / usable), hardware.world_size + 1)
-        remedies.append(f"start {enough} ranks or more")
+        enough = max(math.ceil(total / max(usable, 1)), hardware.world_size + 1)
+        if enough <= MOST_RANKS:
+            remedies.append(f"start {enough} ranks or more")
     if several and forbidden:
         remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
     if less_state(rule):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.user_objects import load_user_object
 
@@ -111,7 +112,7 @@ def check_dense_rule(config: OptimizerConfig) -> None:
         lost += [key for key in now if key not in before or before[key] != now[key]]
     if lost:
         raise ValueError(
-            f"optimizer.name={config.name} keeps {lost[0]!r} as a number or in its parameter groups, and checkpoints hold "
+            f"optimizer.name={config.name} keeps {shown(lost[0])} as a number or in its parameter groups, and checkpoints hold "
             "the tensors of optimizer.state only, so a resumed run would differ; keep it there as a tensor"
         )
 

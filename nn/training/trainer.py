@@ -30,7 +30,7 @@ from nn.observability.run_directory import (
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
-from nn.training.limits import eval_steps, is_good_enough, total_steps
+from nn.training.limits import EvalSteps, is_good_enough, total_steps
 from nn.training.metrics import TRAIN_AUC_ROWS, RankingMetrics
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
@@ -178,7 +178,7 @@ class Trainer:
             StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
         start_step, last_step = self.num_steps, self._last_step
-        eval_at = eval_steps(
+        eval_at = EvalSteps(
             last_step, self._train_loader.steps_per_epoch, self._config.eval.per_epoch
         )
         if self._config.eval.at_start and not self._is_continuation:
@@ -187,7 +187,7 @@ class Trainer:
             self._first_auc[name] = plain_numbers(first)[AUC.test_key]
         was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
         is_done = start_step >= last_step or was_good
-        batches = self._train_loader.batches(start_step, last_step - start_step)
+        batches = self._train_loader.batches(start_step, max(last_step - start_step, 0))
         prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
         self._step.set_training(True)
         speed = ThroughputMeter()

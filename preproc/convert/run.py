@@ -5,7 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from configs.preproc_schema import Format, PreprocConfig
-from dataloading.dataset.dataset_directory import check_output, write_dataset
+from dataloading.dataset.dataset_directory import (
+    check_output,
+    checksums_of,
+    verify_checksums,
+    write_dataset,
+)
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from preproc.convert.merlin import merlin_rows
@@ -28,6 +33,7 @@ def run_convert(config: PreprocConfig, progress: Progress) -> None:
     with progress.stage("open") as stage:
         rows = find_rows(Path(config.path), config.numerical_dtype.name)
         stage.name = f"open {rows.kind} in {config.path}"
+    _compare(rows.spec, progress)
     if config.to is Format.csv:
         with progress.stage(f"write {config.to.name}"):
             write_csv(rows, output, config.overwrite)
@@ -36,6 +42,18 @@ def run_convert(config: PreprocConfig, progress: Progress) -> None:
     summaries = _write_dataset(rows, output, config, progress)
     print_splits(progress.console, summaries)
     print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
+
+
+def _compare(spec: FeatureSpec, progress: Progress) -> None:
+    """Compare the files of all splits with the checksums of the spec; the copy would otherwise vouch for damaged rows."""
+    assert spec.root is not None
+    listed = checksums_of(spec.metadata, f"{spec.root / SPEC_NAME}: metadata")
+    paths = [path for files in spec.splits.values() for path in files.paths()]
+    names = [path.relative_to(spec.root).as_posix() for path in paths]
+    names = [name for name in names if name in listed]
+    if names:
+        with progress.stage(f"compare the checksums of {len(names)} files"):
+            verify_checksums(spec, names)
 
 
 def _write_dataset(

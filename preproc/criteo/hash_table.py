@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Iterator
 
 import numpy as np
-from numba import njit
 
+from preproc.criteo.compiled import kernel
 from preproc.criteo.tokenizer import NON_HEX
 
 # Numba's cache tracks only the file of a kernel, not the constants that it imports. Imported constants are
@@ -32,7 +32,7 @@ LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _place(code, num_slots, drawn):
     """Return the first slot to probe: MurmurHash3's finaliser, scaled to the number of slots."""
     mixed = np.uint64(code) ^ drawn
@@ -42,7 +42,7 @@ def _place(code, num_slots, drawn):
     return np.int64((mixed * np.uint64(num_slots)) >> HALF)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _count(codes, begin, slots, used, drawn, first_non_hex):
     """Count codes[begin:]; return the index where it stopped, the slots in use, and whether a code was NON_HEX.
 
@@ -73,7 +73,7 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
     return len(codes), used, has_non_hex
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _insert(entries, slots, drawn):
     """Insert entries of distinct codes, zeros skipped; at most half of the slots are in use afterwards."""
     for entry in entries:
@@ -85,7 +85,7 @@ def _insert(entries, slots, drawn):
         slots[place] = entry
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _look_up(codes, slots, drawn, ids):
     """Write the ids of the codes in `slots` to `ids`; leave the others unchanged."""
     for at in range(len(codes)):

@@ -5,8 +5,8 @@ that line is bad, and which field is wrong. The kernel releases the GIL, so seve
 """
 
 import numpy as np
-from numba import njit
 
+from preproc.criteo.compiled import kernel
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
 # Numba's cache of compiled kernels tracks only this file. After a change of NUM_NUMERICAL or
@@ -45,7 +45,7 @@ NINE, SIX, BYTE, HALF = np.uint64(9), np.uint64(6), np.uint64(8), np.uint64(16)
 NIBBLE, WHOLE, CODE = np.uint64(4), np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _word(text, at):
     """Return eight bytes as a little-endian number.
 
@@ -57,7 +57,7 @@ def _word(text, at):
     return word
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _hexadecimal(word):
     """Return the value of eight hexadecimal characters, or NON_HEX if one is no lower-case digit."""
     letters = (word >> SIX) & ONES
@@ -73,12 +73,12 @@ def _hexadecimal(word):
     return np.uint32(((digits << HALF) | (digits >> WHOLE)) & CODE)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _ends_field(byte):
     return byte in (TAB, LINE_END, RETURN)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _integers(text, at, row, known, numericals, missing, far, far_values, num_far):
     """Store the integers of a row; return the index of the next field or -1, and the number of entries of `far`."""
     missing_bits = 0
@@ -114,7 +114,7 @@ def _integers(text, at, row, known, numericals, missing, far, far_values, num_fa
     return at, num_far
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _categories(text, at, stop, trusted, row, codes, non_hex, num_non_hex):
     """Store the codes of a row; return the index of the next line or -1, and the number of entries of `non_hex`."""
     for column in range(NUM_CATEGORICAL):
@@ -148,7 +148,7 @@ def _categories(text, at, stop, trusted, row, codes, non_hex, num_non_hex):
     return at, num_non_hex
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def parse_lines(
     text,
     at,

@@ -1,5 +1,6 @@
 """report.png: one line per column, with its missing rows, distinct values, and values kept per frequency limit."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def draw(
         splits: summaries of the written splits.
         frequency_limit: limit of the run; a column may have its own.
     """
+    # It warns where the home directory cannot be written, and takes a temporary one.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -19,6 +19,7 @@ from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.report.console import Progress, SplitSummary, Stage, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows
+from preproc.verify.vocabulary import vocabulary_mistakes
 
 CHUNK_BYTES = 1 << 22
 """Bytes per read and thread; memory is a few times that per thread, for any size of the dataset."""
@@ -68,6 +69,10 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         written = listed_rows(spec, name)
         if files.parquet and written is not None and written != split.rows:
             findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
+    if not findings.num_wrong:
+        with progress.stage("compare ids with vocabularies"):
+            for path, text in vocabulary_mistakes(spec, config.fitted):
+                findings.add(path, text)
     print_line = progress.console.print
     for line in sorted(findings.lines):
         print_line(f"wrong: {line}", highlight=False, markup=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from tests.crash import wait_until
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
+from tests.project.layout import is_ours
 
 RECIPES = ("dlrm", "preproc/__main__", "nn/export/__main__")
 # What a refusal may not import.
@@ -85,6 +86,12 @@ def test_help_needs_no_torch(without_torch):
         assert (exit_code or 0, err, slow) == (0, "", [])
         assert out
     assert "model.top_mlp=" in without_torch[len(EARLY)][1]
+
+
+def test_the_help_of_preprocessing_names_every_dataset(without_torch):
+    text = without_torch[len(EARLY) + 1][1]
+    for path in filter(is_ours, (ROOT / "configs" / "dataset").glob("*.yaml")):
+        assert re.search(rf"^dataset={path.stem} +\S+ \S+", text, re.MULTILINE), path.stem
 
 
 def test_a_refusal_takes_about_a_second(tmp_path):

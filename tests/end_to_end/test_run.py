@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -205,7 +206,14 @@ def test_a_failed_save_at_the_end_keeps_the_results(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("nn.checkpoint.state.dcp.save", full)
-        message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        failed = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
+    assert failed.exit_code == 2
+    message = failed.err
+    assert re.search(
+        r"warning: \S*/run/checkpoints has 0\.0 MiB free, and a checkpoint takes \S+ MiB: free",
+        failed.out,
+    )
     assert "the checkpoint could not be written below" in message
     assert "No space left on device" in message
     assert (

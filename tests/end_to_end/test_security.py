@@ -19,7 +19,8 @@ import yaml
 
 from configs.command_line import end_command
 from configs.schema import Component
-from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from main import _end
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
@@ -338,3 +339,60 @@ def test_the_last_line_of_every_command_is_one_line(end, capsys):
     assert err.count("\n") == 1
     assert err.endswith("\n")
     assert "\x1b" not in err
+
+
+HUGE = {
+    "memory of a byte": ("sharding.host_gib=1e-9",),
+    "memory of a byte for four": ("sharding.host_gib=1e-9", "sharding.world_size=4"),
+    "GPUs of a byte": ("sharding.hbm_gib=1e-9", "device=cuda"),
+    "no memory for tables": ("sharding.host_gib=1", "sharding.reserve=0.999999999999"),
+    "a billion ranks": ("sharding.world_size=1000000000",),
+    "tables of petabytes": ("data.synthetic.cardinalities=[9000000000000000]",),
+    "tables of exabytes": ("data.synthetic.cardinalities=[9000000000000000000]",),
+    "a trillion columns": ("model.embedding_dim=1000000000000",),
+    "a trillion outputs": ("model.top_mlp=[1000000000000,1]",),
+    "a trillion ids per row": ("data.synthetic.hotness=[1000000000000,1,1,1,1]",),
+    "a trillion expanded ids": ("data.multi_hot.hotness=[1000000000000,1,1,1,1]",),
+    "a trillion numericals": ("data.synthetic.num_numerical=1000000000000",),
+    "a trillion batches ahead": ("data.prefetch=1000000000000",),
+    "a trillion workers": ("data.workers=1000000000000",),
+    "a trillion profiled steps": ("profile.steps=1000000000000",),
+    "a trillion timed passes": ("inference.steps=1000000000000",),
+    "a quintillion rows": ("data.synthetic.test_rows=1000000000000000000",),
+}
+
+
+@pytest.mark.parametrize("options", HUGE.values(), ids=HUGE)
+def test_an_absurd_size_is_refused_with_one_line(options):
+    ended = run_command(*TINY, "mode=plan", *options)
+    assert ended.exit_code == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith("error: ")
+
+
+@pytest.mark.parametrize("rows", [9 * 10**18, 2**63, 2**55])
+def test_a_dataset_that_declares_a_table_beyond_any_memory_is_refused(tmp_path, rows):
+    root = write_clicks(tmp_path / "clicks", num_items=2**62)
+    spec = root / "feature_spec.yaml"
+    spec.write_text(spec.read_text().replace(str(2**62), str(rows)))
+    ended = run_command("mode=plan", f"data.path={root}", "train.batch_size=64")
+    assert ended.exit_code == 2
+    (line,) = ended.err.splitlines()
+    assert f"table 'item' of {rows:,} rows" in line
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_feature_without_any_id_is_planned(tmp_path, world_size):
+    with write_dataset(
+        tmp_path / "data", categorical=[CategoricalFeature.of("tags", 9, None)], numerical=("n",)
+    ) as dataset:
+        for split in ("train", "test"):
+            dataset[split].append(
+                numerical=np.ones((64, 1)),
+                labels=np.arange(64) % 2,
+                ids={"tags": np.empty(0, int)},
+                lengths={"tags": np.zeros(64, int)},
+            )
+    options = [f"sharding.world_size={world_size}", "train.batch_size=64"]
+    ended = run_command("mode=plan", f"data.path={tmp_path / 'data'}", *options)
+    assert ended.exit_code == 0, ended.err

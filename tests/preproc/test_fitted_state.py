@@ -30,7 +30,12 @@ def table(source: Path) -> dict:
         "sources": {"people": {"files": str(source)}},
         "label": {"name": "bought"},
         "numerical": [{"name": "age", "transforms": [{"fill": 0}, "minmax"]}],
-        "categorical": ["city", {"name": "tags", "separator": "|"}, {"name": "h", "buckets": 4}],
+        "categorical": [
+            "city",
+            {"name": "tags", "separator": "|"},
+            {"name": "first", "expression": "tags", "separator": "|", "hotness": 1},
+            {"name": "h", "buckets": 4},
+        ],
         "split": {"train": 0.9},
     }
 
@@ -226,7 +231,7 @@ def test_a_fit_of_an_earlier_version_is_used_with_a_warning(people, fit):
     forget_checksums(fit)
     [warning] = loaded(people, fit)
     assert warning.endswith(
-        "lists no checksum of preproc.json and 2 others, so only the content was checked"
+        "lists no checksum of preproc.json and 3 others, so only the content was checked"
     )
 
 
@@ -274,3 +279,63 @@ def test_a_fit_that_changes_while_it_is_copied_is_not_recorded(people, fit, tmp_
         tmp_path / "out" / "test" / "city.bin", FeatureSpec.load(fit).categorical[0].dtype
     )
     assert ids.tolist() == [1, 0]
+
+
+def exchanged_ids(directory: Path) -> None:
+    """Exchange ids 1 and 2 of the training rows, with a right checksum."""
+    path = directory / "train" / "city.bin"
+    ids = np.fromfile(path, "i1")
+    np.array([0, 2, 1, 3], "i1")[ids].tofile(path)
+    record_again(directory, "train/city.bin")
+
+
+def exchanged_values(directory: Path) -> None:
+    rewrite(directory / CITY, value=["Bern", "Rome", "Oslo"], count=[3, 5, 3])
+    record_again(directory, CITY)
+
+
+def one_value_less(directory: Path) -> None:
+    rewrite(directory / CITY, value=["Rome", "Bern"], id=[1, 2], count=[5, 3])
+    record_again(directory, CITY)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (exchanged_ids, "its counts are not those of the ids in train"),
+        (exchanged_values, "so ids were exchanged"),
+        (one_value_less, "2 values, but a table of 4 rows"),
+    ],
+)
+def test_verification_compares_ids_and_vocabularies(fit, capsys, damage, message):
+    preproc("mode=verify", f"path={fit}")
+    damage(fit)
+    with pytest.raises(SystemExit) as ended:
+        preproc("mode=verify", f"path={fit}")
+    assert ended.value.code == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wrong: ")]
+    assert line.startswith(f"wrong: {fit / CITY}: ")
+    assert message in line
+
+
+def test_verification_compares_with_the_fit_that_was_applied(people, fit, tmp_path, capsys):
+    build(people, tmp_path / "out", "mode=transform", f"fitted={fit}")
+    preproc("mode=verify", f"path={tmp_path / 'out'}", f"fitted={fit}")
+    rewrite(fit / CITY, value=["Riga", "Bern", "Oslo"])
+    with pytest.raises(SystemExit):
+        preproc("mode=verify", f"path={tmp_path / 'out'}", f"fitted={fit}")
+    assert "city.parquet: other values than those of" in capsys.readouterr().out
+
+
+def test_a_damaged_dataset_is_not_converted(fit, tmp_path):
+    exchanged = (
+        (fit / "train" / "city.bin").read_bytes().translate(bytes([0, 2, 1, *range(3, 256)]))
+    )
+    (fit / "train" / "city.bin").write_bytes(exchanged)
+    for name in ("vocabulary", "report.json"):
+        path = fit / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(Refused, match=r"city\.bin has changed since it was written"):
+        preproc("mode=convert", f"path={fit}", f"output={tmp_path / 'out'}")
+    record_again(fit, "train/city.bin")
+    preproc("mode=convert", f"path={fit}", f"output={tmp_path / 'out'}")

@@ -116,7 +116,7 @@ ROOMS = {
     },
     "preproc.convert": {"preproc.report"},
     "preproc.synthetic": {"preproc.report"},
-    "preproc.verify": {"preproc.report"},
+    "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
     "preproc.table": {
         "preproc.complete_dataset",
         "preproc.dataset_writer",

@@ -207,6 +207,14 @@ def test_the_plan_sums_up_what_the_ranks_hold():
     assert "at most 8.0 MiB (rank 1), mean 2.5 MiB, imbalance 3.20" in text
 
 
+@pytest.mark.parametrize("kernel", ["fused", "dense"])
+def test_the_plan_explains_the_dense_kernel_where_there_is_one(kernel):
+    console = console_of(100)
+    print_plan(console, [replace(row("a", (0,), 1), kernel=kernel)], world_size=1)
+    legend = "fused: updated within the backward pass; dense: updated after it"
+    assert (legend in printed(console)) == (kernel == "dense")
+
+
 def test_the_plan_sums_up_lookups_and_what_expands_ids():
     console = console_of(100)
     hot, cold = row("hot", (0, 1), 4), row("cold", (1,), 2)

@@ -72,7 +72,9 @@ def test_a_restored_model_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes,
         "plot",
-        lambda *given, **options: labels.append(options.get("label")) or plot(*given, **options),
+        lambda *arguments, **options: (
+            labels.append(options.get("label")) or plot(*arguments, **options)
+        ),
     )
     for header in ({"restored": "step_8", "start_step": 0}, {"restored": None, "start_step": 0}):
         metrics = write(tmp_path / "metrics.jsonl", records_of(3, 2), HEADER | header)

@@ -3,11 +3,14 @@
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from nn.training.limits import eval_steps, total_steps
+from nn.models.tasks import binary_tasks, metrics_of
+from nn.observability.console import format_train
+from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config
@@ -76,7 +79,42 @@ def two_epochs(tmp_path_factory) -> Run:
 def test_evaluations_are_evenly_spaced_and_the_last_step_has_one(
     last_step, steps_per_epoch, per_epoch, wanted
 ):
-    assert eval_steps(last_step, steps_per_epoch, per_epoch) == wanted
+    at = EvalSteps(last_step, steps_per_epoch, per_epoch)
+    assert {step for step in range(-1, last_step + 3) if step in at} == wanted
+
+
+def listed_evaluations(last_step: int, steps_per_epoch: int, per_epoch: int) -> set[int]:
+    """Return the same steps, listed epoch by epoch."""
+    points = {
+        epoch * steps_per_epoch + round(steps_per_epoch * part / per_epoch)
+        for epoch in range(math.ceil(last_step / steps_per_epoch))
+        for part in range(1, per_epoch + 1)
+    }
+    return {point for point in points if 0 < point < last_step} | {last_step}
+
+
+def test_evaluations_that_are_computed_are_those_that_are_listed():
+    for steps_per_epoch, per_epoch in product(range(1, 24), range(1, 30)):
+        for last_step in (1, steps_per_epoch, 2 * steps_per_epoch + 3):
+            at = EvalSteps(last_step, steps_per_epoch, per_epoch)
+            computed = {step for step in range(last_step + 2) if step in at}
+            assert computed == listed_evaluations(last_step, steps_per_epoch, per_epoch)
+
+
+def test_a_run_of_any_length_takes_no_memory_for_its_steps():
+    endless = compose_config("train.epochs=1000000000", "eval.per_epoch=1000000")
+    last_step = total_steps(endless, 10**6)
+    at = EvalSteps(last_step, 1000, endless.eval.per_epoch)
+    assert last_step == 10**15
+    assert last_step - 1 in at
+    at = EvalSteps(last_step, 10**12, 10**6)
+    assert 7 * 10**12 + 10**6 in at
+    assert 7 * 10**12 + 10**6 + 1 not in at
+    record = {"step": 1, "loss": 1.0, "train_auc": 0.5, "samples_per_s": 1, "step_ms": 9e9}
+    left = format_train(record, metrics_of(binary_tasks(["label"])), 10**15)
+    assert "left more than 10,000 days" in left
+    with pytest.raises(ValueError, match="a run has at most"):
+        total_steps(compose_config("train.epochs=2000000000"), 10**9)
 
 
 def test_a_run_takes_all_epochs_unless_told_to_stop_before():

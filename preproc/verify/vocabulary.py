@@ -1,0 +1,107 @@
+"""Check of the vocabularies of a dataset, and of the ids against them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dataloading.dataset.documents import read_json
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from preproc.vocabulary_file import check_vocabulary
+
+READ_ITEMS = 1 << 18
+
+
+def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple[Path, str]]:
+    """Yield (file, mistake) of the vocabularies that preprocessing wrote beside the splits, and of ids that differ from them.
+
+    Args:
+        spec: of the dataset.
+        fitted: a dataset whose vocabularies they must be; None: any.
+    """
+    assert spec.root is not None
+    counted, lists_cut = _counted_splits(spec), _cut_lists(spec)
+    for feature in spec.categorical:
+        path = spec.root / "vocabulary" / f"{feature.name}.parquet"
+        if not path.is_file():
+            continue
+        try:
+            num_values = check_vocabulary(path, "copy the dataset again")
+        except ValueError as error:
+            yield path, str(error).removeprefix(f"{path}: ")
+            continue
+        if num_values + 1 != feature.cardinality:
+            yield path, f"{num_values:,} values, but a table of {feature.cardinality:,} rows"
+        elif counted and feature.name not in lists_cut:
+            ids = sum(_digest_of_ids(spec, feature, split) for split in counted) % 2**64
+            if ids != _digest_of_counts(path):
+                where = ", ".join(counted)
+                yield path, f"its counts are not those of the ids in {where}: ids were exchanged"
+        if fitted and not _is_same(path, Path(fitted) / "vocabulary" / path.name):
+            yield path, f"other values than those of {Path(fitted) / 'vocabulary' / path.name}"
+
+
+def _counted_splits(spec: FeatureSpec) -> list[str]:
+    """Return the splits whose rows the vocabularies count; none if the dataset has the fit of another."""
+    assert spec.root is not None
+    try:
+        report = read_json(spec.root / "report.json")
+        counted = report["counted"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+    if any(files.parquet for files in spec.splits.values()):
+        return []
+    return {"train": ["train"], "all": list(spec.splits)}.get(str(counted), [])
+
+
+def _cut_lists(spec: FeatureSpec) -> set[str]:
+    """Return the features whose lists are cut or filled, so that they have other ids than were counted."""
+    assert spec.root is not None
+    try:
+        features = read_json(spec.root / "preproc.json")["features"]["categorical"]
+        return {feature["name"] for feature in features if feature.get("hotness") is not None}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {feature.name for feature in spec.categorical}
+
+
+def _digest(ids: np.ndarray) -> np.ndarray:
+    """Return a number per id, uint64, that looks random; 0 for 0. Sums of them tell sets of ids apart in constant memory."""
+    mixed = ids.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    return mixed ^ mixed >> np.uint64(31)
+
+
+def _digest_of_ids(spec: FeatureSpec, feature: CategoricalFeature, split: str) -> int:
+    dtype, total = feature.dtype.newbyteorder("<"), 0
+    with spec.splits[split].ids[feature.name].open("rb") as stream:
+        while len(ids := np.frombuffer(stream.read(READ_ITEMS * dtype.itemsize), dtype)):
+            total += int(_digest(ids).sum(dtype=np.uint64))
+    return total
+
+
+def _digest_of_counts(path: Path) -> int:
+    from dataloading.dataset.parquet_files import open_file
+
+    total = first = 0
+    with open_file(path) as file:
+        for batch in file.iter_batches(READ_ITEMS, columns=["count"]):
+            counts = np.asarray(batch.column("count")).astype(np.uint64)
+            ids = np.arange(first + 1, first + len(counts) + 1)
+            total += int((_digest(ids) * counts).sum(dtype=np.uint64))
+            first += len(counts)
+    return total % 2**64
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Return whether two vocabularies have the same values, ids and counts."""
+    from dataloading.dataset.parquet_files import open_file
+
+    if not other.is_file():
+        return False
+    columns = ["value", "id", "count"]
+    with open_file(one) as first, open_file(other) as second:
+        if first.metadata.num_rows != second.metadata.num_rows:
+            return False
+        return first.read(columns=columns).equals(second.read(columns=columns))

@@ -1,0 +1,56 @@
+"""Kernels without a directory for their compiled code: slower, with one line, and the same results."""
+
+import pickle
+
+import numpy as np
+import pytest
+from numba.core import caching
+
+from preproc.criteo import compiled
+from preproc.criteo.compiled import kernel
+
+
+def add(one, other):
+    return one + other
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    compiled._warn.cache_clear()
+
+
+def no_directory(patch) -> None:
+    """Leave Numba what a read-only package and home leave it."""
+    patch.setattr(caching.CacheImpl, "_locator_classes", [])
+
+
+def full_disk(patch) -> None:
+    patch.setattr(caching.IndexDataCacheFile, "save", raises(OSError("No space left on device")))
+
+
+def damaged_file(patch) -> None:
+    patch.setattr(caching.IndexDataCacheFile, "load", raises(pickle.UnpicklingError("truncated")))
+
+
+def raises(error):
+    def function(*_):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("fault", [no_directory, full_disk, damaged_file])
+def test_a_cache_that_fails_costs_time_only(monkeypatch, capsys, fault):
+    fault(monkeypatch)
+    for _ in range(2):
+        assert kernel(add)(np.int64(1), np.int64(2)) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("warning: compiled kernels cannot be kept on disk")
+    assert err.count("\n") == 1
+
+
+def test_all_kernels_are_compiled_by_this_function():
+    from pathlib import Path
+
+    sources = Path(compiled.__file__).parents[1].rglob("*.py")
+    assert [path.name for path in sources if "njit" in path.read_text()] == ["compiled.py"]
