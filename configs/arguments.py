@@ -57,11 +57,13 @@ class Choices:
         schema: class of the options.
         groups: config groups, such as `experiment`.
         likely: options of open sections, to which a mistyped one may be close.
+        configs: configs of this command that --config-name may name; empty if any.
     """
 
     schema: type
     groups: Sequence[str] = ()
     likely: Sequence[str] = ()
+    configs: Sequence[str] = ()
 
 
 def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
@@ -72,7 +74,9 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     """
     flags, overrides = _parted(arguments, f"{_options(choices.schema)[0]}=...")
     _check_flags(flags, choices)
-    if "--shell-completion" in flags:
+    if "--hydra-help" in flags:
+        overrides = []  # it would look for them among Hydra's own options
+    elif "--shell-completion" in flags:
         # Its subcommands are written like options.
         if not any(re.match("(install|uninstall|query)=", override) for override in overrides):
             raise ValueError("--shell-completion needs install=bash, uninstall=bash or query=bash")
@@ -130,6 +134,13 @@ def _check_flags(flags: Mapping[str, str | None], choices: Choices) -> None:
     for flag, needed in (("--package", ("--cfg",)), ("--resolve", ("--cfg", "--help"))):
         if flag in flags and not any(other in flags for other in needed):
             raise ValueError(f"{flag} belongs to {' or '.join(needed)}; write that flag too")
+    name = flags.get("--config-name")
+    is_own = not {"--config-dir", "--config-path"} & set(flags)
+    if name and is_own and choices.configs and name.removesuffix(".yaml") not in choices.configs:
+        raise ValueError(
+            f"--config-name={printable(name)}: this command has no such config; choose one of "
+            f"{', '.join(choices.configs)}, or name the directory of your own with --config-dir"
+        )
     package = flags.get("--package")
     sections = [key for key, hint in hints(choices.schema).items() if is_dataclass(hint)]
     known = [*sections, *_below(choices.schema), "hydra", "_global_"]

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices, hydra_arguments
 from configs.exit_codes import USER_ERROR_EXIT_CODE
@@ -71,7 +70,8 @@ def composed_command(
         # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         likely = _keys_of_yaml(config_name, open_sections(schema))
-        sys.argv[1:] = hydra_arguments(sys.argv[1:], Choices(schema, groups, likely))
+        configs = _configs_with(schema_name)
+        sys.argv[1:] = hydra_arguments(sys.argv[1:], Choices(schema, groups, likely, configs))
         if "--version" in sys.argv[1:]:
             print(f"{PROJECT} {project_version()} (Hydra {hydra.__version__})")
             sys.exit()
@@ -80,10 +80,7 @@ def composed_command(
             yield
         except Exception as error:
             # From the task they are its own errors, or bugs; before it only options and yaml files are read.
-            is_clear = isinstance(error, ValueError) and not isinstance(
-                error, OmegaConfBaseException
-            )
-            if is_clear or _was_called(task, error):
+            if _was_called(task, error):
                 raise
             raise ValueError(one_line(error)) from None
 
@@ -118,6 +115,21 @@ def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
     content = OmegaConf.load(Path(__file__).parent / f"{config_name}.yaml")
     assert isinstance(content, DictConfig)
     return [key for name in sections for key in _dotted(content.get(name), name)]
+
+
+def _configs_with(schema_name: str) -> list[str]:
+    """Return the yaml files of `configs/` whose defaults name a schema, directly or through another of them."""
+    contents = {path.stem: OmegaConf.load(path) for path in Path(__file__).parent.glob("*.yaml")}
+    found = {schema_name}
+    while True:
+        named = {name for name, content in contents.items() if found & _defaults(content)}
+        if named <= found:
+            return sorted(found - {schema_name})
+        found |= named
+
+
+def _defaults(content: Any) -> set[str]:
+    return {item for item in content.get("defaults", []) if isinstance(item, str)}
 
 
 def _dotted(content: Any, prefix: str) -> Iterator[str]:

@@ -45,6 +45,11 @@ def check_values(values: Mapping[str, Any], schema: type, prefix: str = "") -> N
             is_nested = is_list and (item is None or isinstance(item, list | Mapping))
             require(not is_nested, _want(key, value, hint))
             _check_value(key, item, declared.metadata.get("most"))
+            is_named = item != "" or not declared.metadata.get("path")
+            require(
+                is_named,
+                f"{key} is empty, perhaps from an unset shell variable: name a path, or null",
+            )
 
 
 def _is_missing(value: Any, hint: Any) -> bool:

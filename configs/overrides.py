@@ -25,7 +25,10 @@ def to_config(composed: DictConfig) -> Any:
         ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
     """
     schema = OmegaConf.get_type(composed)
-    assert schema is not None  # composed with a schema
+    if schema is None or not is_dataclass(schema):
+        raise ValueError(
+            "this configuration has no schema; begin the list of its defaults with base"
+        )
     composed = copy.deepcopy(composed)
     try:
         expand_home(composed, schema)
@@ -74,26 +77,35 @@ def no_option(key: str, options: Sequence[str]) -> ValueError:
 
 
 def one_line(error: Exception) -> str:
-    """Describe an error of Hydra or OmegaConf in one line that begins with the key, if it has one."""
+    """Describe an error of Hydra, OmegaConf or a yaml file in one line that begins with the key, if it has one."""
     if isinstance(error, RecursionError):
         return "an option or a yaml file is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a yaml file of this command is not UTF-8 text: {error}"
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _missing_choice(error)
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    key = getattr(cause, "full_key", None)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error
+    found = re.search(r"^ *full_key: (\S+)$", str(cause), re.MULTILINE)
+    key = found[1] if found else getattr(cause, "full_key", None)
     text = _joined(str(cause if key else error).partition("Config search path")[0])
+    text = re.sub(r"^In '[^']*': (\w+ raised while composing config; )?", "", text)
     text = re.sub(r"^field '[^']*' is not Optional$", "got null, want a value", text)
     text = re.sub(r"^Key '.*' (is )?not in .*$", "there is no such option", text)
+    text = re.sub(r"^ValueError raised while resolving interpolation: ", "", text)
     # OmegaConf's word for a list.
     text += "; a list is written as [a,b]" if "ListConfig" in text else ""
     file = re.match(r"In '([^']*)': ", str(error))
-    where = f"{file[1]}.yaml: " if key and file else ""
-    return printable(shortened(f"{where}{f'{key}: ' if key else ''}{text}{_meant(text)}", 500))
+    if file and key and key == file[1].split("/")[0]:
+        return printable(f"{file[1]}.yaml: want '# @package _global_' as its first line")
+    start = f"{file[1]}.yaml: " if file else ""
+    start += f"{key}: " if key and key != "hydra.help.template" else ""
+    return printable(shortened(f"{start}{text}{_meant(text)}", 500))
 
 
 def _missing_choice(error: MissingConfigException) -> str:
     """Name the choices of a config group, such as `experiment`, of which none has the name that was given."""
-    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    path = error.missing_cfg_file or ""
+    group, _, name = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
     choices = sorted(error.options or ())
     close = get_close_matches(name, choices, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""

@@ -214,6 +214,7 @@ class PreprocConfig:
             value = getattr(self, name)
             patterns = value if isinstance(value, list) else [value]
             require(
-                value is None or all(isinstance(pattern, str) and pattern for pattern in patterns),
+                value is None
+                or (bool(patterns) and all(isinstance(part, str) and part for part in patterns)),
                 f"{name} must be a file, a glob or a list of them, got {value}",
             )

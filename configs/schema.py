@@ -34,6 +34,7 @@ MOST_SAMPLES = 2**31 - 1
 MOST_ROWS = 2**48
 # Ranks of a plan; the planner takes minutes for so many.
 MOST_RANKS = 16_384
+LEAST_GIB = 2**-20
 
 OPEN_SECTION = {"open": True}
 """Metadata of a section with further options, whose class is known only once the section's values are."""
@@ -149,7 +150,7 @@ class SyntheticConfig:
     hotness: list[int] = option(
         [], "ids per row and table; empty means 1 for every table", most=MOST_COLUMNS
     )
-    exponent: float = option(1.05, "power-law exponent of the ids; 0 draws them uniformly")
+    exponent: float = option(1.05, "power-law exponent of the ids; 0 draws them uniformly", most=64)
 
     def __post_init__(self) -> None:
         for name in ("train_rows", "test_rows"):
@@ -460,12 +461,18 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         self.tables = _table_overrides(self.tables)
         require(bool(self.types), "sharding.types must name at least one sharding type")
+        require(0 <= self.reserve < 1, f"sharding.reserve must lie in [0, 1), got {self.reserve}")
         for name in ("world_size", "local_world_size", "hbm_gib", "host_gib"):
             value = getattr(self, name)
             require(
                 value is None or value > 0, f"sharding.{name} must be positive or null, got {value}"
             )
-        require(0 <= self.reserve < 1, f"sharding.reserve must lie in [0, 1), got {self.reserve}")
+        for name in ("hbm_gib", "host_gib"):
+            value = getattr(self, name)
+            require(
+                value is None or value * (1 - self.reserve) >= LEAST_GIB,
+                f"sharding.{name}={value} less sharding.reserve={self.reserve} leaves under a KiB for tables",
+            )
 
 
 def _table_overrides(overrides: Any) -> dict[str, ShardingType]:
@@ -594,11 +601,6 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
-        require(
-            self.run_dir != "",
-            "run_dir is empty, perhaps from an unset shell variable: name a directory, or null for a new "
-            "runs/<recipe>/<time>",
-        )
         require(
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",

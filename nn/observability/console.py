@@ -118,14 +118,8 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
     _print_columns(console, _grid(lines))
 
 
-def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> None:
-    """Print the placement of every table and the balance over ranks.
-
-    Args:
-        console: from `make_console`.
-        rows: one per table.
-        world_size: number of ranks, including ranks without a table.
-    """
+def _plan_table() -> Table:
+    """Return the empty table of a plan."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("table", overflow="fold")
     for name in ("rows", "dim", "hotness"):
@@ -134,6 +128,18 @@ def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> 
         table.add_column(name, no_wrap=True)
     table.add_column("rank", overflow="fold")
     table.add_column("MiB", justify="right", no_wrap=True)
+    return table
+
+
+def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> None:
+    """Print the placement of every table and the balance over ranks.
+
+    Args:
+        console: from `make_console`.
+        rows: one per table.
+        world_size: number of ranks, including ranks without a table.
+    """
+    table = _plan_table()
     expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
     if expanded:
         table.add_column("expansion", justify="right", no_wrap=True)

@@ -23,6 +23,9 @@ TEST = "#d1603d"
 SPEED = "#3d8b6e"
 RATE = "#7a5ba6"
 
+# matplotlib warns where the home directory cannot be written, and takes a temporary one.
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
+
 # Any: matplotlib types its keys as a Literal of all their names.
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -58,8 +61,6 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
         OSError: the picture cannot be written.
     """
     # Importing matplotlib takes most of a second, so only the end of a run pays for it.
-    # It warns where the home directory cannot be written, and takes a temporary one.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -9,6 +9,9 @@ import numpy as np
 from configs.messages import printable, shortened
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
 
+# matplotlib warns where the home directory cannot be written, and takes a temporary one.
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
+
 INK, FAINT, GREY, BLUE, LIGHT_BLUE = "#20242b", "#69717d", "#8a94a3", "#2563a8", "#c3d7ee"
 # Any: matplotlib types its keys as a Literal of all their names.
 STYLE: dict[Any, Any] = {
@@ -41,8 +44,6 @@ def draw(
         splits: summaries of the written splits.
         frequency_limit: limit of the run; a column may have its own.
     """
-    # It warns where the home directory cannot be written, and takes a temporary one.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -187,3 +187,64 @@ def test_an_added_experiment_replaces_the_default_one():
     )
     assert plain == added
     assert os.environ.get("HYDRA_FULL_ERROR") in (None, "1")
+
+
+FILES = [
+    ("run_dir: " + "[" * 500 + "]" * 500, "an option or a yaml file is nested too deeply"),
+    ("train: {epochs: [1", "mine.yaml', line "),
+    ("train: {epoch: 2}", "experiment/mine.yaml: train.epoch: there is no such option"),
+    ("train: {epochs: two}", "experiment/mine.yaml: train.epochs: Value 'two' of type 'str'"),
+    ("mode: trian", "expected one of [train, eval, inference, plan]; did you mean train?"),
+    ("train: 5", "experiment/mine.yaml: Merge error: int is not a subclass of TrainConfig"),
+    ("train: null", "experiment/mine.yaml: train: got null, want a value"),
+    ("optimizer: {lr: .inf}", "optimizer.lr must be a finite number, got inf"),
+    ("seed: ${nope}", "seed: Interpolation key 'nope' not found"),
+    ("defaults: [/data: nope]", "there is no data=nope; choose one of criteo_kaggle"),
+    ("defaults: [mine]", "an option or a yaml file is nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES, ids=range(len(FILES)))
+def test_an_error_in_an_experiment_is_one_line(text, message, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.write_text(f"# @package _global_\n{text}\n")
+    ended = run_command(f"--config-dir={tmp_path}", "experiment=mine", "mode=plan")
+    assert (ended.exit_code, ended.out) == (2, ""), ended
+    assert re.fullmatch(r"error: [^\n]+\n", ended.err)
+    assert message.replace("mine.yaml'", f'{path}"') in ended.err
+
+
+def test_an_experiment_needs_its_first_line_and_utf_8(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    path = tmp_path / "experiment" / "mine.yaml"
+    for content, message in [
+        (
+            b"train: {epochs: 2}",
+            "experiment/mine.yaml: want '# @package _global_' as its first line",
+        ),
+        (b"run_dir: \xe9", "a yaml file of this command is not UTF-8 text: "),
+    ]:
+        path.write_bytes(content)
+        ended = run_command(f"--config-dir={tmp_path}", "experiment=mine", "mode=plan")
+        assert (ended.exit_code, ended.err.count("\n")) == (2, 1)
+        assert message in ended.err
+
+
+@pytest.mark.parametrize("recipe", ["dlrm", "preproc/__main__", "nn/export/__main__"])
+def test_the_config_of_another_command_is_refused(recipe):
+    ended = run_command("-cn", "nope", recipe=recipe)
+    assert re.match("error: --config-name=nope: this command has no such config; ", ended.err)
+    other = "preproc" if recipe == "dlrm" else "dlrm"
+    ended = run_command("-cn", other, recipe=recipe)
+    assert (ended.exit_code, ended.err.count("\n")) == (2, 1)
+    assert f"--config-name={other}: this command has no such config; choose one of " in ended.err
+
+
+@pytest.mark.parametrize("key", ["run_dir", "data.path", "checkpoint.restore"])
+def test_an_empty_path_is_refused(key):
+    ended = run_command(f"{key}=", "mode=plan")
+    assert ended.exit_code == 2
+    assert ended.err == (
+        f"error: {key} is empty, perhaps from an unset shell variable: name a path, or null\n"
+    )

@@ -108,6 +108,8 @@ REFUSED = [
     (ShardingConfig, {"local_world_size": -2}, "sharding.local_world_size must be positive or null, got -2"),
     (ShardingConfig, {"hbm_gib": 0.0}, "sharding.hbm_gib must be positive or null, got 0.0"),
     (ShardingConfig, {"host_gib": -1.0}, "sharding.host_gib must be positive or null, got -1.0"),
+    (ShardingConfig, {"hbm_gib": 1e-30},
+     "sharding.hbm_gib=1e-30 less sharding.reserve=0.1 leaves under a KiB for tables"),
     (ShardingConfig, {"reserve": 1.0}, "sharding.reserve must lie in [0, 1), got 1.0"),
     (ShardingConfig, {"tables": "row_wise"},
      "sharding.tables must map tables to sharding types, such as {cat_0: row_wise}, got row_wise"),
