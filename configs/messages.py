@@ -86,6 +86,10 @@ _REMEDIES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk or the file server"),
     errno.EROFS: "choose a directory that can be written",
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another path"),
+    **dict.fromkeys(
+        (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ETIMEDOUT),
+        "check the disk or the network file system",
+    ),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
 

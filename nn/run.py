@@ -221,7 +221,7 @@ def _open_session(
         start = own_resume_point(config, source, ranks, logger) or start
         finished = finished_run(config, loaders.train, ranks, start)
         if finished is not None:
-            ranks.run_on_rank0(lambda: _complete_results(config, logger))
+            ranks.run_on_rank0(lambda: _complete_results(config, start, logger))
             logger.info(finished)
             yield None
             return
@@ -266,9 +266,20 @@ def _training_memory(
     return plan_memory(config, source.spec, rows, ranks.world_size, _dense_states(config))
 
 
-def _complete_results(config: Config, logger: Logger) -> None:
-    if config.mode is Mode.train and config.run_dir is not None:
-        draw_missing_curves(Path(config.run_dir), logger)
+def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> None:
+    """Do what the last start of a finished run could not: draw its curves, remove older checkpoints, link the best."""
+    if config.mode is not Mode.train or config.run_dir is None:
+        return
+    draw_missing_curves(Path(config.run_dir), logger)
+    if start.is_continuation:
+        directory = Path(config.run_dir) / CHECKPOINTS
+        clear(directory, start.num_steps)
+        prune(
+            directory,
+            start.num_steps,
+            config.checkpoint.keep,
+            start.facts["trainer"]["best_step"],
+        )
 
 
 def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:

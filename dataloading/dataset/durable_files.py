@@ -32,6 +32,17 @@ def sync_stream(stream: IO[Any]) -> None:
     sync_descriptor(stream.fileno())
 
 
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Add the path to an error of the system: that of a write, unlike that of an open, does not name its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync_file(path: Path) -> None:
     """Make the bytes of `path`, which are written already, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -52,17 +63,6 @@ def sync_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
         sync_file(path)
     sync_directory(directory)
-
-
-@contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
-    """Add the path to an error of the system: that of a write, unlike that of an open, does not name its file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def write_synced(path: Path, text: str) -> None:

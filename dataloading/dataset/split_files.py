@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.messages import shown
+from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import check_regular, resolved
 
 OFFSET_DTYPE = np.dtype("<i8")
@@ -216,6 +216,10 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     try:
         return np.memmap(path, dtype.newbyteorder("<"), mode="r").view(np.ndarray)
     except (OSError, OverflowError, MemoryError, ValueError) as error:
+        if (
+            isinstance(error, OSError) and error.filename is not None
+        ):  # of opening it, not of mapping it
+            raise ValueError(os_error_text(error)) from None
         raise ValueError(
             f"{path} of {path.stat().st_size:,} bytes cannot be mapped into memory ({error}); is it complete?"
         ) from None

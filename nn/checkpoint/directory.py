@@ -38,6 +38,7 @@ from nn.checkpoint.tensor_index import (
     DTYPES,
     INDEX_FILE,
     Chunk,
+    UnreadableError,
     file_inside,
     parse_index,
     read_into,
@@ -51,10 +52,6 @@ APPEARS_WITHIN_S = 60.0
 
 class NewerFormatError(ValueError):
     """The checkpoint was written by a later version and is intact."""
-
-
-class UnreadableError(ValueError):
-    """A file or directory exists and cannot be read, for example without permission: nothing is known about its bytes."""
 
 
 @contextmanager
@@ -94,6 +91,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
     """Write run.json and rename the directory of a step, which completes the checkpoint.
 
+    `prune` syncs the new name: if that fails, the checkpoint is complete nevertheless.
+
     Args:
         directory: directory of all checkpoints.
         num_steps: step whose `unfinished` directory has every file but run.json.
@@ -116,12 +115,16 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
         # A network file system repeats a request whose answer was lost; the second rename then finds no source.
         if not (target / RUN_FILE).exists():
             raise
-    sync_directory(directory)
     return target
 
 
 def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:
-    """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to."""
+    """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to.
+
+    Names of new checkpoints are synced before older ones are removed.
+    """
+    if directory.exists():
+        sync_directory(directory)
     present = [path for path in list_checkpoints(directory) if step_of(path) <= num_steps]
     for path in present[keep:]:
         if step_of(path) != best_step:

@@ -233,7 +233,7 @@ class CheckpointManager:
         except (OSError, UnreadableError) as error:
             self._logger.warning(
                 f"the checkpoint of step {num_steps} was written, but not all that follows it: {error}. The next save "
-                "removes older checkpoints again"
+                "or the next start removes older checkpoints"
             )
         return None
 

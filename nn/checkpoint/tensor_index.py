@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from configs.messages import shown
+from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 
 INDEX_FILE = "tensors.json"
@@ -99,6 +99,10 @@ class StoredTensor:
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
 
+class UnreadableError(ValueError):
+    """A file or directory exists and cannot be read, for example without permission: nothing is known about its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
     """Tables and tensors of a checkpoint.
@@ -117,6 +121,7 @@ def read_index(directory: Path) -> TensorIndex:
 
     Raises:
         ValueError: it is missing, malformed, of a newer format, or names a file that does not lie in the directory.
+        UnreadableError: it exists and cannot be read.
     """
     path = directory / INDEX_FILE
     try:
@@ -124,7 +129,8 @@ def read_index(directory: Path) -> TensorIndex:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"there is no {INDEX_FILE} in {directory}") from None
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+        error.filename = str(path)
+        raise UnreadableError(os_error_text(error)) from None
     return parse_index(directory, data)
 
 

@@ -5,6 +5,10 @@ class RankError(Exception):
     """Error in the input of one rank; only this rank can report it."""
 
 
+class Rank0Error(ValueError):
+    """Error of rank 0, which all ranks raise; one of them reports it."""
+
+
 class SharedError(Exception):
     """Error during training that all ranks have; one of them reports it."""
 

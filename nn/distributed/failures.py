@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nn.distributed.errors import LostRankError, RankError
+from nn.distributed.errors import LostRankError, Rank0Error, RankError
 from nn.distributed.process_group import Ranks, is_first_reporter, is_lost_peer
 
 
@@ -33,6 +33,8 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
     """
     try:
         yield
+    except Rank0Error:
+        raise
     except ValueError as error:
         prefix = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
         raise RankError(f"{prefix}{error}") from error

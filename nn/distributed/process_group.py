@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from configs.messages import os_error_text
+from nn.distributed.errors import Rank0Error
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Ranks may take very different times to write their files of a checkpoint. Lost ranks are noticed at once anyway.
@@ -85,8 +86,8 @@ class Ranks:
         """Run `function` on rank 0 and return its result on every rank.
 
         Raises:
-            ValueError: on all ranks with rank 0's message, if `function` raised one or an error of the system, such as a
-                full disk. Otherwise the other ranks would wait in the next collective until it times out.
+            Rank0Error: on all ranks with rank 0's message, if `function` raised ValueError or an error of the system, such
+                as a full disk. Otherwise the other ranks would wait in the next collective until it times out.
         """
         outcome: tuple[Any, str | None] | None = None
         if self.is_rank0:
@@ -98,7 +99,7 @@ class Ranks:
                 outcome = (None, os_error_text(error))
         value, problem = self.broadcast_object(outcome)
         if problem is not None:
-            raise ValueError(problem)
+            raise Rank0Error(problem)
         return value
 
     def barrier(self) -> None:

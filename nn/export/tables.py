@@ -30,6 +30,7 @@ from nn.checkpoint.tensor_index import (
     DTYPES,
     StoredTensor,
     TensorIndex,
+    UnreadableError,
     blocks,
     read_index,
 )
@@ -93,6 +94,8 @@ def export_tables(
     _check_output(output)
     try:
         index = read_index(checkpoint)
+    except UnreadableError:
+        raise
     except ValueError as error:
         raise ValueError(
             f"checkpoint={checkpoint} is not a checkpoint ({error}); name a step_N directory in a run's "

@@ -26,6 +26,9 @@ from dataloading.dataset.durable_files import (
     replace_directory,
     replace_link,
     replace_text,
+    sync_directory,
+    sync_file,
+    sync_tree,
     write_synced,
 )
 
@@ -307,3 +310,16 @@ def test_no_other_module_syncs_locks_or_renames():
         assert not used & HERE_ONLY, path
         renames = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         assert "rename" not in renames, path
+
+
+@pytest.mark.parametrize("function", [sync_file, sync_directory, sync_tree])
+def test_a_failed_sync_names_its_path(tmp_path, monkeypatch, function):
+    path = tmp_path / "file"
+    path.write_text("text")
+
+    def fails(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+        function(path if function is sync_file else tmp_path)
