@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 WORKERS = 2
 # Files of more than ten seconds, longest first. Workers begin with them; one that began late would keep a worker busy alone.
 LONGEST_FIRST = (
+    "end_to_end/test_crash_points.py",
     "end_to_end/test_faults.py",
     "end_to_end/test_resume.py",
     "preproc/criteo/test_restart.py",

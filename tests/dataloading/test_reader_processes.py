@@ -25,10 +25,10 @@ from dataloading.dataset.source import Source
 from dataloading.loader import Loader
 from dataloading.synthetic import SyntheticSource
 from nn.build import Loaders, open_source
-from tests.crash import has_ended, wait_until
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.datasets import make_loader
+from tests.helpers.rank_processes import has_ended, wait_until
 from tests.helpers.runs import records
 
 ROWS = {"train": 50, "test": 21}

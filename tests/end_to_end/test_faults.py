@@ -18,26 +18,22 @@ import torch
 
 from benchmarks.launch import children
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts, step_of
-from tests.crash import RUN, crash, has_ended, start, trains, wait_until
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import plant, write_clicks
+from tests.helpers.rank_processes import RUN, has_ended, start, trains, wait_until
 from tests.helpers.runs import at_step, differences, records, stored_bytes, wait_for_writer
 
 SHORT = [*TINY, "log.tensorboard=false", "train.tf32=false", "checkpoint.save_every=4"]
-KILLS = 3
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
-    """Run the crash test on two ranks; return its uninterrupted run."""
-    directory = tmp_path_factory.mktemp("crash")
-    crash(directory, seed=2, kills=KILLS, num_ranks=2)
-    return directory / "uninterrupted"
-
-
-def test_a_run_that_is_killed_at_random_moments_ends_as_an_uninterrupted_one(uninterrupted):
-    assert len(list(uninterrupted.parent.glob("*_*.log"))) > KILLS
+    """Run on two ranks without a fault; return the run directory."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    ranks = start([*RUN, f"run_dir={directory / 'run'}"], 2, directory / "log")
+    assert ranks.wait(300) == [0, 0], ranks.log.read_text()
+    return directory / "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +183,7 @@ def test_a_full_disk_of_one_rank_is_reported_once_and_the_run_continues(faults):
 
 
 def start_torchrun(run_dir: Path, log: Path, *options: str) -> subprocess.Popen:
-    """Start the crash test's run on two ranks under torchrun."""
+    """Start the run on two ranks under torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *options]
     command = [sys.executable, *torchrun, str(ROOT / "dlrm.py"), *RUN, f"run_dir={run_dir}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

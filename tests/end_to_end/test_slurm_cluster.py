@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from nn.checkpoint.directory import list_checkpoints, step_of
-from tests.crash import start
 from tests.helpers.composed import TINY
+from tests.helpers.rank_processes import start
 from tests.helpers.runs import differences, records
 from tests.helpers.slurm_cluster import INSTALL, Cluster, missing_commands, slurm_cluster
 

@@ -126,9 +126,11 @@ def train(*overrides: str) -> Callable[[], None]:
 def run_differences(wanted: Path, got: Path, output: str) -> list[str]:
     """Compare two finished runs."""
     wanted, got = wanted / "run", got / "run"
+    # A checkpoint that could not be written may be the one that was kept as the best.
+    is_lost = "could not be written" in output
     checks = {
         "metrics.jsonl": records(got) == records(wanted),
-        "summary.json": summary(got) == summary(wanted),
+        "summary.json": _result(got, is_lost) == _result(wanted, is_lost),
     }
     if (wanted / "curves.png").exists():
         path = got / "curves.png"
@@ -142,15 +144,19 @@ def run_differences(wanted: Path, got: Path, output: str) -> list[str]:
         checks["run.json"] = _facts(got / last) == _facts(wanted / last)
     for name in ("restarts.jsonl", "checkpoints/saved.jsonl"):
         checks[name] = not (got / name).exists() or bool(jsonl(got / name))
-    # A checkpoint that could not be written may be the one that was kept as the best.
-    lost = "checkpoints/" if "could not be written" in output else "no file"
-    missing = [name for name in names(wanted) - names(got) if not name.startswith(lost)]
+    missing = names(wanted) - names(got)
+    missing = {name for name in missing if not (is_lost and name.startswith("checkpoints/"))}
     more = names(got) - names(wanted) - {"restarts.jsonl"}
     return [
         *(f"{name} differs" for name, is_equal in checks.items() if not is_equal),
         *(f"{name} is missing" for name in sorted(missing)),
         *(f"{name} is left" for name in sorted(more)),
     ]
+
+
+def _result(run_dir: Path, is_lost: bool) -> dict[str, Any]:
+    result = summary(run_dir)
+    return result | {"best_checkpoint": None} if is_lost else result
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tests.helpers.seccomp import Call, Listener, Unsupported
 WRITES = frozenset({"write", "pwrite64", "writev", "pwritev", "pwritev2"})
 REMOVALS = frozenset({"unlink", "unlinkat", "rmdir"})
 RENAMES = frozenset({"rename", "renameat", "renameat2"})
+OPENS = frozenset(seccomp.OPEN_FLAGS)
 SYNCS = frozenset({"fsync", "fdatasync"})
 ALL = frozenset(seccomp.CALLS)
 PR_SET_CHILD_SUBREAPER = 36
@@ -45,6 +46,7 @@ class Fault:
         code: error that the call returns; without one processes are killed.
         lasts: whether later calls fail too.
         halves: whether the n-th call, if it writes, writes the first half of its bytes.
+        reads: whether opens for reading are counted and fail instead, also of files beside the watched directory.
         one_rank: whether only the rank of the call is killed. The others get SIGTERM a while later, as from a launcher.
     """
 
@@ -53,6 +55,7 @@ class Fault:
     code: int | None = None
     lasts: bool = False
     halves: bool = False
+    reads: bool = False
     one_rank: bool = False
 
 
@@ -73,6 +76,7 @@ FAULTS = {
         ),
         Fault("EIO", code=errno.EIO),
         Fault("broken", code=errno.EIO, lasts=True),
+        Fault("unreadable", calls=OPENS, code=errno.EIO, reads=True),
     )
 }
 
@@ -125,7 +129,7 @@ def run_with_fault(
     leader = os.fork()
     if leader == 0:
         ours.close()
-        _lead(rank_main, num_ranks, log, theirs)
+        _lead(rank_main, num_ranks, log, theirs, opens_for_reading=fault.reads)
     theirs.close()
     try:
         with ours:
@@ -169,7 +173,12 @@ def _end_all(leader: int) -> None:
 
 
 def _lead(
-    rank_main: Callable[[int], int], num_ranks: int, log: Path, channel: socket.socket
+    rank_main: Callable[[int], int],
+    num_ranks: int,
+    log: Path,
+    channel: socket.socket,
+    *,
+    opens_for_reading: bool,
 ) -> None:
     """Install the filter, fork the ranks, and send their exit codes; never returns."""
     try:
@@ -179,7 +188,7 @@ def _lead(
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         try:
-            listener = seccomp.install()
+            listener = seccomp.install(opens_for_reading)
         except Unsupported as error:
             channel.sendall(str(error).encode())
             return
@@ -255,7 +264,7 @@ class _Supervisor:
     def _answer(self, listener: Listener, call: Call) -> bool:
         """Answer a call; return whether the processes continue."""
         ended, fault = self._ended, self._fault
-        if call.name not in fault.calls or not call.path.is_relative_to(self._watched):
+        if not self._counts(call):
             listener.execute(call)
             return True
         ended.calls.append(call)
@@ -278,6 +287,12 @@ class _Supervisor:
             return False
         listener.fail(call, fault.code)
         return True
+
+    def _counts(self, call: Call) -> bool:
+        if call.name not in self._fault.calls or call.is_read != self._fault.reads:
+            return False
+        watched = self._watched.parent if self._fault.reads else self._watched
+        return call.path.is_relative_to(watched)
 
     def _terminate(self) -> None:
         """Send SIGTERM to the ranks that are still running."""

@@ -98,6 +98,12 @@ class Call:
     arguments: tuple[int, ...]
     path: Path
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the call opens a file for reading, and so changes nothing."""
+        flags = OPEN_FLAGS.get(self.name)
+        return flags is not None and not self.arguments[flags] & FOR_WRITING
+
 
 def install(opens_for_reading: bool = False) -> int:
     """Install the filter in this process, which has one thread, and return the listener's descriptor.

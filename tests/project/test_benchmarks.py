@@ -16,9 +16,9 @@ from benchmarks.train import _dataset, breakdown_table, command_of, read_result,
 from configs.arguments import Choices, hydra_arguments
 from configs.schema import Config
 from nn.build import build_train_loader, open_source
-from tests.crash import has_ended, wait_until
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
+from tests.helpers.rank_processes import has_ended, wait_until
 
 ROW = Row("dlrm", 1, "none", "none")
 

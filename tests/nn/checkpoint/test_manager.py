@@ -20,9 +20,9 @@ from nn.checkpoint.directory import clear, find_damage, list_checkpoints, read_f
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer
 from nn.checkpoint.state import facts_of, restore
-from tests.crash import wait_until
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.rank_processes import wait_until
 from tests.helpers.runs import at_step, stored_bytes, wait_for_writer
 
 SHORT = [*TINY, "log.tensorboard=false", "train.max_steps=10", "train.tf32=false"]

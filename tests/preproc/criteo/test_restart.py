@@ -4,10 +4,7 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
-import sys
-import time
 import tracemalloc
 import weakref
 from contextlib import suppress
@@ -25,12 +22,8 @@ from preproc.criteo.hash_table import Lookup
 from preproc.criteo.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
 from preproc.report.console import Stage
 from preproc.work_directory import Work
-from tests.helpers.forks import fork_context
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
-
-ROOT = Path(__file__).resolve().parents[3]
-COMMAND = [sys.executable, "-m", "preproc", "plot=false"]
 
 
 def noise(num_rows: int, seed: int = 0) -> list[str]:
@@ -68,44 +61,6 @@ def any_table(source: str) -> list[str]:
         "categorical": ["x14", "x15", {"name": "both", "cross": ["x14", "x15"]}],
     }
     return ["dataset=any", f"table={_hydra(table)}", "numerical_dtype=float32"]
-
-
-@pytest.mark.parametrize(
-    ("job", "shuffle", "steps"),
-    [
-        (raw_logs, "false", (2, 8)),
-        (raw_logs, "true", (4, 16)),
-        (any_table, "true", (1, 3)),
-    ],
-)
-def test_a_run_killed_at_random_moments_ends_as_an_uninterrupted_one(tmp_path, job, shuffle, steps):
-    for day in range(3):
-        write_lines(tmp_path / f"day_{day}.gz", noise(10_000, day), compress=True)
-    options = [*job(f"{tmp_path}/day_*"), f"shuffle={shuffle}", "threads=2"]
-    preproc(*options, f"output={tmp_path / 'wanted'}")
-    draw, kills = random.Random(0), 0
-    state = tmp_path / ".out.preproc" / "state.json"
-
-    def recorded() -> int:
-        with suppress(FileNotFoundError):
-            return state.stat().st_mtime_ns
-        return 0
-
-    while not (tmp_path / "out").exists():
-        run = fork_context().Process(target=preproc, args=(*options, f"output={tmp_path / 'out'}"))
-        run.start()
-        # Some steps after the last run, at any moment between two steps.
-        left, last = draw.randint(*steps), recorded()
-        while left and run.is_alive():
-            if recorded() != last:
-                left, last = left - 1, recorded()
-        time.sleep(0.03 * draw.random())
-        run.kill()
-        run.join()
-        kills += run.exitcode == -signal.SIGKILL
-        assert run.exitcode in (0, -signal.SIGKILL)
-    assert kills >= 3
-    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
 
 
 def test_a_run_stopped_within_a_file_resumes_after_its_last_checkpoint(tmp_path, monkeypatch):
