@@ -124,7 +124,7 @@ def test_tables_that_do_not_fit_end_both_ranks(tmp_path):
 
 
 def test_a_used_run_directory_ends_both_ranks(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "metrics.jsonl").write_text('{}\n{"step": 1}\n')
     message = refused_by_both(*TINY, f"run_dir={tmp_path}")
     assert "already holds the metrics.jsonl of an earlier run" in message
 
