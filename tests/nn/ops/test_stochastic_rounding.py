@@ -120,7 +120,7 @@ def from_triton(
     """Round a matrix in a kernel of its own."""
     import triton
 
-    from tests.helpers.rounding_kernel import round_matrix
+    from tests.nn.ops.rounding_kernel import round_matrix
 
     out = torch.empty_like(values, dtype=dtype)
     columns = values.shape[1]
