@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash import wait_until
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
+from tests.helpers.rank_processes import wait_until
 from tests.project.layout import is_ours
 
 RECIPES = ("dlrm", "preproc/__main__", "nn/export/__main__")
