@@ -34,7 +34,7 @@ from configs.exit_codes import USER_ERROR_EXIT_CODE
 from nn.library_warnings import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
-TIME_LIMIT_S = 15.0
+TIME_LIMIT_S = 30.0
 MEMORY_LIMIT_BYTES = 768 << 20
 """Peak of resident memory that an example may add."""
 ADDRESS_SPACE_BYTES = 6 << 30

@@ -104,7 +104,7 @@ GARBAGE = (
         "experiment=",
         "data=nope",
         "data@x=y",
-        "hydra.run.dir=x",
+        "hydra.verbose=x",
         "hydra/launcher=x",
     ),
     *(
