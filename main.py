@@ -97,7 +97,7 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
         # Every rank of a node, if not of all nodes, has met the same error; one of them prints it.
         _end_together(str(error), USER_ERROR_EXIT_CODE)
     except MemoryError as error:
-        _end(f"out of memory: {error or 'Python has none left'}", USER_ERROR_EXIT_CODE)
+        _end(f"out of memory: {str(error) or 'Python has none left'}", USER_ERROR_EXIT_CODE)
     except OSError as error:
         _end(os_error_text(error, _place(composed)), USER_ERROR_EXIT_CODE)
     except DivergedError as error:

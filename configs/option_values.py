@@ -18,7 +18,7 @@ INT64_MAX = 2**63 - 1
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
-def check_values(values: Mapping[str, Any], schema: type, prefix: str = "") -> None:
+def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> None:
     """Refuse values of options that lie beyond every limit, before the classes of the options check them further.
 
     Args:

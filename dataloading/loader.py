@@ -80,7 +80,8 @@ class Loader:
         self.split = split
         self.batch_size = settings.batch_size
         self.num_rows = source.num_rows(split)
-        check_batch(self.batch_size, world_size)
+        option = "train.batch_size" if split == "train" else "eval.batch_size"
+        check_batch(self.batch_size, world_size, option)
         if split == "train" and self.batch_size > self.num_rows:
             raise ValueError(
                 f"batch size {self.batch_size} is larger than the {self.num_rows} rows of split '{split}' of "

@@ -58,12 +58,12 @@ def num_steps(num_rows: int, batch_size: int) -> int:
     return -(-num_rows // batch_size)
 
 
-def check_batch(batch_size: int, world_size: int) -> None:
-    """Raise `ValueError` unless a full batch divides evenly over the ranks."""
+def check_batch(batch_size: int, world_size: int, option: str = "batch_size") -> None:
+    """Raise `ValueError` unless a full batch, which `option` sets, divides evenly over the ranks."""
     if batch_size < 1 or batch_size % world_size:
         fitting = max(batch_size // world_size, 1) * world_size
         raise ValueError(
-            f"batch size {batch_size} does not divide evenly over {world_size} ranks; want a positive multiple of "
+            f"{option}={batch_size} does not divide evenly over {world_size} ranks; want a positive multiple of "
             f"{world_size}, such as {fitting}"
         )
 

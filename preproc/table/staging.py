@@ -184,8 +184,8 @@ class Staging:
             kind = kinds[f"c{i}"]
             if feature.list and not kind.startswith("array ") and not kind.endswith("]"):
                 raise ValueError(
-                    f"table.categorical: {shown(feature.name)}: list is set, but a value is {kind.partition(' ')[0]}, no list; drop "
-                    "it, or set separator for several values within a text"
+                    f"table.categorical: {shown(feature.name)}: list is set, but a value is {kind.partition(' ')[0]}, no "
+                    "list; drop it, or set separator for several values within a text"
                 )
             columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
         if table.split.by == "column":

@@ -249,7 +249,7 @@ def test_an_evaluation_batch_may_be_larger_than_the_split(source):
 
 def test_a_world_that_does_not_divide_the_batch_is_named(source):
     with pytest.raises(
-        ValueError, match=r"batch size 10 does not divide evenly over 4 ranks; .* such as 8"
+        ValueError, match=r"train.batch_size=10 does not divide evenly over 4 ranks; .* such as 8"
     ):
         make_loader(source, "train", batch_size=10, world_size=4)
 

@@ -100,7 +100,7 @@ class Call:
 
     @property
     def is_read(self) -> bool:
-        """Whether the call opens a file for reading, and so changes nothing."""
+        """Return whether the call opens a file for reading, and so changes nothing."""
         flags = OPEN_FLAGS.get(self.name)
         return flags is not None and not self.arguments[flags] & FOR_WRITING
 

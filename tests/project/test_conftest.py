@@ -5,11 +5,11 @@ from pathlib import Path
 from tests.conftest import FAST, LONGEST_FIRST, pytest_collection_modifyitems
 
 TESTS = Path(__file__).resolve().parents[1]
-# Every folder of tests but those that start whole commands.
+# Every folder of tests but those that run whole commands and fuzzers.
 ROOMS = {
     path.parent.relative_to(TESTS).as_posix()
     for path in TESTS.rglob("test_*.py")
-    if path.parent.name != "end_to_end"
+    if path.parent.name not in ("end_to_end", "fuzz")
 }
 
 
