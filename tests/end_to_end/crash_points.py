@@ -31,7 +31,7 @@ from tests.helpers.forks import fork_context
 JOBS = 2
 STARTS = 3
 """Undisturbed starts that a disturbed command may take: the first may end with exit code 75."""
-REMEDY = "rerun|restart|set another|choose another|name a new"
+REMEDY = "rerun|restart|copy it again|set another|choose another|name a new"
 RESUMABLE, USER_ERROR, LOST_RANK = 75, 2, 1
 
 
@@ -81,13 +81,13 @@ def role_of(path: Path) -> str:
     return re.sub(r"events\.out\.tfevents\.[^/]+", "events", re.sub(r"\d+", "N", text))
 
 
-def prepare(name: str, root: str, with_calls: bool = True) -> dict[str, list[str]]:
+def prepare(name: str, root: str, with_reads: bool = True) -> dict[str, list[str]]:
     """Make the input of a scenario and its undisturbed result; return per fault what it meets at each point."""
     scenario, directory = SCENARIOS[name], Path(root) / name
     directory.mkdir(parents=True)
     scenario.prepare(directory)
     met = {}
-    for reads, case_name in ((False, "undisturbed"), (True, "counted")):
+    for reads, case_name in ((False, "undisturbed"), (True, "counted"))[: 1 + with_reads]:
         case = _new_case(scenario, directory, case_name)
         ended = _start(scenario, case, FAULTS["unreadable" if reads else "kill"])
         assert ended.codes == [0] * scenario.num_ranks, ended.output
