@@ -141,7 +141,7 @@ def test_a_permutation_cannot_be_changed_by_its_readers():
 def test_a_batch_that_does_not_divide_is_named(batch, world, fitting):
     with pytest.raises(
         ValueError,
-        match=f"batch size {batch} does not divide .* {world} ranks; .* such as {fitting}$",
+        match=f"batch_size={batch} does not divide .* {world} ranks; .* such as {fitting}$",
     ):
         rows_at(0, num_rows=100, batch_size=batch, rank=0, world_size=world, shuffle=None)
 
