@@ -68,7 +68,7 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
     loss, test_loss = series(records, "loss"), series(records, "test_log_loss")
     auc, test_auc = series(records, "train_auc"), series(records, "test_auc")
     speed, rate = series(records, "samples_per_s"), series(records, "lr")
-    ceiling = np.array([header["teacher_auc"]] if header.get("teacher_auc") else [])
+    ceiling = np.array([header["teacher_auc"]] if _is_finite(header.get("teacher_auc")) else [])
 
     with rc_context(STYLE):
         figure = Figure(figsize=(12, 7.85), dpi=130)
@@ -117,10 +117,16 @@ def _save(figure: Any, out_png: Path) -> None:
 
 
 def series(records: list[dict[str, Any]], name: str) -> Series:
-    """Return steps and values of the records that contain a number under key `name`."""
-    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    """Return steps and values of the records that contain a finite number under key `name`."""
+    points = [(record["step"], record[name]) for record in records if _is_finite(record.get(name))]
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     return steps, values
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether a value of a record is a number that a plot can show."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= np.finfo(float).max  # type: ignore[arg-type]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

@@ -134,3 +134,9 @@ def test_matplotlib_is_imported_by_drawing_only():
     code = "import sys, nn.observability.curves; sys.exit('matplotlib' in sys.modules)"
     root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("value", [None, "0.5", [1], {"a": 1}, True, math.nan, math.inf, 10**400])
+def test_a_value_that_is_no_finite_number_is_left_out(value):
+    steps, values = series([{"step": 1, "loss": value}, {"step": 2, "loss": 0.5}], "loss")
+    assert (steps.tolist(), values.tolist()) == ([2], [0.5])
