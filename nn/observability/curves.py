@@ -1,6 +1,7 @@
 """Plot of a run's metrics.jsonl: loss, AUC, throughput and learning rate over steps."""
 
 import logging
+import sys
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -125,8 +126,9 @@ def series(records: list[dict[str, Any]], name: str) -> Series:
 
 def _is_finite(value: object) -> bool:
     """Return whether a value of a record is a number that a plot can show."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= np.finfo(float).max  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
