@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from preproc.vocabulary_file import check_vocabulary
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 READ_ITEMS = 1 << 18
 
@@ -95,13 +99,28 @@ def _digest_of_counts(path: Path) -> int:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Return whether two vocabularies have the same values, ids and counts."""
+    """Return whether two complete vocabularies have the same values and counts, from which their ids follow.
+
+    Their files may differ: the writer of raw Criteo logs declares columns that are never null, that of tables does not.
+    """
     from dataloading.dataset.parquet_files import open_file
 
     if not other.is_file():
         return False
-    columns = ["value", "id", "count"]
+    check_vocabulary(other, "copy that dataset again")
+    columns = ["value", "count"]
     with open_file(one) as first, open_file(other) as second:
         if first.metadata.num_rows != second.metadata.num_rows:
             return False
-        return first.read(columns=columns).equals(second.read(columns=columns))
+        others = second.iter_batches(READ_ITEMS, columns=columns)
+        rest: pa.RecordBatch | None = None
+        for batch in first.iter_batches(READ_ITEMS, columns=columns):
+            # Batches may end at other rows.
+            while len(batch):
+                rest = rest if rest is not None and len(rest) else next(others)
+                count = min(len(batch), len(rest))
+                for name in columns:
+                    if not batch.column(name)[:count].equals(rest.column(name)[:count]):
+                        return False
+                batch, rest = batch.slice(count), rest.slice(count)
+    return True

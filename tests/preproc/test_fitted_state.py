@@ -321,10 +321,17 @@ def test_verification_compares_ids_and_vocabularies(fit, capsys, damage, message
 def test_verification_compares_with_the_fit_that_was_applied(people, fit, tmp_path, capsys):
     build(people, tmp_path / "out", "mode=transform", f"fitted={fit}")
     preproc("mode=verify", f"path={tmp_path / 'out'}", f"fitted={fit}")
-    rewrite(fit / CITY, value=["Riga", "Bern", "Oslo"])
+    same = pq.read_table(fit / CITY)
+    other = pa.schema([field.with_nullable(not field.nullable) for field in same.schema])
+    pq.write_table(same.cast(other), fit / CITY, row_group_size=2)
+    preproc("mode=verify", f"path={tmp_path / 'out'}", f"fitted={fit}")
+    rewrite(fit / CITY, value=["Rome", "Bern", "Riga"])
     with pytest.raises(SystemExit):
         preproc("mode=verify", f"path={tmp_path / 'out'}", f"fitted={fit}")
     assert "city.parquet: other values than those of" in capsys.readouterr().out
+    (fit / CITY).write_bytes(b"PAR1")
+    with pytest.raises(Refused, match=r"fit/vocabulary/city\.parquet: "):
+        preproc("mode=verify", f"path={tmp_path / 'out'}", f"fitted={fit}")
 
 
 def test_a_damaged_dataset_is_not_converted(fit, tmp_path):
