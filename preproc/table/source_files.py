@@ -13,8 +13,10 @@ from configs.table_schema import Source
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_files
 
-# Columns that every source has beside its own; DuckDB calls the row number of a Parquet file so.
-RESERVED = ("file_", "order_", "file_row_number")
+# Columns that every source has beside its own.
+RESERVED = ("file_", "order_")
+# DuckDB calls the row number of a Parquet file so.
+RESERVED_IN_PARQUET = (*RESERVED, "file_row_number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def _check_names(file: RawFile, names: list[str]) -> None:
                 + ("" if file.is_parquet else ", or set the source's columns to names of your own")
             )
         seen[name.lower()] = number
-        if name.lower() in RESERVED:
+        if name.lower() in (RESERVED_IN_PARQUET if file.is_parquet else RESERVED):
             raise ValueError(
                 f"{file.path}: column {number} is called {shown(name)}, a name that preprocessing itself uses; "
                 "rename it"

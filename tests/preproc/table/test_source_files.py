@@ -52,6 +52,7 @@ def read(tmp_path, contents, **options):
         ("y\tc\n1\ta\n", {"format": "tsv"}, ["y", "c"]),
         ("1,a\n", {"header": False, "columns": ["y", "c"]}, ["y", "c"]),
         ("y,y\n1,a\n", {"columns": ["y", "c"]}, ["y", "c"]),
+        ("y,file_row_number\n1,a\n", {}, ["y", "file_row_number"]),
     ],
 )
 def test_columns_are_named(tmp_path, content, options, columns):
@@ -67,6 +68,7 @@ def test_columns_are_named(tmp_path, content, options, columns):
         (["y,c,C\n"], {}, "columns 2 and 3 are both called 'C'"),
         ([parquet_bytes(("y", "c", "x", "x"))], {}, "columns 3 and 4 are both called 'x'"),
         (["y,file_\n"], {}, "column 2 is called 'file_', a name that preprocessing itself uses"),
+        ([parquet_bytes(("y", "file_row_number"))], {}, "column 2 is called 'file_row_number'"),
         (["\n" + ROWS], {}, "line 1: blank, want the names of the columns"),
         (["y,c\0\n"], {}, "line 1: a null character"),
         ([b"y,\xff\n"], {}, "line 1: not UTF-8 text"),
