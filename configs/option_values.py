@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -38,12 +38,8 @@ def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> N
         if is_dataclass(hint) and isinstance(value, Mapping):
             check_values(value, hint, f"{key}.")  # type: ignore[arg-type]
             continue
-        is_list = isinstance(value, list) and takes(hint, list)
-        is_plain = is_list or hint is Any or not isinstance(value, list | Mapping)
-        require(is_plain and not _is_missing(value, hint), _want(key, value, hint))
-        for item in value if is_list else [value]:
-            is_nested = is_list and (item is None or isinstance(item, list | Mapping))
-            require(not is_nested, _want(key, value, hint))
+        require(_has_form(value, hint), f"{key}: got {shown(value)}, want {wanted(hint)}")
+        for item in [value] if hint is Any else _leaves(value):
             _check_value(key, item, declared.metadata.get("most"))
             is_named = item != "" or not declared.metadata.get("path")
             require(
@@ -52,13 +48,41 @@ def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> N
             )
 
 
-def _is_missing(value: Any, hint: Any) -> bool:
-    """Return whether an option has no value: OmegaConf writes three question marks for one."""
-    return value == "???" or (value is None and hint is not Any and not takes(hint, NoneType))
+def _has_form(value: Any, hint: Any) -> bool:
+    """Return whether a value is a list, a mapping or null only where its type is; OmegaConf checks the rest."""
+    if hint is Any:
+        return value != "???"  # in OmegaConf's words: no value
+    if value is None:
+        return takes(hint, NoneType)
+    if isinstance(value, list):
+        # Of a model of the user the elements may be lists or mappings too.
+        elements = [_element(member) for member in _members(hint) if _kind(member) in (list, tuple)]
+        return any(all(_has_form(item, element) for item in value) for element in elements)
+    if isinstance(value, Mapping):
+        if any(is_dataclass(member) for member in _members(hint)):
+            return True
+        elements = [_element(member) for member in _members(hint) if _kind(member) is dict]
+        return any(all(_has_form(v, element) for v in value.values()) for element in elements)
+    return value != "???" and any(
+        _kind(member) not in (list, tuple, dict) for member in _members(hint)
+    )
 
 
-def _want(key: str, value: Any, hint: Any) -> str:
-    return f"{key}: got {shown(value)}, want {wanted(hint)}"
+def _element(container: Any) -> Any:
+    """Return the type of the elements of a list, or of the values of a mapping; Any if they differ."""
+    types = [kind for kind in get_args(container) if kind is not Ellipsis]
+    if _kind(container) is tuple:
+        return types[0] if len(types) == 1 else Any
+    return types[-1] if types else Any
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the numbers and texts of a value."""
+    if isinstance(value, list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def _check_value(key: str, value: Any, most: int | None) -> None:
@@ -130,17 +154,25 @@ def hints(schema: type, prefix: str = "") -> dict[str, Any]:
 
 def takes(hint: Any, kind: type) -> bool:
     """Return whether an option of type `hint` may be of `kind`."""
-    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return any((get_origin(member) or member) is kind for member in members)
+    return any(_kind(member) is kind for member in _members(hint))
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, written `int | None` or `Optional[int]`; of another type, the type."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _kind(hint: Any) -> Any:
+    return get_origin(hint) or hint
 
 
 def wanted(hint: Any) -> str:
     """Return what an option of type `hint` may be, in words."""
-    if isinstance(hint, UnionType):
-        return " or ".join(wanted(member) for member in get_args(hint))
+    if len(_members(hint)) > 1:
+        return " or ".join(wanted(member) for member in _members(hint))
     if is_dataclass(hint):
         return "the options of this section"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(member.name for member in hint)}"
     words = {int: "an integer", float: "a number", bool: "true or false", NoneType: "null"}
-    return words.get(hint, "a list" if get_origin(hint) is list else "a value")
+    return words.get(hint, "a list" if _kind(hint) is list else "a value")

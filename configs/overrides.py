@@ -59,6 +59,9 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
         raise no_option(key, [option for option, _ in describe(schema, f"{name}.")])
     try:
         values = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(values, dict)
+        # Before the merge, whose own messages name no key, and after it, when texts are numbers.
+        check_values(values, schema, f"{name}.")
         merged = OmegaConf.merge(OmegaConf.structured(schema), values)
         typed_values = OmegaConf.to_container(merged)
         assert isinstance(typed_values, dict)

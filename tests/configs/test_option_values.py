@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, List, Optional, get_args, get_origin  # noqa: UP035
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.arguments import Choices, hints, hydra_arguments
 from configs.command_line import register
 from configs.export_schema import ExportConfig
-from configs.overrides import one_line, to_config
+from configs.overrides import one_line, to_config, to_section
 from configs.preproc_schema import PreprocConfig
-from configs.schema import Config, ModelConfig
+from configs.schema import Config, ModelConfig, option
 from nn.models.options import DCNv2Options
 from nn.models.registry import typed_config
 
@@ -140,6 +140,42 @@ def test_an_option_refuses_what_it_cannot_be_in_one_line_with_its_key(command, k
 def test_the_untouched_options_are_accepted():
     for command in COMMANDS:
         assert COMMANDS[command][2](composed(command)) is not None
+
+
+@dataclass(kw_only=True)
+class UserOptions:
+    """Options as a model of the user may declare them."""
+
+    cap: Optional[int] = option(None, "the older way to write int | None")  # noqa: UP045
+    caps: Optional[List[int]] = option([3], "likewise")  # noqa: UP006, UP045
+    towers: list[list[int]] = option([[8, 4], [4]], "widths per tower", most=99)
+    widths: dict[str, int] = option({"a": 3}, "widths by name")
+    pair: tuple[int, int] = option((1, 2), "two numbers")
+
+
+def test_a_model_of_the_user_may_have_lists_of_lists_mappings_and_optional_values():
+    options = to_section(OmegaConf.create({"towers": [[1], [2, 3]]}), UserOptions, "model")
+    assert options.towers == [[1], [2, 3]]
+    assert options.widths == {"a": 3}
+    assert options.cap is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"towers": [[1], [100]]},
+        {"towers": [1]},
+        {"towers": [[None]]},
+        {"widths": [1]},
+        {"widths": {"a": None}},
+        {"widths": {"a": 2**70}},
+        {"cap": [1]},
+    ],
+    ids=str,
+)
+def test_nested_options_of_a_model_of_the_user_are_checked(wrong):
+    with pytest.raises(ValueError, match=rf"^model\.{next(iter(wrong))}"):
+        to_section(OmegaConf.create(wrong), UserOptions, "model")
 
 
 def test_every_kind_of_option_is_tried():
