@@ -66,10 +66,13 @@ _TRAINER: dict[str, tuple[Check, str]] = {
     "untrained_test_auc": (_or_none(_is_number), "a number or null"),
     "test": (_is_mapping, "an evaluation"),
     "last_record": (_or_none(is_count), "a number of steps or null"),
+    "restored_test_auc": (_or_none(_is_number), "a number or null"),
+    "first_step": (is_count, "a number of steps"),
 }
 _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
-# `last_record` is missing in older checkpoints.
-_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name != "last_record")
+# Older checkpoints lack these.
+_LATER_OF_TRAINER = ("last_record", "restored_test_auc", "first_step")
+_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name not in _LATER_OF_TRAINER)
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 
 

@@ -269,6 +269,8 @@ FACTS_TO_RESUME: dict[str, Callable[[dict], Any]] = {
     "best AUC text": lambda x: x["trainer"].update(best_auc="x"),
     "loss text": lambda x: x["trainer"].update(loss_sum="x"),
     "loss steps negative": lambda x: x["trainer"].update(loss_steps=-1),
+    "first step text": lambda x: x["trainer"].update(first_step="x"),
+    "restored AUC text": lambda x: x["trainer"].update(restored_test_auc="x"),
     "evaluation a list": lambda x: x["trainer"].update(test=[]),
     "evaluation of text": lambda x: x["trainer"]["test"].update(test_auc="x"),
 }
