@@ -271,7 +271,7 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
     if config.mode is not Mode.train or config.run_dir is None:
         return
     draw_missing_curves(Path(config.run_dir), logger)
-    if start.is_continuation:
+    if start.is_continuation and config.checkpoint.save:
         directory = Path(config.run_dir) / CHECKPOINTS
         clear(directory, start.num_steps)
         prune(

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -29,7 +30,7 @@ from nn.checkpoint.state import plain_config
 from nn.distributed.process_group import Ranks
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
-from nn.run import run
+from nn.run import _complete_results, run
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config
 from tests.helpers.datasets import write_clicks
@@ -596,6 +597,20 @@ def test_a_smaller_keep_removes_checkpoints_at_the_start(tmp_path, monkeypatch):
     )
     assert train(tmp_path / "run", "checkpoint.keep=1").exit_code == 0
     assert set(seen) == {"step_8", best}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_finished_run_removes_checkpoints_only_if_it_saves_some(tmp_path, saves):
+    checkpoints = tmp_path / "checkpoints"
+    for step in (8, 16, 24):
+        (checkpoints / f"step_{step}").mkdir(parents=True)
+    facts = {"num_steps": 24, "trainer": {"best_step": 16}}
+    start = ResumePoint(checkpoints / "step_24", facts, is_continuation=True)
+    save = f"checkpoint.save={saves}".lower()
+    config = compose_config(*TINY, f"run_dir={tmp_path}", "checkpoint.keep=1", save)
+    _complete_results(config, start, logging.getLogger())
+    left = [path.name for path in list_checkpoints(checkpoints)]
+    assert left == (["step_24", "step_16"] if saves else ["step_24", "step_16", "step_8"])
 
 
 def test_a_run_directory_is_locked(tmp_path):
