@@ -158,7 +158,7 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     if not key:
         what = "is empty, perhaps from an unset shell variable" if not argument else "has no name"
         raise ValueError(f"the argument {shown(argument)} {what}; options are written key=value")
-    _check_sign(sign, key, options, choices)
+    _check_sign(sign, key, options)
     is_known = key in options or group in choices.groups or key.startswith(("hydra.", "hydra/"))
     if not is_known and not any(_is_below(key, opened) for opened in _below(choices.schema)):
         raise no_option(printable(key), [*_options(choices.schema), *choices.likely])
@@ -181,7 +181,7 @@ def _sign_and_key(name: str) -> tuple[str, str]:
     return match[1] or "", match[2]
 
 
-def _check_sign(sign: str, key: str, options: Mapping[str, Any], choices: Choices) -> None:
+def _check_sign(sign: str, key: str, options: Mapping[str, Any]) -> None:
     """Refuse to add what exists, and to remove what a run needs."""
     if sign == "+" and key in options:
         raise ValueError(f"+{key}: {key} exists already; write {key}=..., without the plus sign")

@@ -83,7 +83,6 @@ def on_one_line(text: str) -> str:
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EFBIG), "free some space"),
     errno.EDQUOT: "free some of your quota",
-    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk or the file server"),
     errno.EROFS: "choose a directory that can be written",
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another path"),
     **dict.fromkeys(

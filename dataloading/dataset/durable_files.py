@@ -194,20 +194,19 @@ def new_directory(path: Path, temporary: Path) -> Iterator[Path]:
         raise
 
 
-def lock_directory(directory: Path, *, wait: bool = False) -> int:
+def lock_directory(directory: Path) -> int:
     """Lock a directory against other processes; return the descriptor that holds the lock until it is closed.
 
     The lock ends with the process at the latest, however the process ends.
 
     Args:
         directory: to lock; only processes that lock it too are kept out.
-        wait: wait until no other process holds the lock.
 
     Raises:
         BlockingIOError: another process holds the lock.
         UnlockableError: the file system has no locks for directories.
     """
-    return _locked(os.open(directory, os.O_RDONLY), wait=wait)
+    return _locked(os.open(directory, os.O_RDONLY))
 
 
 def lock_file(path: Path) -> int:
@@ -215,12 +214,12 @@ def lock_file(path: Path) -> int:
 
     NFS locks files that are open for writing, but no directories.
     """
-    return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), wait=False)
+    return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
 
-def _locked(descriptor: int, *, wait: bool) -> int:
+def _locked(descriptor: int) -> int:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
