@@ -167,8 +167,9 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     if not equals:
         return argument
     hint = str if group in choices.groups else options.get(key)
-    # A choice replaces the default one, with or without a plus sign.
-    start = f"{key}=" if key in choices.groups and "+" in sign else f"{sign}{key}="
+    # A choice replaces the default one, and a value a null, with or without a plus sign.
+    is_set = (key in choices.groups and "+" in sign) or (key in options and sign == "+")
+    start = f"{key}=" if is_set else f"{sign}{key}="
     parsed = _parsed(start, value)
     if may_sweep and parsed is not None and parsed.is_sweep_override():
         return argument
@@ -183,7 +184,9 @@ def _sign_and_key(name: str) -> tuple[str, str]:
 
 def _check_sign(sign: str, key: str, options: Mapping[str, Any]) -> None:
     """Refuse to add what exists, and to remove what a run needs."""
-    if sign == "+" and key in options:
+    # Hydra takes a plus sign for an option whose value is null.
+    may_be_null = key in options and (options[key] is Any or takes(options[key], NoneType))
+    if sign == "+" and key in options and not may_be_null:
         raise ValueError(f"+{key}: {key} exists already; write {key}=..., without the plus sign")
     if sign == "~" and key in options:
         kind = "section" if is_dataclass(options[key]) else "option"

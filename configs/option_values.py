@@ -146,7 +146,8 @@ def hints(schema: type, prefix: str = "") -> dict[str, Any]:
     types = get_type_hints(schema)
     for declared in fields(schema):
         key, hint = f"{prefix}{declared.name}", types[declared.name]
-        found[key] = str | list[str] if hint is Any and declared.metadata.get("path") else hint
+        is_path = declared.metadata.get("path")
+        found[key] = str | list[str] | None if hint is Any and is_path else hint
         if is_dataclass(hint):
             found |= hints(hint, f"{key}.")  # type: ignore[arg-type]
     return found

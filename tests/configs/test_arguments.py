@@ -76,6 +76,21 @@ def test_a_tilde_is_the_home_directory(recipe, key, more, monkeypatch):
     assert getattr(getattr(config, section) if section else config, name) == "/home/of/me/a b"
 
 
+@pytest.mark.parametrize(
+    ("choices", "argument"),
+    [
+        (TRAINING, "run_dir=x"),
+        (TRAINING, "train.max_steps=5"),
+        (TRAINING, "sharding.tables={cat_0:row_wise}"),
+        (PREPROCESSING, "table={label:{name:y}}"),
+        (PREPROCESSING, "source=x"),
+    ],
+)
+def test_an_option_that_may_be_null_may_have_a_plus_sign(choices, argument):
+    """Hydra itself refuses the sign only where a value is present."""
+    assert hydra_arguments([f"+{argument}"], choices) == [argument]
+
+
 def test_a_home_directory_that_does_not_exist_is_refused():
     ended = run_command(*TINY, "mode=plan", "run_dir=~nobody_of_this_name/x")
     assert (ended.exit_code, ended.out) == (2, "")
