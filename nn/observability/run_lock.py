@@ -79,11 +79,18 @@ class RunLock:
         self.take(run_dir)
 
     def create_new(self, recipe: str) -> Path:
-        """Create and lock `runs/<recipe>/<time>`, with a number appended if that exists, and return it."""
+        """Create and lock `runs/<recipe>/<time>`, with a number appended if that exists, and return it.
+
+        Raises:
+            ValueError: `runs/<recipe>` cannot be created, for example because it is a file.
+        """
         while True:
             run_dir = default_run_dir(recipe)
-            with suppress(FileExistsError):
+            try:
                 run_dir.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(_cannot_be_created(run_dir, error)) from None
+            with suppress(FileExistsError):
                 run_dir.mkdir()
                 self.take(run_dir)
                 return run_dir

@@ -90,3 +90,12 @@ def test_a_name_that_another_run_has_taken_since_is_left_to_it(tmp_path, monkeyp
     with RunLock(LOGGER) as lock:
         assert lock.create_new("dlrm") == tmp_path / "runs" / "second"
     assert default_run_dir("dlrm").parent == Path("runs/dlrm")
+
+
+def test_a_file_in_the_place_of_the_recipe_is_refused(tmp_path, monkeypatch):
+    """Its error is that of a directory which another run has created, after which the next name is tried."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "dlrm").touch()
+    with RunLock(LOGGER) as lock, pytest.raises(ValueError, match="cannot be created"):
+        lock.create_new("dlrm")
