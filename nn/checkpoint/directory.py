@@ -129,8 +129,10 @@ def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> 
     for path in present[keep:]:
         if step_of(path) != best_step:
             _remove(path)
-    if any(step_of(path) == best_step for path in present):
-        replace_link(directory / BEST, f"step_{best_step}", directory / f".{BEST}.tmp")
+    best, target = directory / BEST, f"step_{best_step}"
+    is_linked = best.is_symlink() and os.readlink(best) == target
+    if any(step_of(path) == best_step for path in present) and not is_linked:
+        replace_link(best, target, directory / f".{BEST}.tmp")
 
 
 def clear(directory: Path, num_steps: int) -> None:
