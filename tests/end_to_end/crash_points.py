@@ -1,7 +1,7 @@
 """Every crash point of the commands: kill, or fail a file's change, at the n-th one for every n, and start again.
 
     python -m tests.end_to_end.crash_points --all
-    python -m tests.end_to_end.crash_points training export --faults kill EIO --stride 5
+    python -m tests.end_to_end.crash_points training export_npy --faults kill EIO --stride 5
     python -m tests.end_to_end.crash_points training --faults ENOSPC --at 17
 
 A start of a small command is disturbed at its n-th change of a file (`tests.helpers.file_system_faults`). The same command is
