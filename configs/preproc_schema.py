@@ -88,7 +88,9 @@ class PreprocConfig:
         "of another), verify (read one, say what is wrong) or convert (path to output)",
     )
     fitted: str | None = option(
-        None, "with mode=transform: the dataset whose fit is applied", path=True
+        None,
+        "with mode=transform: the dataset whose fit is applied; with mode=verify: one whose vocabularies path must have",
+        path=True,
     )
     path: str | None = option(
         None,
