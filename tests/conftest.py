@@ -94,4 +94,6 @@ def _name(item: pytest.Item) -> str:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Several processes for all tests on CPUs; one for files that are named, and on a GPU, which tests would share."""
     names_files = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    return 0 if names_files or torch.cuda.is_available() else min(WORKERS, (os.cpu_count() or 1) + 1)
+    return (
+        0 if names_files or torch.cuda.is_available() else min(WORKERS, (os.cpu_count() or 1) + 1)
+    )
