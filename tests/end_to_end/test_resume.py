@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
@@ -670,10 +671,14 @@ def test_a_run_with_the_old_option_threads_resumes(tmp_path):
     run_dir = tmp_path / "run"
     assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=8").exit_code == 0
     path = run_dir / "checkpoints" / "step_8" / "run.json"
-    content = path.read_text()
-    assert '"workers"' in content
-    path.write_text(content.replace('"workers"', '"threads"'))
-    assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=16").exit_code == 0
+    facts = json.loads(path.read_text())
+    del facts["crc32"]
+    facts["config"]["data"]["threads"] = facts["config"]["data"].pop("workers")
+    crc32 = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    path.write_text(json.dumps(facts | {"crc32": crc32}))
+    ended = run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=16")
+    assert ended.exit_code == 0
+    assert "is not used" not in ended.out
 
 
 def test_a_result_whose_last_checkpoint_is_doubtful_is_not_complete(tmp_path):
