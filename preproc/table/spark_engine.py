@@ -81,11 +81,12 @@ class SparkEngine:
         for number, file in enumerate(files.files):
             if file.compression == "zstd":
                 raise ValueError(f"{file.path}: Spark reads plain text and gzip; unpack it first")
-            path = str(file.path.absolute())
             if file.is_parquet:
-                frame = self._spark.read.parquet(path)
+                frame = self._parquet(file)
             else:
-                frame = self._text(files.source, path, files.columns_of[number])
+                frame = self._text(
+                    files.source, str(file.path.absolute()), files.columns_of[number]
+                )
             columns = [
                 F.col(f"`{column.replace('`', '``')}`") for column in files.columns_of[number]
             ]
@@ -110,6 +111,15 @@ class SparkEngine:
 
     def _define(self, name: str, frame: DataFrame) -> None:
         frame.createOrReplaceTempView(quoted(name) if not name.isidentifier() else name)
+
+    def _parquet(self, file: RawFile) -> DataFrame:
+        try:
+            return self._spark.read.parquet(str(file.path.absolute()))
+        except PySparkException as error:
+            # Spark has no float16, for example.
+            raise ValueError(
+                f"{file.path}: {_explained(error)}; write it with other types, or set engine=duckdb"
+            ) from None
 
     def _text(self, source: Source, path: str, names: list[str]) -> DataFrame:
         csv = source.format == "csv"

@@ -186,6 +186,14 @@ def test_a_bad_row_is_reported(tmp_path, spark):
         preproc("dataset=any", f"table={_hydra(table)}", f"output={tmp_path / 'o'}", "engine=spark")
 
 
+def test_a_type_that_spark_does_not_read_is_reported(tmp_path, spark):
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"y": [0, 1], "c": np.array([1, 2], np.float16)}), path)
+    table = {"sources": {"t": {"files": str(path)}}, "label": {"name": "y"}, "categorical": ["c"]}
+    with pytest.raises(Refused, match=r"t\.parquet: Spark: .*FLOAT16.*or set engine=duckdb"):
+        preproc("dataset=any", f"table={_hydra(table)}", f"output={tmp_path / 'o'}", "engine=spark")
+
+
 def test_lines_with_other_columns_or_no_utf8_are_quarantined(tmp_path, spark):
     # No query reads the second column, but it must exist.
     good = [f"{row % 2},x,{row % 5}".encode() for row in range(300)]
