@@ -212,10 +212,7 @@ def test_no_override_means_an_empty_mapping():
             "error: there is no option model.cross.num_layer; did you mean model.cross.num_layers?",
         ),
         ("top_mpl=[8,1]", "there is no option top_mpl; did you mean model.top_mlp? --help lists"),
-        (
-            "model.top_mlp=8",
-            "error: model.top_mlp: Invalid value assigned: AnyNode is not a ListConfig",
-        ),
+        ("model.top_mlp=8", "error: model.top_mlp: got 8, want a list"),
         ("model.top_mlp=[x]", "error: model.top_mlp[0]: Value 'x' of type 'str' could not be"),
         ("model.embedding_dtype=fp64", "Invalid value 'fp64', expected one of [fp32, bf16, fp16]"),
         ("sharding.types=[row]", "Invalid value 'row', expected one of [table_wise, column_wise,"),
