@@ -171,8 +171,11 @@ def names(directory: Path) -> set[str]:
     return {name for name in found if not name.startswith("tensorboard/")}
 
 
+LOCKS = {".out.lock", ".out.preproc.lock"}
+
+
 def tree_differences(wanted: Path, got: Path, output: str) -> list[str]:
-    """Compare two directories byte by byte. The file of a lock may be left; nobody holds it."""
+    """Compare two directories byte by byte. A kill before the last removal may leave the file of a lock; nobody holds it."""
     differing = [
         name
         for name in names(wanted) & names(got)
@@ -181,7 +184,7 @@ def tree_differences(wanted: Path, got: Path, output: str) -> list[str]:
     return [
         *(f"{name} differs" for name in sorted(differing)),
         *(f"{name} is missing" for name in sorted(names(wanted) - names(got))),
-        *(f"{name} is left" for name in sorted(names(got) - names(wanted) - {".out.lock"})),
+        *(f"{name} is left" for name in sorted(names(got) - names(wanted) - LOCKS)),
     ]
 
 
