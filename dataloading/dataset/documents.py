@@ -99,8 +99,7 @@ def parse_yaml(text: str, where: str) -> Any:
             `where`.
     """
     try:
-        _check_events(text)
-        return yaml.safe_load(text)
+        return _LimitedLoader(text).get_single_data()
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
     except (RecursionError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -158,30 +157,44 @@ def _is_flat(document: Any) -> bool:
     return False
 
 
-def _check_events(text: str) -> None:
-    """Refuse a document that is too deep or too large, or has a key twice, from its events, before any value is built."""
-    open_collections = [_Collection("", is_mapping=False)]  # the first entry is the document
-    nodes_of: dict[str, int] = {}
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        parent = open_collections[-1]
+class _LimitedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader that refuses a document while it reads its events, before any value is built.
+
+    Refused are documents that are too deep or too large, and those with a key twice.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open = [_Collection("", is_mapping=False)]  # the first entry is the document
+        self._nodes_of: dict[str, int] = {}
+
+    def get_event(self) -> yaml.Event:
+        """Return the next event, checked."""
+        event = super().get_event()
+        self._check(event)
+        return event
+
+    def _check(self, event: yaml.Event) -> None:
+        parent = self._open[-1]
         if isinstance(event, yaml.CollectionStartEvent):
             parent.num_children += 1
             is_mapping = isinstance(event, yaml.MappingStartEvent)
-            open_collections.append(_Collection(event.anchor or "", is_mapping))
+            self._open.append(_Collection(event.anchor or "", is_mapping))
         elif isinstance(event, yaml.CollectionEndEvent):
-            nodes_of[parent.anchor] = parent.num_nodes
-            open_collections.pop()
-            open_collections[-1].num_nodes += parent.num_nodes
+            self._nodes_of[parent.anchor] = parent.num_nodes
+            self._open.pop()
+            self._open[-1].num_nodes += parent.num_nodes
         elif isinstance(event, yaml.AliasEvent):
             parent.num_children += 1
             # An alias inside its own anchor has no end.
-            is_open = any(event.anchor == collection.anchor for collection in open_collections)
-            parent.num_nodes += MAX_NODES + 1 if is_open else nodes_of.get(event.anchor or "", 1)
+            is_open = any(event.anchor == collection.anchor for collection in self._open)
+            size = self._nodes_of.get(event.anchor or "", 1)
+            parent.num_nodes += MAX_NODES + 1 if is_open else size
         elif isinstance(event, yaml.ScalarEvent):
             parent.add_scalar(event)
-        if len(open_collections) > MAX_NESTING:
+        if len(self._open) > MAX_NESTING:
             raise ValueError(f"nested deeper than {MAX_NESTING} levels")
-        if open_collections[-1].num_nodes > MAX_NODES:
+        if self._open[-1].num_nodes > MAX_NODES:
             raise ValueError(f"more than {MAX_NODES:,} values once its aliases are written out")
 
 
