@@ -125,6 +125,26 @@ def write_dataset(
     )
     _check_spec(spec, splits)
     writer = _split_writer(file_format)
+    with new_output(root, overwrite) as directory:
+        dataset = DatasetWriter(directory, spec, splits, writer)
+        try:
+            yield dataset
+            dataset.finish()
+        finally:
+            dataset.abandon()
+
+
+@contextmanager
+def new_output(root: Path, overwrite: bool) -> Iterator[Path]:
+    """Hold an output and yield an empty directory beside it; it is renamed to `root` at the end, or removed after an error.
+
+    Args:
+        root: result of `check_output`.
+        overwrite: replace the dataset at `root`.
+
+    Raises:
+        ValueError: another process is writing `root`, or has written it meanwhile.
+    """
     with hold(root, f"is writing {root}") as alone:
         check_output(root, overwrite)  # again: another process may have written it meanwhile
         if alone:
@@ -132,12 +152,7 @@ def write_dataset(
         temporary = partial_sibling(root)
         temporary.mkdir(parents=True)
         try:
-            dataset = DatasetWriter(temporary, spec, splits, writer)
-            try:
-                yield dataset
-                dataset.finish()
-            finally:
-                dataset.abandon()
+            yield temporary
             check_output(root, overwrite)
             put_in_place(temporary, root)
         finally:

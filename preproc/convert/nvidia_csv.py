@@ -10,7 +10,6 @@ The transcoder knows `train` and `test` alone, so a split `validation` is writte
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,9 @@ import pyarrow.csv as pc
 import yaml
 
 from configs.messages import shortened
-from dataloading.dataset.dataset_directory import check_output
+from dataloading.dataset.dataset_directory import check_output, new_output
 from dataloading.dataset.documents import read_yaml
 from dataloading.dataset.durable_files import (
-    clear_leftovers,
-    hold,
-    partial_sibling,
-    put_in_place,
     sync_tree,
 )
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
@@ -228,21 +223,11 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{several[0]} has several ids per row, which the CSV format cannot hold; use to=parquet"
         )
-    with hold(root, f"is writing {root}") as alone:
-        check_output(root, overwrite)  # again: another process may have written it meanwhile
-        if alone:
-            clear_leftovers(root)
-        temporary = partial_sibling(root)
-        temporary.mkdir(parents=True)
-        try:
-            for split in spec.splits:
-                _write_split(rows, split, temporary / f"{split}.csv")
-            (temporary / SPEC_NAME).write_text(yaml.safe_dump(_document(spec), sort_keys=False))
-            sync_tree(temporary)
-            check_output(root, overwrite)
-            put_in_place(temporary, root)
-        finally:
-            rmtree(temporary, ignore_errors=True)
+    with new_output(root, overwrite) as directory:
+        for split in spec.splits:
+            _write_split(rows, split, directory / f"{split}.csv")
+        (directory / SPEC_NAME).write_text(yaml.safe_dump(_document(spec), sort_keys=False))
+        sync_tree(directory)
 
 
 def _write_split(rows: Rows, split: str, path: Path) -> None:
