@@ -3,6 +3,7 @@
 A run resumes in its own `run_dir` only with the same data and the same settings that decide what is learnt.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from logging import Logger
@@ -234,11 +235,7 @@ def _settings(run_dir: Path) -> dict[str, Any] | None:
     Raises:
         OSError: it cannot be read.
     """
-    try:
-        content = read_yaml(run_dir / CONFIG)
-    except (FileNotFoundError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    return _mapping(read_yaml, run_dir / CONFIG)
 
 
 def _summary(run_dir: Path) -> dict[str, Any] | None:
@@ -247,8 +244,13 @@ def _summary(run_dir: Path) -> dict[str, Any] | None:
     Raises:
         OSError: it cannot be read.
     """
+    return _mapping(read_json, run_dir / SUMMARY)
+
+
+def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any] | None:
+    """Return the mapping that a file holds; None if it is missing or damaged."""
     try:
-        content = read_json(run_dir / SUMMARY)
+        content = read(path)
     except (FileNotFoundError, ValueError):
         return None
     return content if isinstance(content, dict) else None
