@@ -12,8 +12,8 @@ MOST_WIDTH = 2**20
 
 
 @dataclass(kw_only=True, slots=True)
-class DLRMOptions(ModelConfig):
-    """Options of DLRM."""
+class _TwoMLPOptions(ModelConfig):
+    """Options of a model with a bottom and a top MLP."""
 
     bottom_mlp: list[int] = option(
         [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH
@@ -30,6 +30,14 @@ class DLRMOptions(ModelConfig):
             self.top_mlp[-1] == 1,
             f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class DLRMOptions(_TwoMLPOptions):
+    """Options of DLRM."""
+
+    def __post_init__(self) -> None:
+        _TwoMLPOptions.__post_init__(self)
         require(
             self.bottom_mlp[-1] == self.embedding_dim,
             f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
@@ -69,22 +77,7 @@ class CrossConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DCNv2Options(ModelConfig):
+class DCNv2Options(_TwoMLPOptions):
     """Options of DCNv2."""
 
-    bottom_mlp: list[int] = option(
-        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH
-    )
-    top_mlp: list[int] = option(
-        [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", most=MOST_WIDTH
-    )
     cross: CrossConfig = field(default_factory=CrossConfig)
-
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-        require_widths("model.bottom_mlp", self.bottom_mlp)
-        require_widths("model.top_mlp", self.top_mlp)
-        require(
-            self.top_mlp[-1] == 1,
-            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
-        )
