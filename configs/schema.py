@@ -394,6 +394,10 @@ class EvalConfig:
         None, "evaluate only this many batches; null evaluates every row"
     )
     split: str = option("test", "split of the dataset to evaluate on")
+    best_metric: str | None = option(
+        None,
+        "metric that tells which evaluation and checkpoint is the best: auc or log_loss; null: auc",
+    )
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"eval.batch_size must be positive, got {self.batch_size}")
@@ -500,7 +504,9 @@ class CheckpointConfig:
     save_every_minutes: float | None = option(
         30, "save every this many minutes too; null: never by the clock"
     )
-    keep: int = option(2, "latest checkpoints to keep; the one with the best test AUC is kept too")
+    keep: int = option(
+        2, "latest checkpoints to keep; the best one by eval.best_metric is kept too"
+    )
     restore: str | None = option(
         None,
         "checkpoint to start from: a step_N directory, or one of NVIDIA's TF2 recipe; a run whose run_dir "

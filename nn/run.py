@@ -44,7 +44,7 @@ from nn.distributed.process_group import (
 )
 from nn.embedding.optimizer import table_rule
 from nn.models.registry import check_model
-from nn.models.tasks import Metric, metrics_of
+from nn.models.tasks import Metric, best_metric, binary_tasks, metrics_of
 from nn.observability.console import (
     Progress,
     make_console,
@@ -108,6 +108,7 @@ def run(config: Config, config_yaml: str) -> None:
     check_model(config.model, source.spec)
     check_table_dtype(config, source.spec)
     check_optimizers(config, source.spec)
+    best_metric(binary_tasks([source.spec.label]), config.eval.best_metric)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
         _show_plan(config, source, console)

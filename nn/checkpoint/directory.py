@@ -3,7 +3,7 @@
 step_N/              complete: every file was synced before the directory was renamed
 .step_N.unfinished/  being written, or left by a killed run; never read, removed at the next start
 step_N.damaged/      a checksum differs; kept for inspection, never read
-best                 link to the step_N with the best test AUC
+best                 link to the step_N of the best evaluation
 
 run.json describes the run and has the sizes of all files, with checksums of itself and of the index. The index
 (`nn.checkpoint.tensor_index`) has checksums of all tensors. A network file system may show a new name late, so readers wait

@@ -1,5 +1,6 @@
 """Tasks of a model: the labels that it learns, with the loss and the metrics of each."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,17 +21,30 @@ class Metric:
         title: of its value on the test split, on the terminal.
         undefined: printed where it has no value although there are rows.
         while_training: whether it is also measured on training rows.
+        larger_is_better: whether a model with a larger value is the better one.
     """
 
     name: str
     title: str
     undefined: str = "n/a"
     while_training: bool = False
+    larger_is_better: bool = True
+
+    def improves(self, value: float, best: float) -> bool:
+        """Return whether `value` is better than the best one so far, which is nan before the first; nan never is."""
+        if math.isnan(value):
+            return False
+        return math.isnan(best) or (value > best if self.larger_is_better else value < best)
 
     @property
     def test_key(self) -> str:
         """Key of its value on the test split, in records and in the summary."""
         return f"test_{self.name}"
+
+    @property
+    def best_key(self) -> str:
+        """Key of its best value on the test split, in the summary."""
+        return f"best_{self.test_key}"
 
     @property
     def train_key(self) -> str:
@@ -61,7 +75,7 @@ AUC = Metric(
     undefined="undefined (all labels are the same)",
     while_training=True,
 )
-LOG_LOSS = Metric(name="log_loss", title="log loss")
+LOG_LOSS = Metric(name="log_loss", title="log loss", larger_is_better=False)
 
 
 def binary_tasks(labels: Sequence[str]) -> list[Task]:
@@ -84,6 +98,25 @@ def binary_tasks(labels: Sequence[str]) -> list[Task]:
 def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
     """Return the metrics of all tasks, in the order of the records."""
     return [metric for task in tasks for metric in task.metrics]
+
+
+def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
+    """Return the metric that `eval.best_metric` names: it tells which evaluation is the best.
+
+    Args:
+        tasks: of the model.
+        name: of one of their metrics; None for the first.
+
+    Raises:
+        ValueError: no task has such a metric.
+    """
+    metrics = metrics_of(tasks)
+    for metric in metrics:
+        if name in (None, metric.name):
+            return metric
+    raise ValueError(
+        f"eval.best_metric={name} is not measured; choose one of {', '.join(metric.name for metric in metrics)}"
+    )
 
 
 def loss_share(

@@ -241,7 +241,9 @@ def print_summary(
             continue
         bounds_text = f"  ({', '.join(bounds)})" if bounds and metric == AUC else ""
         lines[metric.title] = _number(summary[metric.test_key]) + bounds_text
-    lines |= _best_lines(summary, run_dir)
+    for metric in metrics:
+        if metric.best_key in summary:
+            lines |= _best_lines(summary, metric, run_dir)
     if summary["samples_per_s"] is not None:
         step_ms = _number(summary["step_ms"], ".1f")
         lines["speed"] = f"{_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
@@ -255,14 +257,13 @@ def print_summary(
     _print_columns(console, _grid(lines))
 
 
-def _best_lines(summary: Mapping[str, Any], run_dir: Path) -> dict[str, str | Text]:
+def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> dict[str, str | Text]:
     """Return the best evaluation of a training with its step and checkpoint, and a note if the last one is clearly worse."""
-    if "best_step" not in summary:
-        return {}
-    best, step, last = summary["best_test_auc"], summary["best_step"], summary[AUC.test_key]
+    best, step, last = summary[metric.best_key], summary["best_step"], summary[metric.test_key]
+    name = metric.title.removeprefix("test ")
     if step is None or not _is_number(best):
         return {
-            "best AUC": "none: no evaluation had an AUC, so that no checkpoint is marked as the best"
+            f"best {name}": f"none: no evaluation had a defined {name}, so that no checkpoint is marked as the best"
         }
     if summary["best_checkpoint"] is not None:
         where = f"{run_dir}/{summary['best_checkpoint']}"
@@ -275,11 +276,11 @@ def _best_lines(summary: Mapping[str, Any], run_dir: Path) -> dict[str, str | Te
         where = "not saved: its checkpoint could not be written"
     of_last = ", the last" if step == summary["steps"] else ""
     lines: dict[str, str | Text] = {
-        "best AUC": Text(printable(f"{best:.4f} at step {step:,}{of_last}: {where}"))
+        f"best {name}": Text(printable(f"{best:.4f} at step {step:,}{of_last}: {where}"))
     }
     # A fall within the sampling error of the AUC, which is below 1 / sqrt(rows), says nothing.
     noise = max(CLEAR_FALL, 1 / math.sqrt(max(summary["test_rows"] or 0, 1)))
-    if _is_number(last) and best - last > noise:
+    if metric == AUC and _is_number(last) and best - last > noise:
         lines["note"] = (
             f"the test AUC has fallen by {best - last:.4f} since step {step:,}: the model over-fits, or the learning rate is "
             "too high. Use the best checkpoint, train fewer steps (train.epochs, train.max_steps), or lower optimizer.lr"

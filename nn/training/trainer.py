@@ -16,7 +16,7 @@ from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
-from nn.models.tasks import AUC, metrics_of
+from nn.models.tasks import AUC, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
@@ -78,7 +78,8 @@ class Trainer:
 
     Attributes:
         num_steps: updates made so far.
-        best_auc: of all evaluations so far; nan before the first.
+        best_metric: tells which evaluation is the best.
+        best_value: of that metric over all evaluations so far; nan before the first.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Trainer:
         self._ranks = ranks
         self._last_step = total_steps(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
+        self.best_metric = best_metric(step.tasks, config.eval.best_metric)
         self._train_metrics = RankingMetrics(ranks.device, ranks)
         self._loss_sum = 0.0
         self._loss_steps = 0
@@ -116,7 +118,7 @@ class Trainer:
         self._is_restored = False
         self._best_step: int | None = None
         self._last_record: int | None = None
-        self.best_auc = math.nan
+        self.best_value = math.nan
 
     def start_at(self, num_steps: int, *, is_restored: bool) -> None:
         """Start a new run from a model after `num_steps` updates; a restored model may start at step 0 too."""
@@ -143,10 +145,12 @@ class Trainer:
             first = {UNTRAINED_AUC: None, RESTORED_AUC: first[UNTRAINED_AUC]}
         self._test, self._first_auc = state["test"], first
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
-        self._best_step = state["best_step"]
+        # Checkpoints of earlier versions have the best AUC only. The best by another metric is not known.
+        if state.get("best_metric", AUC.name) == self.best_metric.name:
+            self._best_step = state["best_step"]
+            self.best_value = math.nan if state["best_auc"] is None else state["best_auc"]
         # Checkpoints of earlier versions lack it.
         self._last_record = state.get("last_record")
-        self.best_auc = math.nan if state["best_auc"] is None else state["best_auc"]
         if rows is not None:
             logits, labels = (values.to(self._ranks.device) for values in rows)
             self._train_metrics.update(logits, labels, len(logits))
@@ -161,7 +165,8 @@ class Trainer:
             "loss_steps": self._loss_steps,
             "test": plain_numbers(self._test),
             **self._first_auc,
-            "best_auc": None if math.isnan(self.best_auc) else self.best_auc,
+            "best_metric": self.best_metric.name,
+            "best_auc": None if math.isnan(self.best_value) else self.best_value,
             "best_step": self._best_step,
             "last_record": self._last_record,
             "first_step": self._first_step,
@@ -225,7 +230,7 @@ class Trainer:
             "stopped": "eval.auc_threshold reached" if is_good else "all steps done",
             **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
             "test_rows": test.get("test_rows"),
-            "best_test_auc": self.best_auc,
+            self.best_metric.best_key: self.best_value,
             "best_step": self._best_step,
             "first_step": self._first_step,
             **self._first_auc,
@@ -237,9 +242,9 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
         record = {"step": self.num_steps, "epoch": self._epoch(), **self._evaluator.run()}
-        auc = record[AUC.test_key]
-        if not (math.isnan(auc) or self.best_auc >= auc):
-            self.best_auc, self._best_step = auc, self.num_steps
+        value = record[self.best_metric.test_key]
+        if self.best_metric.improves(value, self.best_value):
+            self.best_value, self._best_step = value, self.num_steps
         self._test = record
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from nn.layers.bce_loss import bce_loss_share
-from nn.models.tasks import AUC, LOG_LOSS, Metric, binary_tasks, loss_share, metrics_of
+from nn.models.tasks import (
+    AUC,
+    LOG_LOSS,
+    Metric,
+    best_metric,
+    binary_tasks,
+    loss_share,
+    metrics_of,
+)
 from nn.observability.console import format_test, format_train
 from nn.observability.run_directory import SUMMARY_KEYS, empty_summary
 
@@ -49,3 +57,22 @@ def test_records_and_terminal_have_the_metrics_of_the_tasks():
     assert "log loss 0.5000  test MRR n/a  (4 rows" in format_test(record, metrics)
     train = {"step": 8, "loss": 0.5, "train_mrr": 0.25, "samples_per_s": 1.0, "step_ms": 1.0}
     assert "loss 0.5000  mrr 0.2500  " in format_train(train, metrics, 16)
+
+
+def test_the_best_metric_is_the_first_unless_another_is_named():
+    tasks = binary_tasks(["clicked"])
+    assert best_metric(tasks, None) == best_metric(tasks, "auc") == AUC
+    assert best_metric(tasks, "log_loss") == LOG_LOSS
+    with pytest.raises(ValueError, match=r"eval.best_metric=ndcg is not measured; .*auc, log_loss"):
+        best_metric(tasks, "ndcg")
+
+
+@pytest.mark.parametrize("metric", [AUC, LOG_LOSS])
+def test_a_metric_knows_which_value_is_better(metric):
+    better, worse = (0.8, 0.7) if metric == AUC else (0.4, 0.5)
+    assert metric.improves(better, worse)
+    assert metric.improves(worse, math.nan)
+    assert not metric.improves(worse, better)
+    assert not metric.improves(better, better)
+    assert not metric.improves(math.nan, worse)
+    assert not metric.improves(math.nan, math.nan)

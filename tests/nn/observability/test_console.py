@@ -283,7 +283,10 @@ NONE_BEST = {"best_step": None, "best_test_auc": math.nan}
             NOT_SAVED | {"best_step": 0, "restored_test_auc": 0.79183},
             "0.7918 at step 0: the model of checkpoint.restore",
         ),
-        (NONE_BEST, "none: no evaluation had an AUC, so that no checkpoint is marked as the best"),
+        (
+            NONE_BEST,
+            "none: no evaluation had a defined AUC, so that no checkpoint is marked as the best",
+        ),
     ],
 )
 def test_the_summary_names_the_best_evaluation_and_its_checkpoint(tmp_path, changes, line):
@@ -308,6 +311,15 @@ def test_only_a_clear_fall_of_the_auc_gets_a_note(tmp_path, best, rows, wanted):
     fallen = f"note        the test AUC has fallen by {best - 0.77123:.4f} since step 256: the model over-fits"
     assert (fallen in printed(console)) is wanted
     assert f"checkpoint  {tmp_path}/checkpoints/step_512" in printed(console)
+
+
+def test_the_best_evaluation_is_that_of_another_metric(tmp_path):
+    console = console_of(300)
+    others = {key: value for key, value in TRAINED.items() if key != "best_test_auc"}
+    print_summary(console, others | {"best_test_log_loss": 0.44}, METRICS, tmp_path)
+    lines = printed(console).splitlines()
+    assert f"best log loss  0.4400 at step 256: {tmp_path}/checkpoints/step_256" in lines
+    assert not [line for line in lines if line.startswith("note")]
 
 
 def test_the_summary_leaves_out_what_was_not_measured(tmp_path):

@@ -151,6 +151,14 @@ def test_the_summary_repeats_the_first_the_last_and_the_best_evaluation(two_epoc
     assert summary["peak_hbm_bytes"] is None
 
 
+def test_the_best_evaluation_is_that_of_the_named_metric(tmp_path):
+    run = Run(tmp_path / "run", "eval.best_metric=log_loss")
+    losses = {each["step"]: each["test_log_loss"] for each in run.test}
+    assert run.summary["best_test_log_loss"] == min(losses.values())
+    assert losses[run.summary["best_step"]] == min(losses.values())
+    assert "best_test_auc" not in run.summary
+
+
 def test_the_speed_of_the_run_leaves_the_first_record_out(two_epochs):
     rows = [5 * 64, 64 + 64 + 52 + 2 * 64, 5 * 64, 52]
     seconds = [n / each["samples_per_s"] for n, each in zip(rows, two_epochs.train, strict=True)]
@@ -191,7 +199,7 @@ def test_predictions_that_are_not_finite_are_named_and_end_the_run_with_3(tmp_pa
         f"eval step 0 (untrained model): test AUC {undefined}  log loss {undefined}  (256"
         in ended.out
     )
-    assert "best AUC    none: no evaluation had an AUC" in ended.out
+    assert "best AUC    none: no evaluation had a defined AUC" in ended.out
     assert (tmp_path / "run" / "checkpoints" / "step_4").is_dir()
     records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert re.match(problem, json.loads(records[-1])["test_problem"])
