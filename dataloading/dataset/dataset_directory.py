@@ -31,6 +31,7 @@ from dataloading.dataset.feature_spec import (
     SPEC_NAME,
     CategoricalFeature,
     FeatureSpec,
+    features_by_table,
 )
 from dataloading.dataset.split_files import (
     PARQUET,
@@ -178,6 +179,7 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
+    features_by_table(spec.categorical)
     if not {"train", "test"} <= set(splits):
         raise ValueError(f"splits: got {shown(list(splits))}, want train, test and any other")
     for split in splits:
@@ -239,6 +241,8 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
             entry |= {"hotness": RAGGED, "mean_hotness": float(feature.mean_hotness)}
         elif feature.hotness > 1:
             entry["hotness"] = feature.hotness
+        if feature.table not in (None, feature.name):
+            entry["table"] = feature.table
         features[feature.name] = entry
     features |= {name: {"dtype": spec.numerical_dtype.name} for name in spec.numerical}
     features[spec.label] = {"dtype": "bool"}

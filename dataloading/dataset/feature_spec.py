@@ -1,19 +1,20 @@
 """Specification of a dataset directory: its `feature_spec.yaml`, read, checked and hashed.
 
-The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with three additions: `hotness`, ragged features and row
-counts under `metadata`. `docs/data_format.md` describes the yaml and the binary files.
+The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with four additions: `hotness`, ragged features, tables
+that features share, and row counts under `metadata`. `docs/data_format.md` describes the yaml and the binary files.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.split_files import (
     RowBytes,
@@ -53,6 +54,8 @@ class CategoricalFeature:
         dtype: integer dtype of the ids on disk.
         hotness: ids per row; None if rows differ (ragged).
         mean_hotness: mean ids per row; equal to `hotness` where that is fixed.
+        table: name of its table; features that name one table share it, since an id means the same in all of them.
+            None: the table is named like the feature.
     """
 
     name: str
@@ -60,6 +63,7 @@ class CategoricalFeature:
     dtype: np.dtype
     hotness: int | None
     mean_hotness: float
+    table: str | None = None
 
     def __post_init__(self) -> None:
         where, card, hotness = f"feature_spec.{self.name}", self.cardinality, self.hotness
@@ -73,11 +77,15 @@ class CategoricalFeature:
         mean = self.mean_hotness
         good = isinstance(mean, int | float) and 0 <= mean < MAX_HOTNESS
         expect(good, f"{where}.mean_hotness", mean, f"a number from 0 to {MAX_HOTNESS}")
+        named = self.table is None or (isinstance(self.table, str) and bool(self.table))
+        expect(named, f"{where}.table", self.table, "the name of a table")
 
     @classmethod
-    def of(cls, name: str, cardinality: int, hotness: int | None = 1) -> "CategoricalFeature":
+    def of(
+        cls, name: str, cardinality: int, hotness: int | None = 1, table: str | None = None
+    ) -> "CategoricalFeature":
         """Return a feature for the writer, with the dtype by NVIDIA's rule; a ragged mean is measured later."""
-        return cls(name, int(cardinality), id_dtype(cardinality), hotness, hotness or 0.0)
+        return cls(name, int(cardinality), id_dtype(cardinality), hotness, hotness or 0.0, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,11 @@ class FeatureSpec:
         wide = any(feature.cardinality >= 2**31 for feature in self.categorical)
         return np.dtype(np.int64 if wide else np.int32)
 
+    @property
+    def table_features(self) -> dict[str, tuple[CategoricalFeature, ...]]:
+        """Features of every table, in the order of the tables' first features; they have the same cardinality."""
+        return features_by_table(self.categorical)
+
     def rows_of(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
         if split not in self.splits:
@@ -117,14 +130,17 @@ class FeatureSpec:
         return self.splits[split].num_rows
 
     def fingerprint(self, cardinalities: Mapping[str, int] | None = None) -> str:
-        """Return the SHA-256 (hex) of names, order, cardinalities and hotness, on which a model depends.
+        """Return the SHA-256 (hex) of names, order, cardinalities, hotness and shared tables, on which a model depends.
 
         Args:
             cardinalities: rows per feature to use instead of its own.
         """
         rows = cardinalities or {}
         categorical = [
-            [f.name, rows.get(f.name, f.cardinality), f.hotness] for f in self.categorical
+            [f.name, rows.get(f.name, f.cardinality), f.hotness]
+            # Without a shared table the facts are those of earlier versions.
+            + ([f.table] if f.table not in (None, f.name) else [])
+            for f in self.categorical
         ]
         facts = [list(self.numerical), self.label, categorical]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -161,6 +177,27 @@ class FeatureSpec:
             raise ValueError(
                 f"{path}: {error.filename or 'a file of it'} cannot be read ({error.strerror})"
             ) from None
+
+
+def features_by_table(
+    categorical: Sequence[CategoricalFeature],
+) -> dict[str, tuple[CategoricalFeature, ...]]:
+    """Return the features of every table, in the order of the tables' first features.
+
+    Raises:
+        ValueError: features of one table have different cardinalities.
+    """
+    tables: dict[str, tuple[CategoricalFeature, ...]] = {}
+    for feature in categorical:
+        table = feature.table or feature.name
+        first, *_ = tables[table] = (*tables.get(table, ()), feature)
+        expect(
+            feature.cardinality == first.cardinality,
+            f"feature_spec.{feature.name}.cardinality",
+            feature.cardinality,
+            f"{first.cardinality}, that of {shown(first.name)}, which has the same table {shown(table)}",
+        )
+    return tables
 
 
 def _is_count(value: object) -> bool:
@@ -218,6 +255,7 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     for split in ("train", "test"):
         expect(split in sources, "source_spec", list(sources), f"a split '{split}'")
     tables = tuple(_categorical(features, name) for name in categorical)
+    features_by_table(tables)
     ragged = {feature.name: feature.hotness is None for feature in tables}
     names = Counter(map(str, sources))
     expect(len(names) == len(sources), "source_spec", list(sources), "every split once")
@@ -278,7 +316,7 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
         expect(_is_hotness(hotness), f"feature_spec.{name}.hotness", hotness, HOTNESS)
         mean = hotness
     cardinality = entry.get("cardinality")  # checked by the constructor
-    return CategoricalFeature(name, cardinality, np.dtype(dtype), hotness, mean)
+    return CategoricalFeature(name, cardinality, np.dtype(dtype), hotness, mean, entry.get("table"))
 
 
 def measured(spec: FeatureSpec) -> FeatureSpec:

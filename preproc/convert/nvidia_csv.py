@@ -63,24 +63,30 @@ class CsvRows:
         twice = sorted({name for name in self._names if self._names.count(name) > 1})
         expect(not twice, f"{where}: channel_spec", twice, "every feature in one channel, once")
         cardinalities = {name: _cardinality(features, where, name) for name in categorical}
+        table_of = {name: _table(features, where, name) for name in categorical}
         self._root, self._label = root, labels[0]
         self._numerical, self._categorical = numerical, categorical
         self._check_chunks(where)
         self._sources = {**self._sources, **_unnamed_validation(root, self._sources)}
         # A table has a row at least, also if all of its ids are negative, which the writer refuses.
-        counted = dict.fromkeys((n for n, c in cardinalities.items() if c == AUTO), 1)
+        counted = {name: table_of[name] for name, rows in cardinalities.items() if rows == AUTO}
+        rows_of = dict.fromkeys(counted.values(), 1)
         if counted:
             for split in self._sources:
-                for table in self._tables(split):
-                    for name in counted:
-                        counted[name] = max(counted[name], int(_integers(table, name).max()) + 1)
+                for chunk in self._tables(split):
+                    for name, table in counted.items():
+                        rows_of[table] = max(rows_of[table], int(_integers(chunk, name).max()) + 1)
         self.spec = FeatureSpec(
             root=root,
             numerical=numerical,
             numerical_dtype=np.dtype(numerical_dtype),
             label=labels[0],
             categorical=tuple(
-                CategoricalFeature.of(name, int(counted.get(name) or cardinalities[name]))
+                CategoricalFeature.of(
+                    name,
+                    rows_of[table_of[name]] if name in counted else int(cardinalities[name]),
+                    table=table_of[name],
+                )
                 for name in categorical
             ),
             splits={name: SplitFiles(0) for name in self._sources},
@@ -191,6 +197,14 @@ def _cardinality(features: Mapping[str, Any], where: str, name: str) -> int | st
     return rows
 
 
+def _table(features: Mapping[str, Any], where: str, name: str) -> str:
+    """Return the name of a feature's table, by default its own."""
+    table = features[name].get("table", name)
+    named = isinstance(table, str) and bool(table)
+    expect(named, f"{where}: feature_spec.{name}.table", table, "the name of a table")
+    return table
+
+
 def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chunks of split `validation` if `write_csv` left it unnamed: `validation.csv` beside `test.csv`."""
     chunks = [
@@ -251,7 +265,9 @@ def _write_split(rows: Rows, split: str, path: Path) -> None:
 def _document(spec: FeatureSpec) -> dict[str, Any]:
     names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
     features: dict[str, dict[str, Any]] = {
-        feature.name: {"cardinality": feature.cardinality} for feature in spec.categorical
+        feature.name: {"cardinality": feature.cardinality}
+        | ({"table": feature.table} if feature.table not in (None, feature.name) else {})
+        for feature in spec.categorical
     }
     return {
         "channel_spec": {

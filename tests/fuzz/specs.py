@@ -44,11 +44,12 @@ class Dataset:
 
 
 def make_dataset(root: Path, file_format: str = "binary") -> Dataset:
-    """Write a single-hot, a two-hot and a ragged feature, two numericals and a label."""
+    """Write two single-hot features of one table, a two-hot and a ragged one, two numericals and a label."""
     features = [
         CategoricalFeature.of("user", 100),
         CategoricalFeature.of("pair", 9, 2),
         CategoricalFeature.of("tags", 300, None),
+        CategoricalFeature.of("friend", 100, table="user"),
     ]
     generator = np.random.default_rng(1)
     with write_dataset(
@@ -67,6 +68,7 @@ def make_dataset(root: Path, file_format: str = "binary") -> Dataset:
                     "user": generator.integers(0, 100, rows),
                     "pair": generator.integers(0, 9, (rows, 2)),
                     "tags": generator.integers(0, 300, lengths.sum()),
+                    "friend": generator.integers(0, 100, rows),
                 },
                 lengths={"tags": lengths},
             )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, id_dtype
 from tests.helpers.handwritten import ROWS, SPEC, write_files, write_handwritten
 
@@ -108,6 +109,39 @@ def test_the_fingerprint_follows_the_model_and_not_the_paths(root, tmp_path):
         assert FeatureSpec.load(edited(root, old, new)).fingerprint() != spec.fingerprint()
 
 
+def test_features_of_one_table_are_listed_in_the_order_of_the_first(root):
+    spec = FeatureSpec.load(root)
+    assert {k: [f.name for f in v] for k, v in spec.table_features.items()} == {
+        "cat_0.bin": ["cat_0.bin"],
+        "cat_1.bin": ["cat_1.bin"],
+    }
+    entry = "cat_0.bin: {cardinality: 10, dtype: int8}"
+    shared = entry.replace("10, dtype: int8", "40000, dtype: int32, table: cat_1.bin")
+    (root / "train/cat_0.bin").write_bytes(bytes(4 * ROWS["train"]))
+    (root / "test/cat_0.bin").write_bytes(bytes(4 * ROWS["test"]))
+    both = FeatureSpec.load(edited(root, entry, shared))
+    assert [(f.name, f.table) for f in both.categorical] == [
+        ("cat_0.bin", "cat_1.bin"),
+        ("cat_1.bin", None),
+    ]
+    assert both.table_features == {"cat_1.bin": both.categorical}
+    apart = FeatureSpec.load(edited(root, entry, shared.replace(", table: cat_1.bin", "")))
+    assert both.fingerprint() != apart.fingerprint()
+    own = FeatureSpec.load(edited(root, entry, shared.replace("cat_1.bin", "cat_0.bin")))
+    assert own.fingerprint() == apart.fingerprint()
+
+
+def test_the_writer_refuses_one_table_of_two_sizes(tmp_path):
+    features = [CategoricalFeature.of("a", 5), CategoricalFeature.of("b", 6, table="a")]
+    with (
+        pytest.raises(
+            ValueError, match=r"b\.cardinality: got 6, want 5, that of 'a', which has the"
+        ),
+        write_dataset(tmp_path / "d", categorical=features),
+    ):
+        pass
+
+
 def test_id_dtypes_follow_nvidias_rule():
     sizes = {1: 1, 126: 1, 127: 2, 32_766: 2, 32_767: 4, 2**31 - 2: 4, 2**31 - 1: 8}
     assert {rows: id_dtype(rows).itemsize for rows in sizes} == sizes
@@ -139,6 +173,10 @@ def test_ids_in_memory_are_wide_only_for_a_table_that_needs_it(root):
         ("cardinality: 10", "cardinality: 129", "got 129, want at most 128 rows for ids of dtype int8; use a wider dtype"),
         ("dtype: int8", "dtype: int8, hotness: 0", "cat_0.bin.hotness: got 0, want an integer from 1 to 2147483647, or 'ragged'"),
         ("dtype: int8", "dtype: int8, hotness: null", "cat_0.bin.hotness: got None, want an integer from 1 to 2147483647"),
+        ("dtype: int8", "dtype: int8, table: 3", "feature_spec.cat_0.bin.table: got 3, want the name of a table"),
+        ("dtype: int8", "dtype: int8, table: ''", "feature_spec.cat_0.bin.table: got '', want the name of a table"),
+        ("dtype: int8", "dtype: int8, table: cat_1.bin",
+         "feature_spec.cat_1.bin.cardinality: got 40000, want 10, that of 'cat_0.bin', which has the same table 'cat_1.bin'"),
         ("label: {dtype: bool}", "label: {dtype: int8}", "feature_spec.label.dtype: got 'int8', want bool"),
         ("num_0: {dtype: float16}", "num_0: {dtype: int32}", "num_0.dtype: got 'int32', want float16 or float32"),
         ("num_0: {dtype: float16}", "num_0: {dtype: float32}", "want one dtype for all numericals"),

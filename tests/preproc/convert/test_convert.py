@@ -69,6 +69,37 @@ def test_several_ids_per_row_survive_parquet(tmp_path):
     assert message.startswith("pair has several ids per row, which the CSV format cannot hold")
 
 
+@pytest.mark.parametrize("via", ["parquet", "csv"])
+def test_shared_tables_survive_a_conversion(tmp_path, via):
+    features = [
+        CategoricalFeature.of("shop", 40, table="place"),
+        CategoricalFeature.of("user", 9),
+        CategoricalFeature.of("home", 40, table="place"),
+    ]
+    with write_dataset(tmp_path / "a", categorical=features) as dataset:
+        for split in ("train", "test"):
+            ids = {"shop": [1, 39], "user": [0, 1], "home": [7, 0]}
+            dataset[split].append(
+                labels=[0, 1], ids={name: np.array(column) for name, column in ids.items()}
+            )
+    there = convert(tmp_path / "a", tmp_path / "b", f"to={via}")
+    back = FeatureSpec.load(convert(there, tmp_path / "c"))
+    tables = {table: [f.name for f in of] for table, of in back.table_features.items()}
+    assert tables == {"place": ["shop", "home"], "user": ["user"]}
+    assert back.fingerprint() == FeatureSpec.load(tmp_path / "a").fingerprint()
+    assert data_files(tmp_path / "c") == data_files(tmp_path / "a")
+
+
+def test_an_automatic_cardinality_is_that_of_the_shared_table(tmp_path):
+    root = write_csv_files(tmp_path / "csv")
+    spec = CSV_SPEC.replace("{cardinality: 40000}", "{cardinality: auto, table: cat_0.bin}")
+    (root / "feature_spec.yaml").write_text(spec)
+    found = FeatureSpec.load(convert(root, tmp_path / "out"))
+    first, second = found.categorical
+    assert first.cardinality == second.cardinality == ids(0)[1] + 1
+    assert found.table_features == {"cat_0.bin": (first, second)}
+
+
 def test_an_output_that_holds_a_dataset_is_kept(tmp_path):
     root = write_handwritten(tmp_path / "a")
     convert(root, tmp_path / "b", "to=csv")
