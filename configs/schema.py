@@ -6,6 +6,7 @@ so every check here runs before a file is opened or a process group exists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING as DATACLASS_MISSING
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any, get_type_hints
@@ -631,6 +632,27 @@ class Config:
             embedding_name=OptimizerName.sgd if Component.tables in frozen else chosen.table_name,
             embedding_lr=chosen.table_lr,
         )
+
+
+def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the default of every option below a section by dotted key, as values of JSON.
+
+    Args:
+        config: an instance of the section: those of the model depend on its name.
+        prefix: prefix of every key.
+    """
+    defaults: dict[str, Any] = {}
+    for declared in fields(config):
+        key, value = f"{prefix}{declared.name}", getattr(config, declared.name)
+        if is_dataclass(value):
+            defaults |= default_values(value, f"{key}.")
+            continue
+        factory = declared.default_factory
+        default = declared.default if factory is DATACLASS_MISSING else factory()
+        items = default if isinstance(default, list) else [default]
+        plain = [item.value if isinstance(item, Enum) else item for item in items]
+        defaults[key] = plain if isinstance(default, list) else plain[0]
+    return defaults
 
 
 def describe(

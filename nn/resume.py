@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.messages import printable, shortened
-from configs.schema import Component, Config, Mode
+from configs.schema import Component, Config, Mode, default_values
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_files, changed_samples
@@ -185,11 +185,11 @@ def can_restart(run_dir: Path, config: Config) -> bool:
     summary = _summary(run_dir)
     if summary is not None and not summary.get(UNSAVED):
         return False
-    before, now = _settings(run_dir), plain_config(config)
+    before = _settings(run_dir)
     return (
         before is not None
-        and before.get("mode", now["mode"]) == now["mode"]
-        and not _differences(before, now)
+        and before.get("mode", config.mode.value) == config.mode.value
+        and not _differences(before, config)
     )
 
 
@@ -205,8 +205,9 @@ def _is_repeated(config: Config) -> bool:
     # A start that was killed, or had no room, before its first record left nothing to lose.
     if not (has_records(path) or is_finished) or can_restart(run_dir, config):
         return False
-    before, now = _settings(run_dir), plain_config(config)
-    is_same = before is not None and _without_place(before) == _without_place(now)
+    before = _settings(run_dir)
+    now = _without_place(_flat(plain_config(config)))
+    is_same = before is not None and _without_place(_complete(before, config)) == now
     # A training that saves has lost its checkpoints if it starts from nothing.
     is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
     if is_same and is_finished and not is_training_that_saves:
@@ -256,9 +257,8 @@ def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _without_place(content: dict[str, Any]) -> dict[str, Any]:
-    flat = _flat(content).items()
-    return {key: value for key, value in flat if key != "run_dir" and value is not None}
+def _without_place(flat: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flat.items() if key != "run_dir" and value is not None}
 
 
 def _has_own_checkpoint(config: Config) -> bool:
@@ -406,7 +406,7 @@ def _check_same_run(
     if config.checkpoint.allow_changes:
         return
     facts, now = start.facts, facts_of(config, spec, ranks)
-    differences = _differences(facts["config"], now["config"])
+    differences = _differences(facts["config"], config)
     if differences:
         raise ValueError(
             f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
@@ -441,8 +441,9 @@ def _check_same_run(
         )
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    old, new = _flat(before), _flat(now)
+def _differences(before: dict[str, Any], config: Config) -> list[str]:
+    """Describe the settings of an earlier start that differ from those of this one and change what is learnt."""
+    old, new = _complete(before, config), _flat(plain_config(config))
     # Runs of earlier versions recorded the options of all models of the project.
     others = options_of_own_models() if old.get("model.name") in MODELS else set()
     return [
@@ -452,6 +453,11 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         and not (key in others and key not in new)
         and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
     ]
+
+
+def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Return recorded options by dotted key; those of later versions have their default, which changes nothing."""
+    return default_values(config) | _flat(before)
 
 
 def _short(value: Any) -> str:

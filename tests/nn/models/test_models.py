@@ -341,6 +341,15 @@ def test_an_older_run_with_the_options_of_all_models_is_accepted(tmp_path):
     assert not can_restart(tmp_path, config)
 
 
+def test_an_older_run_without_an_option_had_its_default(tmp_path):
+    before = plain_config(compose_config(*TINY))
+    del before["optimizer"]["beta1"], before["train"]["freeze"], before["model"]["name"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
+    assert can_restart(tmp_path, compose_config(*TINY))
+    for change in ("optimizer.beta1=0.8", "train.freeze=[dense]", "model.name=dcnv2"):
+        assert not can_restart(tmp_path, compose_config(*TINY, change))
+
+
 def test_an_option_that_a_model_has_lost_is_a_change(tmp_path):
     config = compose_config(*TINY, "model.name=dlrm")
     before = plain_config(config)
