@@ -173,7 +173,7 @@ def count_hbm(
     model = build_meta(config.model, spec)
     activations = model.activations()
     saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
-    states = dense_rule(config.effective_optimizer.name).states_per_weight
+    states = dense_rule(config.effective_optimizer).states_per_weight
     rule = table_rule(config.effective_optimizer.table_name)
     return {
         "batch": batch

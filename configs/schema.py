@@ -278,6 +278,15 @@ class OptimizerConfig:
     eps: float = option(1e-8, "added to the denominator by adagrad, rowwise_adagrad and adam")
     beta1: float = option(0.9, "decay of adam's first moment")
     beta2: float = option(0.999, "decay of adam's second moment")
+    momentum: float = option(
+        0.0, "momentum of the dense component's sgd; 0: none. The tables' sgd has none"
+    )
+    nesterov: bool = option(False, "use optimizer.momentum in Nesterov's form")
+    weight_decay: float = option(
+        0.0,
+        "decoupled weight decay of the dense component, which makes adam AdamW: each step multiplies all its "
+        "parameters by 1 - learning rate * weight_decay",
+    )
 
     def __post_init__(self) -> None:
         self.name = _check_optimizer_name("optimizer.name", self.name)
@@ -294,6 +303,34 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
+        self._check_dense_options()
+
+    def _check_dense_options(self) -> None:
+        """Refuse options that the dense component's optimizer would ignore; one outside the project may read any."""
+        own_rule = is_import_path(self.name)
+        require(
+            0 <= self.momentum < 1,
+            f"optimizer.momentum must lie in [0, 1), got {self.momentum}",
+        )
+        require(
+            self.momentum == 0 or self.name == OptimizerName.sgd or own_rule,
+            f"optimizer.momentum={self.momentum} is of sgd, and optimizer.name={self.name} would ignore it; set "
+            "optimizer.name=sgd (the tables' optimizer is optimizer.embedding_name), or optimizer.momentum=0",
+        )
+        require(
+            not self.nesterov or self.momentum > 0,
+            "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9",
+        )
+        require(
+            self.weight_decay >= 0,
+            f"optimizer.weight_decay must not be negative, got {self.weight_decay}",
+        )
+        require(
+            self.weight_decay == 0 or self.name == OptimizerName.adam or own_rule,
+            f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), and optimizer.name={self.name} would ignore "
+            "it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
+            "optimizer.weight_decay=0",
+        )
 
     @property
     def table_name(self) -> str:
@@ -304,6 +341,15 @@ class OptimizerConfig:
     def table_lr(self) -> float:
         """Peak learning rate of the tables."""
         return self.lr if self.embedding_lr is None else self.embedding_lr
+
+
+PLAIN_SGD: dict[str, Any] = {
+    "name": OptimizerName.sgd,
+    "momentum": 0.0,
+    "nesterov": False,
+    "weight_decay": 0.0,
+}
+"""Options of a dense component that is not trained."""
 
 
 def _check_optimizer_name(key: str, name: str) -> str:
@@ -624,13 +670,13 @@ class Config:
 
     @property
     def effective_optimizer(self) -> OptimizerConfig:
-        """`optimizer` as it applies: a frozen component has SGD, which keeps no state."""
+        """`optimizer` as it applies: a frozen component has plain SGD, which keeps no state."""
         chosen, frozen = self.optimizer, self.train.freeze
         return replace(
             chosen,
-            name=OptimizerName.sgd if Component.dense in frozen else chosen.name,
             embedding_name=OptimizerName.sgd if Component.tables in frozen else chosen.table_name,
             embedding_lr=chosen.table_lr,
+            **(PLAIN_SGD if Component.dense in frozen else {}),
         )
 
 

@@ -591,4 +591,4 @@ def _header_facts(
 
 
 def _dense_states(config: Config) -> int:
-    return dense_rule(config.effective_optimizer.name).states_per_weight
+    return dense_rule(config.effective_optimizer).states_per_weight

@@ -33,7 +33,13 @@ class DenseRule:
 
 
 def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=config.lr, fused=True)
+    return torch.optim.SGD(
+        parameters,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        fused=True,
+    )
 
 
 def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -49,6 +55,17 @@ def _adam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opti
     return torch.optim.Adam(parameters, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
+def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
 DENSE_RULES: dict[str, DenseRule] = {
     OptimizerName.sgd: DenseRule(name="sgd", build=_sgd, states_per_weight=0),
     OptimizerName.adagrad: DenseRule(name="adagrad", build=_adagrad, states_per_weight=1),
@@ -56,18 +73,26 @@ DENSE_RULES: dict[str, DenseRule] = {
     OptimizerName.rowwise_adagrad: DenseRule(name="adagrad", build=_adagrad, states_per_weight=1),
     OptimizerName.adam: DenseRule(name="adam", build=_adam, states_per_weight=2),
 }
+MOMENTUM_SGD = DenseRule(name="sgd with momentum", build=_sgd, states_per_weight=1)
+# Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
+ADAMW = DenseRule(name="adamw", build=_adamw, states_per_weight=2)
 
 
-@cache
-def dense_rule(name: str) -> DenseRule:
-    """Return the record of a dense optimizer.
-
-    Args:
-        name: built-in name, or `package.module:NAME`.
+def dense_rule(config: OptimizerConfig) -> DenseRule:
+    """Return the record of the dense component's optimizer.
 
     Raises:
         ValueError: `package.module:NAME` cannot be imported, or is no `DenseRule`.
     """
+    if config.name == OptimizerName.sgd and config.momentum:
+        return MOMENTUM_SGD
+    if config.name == OptimizerName.adam and config.weight_decay:
+        return ADAMW
+    return _rule_named(config.name)
+
+
+@cache
+def _rule_named(name: str) -> DenseRule:
     if name in DENSE_RULES:
         return DENSE_RULES[name]
     rule = load_user_object(name, "optimizer.name")
@@ -87,7 +112,7 @@ def check_dense_rule(config: OptimizerConfig) -> None:
         ValueError: `optimizer.name` names no optimizer; or a step with a learning rate of 0 changes weights, or leaves state
             that is no tensor.
     """
-    rule = dense_rule(config.name)
+    rule = dense_rule(config)
     if config.name in DENSE_RULES:
         return
     weight = nn.Parameter(torch.ones(2))
@@ -124,5 +149,5 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def build_dense_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that `optimizer.name` names."""
-    return dense_rule(config.name).build(list(parameters), config)
+    """Build the optimizer that the options name."""
+    return dense_rule(config).build(list(parameters), config)

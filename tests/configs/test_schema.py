@@ -82,6 +82,16 @@ REFUSED = [
     (OptimizerConfig, {"eps": 0.0}, "optimizer.eps must be positive, got 0.0"),
     (OptimizerConfig, {"beta1": 1.0}, "optimizer.beta1 must lie in [0, 1), got 1.0"),
     (OptimizerConfig, {"beta2": -0.1}, "optimizer.beta2 must lie in [0, 1), got -0.1"),
+    (OptimizerConfig, {"momentum": 1.0}, "optimizer.momentum must lie in [0, 1), got 1.0"),
+    (OptimizerConfig, {"name": "adam", "momentum": 0.9},
+     "optimizer.momentum=0.9 is of sgd, and optimizer.name=adam would ignore it; set optimizer.name=sgd (the tables' "
+     "optimizer is optimizer.embedding_name), or optimizer.momentum=0"),
+    (OptimizerConfig, {"nesterov": True},
+     "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9"),
+    (OptimizerConfig, {"weight_decay": -1.0}, "optimizer.weight_decay must not be negative, got -1.0"),
+    (OptimizerConfig, {"weight_decay": 0.01},
+     "optimizer.weight_decay=0.01 is of adam (AdamW), and optimizer.name=sgd would ignore it; set optimizer.name=adam "
+     "(the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
     (SchedulerConfig, {"warmup_steps": -1}, "scheduler.warmup_steps must not be negative, got -1"),
     (SchedulerConfig, {"decay_start_step": 5, "warmup_steps": 9},
      "scheduler.decay_start_step=5 lies before the end of scheduler.warmup_steps=9"),

@@ -24,7 +24,7 @@ def ranks_of(recipe: str, *overrides: str, world_size: int = 1) -> list[RankMemo
     )
     source = open_source(config)
     _, plan = build_plan(config, source, planned_hardware(config))
-    states = dense_rule(config.effective_optimizer.name).states_per_weight
+    states = dense_rule(config.effective_optimizer).states_per_weight
     return plan_memory(config, source.spec, plan, world_size, states)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of the dense component from outside the project: what checkpoints would lose is refused."""
+"""Optimizers of the dense component: equality with torch's, resuming, and refusals of ones from outside the project."""
 
 from dataclasses import replace
 
@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.training.dense_optimizer import DenseRule, check_dense_rule
+from nn.training.dense_optimizer import (
+    DenseRule,
+    build_dense_optimizer,
+    check_dense_rule,
+    dense_rule,
+)
+from tests.helpers.composed import TINY, compose_config
+from tests.helpers.plain_training import resumes_bit_by_bit, train_and_compare
 
 
 class Counting(torch.optim.SGD):
@@ -69,3 +76,52 @@ def test_an_optimizer_that_would_not_resume_exactly_is_refused(name, message):
 
 def test_an_optimizer_whose_state_are_tensors_is_accepted():
     check_dense_rule(named("ADAMW"))
+
+
+MOMENTUM = ["optimizer.name=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9"]
+NESTEROV = [*MOMENTUM, "optimizer.nesterov=true"]
+DECAY = ["optimizer.name=adam", "optimizer.lr=0.005", "optimizer.eps=0.01"]
+DECAY += ["optimizer.weight_decay=0.5", "optimizer.embedding_name=sgd"]
+# options of the run, torch's optimizer of the dense component, its arguments
+CASES = {
+    "momentum": (MOMENTUM, torch.optim.SGD, {"momentum": 0.9}),
+    "nesterov": (NESTEROV, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "weight decay": (DECAY, torch.optim.AdamW, {"eps": 0.01, "weight_decay": 0.5}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_torch_does(case, num_ranks):
+    overrides, optimizer, arguments = CASES[case]
+    lr = compose_config(*overrides).optimizer.lr
+
+    def updates(tables, dense):
+        return [torch.optim.SGD(tables, lr=lr), optimizer(dense, lr=lr, **arguments)]
+
+    train_and_compare([*TINY, *overrides], updates, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_a_restored_run_resumes_bit_by_bit(case, num_ranks, tmp_path):
+    assert resumes_bit_by_bit(tmp_path, [*TINY, *CASES[case][0]], num_ranks)
+
+
+def test_the_state_is_what_the_memory_estimate_counts():
+    for overrides, _, _ in CASES.values():
+        config = compose_config(*overrides).effective_optimizer
+        weight = torch.nn.Parameter(torch.ones(2, 3))
+        weight.grad = torch.ones_like(weight)
+        optimizer = build_dense_optimizer([weight], config)
+        optimizer.step()
+        states = [value for value in optimizer.state[weight].values() if value.numel() == 6]
+        assert len(states) == dense_rule(config).states_per_weight
+
+
+@pytest.mark.parametrize("overrides", [MOMENTUM, DECAY])
+def test_a_frozen_dense_component_has_no_state(overrides):
+    config = compose_config(*TINY, *overrides, "train.freeze=[dense]").effective_optimizer
+    assert dense_rule(config).states_per_weight == 0
+    assert (config.name, config.momentum, config.weight_decay) == (OptimizerName.sgd, 0, 0)
