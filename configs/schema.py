@@ -54,6 +54,14 @@ def require_widths(name: str, widths: Sequence[int]) -> None:
     )
 
 
+def require_rate(name: str, rate: float) -> None:
+    """Raise `ValueError` unless `rate`, of the option `name`, is a dropout rate."""
+    require(
+        0 <= rate < 1,
+        f"{name} must be at least 0 and below 1 (the probability that an element becomes 0), got {rate:g}",
+    )
+
+
 class Mode(Enum):
     """Modes of a run."""
 

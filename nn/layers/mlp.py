@@ -7,6 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from configs.schema import require_rate
+from nn.layers.dropout import Dropout
 from nn.layers.initialization import initialise_linear_
 from nn.ops.fused_linear import as_autocast, can_fuse
 
@@ -20,7 +22,7 @@ def round_up(count: int) -> int:
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them and, optionally, after the last one.
+    """Linear layers with ReLU between them and, optionally, after the last one. Dropout may follow every ReLU.
 
     The input is padded with zeros to a multiple of 8 columns, as in NVIDIA's TensorFlow 2 recipe: 13 numerical features
     become 16.
@@ -29,15 +31,30 @@ class MLP(nn.Module):
         num_inputs: columns of the input before padding.
         widths: output columns of every layer; at least one layer.
         final_activation: apply ReLU after the last layer too.
+        dropout: rate of the dropout after every ReLU; 0 for none.
+
+    Raises:
+        ValueError: `dropout` is below 0, or 1 or more.
     """
 
-    def __init__(self, num_inputs: int, widths: Sequence[int], *, final_activation: bool) -> None:
+    def __init__(
+        self,
+        num_inputs: int,
+        widths: Sequence[int],
+        *,
+        final_activation: bool,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
+        require_rate("dropout", dropout)
         self.padding = round_up(num_inputs) - num_inputs
         self.final_activation = final_activation
         sizes = [num_inputs + self.padding, *widths]
         layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
         self.layers = cast(Sequence[nn.Linear], layers)
+        num_activations = len(widths) if final_activation else len(widths) - 1
+        dropouts = nn.ModuleList(Dropout(dropout) for _ in range(num_activations if dropout else 0))
+        self.dropouts = cast(Sequence[Dropout], dropouts)
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -46,7 +63,7 @@ class MLP(nn.Module):
             initialise_linear_(layer, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, num_inputs] to [B, widths[-1]]."""
+        """Map [B, ..., num_inputs] to [B, ..., widths[-1]]; the first dimension is the rows of this rank."""
         if can_fuse(x, self.layers[0].weight):
             return self._forward_fused(as_autocast(x))
         return self.forward_plain(x)
@@ -59,6 +76,8 @@ class MLP(nn.Module):
             x = layer(x)
             if index < last or self.final_activation:
                 x = torch.relu(x)
+                if self.dropouts:
+                    x = self.dropouts[index](x)
         return x
 
     @torch.compiler.disable
@@ -66,11 +85,13 @@ class MLP(nn.Module):
         # Only CUDA builds of torch include Triton.
         from nn.ops.triton.mlp import fused_mlp
 
+        masks = [dropout.mask for dropout in self.dropouts]
         return fused_mlp(
             self._pad(x),
             [layer.weight for layer in self.layers],
             [layer.bias for layer in self.layers],
             final_activation=self.final_activation,
+            masks=[mask for mask in masks if mask is not None],
         )
 
     def _pad(self, x: Tensor) -> Tensor:

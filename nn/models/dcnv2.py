@@ -35,6 +35,7 @@ class DCNv2(Model):
         bottom_mlp: widths of the bottom MLP, ReLU after each.
         top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
         cross: the cross network.
+        dropout: rate of the dropout after each hidden layer of the top MLP.
 
     Raises:
         ValueError: parallel with a top MLP that has no hidden layer.
@@ -51,6 +52,7 @@ class DCNv2(Model):
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
         cross: CrossConfig,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.bottom = (
@@ -68,10 +70,10 @@ class DCNv2(Model):
                     f"model.cross.structure=parallel needs a deep network beside the cross network, got "
                     f"model.top_mlp={list(top_mlp)}; give it a width before the last, or use stacked"
                 )
-            self.deep = MLP(width, hidden, final_activation=True)
+            self.deep = MLP(width, hidden, final_activation=True, dropout=dropout)
             self.top = MLP(width + hidden[-1], [last], final_activation=False)
         else:
-            self.top = MLP(width, top_mlp, final_activation=False)
+            self.top = MLP(width, top_mlp, final_activation=False, dropout=dropout)
 
     @classmethod
     def tables(cls, options: DCNv2Options, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
@@ -88,6 +90,7 @@ class DCNv2(Model):
             bottom_mlp=options.bottom_mlp,
             top_mlp=options.top_mlp,
             cross=options.cross,
+            dropout=options.dropout,
         )
 
     def activations(self) -> Activations:

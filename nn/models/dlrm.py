@@ -30,6 +30,7 @@ class DLRM(Model):
         embedding_dim: D; the bottom MLP must end in it.
         bottom_mlp: widths of the bottom MLP, ReLU after each.
         top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
+        dropout: rate of the dropout after each hidden layer of the top MLP.
     """
 
     Options = DLRMOptions
@@ -42,6 +43,7 @@ class DLRM(Model):
         embedding_dim: int,
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.bottom = (
@@ -50,7 +52,9 @@ class DLRM(Model):
         self.interaction = DotInteraction(
             num_categorical, embedding_dim, has_bottom=self.bottom is not None
         )
-        self.top = MLP(self.interaction.num_outputs, top_mlp, final_activation=False)
+        self.top = MLP(
+            self.interaction.num_outputs, top_mlp, final_activation=False, dropout=dropout
+        )
         self._product_flops = 2 * embedding_dim * self.interaction.num_pairs
 
     @classmethod
@@ -77,6 +81,7 @@ class DLRM(Model):
             embedding_dim=options.embedding_dim,
             bottom_mlp=options.bottom_mlp,
             top_mlp=options.top_mlp,
+            dropout=options.dropout,
         )
 
     def activations(self) -> Activations:

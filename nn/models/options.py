@@ -6,7 +6,7 @@ The options of any other model are in the module of the model.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from configs.schema import ModelConfig, option, require, require_widths
+from configs.schema import ModelConfig, option, require, require_rate, require_widths
 
 MOST_WIDTH = 2**20
 
@@ -21,6 +21,9 @@ class _TwoMLPOptions(ModelConfig):
     top_mlp: list[int] = option(
         [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", most=MOST_WIDTH
     )
+    dropout: float = option(
+        0.0, "rate of the dropout after each hidden layer of the top MLP, in training; 0 for none"
+    )
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -30,6 +33,7 @@ class _TwoMLPOptions(ModelConfig):
             self.top_mlp[-1] == 1,
             f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
         )
+        require_rate("model.dropout", self.dropout)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -48,9 +48,9 @@ def random_bits(key: int, step: Tensor, rows: Tensor, first_column: int, columns
     column = torch.arange(
         first_column, first_column + columns, dtype=torch.int32, device=rows.device
     )
-    step_bits = _mix(step.to(torch.int32) * _int32(STEP_FACTOR) + key)
-    word = step_bits + rows.to(torch.int32)[:, None] * _int32(ROW_FACTOR)
-    word = _mix(word + (column >> 1) * _int32(PAIR_FACTOR))
+    step_bits = mix(step.to(torch.int32) * as_int32(STEP_FACTOR) + key)
+    word = step_bits + rows.to(torch.int32)[:, None] * as_int32(ROW_FACTOR)
+    word = mix(word + (column >> 1) * as_int32(PAIR_FACTOR))
     return (word >> (column & 1) * 16) & 0xFFFF
 
 
@@ -85,15 +85,15 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Te
     return (rounded | sign).view(torch.float32).to(dtype)
 
 
-def _mix(bits: Tensor) -> Tensor:
+def mix(bits: Tensor) -> Tensor:
     """Hash int32 to int32, bijectively: Wellons' lowbias32, xor-shift and multiplication."""
     bits = bits ^ (bits >> 16 & 0xFFFF)
-    bits = bits * _int32(0x7FEB352D)
+    bits = bits * as_int32(0x7FEB352D)
     bits = bits ^ (bits >> 15 & 0x1FFFF)
-    bits = bits * _int32(0x846CA68B)
+    bits = bits * as_int32(0x846CA68B)
     return bits ^ (bits >> 16 & 0xFFFF)
 
 
-def _int32(value: int) -> int:
+def as_int32(value: int) -> int:
     """Return the int32 of the same 32 bits."""
     return value - 2**32 if value >= 2**31 else value

@@ -13,6 +13,7 @@ from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks
+from nn.layers.pass_state import PassState, attach
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.observability.annotations import annotate
@@ -105,6 +106,8 @@ class TrainStep:
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
         )
+        self._pass_state = PassState(config.seed, ranks.device, ranks.rank)
+        self._pass_layers = attach(dense, self._pass_state)
         self.capture_blocker = capture_blocker(config, tables, ranks)
         self.path: SparsePath = (
             StaticPath(tables, context, config, capture=self.capture_blocker is None)
@@ -124,6 +127,8 @@ class TrainStep:
         """
         batch, ids = next(prefetcher)
         self._set_learning_rate(step)
+        if self._pass_layers:
+            self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
         with annotate("pass"):
             logits = self.path.forward_backward(batch, ids)
         prefetcher.start_next()

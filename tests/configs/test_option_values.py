@@ -48,7 +48,7 @@ WRONG: dict[Any, list[str]] = {
 MAY_BE_ZERO = {
     *("data.synthetic.num_numerical", "data.synthetic.exponent", "data.multi_hot.seed", "seed"),
     *("data.shuffle_block", "optimizer.beta1", "optimizer.beta2", "scheduler.warmup_steps"),
-    *("scheduler.decay_steps", "inference.warmup_steps", "sharding.reserve"),
+    *("scheduler.decay_steps", "inference.warmup_steps", "sharding.reserve", "model.dropout"),
     *("profile.steps", "frequency_limit"),
 }  # fmt: skip
 

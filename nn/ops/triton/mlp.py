@@ -4,6 +4,9 @@ In the forward pass cuBLASLt adds the bias and applies ReLU in the epilogue of t
 Triton kernel per layer masks the gradient and sums its columns for the bias; eager PyTorch and TorchInductor read the
 gradient twice. The matrix product of a last layer with one output is too small to be worth a launch: its backward pass
 is part of the kernel of the layer before.
+
+Dropout is applied in place after ReLU. Its backward pass is part of the same kernels: the gradient is passed, scaled, where
+the output is positive, so that neither mask nor further activations are kept.
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import cast_parameters, weight_gradient
+from nn.ops.triton.dropout import apply_mask
 
 # B: samples, C: columns of a layer's output, P: programs along the samples
 
@@ -24,22 +29,37 @@ BLOCKS = {"BLOCK_B": 32, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 8}
 
 
 def fused_mlp(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, final_activation: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    *,
+    final_activation: bool,
+    masks: Sequence[DropoutMask] = (),
 ) -> Tensor:
-    """Map x [B, columns] through linear layers with ReLU between them, as `nn.layers.mlp.MLP` without padding.
+    """Map x [B, ..., columns] through linear layers with ReLU between them, as `nn.layers.mlp.MLP` without padding.
 
     Args:
         x: input in the compute dtype.
         weights: per layer [outputs, inputs]. All parameters have one dtype, which their gradients have too.
         biases: per layer [outputs].
         final_activation: apply ReLU after the last layer too.
+        masks: of dropout after every ReLU, all of one rate; none without dropout.
     """
-    return _FusedMLP.apply(x, final_activation, *weights, *biases)
+    rows = x.flatten(0, -2)
+    out = _FusedMLP.apply(rows, len(x), final_activation, masks, *weights, *biases)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
 class _FusedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, final_activation: bool, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        num_samples: int,
+        final_activation: bool,
+        masks: Sequence[DropoutMask],
+        *parameters: Tensor,
+    ) -> Tensor:
         copies = cast_parameters(x.dtype, parameters)
         num_layers = len(copies) // 2
         weights, biases = copies[:num_layers], copies[num_layers:]
@@ -48,9 +68,13 @@ class _FusedMLP(torch.autograd.Function):
         for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             linear = torch._addmm_activation if index < num_activations else torch.addmm
             outputs.append(linear(bias, outputs[-1] if outputs else x, weight.t()))
+            if masks and index < num_activations:
+                samples = outputs[-1].view(num_samples, -1)
+                apply_mask(samples, masks[index], out=samples)
         ctx.save_for_backward(x, *outputs[:num_activations], *weights)
         ctx.num_layers = num_layers
         ctx.dtype = parameters[0].dtype
+        ctx.scale = masks[0].scale if masks else 1.0
         return outputs[-1]
 
     @staticmethod
@@ -71,9 +95,9 @@ class _FusedMLP(torch.autograd.Function):
         last_bias = []
         if has_logit:
             last -= 1
-            grad = logit_backward(grad, weights[-1], activations[last], layer_sums[last])
+            grad = logit_backward(grad, weights[-1], activations[last], layer_sums[last], ctx.scale)
         elif last < len(activations):
-            grad = relu_backward(grad, activations[last], layer_sums[last])
+            grad = relu_backward(grad, activations[last], layer_sums[last], ctx.scale)
         else:
             last_bias.append(grad.sum(0, dtype=torch.float32))
         grad_weights: list[Tensor] = []
@@ -83,27 +107,36 @@ class _FusedMLP(torch.autograd.Function):
             if index or ctx.needs_input_grad[0]:
                 grad = grad @ weights[index]
             if index:
-                grad = relu_backward(grad, activations[index - 1], layer_sums[index - 1])
+                grad = relu_backward(grad, activations[index - 1], layer_sums[index - 1], ctx.scale)
         sums = [*partial_sums.sum(0).split(sizes), *last_bias] if sizes else last_bias
         if has_logit:
             grad_weights.append(sums.pop(-2).view(1, -1))
         gradients = [gradient.to(ctx.dtype) for gradient in (*grad_weights, *sums)]
-        return grad if ctx.needs_input_grad[0] else None, None, *gradients
+        return grad if ctx.needs_input_grad[0] else None, None, None, None, *gradients
 
 
-def relu_backward(grad: Tensor, activation: Tensor, partial_sums: Tensor) -> Tensor:
+def relu_backward(grad: Tensor, activation: Tensor, partial_sums: Tensor, scale: float) -> Tensor:
     """Compute the gradient of ReLU's input, [B, C].
 
     Args:
-        grad: [B, C], gradient of ReLU's output.
-        activation: [B, C], output of ReLU.
+        grad: [B, C], gradient of ReLU's output, after dropout if there is one.
+        activation: [B, C], that output.
         partial_sums: [P, C or more], float32; receives every program's sum of the returned gradient over its samples.
+        scale: of dropout's kept elements; 1 without dropout.
     """
     grad = grad.contiguous()
     masked = torch.empty_like(activation)
     num_rows, columns = activation.shape
     _relu_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(partial_sums))](
-        grad, activation, masked, partial_sums, num_rows, columns, partial_sums.stride(0), **BLOCKS
+        grad,
+        activation,
+        masked,
+        partial_sums,
+        num_rows,
+        columns,
+        partial_sums.stride(0),
+        SCALE=scale,
+        **BLOCKS,
     )
     return masked
 
@@ -117,6 +150,7 @@ def _relu_backward(
     num_rows,
     columns,
     partial_sums_stride,
+    SCALE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCKS_OF_ROWS: tl.constexpr,
@@ -132,6 +166,8 @@ def _relu_backward(
         grad_in = tl.load(grad + offset, mask=inside, other=0.0)
         # Like torch, the kernel passes the gradient where the activation is NaN.
         grad_in = tl.where(result <= 0, 0.0, grad_in)
+        if SCALE != 1.0:
+            grad_in = (grad_in.to(tl.float32) * SCALE).to(masked.dtype.element_ty)
         tl.store(masked + offset, grad_in, mask=inside)
         total += grad_in.to(tl.float32)
     partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride + column
@@ -139,16 +175,17 @@ def _relu_backward(
 
 
 def logit_backward(
-    grad: Tensor, weight: Tensor, activation: Tensor, partial_sums: Tensor
+    grad: Tensor, weight: Tensor, activation: Tensor, partial_sums: Tensor, scale: float
 ) -> Tensor:
     """Compute the backward pass of a linear layer with one output and of the ReLU before it.
 
     Args:
         grad: [B, 1], gradient of the logit.
         weight: [1, C].
-        activation: [B, C], output of ReLU.
+        activation: [B, C], output of ReLU, after dropout if there is one.
         partial_sums: [P, 2 C + 1 or more], float32; receives every program's sums over its samples: of the returned
             gradient, of the weight's gradient and of the logit's gradient.
+        scale: of dropout's kept elements; 1 without dropout.
 
     Returns:
         The gradient of ReLU's input, [B, C].
@@ -165,6 +202,7 @@ def logit_backward(
         num_rows,
         columns,
         partial_sums.stride(0),
+        SCALE=scale,
         **BLOCKS,
     )
     return masked
@@ -180,6 +218,7 @@ def _logit_backward(
     num_rows,
     columns,
     partial_sums_stride,
+    SCALE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCKS_OF_ROWS: tl.constexpr,
@@ -197,6 +236,8 @@ def _logit_backward(
         logit = tl.load(grad + row, mask=row < num_rows, other=0.0).to(tl.float32)
         result = tl.load(activation + offset, mask=inside, other=0.0).to(tl.float32)
         grad_in = tl.where(result <= 0, 0.0, logit * factor)
+        if SCALE != 1.0:
+            grad_in *= SCALE
         tl.store(masked + offset, grad_in.to(masked.dtype.element_ty), mask=inside)
         total += grad_in
         total_weight += logit * result

@@ -23,7 +23,8 @@ FP16_NORMAL: tl.constexpr = tl.constexpr(NORMAL_FP16)
 
 
 @triton.jit
-def _mix(bits):
+def mix(bits):
+    """Hash uint32 to uint32, bijectively; `nn.ops.stochastic_rounding.mix`."""
     bits ^= bits >> 16
     bits *= 0x7FEB352D
     bits ^= bits >> 15
@@ -34,14 +35,14 @@ def _mix(bits):
 @triton.jit
 def step_bits(key, step):
     """Hash of table and step that all elements share, uint32; `key` and `step` are int32."""
-    return _mix(step.to(tl.uint32) * STEP + key.to(tl.uint32))
+    return mix(step.to(tl.uint32) * STEP + key.to(tl.uint32))
 
 
 @triton.jit
 def random_bits(of_step, row, first_pair, column):
     """16 random bits for every element, uint32; `column` counts from column 2 * `first_pair` of the table."""
     pair = (first_pair + (column >> 1)).to(tl.uint32) * PAIR
-    word = _mix((of_step + row.to(tl.uint32) * ROW)[:, None] + pair)
+    word = mix((of_step + row.to(tl.uint32) * ROW)[:, None] + pair)
     return (word >> ((column & 1) * 16).to(tl.uint32)) & 0xFFFF
 
 

@@ -33,7 +33,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 12
+    assert done.stdout.count("compiled") == 15
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
 
@@ -46,6 +46,8 @@ def run() -> None:
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
+    from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
+    from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _relu_backward
@@ -73,7 +75,11 @@ def run() -> None:
         build(_pooled_lookup, {"weights": weights}, ALIGN=16, BLOCK=32, BLOCK_D=128)
     for index in range(3):
         build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
-    build(_relu_backward, {"columns": "i32"}, **MLP_BLOCKS)
+    for scale in (1.0, 2.0):
+        build(_relu_backward, {"columns": "i32"}, **MLP_BLOCKS, SCALE=scale)
+    for dtype in ("*fp32", "*bf16"):
+        pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
+        build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
 
 
 def build(kernel, dtypes: dict[str, str], **constants) -> None:

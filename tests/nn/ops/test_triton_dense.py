@@ -8,11 +8,17 @@ from torch import Tensor, nn
 
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP
+from nn.layers.pass_state import PassState, attach
 
 # Columns of the input and the module. The widths fill no block of the kernels.
 MODULES = {
     "mlp-to-one-logit": (13, lambda: MLP(13, [24, 40, 1], final_activation=False)),
     "mlp-to-relu": (16, lambda: MLP(16, [130, 5], final_activation=True)),
+    "mlp-with-dropout-to-one-logit": (
+        13,
+        lambda: MLP(13, [24, 40, 1], final_activation=False, dropout=0.3),
+    ),
+    "mlp-with-dropout-to-relu": (16, lambda: MLP(16, [130, 5], final_activation=True, dropout=0.5)),
     "mlp-of-one-layer": (8, lambda: MLP(8, [3], final_activation=False)),
     "cross-of-low-rank": (130, lambda: CrossNet(130, 3, 5)),
     "cross-of-full-rank": (13, lambda: CrossNet(13, 2, None)),
@@ -31,6 +37,9 @@ def build(name: str, device: str = "cpu") -> nn.Module:
     for parameter in module.parameters():
         # Fresh biases of a cross network are zero, which would hide one that is forgotten.
         nn.init.normal_(parameter, std=0.3)
+    state = PassState(1, torch.device(device), rank=2)
+    attach(module, state)
+    state.set(5, 1100, 1100, 3300)
     return module.to(device)
 
 
@@ -141,6 +150,7 @@ def test_on_a_gpu_float64_runs_in_plain_torch(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_on_a_gpu_an_exported_module_is_in_plain_torch(name):
     module = build(name, "cuda")
+    module.eval()
     x = draw(name, 4).cuda()
     exported = torch.export.export(module, (x,)).module()
     torch.testing.assert_close(exported(x), module.forward_plain(x))

@@ -1,0 +1,98 @@
+"""Numbers of a training pass that layers need: the step, the rows of this rank in the global batch, and sums over ranks.
+
+They change from step to step, so they are in device memory, where each replay of a CUDA graph reads them. A Python number
+would be captured once and repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class PassState:
+    """Numbers of the current training pass, in device memory.
+
+    Args:
+        seed: of the run.
+        device: of the layers.
+        rank: of this process.
+        all_reduce_sum: sums a tensor over ranks in place and returns it; the identity for one rank.
+
+    Attributes:
+        step: number of earlier updates, int64 [1].
+        first_row: number of this rank's first row in the global batch, int64 [1].
+        num_valid: valid rows of this rank, which come first, int64 [1]. The others are padding.
+        global_valid: valid rows over all ranks, int64 [1].
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        all_reduce_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self.seed = seed
+        self.all_reduce_sum = all_reduce_sum
+        self._rank = rank
+        numbers = torch.zeros(4, dtype=torch.int64, device=device)
+        self.step, self.first_row, self.num_valid, self.global_valid = numbers.split(1)
+        self._rows: tuple[int, int, int] | None = None
+
+    def set(self, step: int, rows: int, num_valid: int, global_valid: int) -> None:
+        """Queue the numbers of the next pass; they are passed as kernel arguments, without copies.
+
+        Args:
+            step: number of earlier updates.
+            rows: rows of this rank's batch, padding included; the same on all ranks.
+            num_valid: valid rows of this rank.
+            global_valid: valid rows over all ranks.
+        """
+        self.step.fill_(step)
+        if self._rows != (rows, num_valid, global_valid):
+            self._rows = (rows, num_valid, global_valid)
+            self.first_row.fill_(self._rank * rows)
+            self.num_valid.fill_(num_valid)
+            self.global_valid.fill_(global_valid)
+
+
+class PassLayer(nn.Module):
+    """Layer whose training pass depends on a `PassState`; evaluation uses none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pass_state: PassState | None = None
+
+    def attach(self, state: PassState, number: int) -> None:
+        """Use `state` in training.
+
+        Args:
+            state: of the run.
+            number: of this layer among the layers of the model that have a pass state.
+        """
+        self._pass_state = state
+
+    @property
+    def pass_state(self) -> PassState:
+        """The attached state.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._pass_state is None:
+            raise RuntimeError(
+                f"a {type(self).__name__} in training mode needs the step and the rows of the batch; call "
+                "nn.layers.pass_state.attach(module, PassState(...)) once and PassState.set before every pass, or module.eval()"
+            )
+        return self._pass_state
+
+
+def attach(module: nn.Module, state: PassState) -> list[PassLayer]:
+    """Attach a state to all layers of a module that use one, numbered in the order of registration; return them."""
+    layers = [layer for layer in module.modules() if isinstance(layer, PassLayer)]
+    for number, layer in enumerate(layers):
+        layer.attach(state, number)
+    return layers

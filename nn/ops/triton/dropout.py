@@ -1,0 +1,71 @@
+"""Dropout on a GPU as one kernel that hashes counters instead of reading a mask; see `nn.ops.dropout_mask`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nn.ops.dropout_mask import COLUMN_FACTOR, DropoutMask
+from nn.ops.stochastic_rounding import ROW_FACTOR
+from nn.ops.triton.stochastic_rounding import mix, step_bits
+
+ROW: tl.constexpr = tl.constexpr(ROW_FACTOR)
+COLUMN: tl.constexpr = tl.constexpr(COLUMN_FACTOR)
+BLOCKS = {"BLOCK_B": 16, "BLOCK_C": 128}
+
+
+def apply_mask(x: Tensor, mask: DropoutMask, out: Tensor | None = None) -> Tensor:
+    """Compute `DropoutMask.apply` with the same bits.
+
+    Args:
+        x: [B, ...].
+        mask: of the layer.
+        out: contiguous, receives the result; may be `x`. None allocates it.
+    """
+    x = x.contiguous()
+    if out is None:
+        out = torch.empty_like(x)
+    rows = len(x)
+    columns = x.numel() // max(rows, 1)
+    if x.numel():
+        grid = (triton.cdiv(rows, BLOCKS["BLOCK_B"]), triton.cdiv(columns, BLOCKS["BLOCK_C"]))
+        _dropout[grid](
+            x,
+            out,
+            mask.step,
+            mask.first_row,
+            mask.key,
+            mask.threshold,
+            mask.scale,
+            rows,
+            columns,
+            **BLOCKS,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["key", "threshold"])
+def _dropout(
+    x,
+    out,
+    step,
+    first_row,
+    key,
+    threshold,
+    scale,
+    rows,
+    columns,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    of_step = step_bits(key, tl.load(step))
+    global_row = (tl.load(first_row) + row).to(tl.uint32)
+    row_bits = mix(of_step + global_row * ROW)
+    bits = mix(row_bits[:, None] + (column.to(tl.uint32) * COLUMN)[None, :])
+    is_kept = (bits >> 1) >= threshold.to(tl.uint32)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    offset = row[:, None] * columns + column[None, :]
+    values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + offset, tl.where(is_kept, values, 0.0).to(out.dtype.element_ty), mask=inside)
