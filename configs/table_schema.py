@@ -83,6 +83,8 @@ class Categorical:
         frequency_limit: values seen less often get id 0; null: the run's `frequency_limit`.
         max_size: most values to keep, the most frequent first.
         buckets: hash values to ids from 1 to this number, without a vocabulary.
+        vocabulary_of: name of a feature whose vocabulary, or buckets, it shares: a value has one id in both, its counts
+            in both are added up, and the features share a table. The other feature has the limits.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Categorical:
     frequency_limit: int | None = None
     max_size: int | None = None
     buckets: int | None = None
+    vocabulary_of: str | None = None
 
     @property
     def is_list(self) -> bool:
@@ -204,6 +207,7 @@ class TableConfig:
         for categorical in self.categorical:
             _check_categorical(f"table.categorical: {shown(categorical.name)}", categorical)
         self._check_names()
+        self._check_vocabularies()
         _check_split(self.split, bool(self.query))
 
     def _check_names(self) -> None:
@@ -243,6 +247,30 @@ class TableConfig:
                 f"table.categorical: {shown(categorical.name)} would share a file with "
                 f"{taken.get(categorical.name)}; rename it, and set expression to the column",
             )
+
+    def _check_vocabularies(self) -> None:
+        """Raise ValueError for a feature that shares the vocabulary of no feature, or of one that has none itself."""
+        by_name = {feature.name: feature for feature in self.categorical}
+        for feature in self.categorical:
+            if feature.vocabulary_of is None:
+                continue
+            where = f"table.categorical: {shown(feature.name)}: vocabulary_of"
+            other = by_name.get(feature.vocabulary_of)
+            require(
+                other is not None and other is not feature,
+                f"{where}: got {shown(feature.vocabulary_of)}, want another categorical feature, one of "
+                f"{', '.join(shown(name) for name in by_name if name != feature.name)}",
+            )
+            assert other is not None
+            require(
+                other.vocabulary_of is None,
+                f"{where}: {shown(other.name)} shares the vocabulary of {shown(other.vocabulary_of)}; name that one",
+            )
+            for key in ("frequency_limit", "max_size", "buckets"):
+                require(
+                    getattr(feature, key) is None,
+                    f"{where}: got {key} too; set it at {shown(other.name)}, which has the vocabulary",
+                )
 
 
 def transform_of(transform: Any) -> tuple[str, Any]:
@@ -330,6 +358,7 @@ def _check_transform(where: str, transform: Any) -> None:
 def _check_categorical(where: str, feature: Categorical) -> None:
     _check_text(f"{where}: expression", feature.expression)
     _check_text(f"{where}: separator", feature.separator)
+    _check_text(f"{where}: vocabulary_of", feature.vocabulary_of)
     _check_texts(f"{where}: cross", feature.cross)
     _check_flag(f"{where}: list", feature.list or False)
     require(

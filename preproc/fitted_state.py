@@ -66,7 +66,12 @@ def vocabulary_name(feature: str) -> str:
 def features_of(table: TableConfig) -> dict[str, Any]:
     """Return the description of the features that a fitted state belongs to, as plain JSON."""
     whole = asdict(table)
-    return json.loads(json.dumps({key: whole[key] for key in ("numerical", "categorical")}))
+    features = json.loads(json.dumps({key: whole[key] for key in ("numerical", "categorical")}))
+    for feature in features["categorical"]:
+        # Without it the bytes are those of earlier versions.
+        if feature["vocabulary_of"] is None:
+            del feature["vocabulary_of"]
+    return features
 
 
 def save_fitted(directory: Path, table: TableConfig, statistics: dict[str, Any]) -> None:
@@ -97,18 +102,18 @@ def load_fitted(
         )
     document = _mapping(read_yaml(directory / SPEC_NAME), str(directory / SPEC_NAME))
     listed = checksums_of(document.get("metadata"), f"{directory / SPEC_NAME}: metadata")
-    names = [vocabulary_name(f.name) for f in table.categorical if not f.buckets]
+    with_vocabulary = [f.name for f in table.categorical if not (f.buckets or f.vocabulary_of)]
+    names = [vocabulary_name(name) for name in with_vocabulary]
     files = {name: _compared(directory, name, listed.get(name)) for name in [FITTED, *names]}
     saved = _mapping(read_json(path), str(path))
-    if _with_defaults(saved.get("features"), str(path)) != features_of(table):
+    if _with_defaults(saved.get("features"), str(path)) != _with_defaults(features_of(table), ""):
         raise ValueError(
             f"{path}: fitted on other features or transforms; use the configuration of that run"
         )
     statistics = _statistics(saved.get("statistics"), table, f"{path}: statistics")
-    for feature in table.categorical:
-        if not feature.buckets:
-            rows = check_vocabulary(directory / vocabulary_name(feature.name), AGAIN)
-            _check_rows(document, feature.name, rows, directory)
+    for name in with_vocabulary:
+        rows = check_vocabulary(directory / vocabulary_name(name), AGAIN)
+        _check_rows(document, name, rows, directory)
     without = [name for name in files if name not in listed]
     if without:
         warn(

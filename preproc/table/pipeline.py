@@ -197,6 +197,7 @@ class _Run:
                 feature.name,
                 encoded[feature.name].num_embeddings,
                 feature.hotness if feature.is_list else 1,
+                feature.vocabulary_of,
             )
             for feature in table.categorical
         ]
@@ -218,19 +219,23 @@ class _Run:
     def _encode(self, counted: range, fitted: FittedState | None) -> dict[str, _EncodedFeature]:
         """Count, rank and encode all categorical features, several at a time if the engine supports that."""
         features = self.table.categorical
+        # Numbers of the features of every vocabulary, the one that has its limits first.
+        groups = {f.name: [i] for i, f in enumerate(features) if f.vocabulary_of is None}
+        for number, feature in enumerate(features):
+            if feature.vocabulary_of is not None:
+                groups[feature.vocabulary_of].append(number)
         encoded: dict[str, _EncodedFeature] = {}
         with self.progress.stage("count, rank and encode categoricals") as stage:
             stage.total = len(features)
             with ThreadPoolExecutor(self.engine.columns_at_once) as pool:
                 results = pool.map(
-                    lambda number: self._categorical(number, features[number], counted, fitted),
-                    range(len(features)),
+                    lambda numbers: self._categorical(numbers, counted, fitted), groups.values()
                 )
-                for feature, result in zip(features, results, strict=True):
-                    encoded[feature.name] = result
-                    stage.detail = feature.name
+                for name, result in zip(groups, results, strict=True):
+                    encoded |= result
+                    stage.detail = name
                     stage.update(len(encoded))
-        return encoded
+        return {feature.name: encoded[feature.name] for feature in features}
 
     def _write(
         self, categorical: list[CategoricalFeature], encoded: dict[str, _EncodedFeature]
@@ -495,48 +500,80 @@ class _Run:
         return list(mean_and_deviation(count, low, high, (int(first), int(second))))
 
     def _categorical(
-        self, number: int, feature: Categorical, counted: range, fitted: FittedState | None
-    ) -> _EncodedFeature:
-        """Write relations `vocabulary_<number>` and `encoded_<number>`."""
-        relation, position = f"(SELECT row_, c{number} AS value FROM rows_)", ""
-        if feature.is_list:
-            self._query(f"items_{number}", self.engine.exploded("rows_", "row_", f"c{number}"))
-            relation, position = f"items_{number}", ", r.position_"
-        counted_values = self._of(counted, relation)
-        if feature.buckets:
-            ids = bucket("r.value", feature.buckets)
-            query = f"SELECT r.row_{position}, CAST({ids} AS INTEGER) AS id FROM {relation} AS r"
-            self._query(f"encoded_{number}", f"{query} ORDER BY r.row_{position}")
-            ((seen, distinct),) = self.engine.rows(
-                f"SELECT count(value), count(DISTINCT value) FROM {counted_values}"
-            )
-            missing = self._missing(feature, seen, len(counted), number, counted)
-            summary = ColumnSummary(missing, distinct, feature.buckets, rows=len(counted))
-            return _EncodedFeature(relation, summary, feature.buckets + 1, None)
-        name = f"vocabulary_{number}"
+        self, numbers: list[int], counted: range, fitted: FittedState | None
+    ) -> dict[str, _EncodedFeature]:
+        """Write relations `vocabulary_<number>` of the first feature and `encoded_<number>` of all, which share its ids."""
+        features = [self.table.categorical[number] for number in numbers]
+        first, owner = numbers[0], features[0]
+        relations = {number: self._values(number) for number in numbers}
+        if owner.buckets:
+            return {
+                feature.name: self._hashed(number, feature, owner.buckets, relation, counted)
+                for feature, (number, relation) in zip(features, relations.items(), strict=True)
+            }
+        name = f"vocabulary_{first}"
         limit = self.config.frequency_limit
-        limit = limit if feature.frequency_limit is None else feature.frequency_limit
-        self._query(f"counts_{number}", count_values("value", counted_values))
+        limit = limit if owner.frequency_limit is None else owner.frequency_limit
+        counted_values = [self._of(counted, relation) for relation in relations.values()]
+        values = counted_values[0]
+        if len(features) > 1:
+            selected = (f"SELECT value FROM {values}" for values in counted_values)
+            values = f"({' UNION ALL '.join(selected)})"
+        self._query(f"counts_{first}", count_values("value", values))
         if fitted:
-            self._once(name, lambda path: self._copy_vocabulary(fitted, feature.name, path))
+            self._once(name, lambda path: self._copy_vocabulary(fitted, owner.name, path))
         else:
-            kept = kept_values(f"counts_{number}", limit, feature.max_size)
+            kept = kept_values(f"counts_{first}", limit, owner.max_size)
             self._query(name, f"{kept} ORDER BY id")
-        self._query(
-            f"encoded_{number}",
-            f"SELECT r.row_{position}, CAST(coalesce(v.id, 0) AS INTEGER) AS id "
-            f"FROM {relation} AS r LEFT JOIN {name} AS v ON r.value = v.value "
-            f"ORDER BY r.row_{position}",
-        )
-        covered_query = coverage(f"counts_{number}", COVERAGE_LIMITS)
+        for number, feature in zip(numbers, features, strict=True):
+            position = ", r.position_" if feature.is_list else ""
+            self._query(
+                f"encoded_{number}",
+                f"SELECT r.row_{position}, CAST(coalesce(v.id, 0) AS INTEGER) AS id "
+                f"FROM {relations[number]} AS r LEFT JOIN {name} AS v ON r.value = v.value "
+                f"ORDER BY r.row_{position}",
+            )
+        covered_query = coverage(f"counts_{first}", COVERAGE_LIMITS)
         (sums,) = self.engine.rows(
             f"SELECT * FROM ({covered_query}) CROSS JOIN (SELECT count(*) FROM {name})"
         )
         distinct, seen, *covered, kept_rows = [int(value or 0) for value in sums]
         pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
-        missing = self._missing(feature, seen, len(counted), number, counted)
-        summary = ColumnSummary(missing, distinct, kept_rows, pairs, len(counted))
-        return _EncodedFeature(relation, summary, kept_rows + 1, name)
+        encoded = {}
+        for number, feature in zip(numbers, features, strict=True):
+            counts_rows = len(features) == 1 and not feature.is_list
+            with_value = seen if counts_rows else self._rows_with_value(number, counted)
+            missing = 1 - with_value / len(counted)
+            # The coverage of a vocabulary is reported once, at the feature that has its limits.
+            coverages = pairs if feature is owner else None
+            summary = ColumnSummary(missing, distinct, kept_rows, coverages, len(counted))
+            encoded[feature.name] = _EncodedFeature(
+                relations[number], summary, kept_rows + 1, name if feature is owner else None
+            )
+        return encoded
+
+    def _values(self, number: int) -> str:
+        """Return the relation of the values of a categorical feature: `items_<number>`, a row per value, for a list."""
+        if not self.table.categorical[number].is_list:
+            return f"(SELECT row_, c{number} AS value FROM rows_)"
+        self._query(f"items_{number}", self.engine.exploded("rows_", "row_", f"c{number}"))
+        return f"items_{number}"
+
+    def _hashed(
+        self, number: int, feature: Categorical, buckets: int, relation: str, counted: range
+    ) -> _EncodedFeature:
+        """Write relation `encoded_<number>` of the hashes of the values."""
+        position = ", r.position_" if feature.is_list else ""
+        ids = bucket("r.value", buckets)
+        query = f"SELECT r.row_{position}, CAST({ids} AS INTEGER) AS id FROM {relation} AS r"
+        self._query(f"encoded_{number}", f"{query} ORDER BY r.row_{position}")
+        ((seen, distinct),) = self.engine.rows(
+            f"SELECT count(value), count(DISTINCT value) FROM {self._of(counted, relation)}"
+        )
+        if feature.is_list:
+            seen = self._rows_with_value(number, counted)
+        summary = ColumnSummary(1 - seen / len(counted), distinct, buckets, rows=len(counted))
+        return _EncodedFeature(relation, summary, buckets + 1, None)
 
     def _copy_vocabulary(self, fitted: FittedState, name: str, path: Path) -> None:
         """Write relation `vocabulary_<number>`; ValueError if a value has two ids."""
@@ -548,16 +585,13 @@ class _Run:
             source = fitted.directory / vocabulary_name(name)
             raise ValueError(f"{source}: a value has two ids; {AGAIN}")
 
-    def _missing(
-        self, feature: Categorical, seen: int, rows: int, number: int, counted: range
-    ) -> float:
-        """Return the fraction of rows without a value."""
-        if feature.is_list:
-            ((seen,),) = self.engine.rows(
-                f"SELECT count(DISTINCT row_) FROM {self._of(counted, f'items_{number}')} "
-                "WHERE value IS NOT NULL"
-            )
-        return 1 - seen / rows
+    def _rows_with_value(self, number: int, counted: range) -> int:
+        """Return how many of the rows `counted` have a value of a categorical feature."""
+        values = self._of(counted, self._values(number))
+        ((seen,),) = self.engine.rows(
+            f"SELECT count(DISTINCT row_) FROM {values} WHERE value IS NOT NULL"
+        )
+        return seen
 
     def _count_unseen(
         self,

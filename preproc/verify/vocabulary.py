@@ -25,20 +25,23 @@ def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple
     """
     assert spec.root is not None
     counted, lists_cut = _counted_splits(spec), _cut_lists(spec)
-    for feature in spec.categorical:
-        path = spec.root / "vocabulary" / f"{feature.name}.parquet"
+    for table, features in spec.table_features.items():
+        path = spec.root / "vocabulary" / f"{table}.parquet"
         if not path.is_file():
             continue
+        cardinality = features[0].cardinality
         try:
             num_values = check_vocabulary(path, "copy the dataset again")
         except ValueError as error:
             yield path, str(error).removeprefix(f"{path}: ")
             continue
-        if num_values + 1 != feature.cardinality:
-            yield path, f"{num_values:,} values, but a table of {feature.cardinality:,} rows"
-        elif counted and feature.name not in lists_cut:
-            ids = sum(_digest_of_ids(spec, feature, split) for split in counted) % 2**64
-            if ids != _digest_of_counts(path):
+        if num_values + 1 != cardinality:
+            yield path, f"{num_values:,} values, but a table of {cardinality:,} rows"
+        elif counted and not lists_cut & {feature.name for feature in features}:
+            ids = sum(
+                _digest_of_ids(spec, feature, split) for feature in features for split in counted
+            )
+            if ids % 2**64 != _digest_of_counts(path):
                 where = ", ".join(counted)
                 yield path, f"its counts are not those of the ids in {where}: ids were exchanged"
         if fitted and not _is_same(path, Path(fitted) / "vocabulary" / path.name):
