@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import composed_command
@@ -26,7 +27,7 @@ from configs.exit_codes import (
     USER_ERROR_EXIT_CODE,
 )
 from configs.messages import on_one_line, os_error_text
-from configs.overrides import to_config
+from configs.overrides import drop_replaced, to_config
 from configs.schema import Config
 from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.distributed.errors import (
@@ -117,6 +118,7 @@ def _run(composed: DictConfig) -> None:
         from nn.models.registry import typed_config
         from nn.versions import require_stack
 
+        drop_replaced(composed, HydraConfig.get().overrides.task, Config)
         check_inputs(to_config(composed))
         require_stack()
         quiet_libraries()

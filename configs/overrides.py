@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
-from configs.schema import describe, open_sections
+from configs.schema import describe, open_sections, replaced_options
 
 
 def to_config(composed: DictConfig) -> Any:
@@ -47,6 +47,31 @@ def to_config(composed: DictConfig) -> Any:
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
+
+
+def drop_replaced(composed: DictConfig, overrides: Sequence[str], schema: type) -> None:
+    """Let an option of the command line prevail over the one of a yaml file that would replace it, in place.
+
+    `eval.per_epoch=2` takes effect although a recipe sets `eval.every`, which replaces it.
+
+    Args:
+        composed: composed options, with every option of `schema`.
+        overrides: the overrides of the command line, as `key=value`.
+        schema: class of the options.
+
+    Raises:
+        ValueError: the command line gives a value to both options of a pair.
+    """
+    named = {
+        key.lstrip("+"): value for key, _, value in (text.partition("=") for text in overrides)
+    }
+    for replacing, replaced in replaced_options(schema):
+        if named.get(replacing, "null") != "null" and replaced in named:
+            raise ValueError(
+                f"{replacing}={named[replacing]} and {replaced}={named[replaced]} exclude each other; write one of them"
+            )
+        if replaced in named:
+            OmegaConf.update(composed, replacing, None)
 
 
 def to_section(composed: DictConfig, schema: type, name: str) -> Any:

@@ -14,7 +14,14 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 
-def option(default: Any, meaning: str, *, most: int | None = None, path: bool = False) -> Any:
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    most: int | None = None,
+    path: bool = False,
+    replaces: str | None = None,
+) -> Any:
     """Declare one option.
 
     Args:
@@ -22,8 +29,10 @@ def option(default: Any, meaning: str, *, most: int | None = None, path: bool = 
         meaning: the sentence that `--help` prints.
         most: largest value of the option, or of each of its elements; `configs/option_values.py` checks it.
         path: whether the option names files, so that `~` is the home directory.
+        replaces: option of the same section that has no effect while this one has a value;
+            `configs/overrides.py` lets the command line name only one of them.
     """
-    metadata = {"help": meaning, "most": most, "path": path}
+    metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -443,10 +452,25 @@ class EvalConfig:
     per_epoch: int = option(
         1, "evaluations per epoch, evenly spaced, the last at its end", most=1_000_000
     )
+    every: int | None = option(
+        None,
+        "evaluate every this many steps, counted from the first of the run, and at its end; replaces eval.per_epoch",
+        replaces="per_epoch",
+    )
     at_start: bool = option(False, "evaluate the untrained model too")
     auc_threshold: float | None = option(None, "stop on all ranks once test AUC reaches this")
     max_steps: int | None = option(
         None, "evaluate only this many batches; null evaluates every row"
+    )
+    final_max_steps: int | None = option(
+        None,
+        "batches of one more evaluation at the end of the run, whose metrics are its result; null: the last evaluation "
+        "is the result",
+    )
+    patience: int | None = option(
+        None,
+        "stop on all ranks after this many evaluations in a row no better by eval.best_metric than the best before; the "
+        "run's result is then that of the best checkpoint, also if all steps are done; null never stops",
     )
     split: str = option("test", "split of the dataset to evaluate on")
     best_metric: str | None = option(
@@ -461,10 +485,11 @@ class EvalConfig:
             self.auc_threshold is None or 0 < self.auc_threshold < 1,
             f"eval.auc_threshold must lie between 0 and 1, got {self.auc_threshold}",
         )
-        require(
-            self.max_steps is None or self.max_steps > 0,
-            f"eval.max_steps must be positive or null, got {self.max_steps}",
-        )
+        for name in ("every", "max_steps", "final_max_steps", "patience"):
+            value = getattr(self, name)
+            require(
+                value is None or value > 0, f"eval.{name} must be positive or null, got {value}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -666,6 +691,11 @@ class Config:
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
         )
+        require(
+            self.eval.patience is None or self.checkpoint.save,
+            f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
+            "set checkpoint.save=true, or eval.patience=null",
+        )
         sharding = self.sharding
         require(
             self.model.embedding_dtype is TableDtype.fp32
@@ -707,6 +737,16 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
         plain = [item.value if isinstance(item, Enum) else item for item in items]
         defaults[key] = plain if isinstance(default, list) else plain[0]
     return defaults
+
+
+def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted keys (replacing option, replaced option) of every option that replaces another."""
+    types = get_type_hints(config)
+    for declared in fields(config):
+        if is_dataclass(types[declared.name]):
+            yield from replaced_options(types[declared.name], f"{prefix}{declared.name}.")
+        elif declared.metadata.get("replaces"):
+            yield f"{prefix}{declared.name}", f"{prefix}{declared.metadata['replaces']}"
 
 
 def describe(

@@ -37,7 +37,7 @@ from nn.embedding.declared_tables import table_of_feature
 from nn.models.registry import MODELS, declared_tables, options_of_own_models
 from nn.observability.records import KeptRecords, has_records, records_until
 from nn.observability.run_directory import CONFIG, METRICS, SUMMARY, UNSAVED
-from nn.training.limits import is_good_enough, total_steps
+from nn.training.limits import early_stop, total_steps
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
@@ -362,8 +362,10 @@ def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
     summary = _summary(_run_dir(config))
     if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
         return False
-    test = start.facts["trainer"]["test"]
-    return start.num_steps >= last_step or is_good_enough(config, test, start.num_steps)
+    trainer = start.facts["trainer"]
+    evals_since_best = trainer.get("evals_since_best", 0)
+    reason = early_stop(config, trainer["test"], start.num_steps, evals_since_best)
+    return start.num_steps >= last_step or reason is not None
 
 
 def _latest(config: Config, directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | None:

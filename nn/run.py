@@ -121,8 +121,8 @@ def run(config: Config, config_yaml: str) -> None:
             with _open_training(session) as (trainer, saving):
                 # Called here, so that few frames lie between the command and a step.
                 with _finishes_writing(saving, session.ranks):
-                    summary = trainer.train()
-                problem = _finish_training(session, trainer, saving, summary)
+                    trainer.train()
+                summary, problem = _finish_training(session, trainer, saving)
         elif config.mode is Mode.eval:
             summary = _evaluate(session)
         else:
@@ -170,8 +170,7 @@ class Session:
     def evaluator(self, heartbeat: Heartbeat | None = None) -> Evaluator:
         """Return the evaluator of the split to evaluate on."""
         assert self.loaders.test is not None
-        max_steps = self.config.eval.max_steps
-        return Evaluator(self.step, self.loaders.test, self.ranks, max_steps, heartbeat)
+        return Evaluator(self.step, self.loaders.test, self.ranks, self.config.eval, heartbeat)
 
     def profiler(self) -> Profiler | None:
         """Return the profiler, if `profile.steps` is set; a run that resumes records no profile, and prints that."""
@@ -383,15 +382,21 @@ def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
 
 
 def _finish_training(
-    session: Session, trainer: Trainer, saving: Saving | None, summary: dict[str, Any]
-) -> str | None:
-    """Save the last checkpoint and record the summary; return why that checkpoint could not be written, or None."""
+    session: Session, trainer: Trainer, saving: Saving | None
+) -> tuple[dict[str, Any], str | None]:
+    """Save the last checkpoint, and record the result.
+
+    Returns:
+        The summary, and why that checkpoint could not be written, or None.
+    """
     start, ranks = session.start, session.ranks
     problem = None
     if saving is not None:
         if trainer.num_steps > start.num_steps or not start.is_continuation:
             trainer.save(is_last=True)
         problem = saving.manager.wait()
+    # After the checkpoint, so that a run of more steps resumes from the state that this one trained last.
+    summary = trainer.conclude()
     summary["teacher_auc"] = session.teacher_auc
     summary[UNSAVED] = problem
 
@@ -402,9 +407,9 @@ def _finish_training(
     # The summary comes last: a run that is killed before it has not finished.
     ranks.run_on_rank0(finish)
     if problem is None:
-        return None
+        return summary, None
     latest = ranks.broadcast_object(summary.get("checkpoint"))
-    return (
+    return summary, (
         f"the checkpoint could not be written below {session.recorder.run_dir / CHECKPOINTS}: {problem}; the run's other "
         "results are there. Free some space and rerun the same command, which trains "
         f"{'from the start' if latest is None else f'from {latest}'} again, or set checkpoint.save=false"
@@ -489,7 +494,7 @@ def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start
                 f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
                 f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
             )
-        evaluations = EvalSteps(last_step, steps_per_epoch, config.eval.per_epoch)
+        evaluations = EvalSteps.of(config, steps_per_epoch)
         check_profile(config.profile, start_step, last_step, evaluations, ranks)
 
 

@@ -25,7 +25,7 @@ from nn.checkpoint.directory import (
     unfinished,
 )
 from nn.checkpoint.staging import StagingBuffer, State, num_bytes
-from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, write
+from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, restore, write
 from nn.distributed.errors import SharedError
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import HostChannel, Ranks
@@ -162,6 +162,28 @@ class CheckpointManager:
         if self._error is not None:
             raise self._error
         return self._problem
+
+    def load_best(self, best_step: int) -> bool:
+        """Load the checkpoint of the best evaluation; print a warning and return False if there is none.
+
+        All ranks must call it, and `wait` before.
+
+        Raises:
+            SharedError: it cannot be read.
+        """
+        path = self.directory / f"step_{best_step}"
+        if not self._ranks.run_on_rank0(path.exists):
+            if self._ranks.is_rank0:
+                self._logger.warning(
+                    f"the best evaluation was after step {best_step:,}, and there is no checkpoint of that step: the "
+                    "result is that of the last model"
+                )
+            return False
+        try:
+            restore(path, self._step, with_optimizer=True, is_own=True)
+        except ValueError as error:
+            raise SharedError(str(error)) from None
+        return True
 
     @property
     def is_writing(self) -> bool:

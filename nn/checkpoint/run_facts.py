@@ -69,10 +69,13 @@ _TRAINER: dict[str, tuple[Check, str]] = {
     "last_record": (_or_none(is_count), "a number of steps or null"),
     "restored_test_auc": (_or_none(_is_number), "a number or null"),
     "first_step": (is_count, "a number of steps"),
+    "evals_since_best": (is_count, "a number of evaluations"),
 }
 _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
 # Older checkpoints lack these.
-_LATER_OF_TRAINER = ("last_record", "restored_test_auc", "first_step", "best_metric")
+_LATER_OF_TRAINER = (
+    *("last_record", "restored_test_auc", "first_step", "best_metric", "evals_since_best"),
+)
 _REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name not in _LATER_OF_TRAINER)
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 

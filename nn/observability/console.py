@@ -26,7 +26,13 @@ from configs.console import LiteralConsole
 from configs.messages import printable
 from configs.schema import Config
 from nn.models.tasks import AUC, Metric
-from nn.observability.run_directory import RESTORED_AUC, UNTRAINED_AUC
+from nn.observability.run_directory import (
+    ALL_STEPS_DONE,
+    LAST_AUC,
+    RESTORED_AUC,
+    RESULT_STEP,
+    UNTRAINED_AUC,
+)
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 
@@ -241,6 +247,12 @@ def print_summary(
             continue
         bounds_text = f"  ({', '.join(bounds)})" if bounds and metric == AUC else ""
         lines[metric.title] = _number(summary[metric.test_key]) + bounds_text
+    if RESULT_STEP in summary:
+        lines["result of"] = (
+            f"the final evaluation, of the model after step {summary[RESULT_STEP]:,}"
+        )
+    if summary.get("stopped") not in (None, ALL_STEPS_DONE):
+        lines["stopped"] = f"after step {summary['steps']:,}: {summary['stopped']}"
     for metric in metrics:
         if metric.best_key in summary:
             lines |= _best_lines(summary, metric, run_dir)
@@ -259,7 +271,7 @@ def print_summary(
 
 def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> dict[str, str | Text]:
     """Return the best evaluation of a training with its step and checkpoint, and a note if the last one is clearly worse."""
-    best, step, last = summary[metric.best_key], summary["best_step"], summary[metric.test_key]
+    best, step = summary[metric.best_key], summary["best_step"]
     name = metric.title.removeprefix("test ")
     if step is None or not _is_number(best):
         return {
@@ -278,9 +290,11 @@ def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> di
     lines: dict[str, str | Text] = {
         f"best {name}": Text(printable(f"{best:.4f} at step {step:,}{of_last}: {where}"))
     }
+    is_of_best = summary.get(RESULT_STEP) == step
+    last = summary.get(LAST_AUC, summary[metric.test_key])
     # A fall within the sampling error of the AUC, which is below 1 / sqrt(rows), says nothing.
     noise = max(CLEAR_FALL, 1 / math.sqrt(max(summary["test_rows"] or 0, 1)))
-    if metric == AUC and _is_number(last) and best - last > noise:
+    if metric == AUC and _is_number(last) and best - last > noise and not is_of_best:
         lines["note"] = (
             f"the test AUC has fallen by {best - last:.4f} since step {step:,}: the model over-fits, or the learning rate is "
             "too high. Use the best checkpoint, train fewer steps (train.epochs, train.max_steps), or lower optimizer.lr"

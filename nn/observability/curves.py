@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dataloading.dataset.durable_files import replace_bytes
-from nn.observability.records import read_records
+from nn.observability.records import FINAL, read_records
 
 # More points than the picture has pixels would only slow down drawing.
 MAX_POINTS = 1500
@@ -66,6 +66,8 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
     from matplotlib.figure import Figure
 
     header, records = read_records(metrics_jsonl)
+    # It may be of other rows, and of a model of an earlier step.
+    records = [record for record in records if FINAL not in record]
     loss, test_loss = series(records, "loss"), series(records, "test_log_loss")
     auc, test_auc = series(records, "train_auc"), series(records, "test_auc")
     speed, rate = series(records, "samples_per_s"), series(records, "lr")

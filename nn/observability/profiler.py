@@ -70,7 +70,7 @@ def check_profile(
     if inside is not None:
         raise ValueError(
             f"the run evaluates after step {inside}, within the profiled steps {steps.start} to "
-            f"{steps.stop - 1} (including warm-up); move profile.start_step or lower eval.per_epoch"
+            f"{steps.stop - 1} (including warm-up); move profile.start_step or evaluate less often"
         )
     if config.nvtx and ranks.device.type != "cuda":
         raise ValueError(

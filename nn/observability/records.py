@@ -7,6 +7,9 @@ from typing import Any
 from configs.messages import shown
 from dataloading.dataset.documents import parse_json, read_regular
 
+FINAL = "final"
+"""Key of the record of a run's final evaluation, which follows the last checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeptRecords:
@@ -81,7 +84,8 @@ def records_until(path: Path, step: int, last_record: int | None) -> KeptRecords
             # Harmless only if nothing that is kept follows, and nothing is missing before.
             problem = problem or error
             continue
-        if number > 1 and record["step"] > step:
+        # A final evaluation is repeated, at the end of the run that resumes.
+        if number > 1 and (record["step"] > step or FINAL in record):
             break
         if problem is not None:
             raise problem

@@ -32,7 +32,7 @@ from configs.messages import os_error_text
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
 from nn.models.tasks import Metric
 from nn.observability.curves import draw_curves
-from nn.observability.records import KeptRecords, has_records
+from nn.observability.records import FINAL, KeptRecords, has_records
 from nn.observability.tensorboard_events import TensorBoardEvents
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
@@ -52,6 +52,13 @@ UNTRAINED_AUC = "untrained_test_auc"
 RESTORED_AUC = "restored_test_auc"
 FIRST_AUC = (UNTRAINED_AUC, RESTORED_AUC)
 """Keys of the AUC before the first step: of a new model, or of one that `checkpoint.restore` names."""
+
+ALL_STEPS_DONE = "all steps done"
+"""Why a run that was not stopped before has ended, under `stopped` of a summary."""
+
+RESULT_STEP = "result_step"
+LAST_AUC = "last_test_auc"
+"""Keys of a summary whose metrics are those of a final evaluation: steps of its model, and the AUC of the last one before."""
 
 SUMMARY_KEYS = ("steps", "samples_per_s", "step_ms", "peak_hbm_bytes")
 """Keys of every summary, beside those of the metrics."""
@@ -233,6 +240,10 @@ class RunDirectory:
         """Append an evaluation record; `record["step"]` is the number of finished steps."""
         self._write_record("test", record)
 
+    def write_final(self, record: Mapping[str, Any]) -> None:
+        """Append the record of the final evaluation; `record["step"]` is the number of steps of its model."""
+        self._write_record(FINAL, {**record, FINAL: True})
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Draw `curves.png`, after training, and write `summary.json`, whose existence shows that the results are complete.
 
@@ -256,7 +267,7 @@ class RunDirectory:
             return
         for name, value in record.items():
             is_number = isinstance(value, int | float) and math.isfinite(value)
-            if is_number and name not in ("step", "epoch"):
+            if is_number and name not in ("step", "epoch", FINAL):
                 tag = f"{group}/{name.removeprefix(f'{group}_')}"
                 self._events.add(tag, value, record["step"])
 

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from configs.schema import EvalConfig
 from dataloading.dataset.gather import Selection
 from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
@@ -22,7 +23,7 @@ class Evaluator:
         step: tables and dense component.
         loader: of the split.
         ranks: this process.
-        max_steps: batches to score; None scores all.
+        config: numbers of batches to score.
         heartbeat: updated after every batch.
 
     Attributes:
@@ -35,26 +36,36 @@ class Evaluator:
         step: TrainStep,
         loader: Loader,
         ranks: Ranks,
-        max_steps: int | None,
+        config: EvalConfig,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self._step = step
         self._loader = loader
         self._ranks = ranks
         self._heartbeat = heartbeat or Heartbeat()
-        available = loader.steps_per_epoch
         self.problem: str | None = None
-        self._num_batches = available if max_steps is None else min(max_steps, available)
+        self._num_batches = self._available(config.max_steps)
+        final = config.final_max_steps
+        self._final_batches = self._num_batches if final is None else self._available(final)
 
-    def run(self) -> dict[str, float | int]:
+    @property
+    def has_final(self) -> bool:
+        """Return whether the final evaluation scores other batches than the others."""
+        return self._final_batches != self._num_batches
+
+    def run(self, *, is_final: bool = False) -> dict[str, float | int]:
         """Return the metrics (`test_auc`, `test_log_loss`), `test_rows` and `eval_s`.
 
         All but `eval_s` are the same numbers on all ranks.
+
+        Args:
+            is_final: whether to score the batches of the final evaluation.
         """
         started = time.perf_counter()
         metrics = RankingMetrics(self._ranks.device, self._ranks)
         self._step.set_training(False)
-        batches = self._loader.batches(0, self._num_batches)
+        num_batches = self._final_batches if is_final else self._num_batches
+        batches = self._loader.batches(0, num_batches)
         prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
         for batch, ids in prefetcher:
             logits = self._step.predict(batch, ids)
@@ -71,6 +82,11 @@ class Evaluator:
             "test_rows": measured["rows"],
             "eval_s": time.perf_counter() - started,
         }
+
+    def _available(self, max_steps: int | None) -> int:
+        """Return the number of batches to score."""
+        available = self._loader.steps_per_epoch
+        return available if max_steps is None else min(max_steps, available)
 
     def _what_is_not_finite(self, metrics: RankingMetrics, num_rows: int) -> str:
         """Name the first row whose prediction is not finite; all ranks must call it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from configs.schema import Config
 from nn.models.tasks import AUC
@@ -11,13 +11,26 @@ MAX_STEPS = 2**53
 """Up to here floats count every step; at a thousand steps per second it takes 285,000 years."""
 
 
-def is_good_enough(config: Config, test: Mapping[str, Any], num_steps: int) -> bool:
-    """Tell whether the evaluation after `num_steps`, if any, reached `eval.auc_threshold`."""
-    threshold = config.eval.auc_threshold
+def early_stop(
+    config: Config, test: Mapping[str, Any], num_steps: int, evals_since_best: int
+) -> str | None:
+    """Return why the evaluation after `num_steps`, if there was one, ends the run; None if it does not.
+
+    Args:
+        config: the complete run.
+        test: record of the last evaluation; empty before the first.
+        num_steps: updates made so far.
+        evals_since_best: evaluations after the best one.
+    """
+    if test.get("step") != num_steps:
+        return None
+    threshold, patience = config.eval.auc_threshold, config.eval.patience
     auc = test.get(AUC.test_key)
-    if threshold is None or test.get("step") != num_steps or auc is None:
-        return False
-    return auc >= threshold
+    if threshold is not None and auc is not None and auc >= threshold:
+        return "eval.auc_threshold reached"
+    if patience is not None and evals_since_best >= patience:
+        return "eval.patience exhausted"
+    return None
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:
@@ -34,24 +47,36 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EvalSteps:
-    """The steps after which a run evaluates: evenly spaced ones per epoch, and the last of the run.
+    """The steps after which a run evaluates: every so many, or evenly spaced ones per epoch; and the last of the run.
 
     Whether a step is one of them is computed, since a run may have more epochs than memory has room for.
 
     Attributes:
         last_step: of the run.
         steps_per_epoch: with the partial last one.
-        per_epoch: evaluations per epoch.
+        per_epoch: evaluations per epoch, without `every`.
+        every: steps between evaluations, or None.
     """
 
     last_step: int
     steps_per_epoch: int
     per_epoch: int
+    every: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, steps_per_epoch: int) -> Self:
+        """Return the steps after which the run `config` evaluates."""
+        last_step = total_steps(config, steps_per_epoch)
+        return cls(last_step, steps_per_epoch, config.eval.per_epoch, config.eval.every)
 
     def __contains__(self, step: object) -> bool:
         if not isinstance(step, int) or not 0 < step <= self.last_step:
             return False
-        if step == self.last_step or self.per_epoch >= self.steps_per_epoch:
+        if step == self.last_step:
+            return True
+        if self.every is not None:
+            return step % self.every == 0
+        if self.per_epoch >= self.steps_per_epoch:
             return True
         # From 1 to the steps of an epoch; the step of part p is about p * steps / per_epoch.
         of_epoch = (step - 1) % self.steps_per_epoch + 1

@@ -21,16 +21,19 @@ from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
 from nn.observability.run_directory import (
+    ALL_STEPS_DONE,
     FIRST_AUC,
+    LAST_AUC,
     PROBLEM,
     RESTORED_AUC,
+    RESULT_STEP,
     UNTRAINED_AUC,
     RunDirectory,
 )
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
-from nn.training.limits import EvalSteps, is_good_enough, total_steps
+from nn.training.limits import EvalSteps, early_stop, total_steps
 from nn.training.metrics import TRAIN_AUC_ROWS, RankingMetrics
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
@@ -117,6 +120,8 @@ class Trainer:
         self._first_auc: dict[str, float | None] = dict.fromkeys(FIRST_AUC)
         self._is_restored = False
         self._best_step: int | None = None
+        self._evals_since_best = 0
+        self._speed = ThroughputMeter()
         self._last_record: int | None = None
         self.best_value = math.nan
 
@@ -149,6 +154,7 @@ class Trainer:
         if state.get("best_metric", AUC.name) == self.best_metric.name:
             self._best_step = state["best_step"]
             self.best_value = math.nan if state["best_auc"] is None else state["best_auc"]
+            self._evals_since_best = state.get("evals_since_best", 0)
         # Checkpoints of earlier versions lack it.
         self._last_record = state.get("last_record")
         if rows is not None:
@@ -168,6 +174,7 @@ class Trainer:
             "best_metric": self.best_metric.name,
             "best_auc": None if math.isnan(self.best_value) else self.best_value,
             "best_step": self._best_step,
+            "evals_since_best": self._evals_since_best,
             "last_record": self._last_record,
             "first_step": self._first_step,
         }
@@ -176,26 +183,24 @@ class Trainer:
             tensors = dict(zip(("logits", "labels"), rows, strict=True))
         self._saving.manager.save(self.num_steps, state, tensors, is_last=is_last)
 
-    def train(self) -> dict[str, Any]:
-        """Train to the end and return the run's summary.
+    def train(self) -> None:
+        """Train to the end.
 
         Raises:
             StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
         start_step, last_step = self.num_steps, self._last_step
-        eval_at = EvalSteps(
-            last_step, self._train_loader.steps_per_epoch, self._config.eval.per_epoch
-        )
+        eval_at = EvalSteps.of(self._config, self._train_loader.steps_per_epoch)
         if self._config.eval.at_start and not self._is_continuation:
             first = self.evaluate()
             name = RESTORED_AUC if self._is_restored else UNTRAINED_AUC
             self._first_auc[name] = plain_numbers(first)[AUC.test_key]
-        was_good = self._is_continuation and is_good_enough(self._config, self._test, start_step)
-        is_done = start_step >= last_step or was_good
+        was_stopped = self._is_continuation and self._early_stop() is not None
+        is_done = start_step >= last_step or was_stopped
         batches = self._train_loader.batches(start_step, max(last_step - start_step, 0))
         prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
         self._step.set_training(True)
-        speed = ThroughputMeter()
+        speed = self._speed = ThroughputMeter()
         while not is_done:
             self._begin_profile(speed)
             with annotate(STEP):
@@ -211,23 +216,51 @@ class Trainer:
                 speed.pause()
                 self.evaluate()
                 speed.resume()
-            is_good = is_good_enough(self._config, self._test, self.num_steps)
-            is_done = self.num_steps == last_step or is_good
+            is_done = self.num_steps == last_step or self._early_stop() is not None
             if self._preemption is not None and not is_done:
                 self._save_or_stop(self._preemption)
         batches.close()
         if self._loss_steps:
             self._record(speed, prefetcher)
-        return self._summary(speed)
 
-    def _summary(self, speed: ThroughputMeter) -> dict[str, Any]:
-        test = self._test
-        is_good = is_good_enough(self._config, test, self.num_steps)
+    def conclude(self) -> dict[str, Any]:
+        """Make the final evaluation, of the best model under `eval.patience`, and return the run's summary.
+
+        The last checkpoint must have been written: the state that was trained last may be gone afterwards.
+
+        Raises:
+            SharedError: the best checkpoint cannot be read.
+        """
+        model_step, best_step = self.num_steps, self._best_step
+        if self._config.eval.patience is not None and best_step not in (None, model_step):
+            assert self._saving is not None
+            assert best_step is not None
+            if self._saving.manager.load_best(best_step):
+                model_step = best_step
+        if model_step == self.num_steps and not self._evaluator.has_final:
+            return self._summary(self._test)
+        record = {
+            "step": model_step,
+            "epoch": self._epoch(model_step),
+            **self._evaluator.run(is_final=True),
+        }
+        problem = self._evaluator.problem
+        self._recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
+        name = "final" if model_step == self.num_steps else "final, best model"
+        self._progress.show_test(record, model=name, problem=problem)
+        last_auc = self._test.get(AUC.test_key)
+        return self._summary(record) | {RESULT_STEP: model_step, LAST_AUC: last_auc}
+
+    def _early_stop(self) -> str | None:
+        return early_stop(self._config, self._test, self.num_steps, self._evals_since_best)
+
+    def _summary(self, test: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the summary of a run whose result is the evaluation `test`."""
         return {
             "recipe": self._config.recipe,
             "steps": self.num_steps,
             "epochs": self._epoch(),
-            "stopped": "eval.auc_threshold reached" if is_good else "all steps done",
+            "stopped": self._early_stop() or ALL_STEPS_DONE,
             **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
             "test_rows": test.get("test_rows"),
             self.best_metric.best_key: self.best_value,
@@ -235,7 +268,7 @@ class Trainer:
             "first_step": self._first_step,
             **self._first_auc,
             **({} if self._evaluator.problem is None else {PROBLEM: self._evaluator.problem}),
-            **speed.run(),
+            **self._speed.run(),
             "peak_hbm_bytes": self._peak_hbm_bytes(),
         }
 
@@ -243,8 +276,9 @@ class Trainer:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
         record = {"step": self.num_steps, "epoch": self._epoch(), **self._evaluator.run()}
         value = record[self.best_metric.test_key]
+        self._evals_since_best += 1
         if self.best_metric.improves(value, self.best_value):
-            self.best_value, self._best_step = value, self.num_steps
+            self.best_value, self._best_step, self._evals_since_best = value, self.num_steps, 0
         self._test = record
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
@@ -327,8 +361,9 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.num_steps % every == 0
 
-    def _epoch(self) -> float:
-        return self.num_steps / self._train_loader.steps_per_epoch
+    def _epoch(self, step: int | None = None) -> float:
+        """Return the epochs after `step`, by default those so far."""
+        return (self.num_steps if step is None else step) / self._train_loader.steps_per_epoch
 
     def _peak_hbm_bytes(self) -> int | None:
         """Return the peak memory of tensors on this rank's GPU so far."""

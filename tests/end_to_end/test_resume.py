@@ -10,8 +10,7 @@ import random
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -37,8 +36,10 @@ from tests.helpers.composed import TINY, compose_config
 from tests.helpers.datasets import write_clicks
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import (
+    Killed,
     at_step,
     differences,
+    killed_at,
     records,
     stored_bytes,
     summary,
@@ -63,28 +64,6 @@ ON_FILES = [option for option in RUN if not option.startswith("data.")]
 def without_curves(monkeypatch) -> None:
     """Skip curves.png, which takes longer than the training."""
     monkeypatch.setattr("nn.observability.run_directory.draw_curves", lambda *_: None)
-
-
-class Killed(BaseException):
-    """Stand-in for SIGKILL, which would end the tests too; the program does not catch it."""
-
-
-@contextmanager
-def killed_at(step: int) -> Iterator[None]:
-    """Leave a training in the middle of a step without closing anything.
-
-    A checkpoint that is being written is finished first. Its writer would otherwise continue in this process without the ranks
-    that it communicates with.
-    """
-
-    def end() -> None:
-        wait_for_writer()
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patched:
-        at_step(patched, step, end)
-        with pytest.raises(Killed):
-            yield
 
 
 def train(run_dir: Path, *overrides: str) -> Ended:

@@ -36,6 +36,28 @@ def wait_for_writer() -> None:
             thread.join()
 
 
+class Killed(BaseException):
+    """Stand-in for SIGKILL, which would end the tests too; the program does not catch it."""
+
+
+@contextmanager
+def killed_at(step: int) -> Iterator[None]:
+    """Leave a training in the middle of a step without closing anything.
+
+    A checkpoint that is being written is finished first. Its writer would otherwise continue in this process without the ranks
+    that it communicates with.
+    """
+
+    def end() -> None:
+        wait_for_writer()
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patched:
+        at_step(patched, step, end)
+        with pytest.raises(Killed):
+            yield
+
+
 @contextmanager
 def unreadable(path: Path, number: int) -> Iterator[None]:
     """Let every attempt to open or list `path`, or what lies below it, fail with an error of the system.

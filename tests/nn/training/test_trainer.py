@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from configs.overrides import drop_replaced
+from configs.schema import Config
 from nn.models.tasks import binary_tasks, metrics_of
 from nn.observability.console import format_train
 from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY, compose_config
+from tests.helpers.composed import TINY, compose_config, compose_with_hydra
 from tests.helpers.distributed import run_distributed
 
 SUMMARY_FIELDS = {
@@ -252,3 +254,50 @@ def test_the_last_record_has_an_auc_however_far_the_next_would_be(tmp_path, monk
     run = Run(tmp_path / "run", "train.max_steps=7", "log.every=5", "eval.max_steps=1")
     assert [each["step"] for each in run.train] == [5, 7]
     assert all(each["train_auc"] is not None for each in run.train)
+
+
+def test_evaluations_come_every_so_many_steps_over_all_epochs(tmp_path):
+    assert [step for step in range(30) if step in EvalSteps(25, 10, 3, every=8)] == [8, 16, 24, 25]
+    short = ["data.synthetic.train_rows=500", "train.epochs=2", "eval.every=5", "eval.max_steps=1"]
+    run = Run(tmp_path / "run", *short, "eval.at_start=false")
+    assert [each["step"] for each in run.test] == [5, 10, 15, 16]
+
+
+def test_of_two_options_that_replace_each_other_the_named_one_counts():
+    composed = compose_with_hydra("eval.every=3")
+    drop_replaced(composed, ["eval.every=3"], Config)
+    assert composed.eval.every == 3
+    drop_replaced(composed, ["eval.per_epoch=2"], Config)
+    assert composed.eval.every is None
+    for both in (["eval.every=3", "eval.per_epoch=2"], ["+eval.every=3", "eval.per_epoch=2"]):
+        with pytest.raises(ValueError, match=r"^eval\.every=3 and eval\.per_epoch=2 exclude each"):
+            drop_replaced(composed, both, Config)
+    drop_replaced(composed, ["eval.every=null", "eval.per_epoch=2"], Config)
+    ended = run_command("eval.every=3", "eval.per_epoch=2")
+    assert ended.exit_code == 2
+    assert ended.err.startswith("error: eval.every=3 and eval.per_epoch=2 exclude each other")
+
+
+def test_the_final_evaluation_scores_more_batches_and_is_the_result(tmp_path):
+    run = Run(
+        tmp_path / "run",
+        *("train.max_steps=4", "eval.every=2", "eval.max_steps=1", "eval.final_max_steps=2"),
+        *("eval.batch_size=100", "eval.at_start=false"),
+    )
+    assert [(each["step"], each["test_rows"], each.get("final")) for each in run.test] == [
+        *((2, 100, None), (4, 100, None), (4, 200, True))
+    ]
+    assert run.summary["test_rows"] == 200
+    assert run.summary["test_auc"] == run.test[-1]["test_auc"] != run.test[-2]["test_auc"]
+    # The best is chosen among evaluations of the same rows.
+    assert run.summary["best_test_auc"] == max(each["test_auc"] for each in run.test[:2])
+    assert run.summary["last_test_auc"] == run.test[-2]["test_auc"]
+    assert (run.summary["result_step"], run.summary["steps"]) == (4, 4)
+    assert "eval step 4 (final): test AUC" in run.ended.out
+    assert "the final evaluation, of the model after step 4" in run.ended.out
+
+
+def test_a_final_evaluation_of_the_same_rows_is_not_made(tmp_path):
+    run = Run(tmp_path / "run", "train.max_steps=2", "eval.final_max_steps=99", "eval.every=2")
+    assert [each["step"] for each in run.test] == [0, 2]
+    assert set(run.summary) == SUMMARY_FIELDS
