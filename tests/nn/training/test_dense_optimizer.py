@@ -13,7 +13,7 @@ from nn.training.dense_optimizer import (
     dense_rule,
 )
 from tests.helpers.composed import TINY, compose_config
-from tests.helpers.plain_training import resumes_bit_by_bit, train_and_compare
+from tests.nn.training.plain_training import resumes_bit_by_bit, train_and_compare
 
 
 class Counting(torch.optim.SGD):
