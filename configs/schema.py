@@ -304,6 +304,11 @@ class OptimizerConfig:
         "decoupled weight decay of the dense component, which makes adam AdamW: each step multiplies all its "
         "parameters by 1 - learning rate * weight_decay",
     )
+    embedding_l2: float = option(
+        0.0,
+        "L2 of the tables: the gradient of each row that a step looks up gets embedding_l2 * its weights, once; every "
+        "optimizer of tables; not with ragged features or row-wise tables",
+    )
 
     def __post_init__(self) -> None:
         self.name = _check_optimizer_name("optimizer.name", self.name)
@@ -321,6 +326,10 @@ class OptimizerConfig:
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
         self._check_dense_options()
+        require(
+            self.embedding_l2 >= 0,
+            f"optimizer.embedding_l2 must not be negative, got {self.embedding_l2}",
+        )
 
     def _check_dense_options(self) -> None:
         """Refuse options that the dense component's optimizer would ignore; one outside the project may read any."""
@@ -360,13 +369,16 @@ class OptimizerConfig:
         return self.lr if self.embedding_lr is None else self.embedding_lr
 
 
-PLAIN_SGD: dict[str, Any] = {
-    "name": OptimizerName.sgd,
-    "momentum": 0.0,
-    "nesterov": False,
-    "weight_decay": 0.0,
+PLAIN_SGD: dict[Component, dict[str, Any]] = {
+    Component.dense: {
+        "name": OptimizerName.sgd,
+        "momentum": 0.0,
+        "nesterov": False,
+        "weight_decay": 0.0,
+    },
+    Component.tables: {"embedding_name": OptimizerName.sgd, "embedding_l2": 0.0},
 }
-"""Options of a dense component that is not trained."""
+"""Options of a component that is not trained."""
 
 
 def _check_optimizer_name(key: str, name: str) -> str:
@@ -697,25 +709,35 @@ class Config:
             "set checkpoint.save=true, or eval.patience=null",
         )
         sharding = self.sharding
+        allows_row_wise = bool(
+            {ShardingType.row_wise, ShardingType.table_row_wise}
+            & {*sharding.types, *sharding.tables.values()}
+        )
         require(
-            self.model.embedding_dtype is TableDtype.fp32
-            or not {ShardingType.row_wise, ShardingType.table_row_wise}
-            & {*sharding.types, *sharding.tables.values()},
+            self.model.embedding_dtype is TableDtype.fp32 or not allows_row_wise,
             f"model.embedding_dtype={self.model.embedding_dtype.name} with row-wise tables: FBGEMM updates "
             "those without this recipe's stochastic rounding; take row_wise and table_row_wise out of "
             "sharding.types and sharding.tables, or set model.embedding_dtype=fp32",
+        )
+        l2 = self.effective_optimizer.embedding_l2
+        require(
+            l2 == 0 or not allows_row_wise,
+            f"optimizer.embedding_l2={l2} with row-wise tables: FBGEMM updates those, and has no L2 of the rows that a step "
+            "looks up; take row_wise and table_row_wise out of sharding.types and sharding.tables, or set "
+            "optimizer.embedding_l2=0",
         )
 
     @property
     def effective_optimizer(self) -> OptimizerConfig:
         """`optimizer` as it applies: a frozen component has plain SGD, which keeps no state."""
-        chosen, frozen = self.optimizer, self.train.freeze
-        return replace(
-            chosen,
-            embedding_name=OptimizerName.sgd if Component.tables in frozen else chosen.table_name,
-            embedding_lr=chosen.table_lr,
-            **(PLAIN_SGD if Component.dense in frozen else {}),
-        )
+        chosen = self.optimizer
+        changes: dict[str, Any] = {
+            "embedding_name": chosen.table_name,
+            "embedding_lr": chosen.table_lr,
+        }
+        for component in self.train.freeze:
+            changes |= PLAIN_SGD[component]
+        return replace(chosen, **changes)
 
 
 def default_values(config: Any, prefix: str = "") -> dict[str, Any]:

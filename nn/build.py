@@ -89,8 +89,8 @@ def check_optimizers(config: Config, spec: FeatureSpec) -> None:
     """Refuse optimizers that do not exist or cannot train these tables.
 
     Raises:
-        ValueError: `package.module:NAME` is no optimizer; FBGEMM would update tables and lacks their optimizer; or the
-            tables' optimizer has no kernel for GPUs and would train on one.
+        ValueError: `package.module:NAME` is no optimizer; FBGEMM would update tables and lacks their optimizer or their L2;
+            or the tables' optimizer has no kernel for GPUs and would train on one.
     """
     check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
@@ -99,6 +99,12 @@ def check_optimizers(config: Config, spec: FeatureSpec) -> None:
         raise ValueError(
             f"table optimizer {rule.name} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
             f"tables, and has no {rule.name}; choose a built-in optimizer with optimizer.embedding_name"
+        )
+    l2 = config.effective_optimizer.embedding_l2
+    if l2 and ragged:
+        raise ValueError(
+            f"optimizer.embedding_l2={l2} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
+            "tables, and has no L2 of the rows that a step looks up; set optimizer.embedding_l2=0"
         )
     if rule.kernel is not None:
         return

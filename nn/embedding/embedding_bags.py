@@ -127,7 +127,7 @@ class LocalEmbeddingBags:
             return
         if not (self.tables and is_good.item()):
             return
-        lr, _, _, scale = self._scalars.values.tolist()
+        lr, _, _, scale, *_ = self._scalars.values.tolist()
         for adjacent in self._adjacent:
             where = self._ids_of(adjacent)
             keys, counts = torch.unique_consecutive(ids.keys[where], return_counts=True)

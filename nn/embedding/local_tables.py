@@ -49,8 +49,8 @@ class UpdateScalars:
     """Scalars of an update that change from step to step; in device memory, where each replay of a CUDA graph reads them.
 
     Attributes:
-        values: float32 [4]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses the
-            step, and the factor of gradients.
+        values: float32 [5]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses the
+            step, the factor of gradients, and `optimizer.embedding_l2`.
         step: number of updates before this one, int32 [1].
     """
 
@@ -59,8 +59,9 @@ class UpdateScalars:
     ) -> None:
         self._beta1, self._beta2 = config.beta1, config.beta2
         self._has_bias = table_rule(config.table_name).uses_step
-        self.values = torch.ones(4, device=device)
+        self.values = torch.ones(5, device=device)
         self.values[3] = gradient_scale
+        self.values[4] = config.embedding_l2
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lr: float | None = None
 

@@ -23,8 +23,8 @@ from nn.user_objects import load_user_object
 Update = Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], dict[str, Any]], None]
 """Change tables [rows, columns] and their states in place by gradients of the same shape, all float32.
 
-The last argument has `lr`, `eps`, `beta1` and `beta2`. A state has the fields of the record, and where the optimizer uses
-the step `iter`, the number of updates before this one, to be counted up.
+The last argument is that of `update_settings`. A state has the fields of the record, and where the optimizer uses the step
+`iter`, the number of updates before this one, to be counted up.
 """
 
 FP32_BYTES = 4
@@ -220,6 +220,16 @@ TABLE_RULES: dict[str, TableRule] = {
 
 ADDITION = OptimizerConfig(name=OptimizerName.sgd)
 """With a rate of -1 it adds gradients to rows."""
+
+
+def update_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the last argument of `TableRule.update`, with the peak learning rate."""
+    return {
+        "lr": config.table_lr,
+        "eps": config.eps,
+        "beta1": config.beta1,
+        "beta2": config.beta2,
+    }
 
 
 @cache

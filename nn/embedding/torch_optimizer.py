@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable
-from nn.embedding.optimizer import table_rule
+from nn.embedding.optimizer import table_rule, update_settings
 from nn.ops.stochastic_rounding import random_bits, round_stochastically
 
 
@@ -29,32 +29,23 @@ class TableOptimizer(torch.optim.Optimizer):
 
     Args:
         params: the tables, or parameter groups of them.
-        name: of the optimizer: a built-in one, or `package.module:NAME`.
-        lr: learning rate.
-        eps: added to the square root in the denominator; all built-in optimizers but SGD.
-        beta1: decay of Adam's mean.
-        beta2: decay of Adam's variance.
+        config: options; those of tables are used.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        name: str,
-        lr: float,
-        eps: float = 1e-8,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "beta1": beta1, "beta2": beta2})
-        self._rule = table_rule(name)
+    def __init__(self, params: Iterable[Any], config: OptimizerConfig) -> None:
+        super().__init__(params, update_settings(config))
+        self._rule = table_rule(config.table_name)
+        self._l2 = config.embedding_l2
         for group in self.param_groups:
             for table in group["params"]:
                 self.state[table].update(self._rule.new_state(table))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Apply one update to every table that has a gradient; return nothing, as without a closure there is no loss."""
+        """Apply one update to every table that has a gradient; return nothing, as without a closure there is no loss.
+
+        L2 is added to the gradients in place: a second gradient would take as much memory as the table.
+        """
         assert closure is None, (
             "a closure would evaluate the model again, which no optimizer here needs"
         )
@@ -63,6 +54,10 @@ class TableOptimizer(torch.optim.Optimizer):
             tables = [table for table in group["params"] if table.grad is not None]
             if tables:
                 gradients = [table.grad for table in tables]
+                if self._l2:
+                    for table, gradient in zip(tables, gradients, strict=True):
+                        touched = gradient.ne(0).any(dim=1, keepdim=True)
+                        gradient.add_(torch.where(touched, table, 0), alpha=self._l2)
                 update(tables, gradients, [self.state[table] for table in tables], group)
 
     def _update_touched(
@@ -110,7 +105,9 @@ def update_rows(
     # `index_select` copies complete rows; indexing by brackets reads element after element.
     some = table.weight.index_select(0, rows).float()
     some_state = {name: state.index_select(0, rows) for name, state in table.state.items()}
-    group = {"lr": lr, "eps": config.eps, "beta1": config.beta1, "beta2": config.beta2}
+    if config.embedding_l2:
+        gradients = gradients.add(some, alpha=config.embedding_l2)
+    group = update_settings(config) | {"lr": lr}
     count = {"iter": step.float()} if rule.uses_step else {}
     rule.update([some], [gradients], [some_state | count], group)
     if table.weight.dtype is not torch.float32:

@@ -176,6 +176,7 @@ class TritonLauncher:
                 self._config.beta2,
                 1 - self._config.beta2,
                 **self._branch,
+                L2=self._config.embedding_l2 > 0,
                 LEVEL=min(number, 1),
                 ONE_HOT=self._one_hot,
                 ALIGN=self._align,

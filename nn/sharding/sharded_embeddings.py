@@ -440,14 +440,7 @@ def _table_optimizer(
     """Return the optimizer of the tables that FBGEMM does not update, or None if this rank has none."""
     if not dense:
         return None
-    return TableOptimizer(
-        dense.values(),
-        name=config.table_name,
-        lr=config.table_lr,
-        eps=config.eps,
-        beta1=config.beta1,
-        beta2=config.beta2,
-    )
+    return TableOptimizer(dense.values(), config)
 
 
 def _shard_at(tensor: Tensor, first_column: int) -> Tensor:

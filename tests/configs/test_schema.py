@@ -92,6 +92,7 @@ REFUSED = [
     (OptimizerConfig, {"weight_decay": 0.01},
      "optimizer.weight_decay=0.01 is of adam (AdamW), and optimizer.name=sgd would ignore it; set optimizer.name=adam "
      "(the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
+    (OptimizerConfig, {"embedding_l2": -1.0}, "optimizer.embedding_l2 must not be negative, got -1.0"),
     (SchedulerConfig, {"warmup_steps": -1}, "scheduler.warmup_steps must not be negative, got -1"),
     (SchedulerConfig, {"decay_start_step": 5, "warmup_steps": 9},
      "scheduler.decay_start_step=5 lies before the end of scheduler.warmup_steps=9"),

@@ -138,6 +138,7 @@ def _segment_update(
     UPDATE: tl.constexpr,
     STATE1: tl.constexpr,
     STATE2: tl.constexpr,
+    L2: tl.constexpr,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -186,6 +187,8 @@ def _segment_update(
         pair = tl.load(first_pair + table_index)[:, None]
     rate = tl.load(scalars)
     scale = tl.load(scalars + 3)
+    if L2:
+        l2 = tl.load(scalars + 4)
     total = tl.zeros((WARPS, BLOCK_D), tl.float32)
     has_gradient = exists
     # Loads run one id ahead of the sum, so that the next gradient does not wait for an update's memory accesses.
@@ -237,6 +240,8 @@ def _segment_update(
         pointer = weights + table[:, None] + offset
         weight = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
         sum_of_row = total * scale
+        if L2:
+            sum_of_row += l2 * weight
         pointer1, mask1 = _state_pointer(
             state1, state1_offset, table_index, row, offset, updates, inside, ALIGN, STATE1
         )

@@ -1,6 +1,6 @@
 """Kernel branches of the built-in table optimizers: `_segment_update` calls one for a row when its gradient is summed.
 
-A branch takes the row's weights and the sum of its gradients, float32 [WARPS, columns], and returns the new weights. It loads
+A branch takes the row's weights and the sum of its gradients with L2, float32 [WARPS, columns], and returns the new weights. It loads
 and stores the optimizer's states itself: `state1` and `state2` are pointers with their masks, [WARPS, columns], or [WARPS]
 if the state has one number per row. A branch ignores the states that its optimizer does not have.
 

@@ -12,7 +12,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 
-from configs.schema import OptimizerName
+from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.torch_optimizer import TableOptimizer
 
 ROWS, DIM, STEPS = 20, 8, 5
@@ -25,6 +25,10 @@ def batches():
     for _ in range(STEPS):
         ids = torch.randint(0, ROWS - 5, (6,), generator=generator)
         yield ids, offsets, torch.randn(4, DIM, generator=generator)
+
+
+def table_config(name, lr):
+    return OptimizerConfig(embedding_name=name, embedding_lr=lr)
 
 
 def look_up(table, ids, offsets):
@@ -51,7 +55,7 @@ def test_a_step_equals_that_of_the_fused_optimizer(name, fused):
     (weight,) = tables.split_embedding_weights()
     weight.normal_(generator=torch.Generator().manual_seed(1))
     table = nn.Parameter(weight.clone())
-    optimizer = TableOptimizer([table], name=name, lr=0.5, **settings)
+    optimizer = TableOptimizer([table], OptimizerConfig(name=name, lr=0.5, **settings))
     for ids, offsets, grad in batches():
         tables(ids, offsets).backward(grad)
         optimizer.zero_grad()
@@ -71,9 +75,8 @@ def test_adam_updates_the_rows_of_the_batch_only():
     lr, eps, beta1, beta2 = 0.1, 0.1, 0.8, 0.99
     start = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
     table = nn.Parameter(start.clone())
-    optimizer = TableOptimizer(
-        [table], name=OptimizerName.adam, lr=lr, eps=eps, beta1=beta1, beta2=beta2
-    )
+    config = OptimizerConfig(name=OptimizerName.adam, lr=lr, eps=eps, beta1=beta1, beta2=beta2)
+    optimizer = TableOptimizer([table], config)
     weight, mean, variance = start.double(), torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)
     mean, variance = mean.double(), variance.double()
     for count, (ids, offsets, grad) in enumerate(batches(), start=1):
@@ -99,7 +102,7 @@ def test_adam_on_rows_seen_in_every_batch_is_torch_adam():
     start = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     pairs = [
-        (ours, TableOptimizer([ours], name=OptimizerName.adam, lr=0.01, eps=1e-8)),
+        (ours, TableOptimizer([ours], OptimizerConfig(name=OptimizerName.adam, lr=0.01))),
         (theirs, torch.optim.Adam([theirs], lr=0.01, eps=1e-8)),
     ]
     for _, _, grad in batches():
@@ -112,7 +115,7 @@ def test_adam_on_rows_seen_in_every_batch_is_torch_adam():
 @pytest.mark.parametrize("name", list(OptimizerName))
 def test_a_table_without_gradient_is_not_changed(name):
     table = nn.Parameter(torch.ones(3, 4))
-    TableOptimizer([table], name=name, lr=1.0).step()
+    TableOptimizer([table], table_config(name, 1.0)).step()
     assert torch.equal(table, torch.ones(3, 4))
 
 
@@ -121,8 +124,10 @@ def test_the_learning_rate_may_be_a_tensor_that_changes(name):
     results = []
     for as_tensor in (False, True):
         table = nn.Parameter(torch.ones(3, 4))
-        rate = torch.tensor(0.5) if as_tensor else 0.5
-        optimizer = TableOptimizer([table], name=name, lr=rate)
+        rate = torch.tensor(0.5)
+        optimizer = TableOptimizer([table], table_config(name, 0.5))
+        if as_tensor:
+            optimizer.param_groups[0]["lr"] = rate
         for lr in (0.5, 0.25):
             if as_tensor:
                 rate.fill_(lr)
@@ -145,7 +150,7 @@ def test_the_learning_rate_may_be_a_tensor_that_changes(name):
 )
 def test_state_is_allocated_before_the_first_step(name, shapes):
     table = nn.Parameter(torch.ones(3, 4))
-    state = TableOptimizer([table], name=name, lr=1.0).state[table]
+    state = TableOptimizer([table], table_config(name, 1.0)).state[table]
     assert {key: tuple(value.shape) for key, value in state.items()} == shapes
 
 
@@ -153,7 +158,7 @@ def test_state_is_allocated_before_the_first_step(name, shapes):
 def test_a_restored_optimizer_resumes_bit_by_bit(name):
     def new(weight):
         table = nn.Parameter(weight.clone())
-        return table, TableOptimizer([table], name=name, lr=0.1)
+        return table, TableOptimizer([table], table_config(name, 0.1))
 
     def run(table, optimizer, gradients):
         for grad in gradients:

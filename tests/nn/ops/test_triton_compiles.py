@@ -62,13 +62,13 @@ def run() -> None:
         ("*fp16", "rowwise_adagrad", 0),
     ):
         branch = branch_of(TABLE_RULES[OptimizerName[name]])
-        build(_segment_update, {"weights": weights}, **update, **branch, LEVEL=level)
+        build(_segment_update, {"weights": weights}, **update, **branch, LEVEL=level, L2=level == 1)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
         {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},
     ):
         try:
-            build(_segment_update, {"weights": "*fp32"}, **update, **branch, LEVEL=0)
+            build(_segment_update, {"weights": "*fp32"}, **update, **branch, LEVEL=0, L2=False)
         except CompilationError as error:
             print("refused", "table optimizer" in str(error.__cause__ or error))
     for weights in ("*fp32", "*bf16"):
