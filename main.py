@@ -127,7 +127,10 @@ def _run(composed: DictConfig) -> None:
             print("loading torch and TorchRec ...", end="\r", flush=True)
         config = typed_config(composed)
         composed.model = OmegaConf.structured(config.model)
+        from nn.build import global_batch_size
         from nn.run import run
+
+        config.train.batch_size = composed.train.batch_size = global_batch_size(config)
 
         restore_signals()
         run(config, OmegaConf.to_yaml(composed, resolve=True))

@@ -431,6 +431,12 @@ class TrainConfig:
     """The training loop."""
 
     batch_size: int = option(65_536, "global batch size, the sum over all ranks", most=MOST_SAMPLES)
+    batch_size_per_rank: int | None = option(
+        None,
+        "rows per rank and step: the global batch is this times the ranks; replaces train.batch_size",
+        most=MOST_SAMPLES,
+        replaces="batch_size",
+    )
     epochs: int = option(1, "passes over the training split", most=MOST_SAMPLES)
     max_steps: int | None = option(None, "stop after this many steps; null trains all epochs")
     amp: Amp = option(Amp.off, "precision of the dense component: off (fp32), bf16 or fp16")
@@ -444,6 +450,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
+        require(
+            self.batch_size_per_rank is None or self.batch_size_per_rank > 0,
+            f"train.batch_size_per_rank must be positive or null, got {self.batch_size_per_rank}",
+        )
         require(self.epochs > 0, f"train.epochs must be positive, got {self.epochs}")
         require(
             self.max_steps is None or self.max_steps > 0,

@@ -9,7 +9,7 @@ import torch
 from torchrec import EmbeddingBagCollection
 
 from configs.messages import shown
-from configs.schema import Amp, Config, Device, Mode, TableDtype
+from configs.schema import MOST_SAMPLES, Amp, Config, Device, Mode, TableDtype
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
@@ -113,6 +113,26 @@ def check_optimizers(config: Config, spec: FeatureSpec) -> None:
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
         )
+
+
+def global_batch_size(config: Config) -> int:
+    """Return the rows of a step over all ranks: those of the launcher, or with mode=plan those to plan for.
+
+    Raises:
+        ValueError: `train.batch_size_per_rank` times the ranks is no number of rows.
+    """
+    per_rank = config.train.batch_size_per_rank
+    if per_rank is None:
+        return config.train.batch_size
+    world_size, _ = launched_world()
+    if config.mode is Mode.plan and config.sharding.world_size is not None:
+        world_size = config.sharding.world_size
+    if per_rank * world_size > MOST_SAMPLES:
+        raise ValueError(
+            f"train.batch_size_per_rank={per_rank} on {world_size} ranks are {per_rank * world_size:,} rows per step; "
+            f"want at most {MOST_SAMPLES:,}"
+        )
+    return per_rank * world_size
 
 
 def hardware_of(

@@ -44,6 +44,7 @@ FREE = (
     *("run_dir", "mode", "device", "data.path", "data.prefetch", "data.workers"),
     "data.threads",  # the old name of data.workers, in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
+    "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
     *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile."),
 )
 MISSING = "nothing"
@@ -413,7 +414,7 @@ def _check_same_run(
         raise ValueError(
             f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
             "another run_dir (with checkpoint.restore to start from this run's model), or "
-            "checkpoint.allow_changes=true to resume with the new ones"
+            f"checkpoint.allow_changes=true to resume with the new ones{_batch_advice(facts, config, ranks)}"
         )
     problem = feature_mismatch(
         read_index(start.checkpoint),
@@ -441,6 +442,23 @@ def _check_same_run(
             f"their sizes and samples are the same. python -m preproc mode=verify path={spec.root} compares every byte "
             "with the checksums of its feature_spec.yaml"
         )
+
+
+def _batch_advice(facts: dict[str, Any], config: Config, ranks: Ranks) -> str:
+    """Return how another number of ranks keeps the global batch of a run with `train.batch_size_per_rank`."""
+    before, per_rank = (
+        _flat(facts["config"]).get("train.batch_size"),
+        config.train.batch_size_per_rank,
+    )
+    if per_rank is None or before == config.train.batch_size or type(before) is not int:
+        return ""
+    same, rest = divmod(before, ranks.world_size)
+    keeps = (
+        f"no train.batch_size_per_rank keeps {before:,}"
+        if rest
+        else f"train.batch_size_per_rank={same} keeps {before:,}"
+    )
+    return f". The global batch is train.batch_size_per_rank={per_rank} times {ranks.world_size} ranks: {keeps}"
 
 
 def _differences(before: dict[str, Any], config: Config) -> list[str]:

@@ -110,6 +110,7 @@ REFUSED = [
     (EvalConfig, {"per_epoch": 0}, "eval.per_epoch must be positive, got 0"),
     (EvalConfig, {"auc_threshold": 1.0}, "eval.auc_threshold must lie between 0 and 1, got 1.0"),
     (EvalConfig, {"max_steps": -3}, "eval.max_steps must be positive or null, got -3"),
+    (TrainConfig, {"batch_size_per_rank": 0}, "train.batch_size_per_rank must be positive or null, got 0"),
     (EvalConfig, {"every": 0}, "eval.every must be positive or null, got 0"),
     (EvalConfig, {"final_max_steps": 0}, "eval.final_max_steps must be positive or null, got 0"),
     (EvalConfig, {"patience": 0}, "eval.patience must be positive or null, got 0"),
