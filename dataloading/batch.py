@@ -1,6 +1,6 @@
 """One batch of one rank, on the host or on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -83,10 +83,12 @@ class Batch:
 
     Attributes:
         numerical: float32 [B, num_numerical].
-        labels: float32 [B].
+        labels: float32 [B]; [B, labels] with several.
         ids: keys are the feature names in the spec's order; padding rows have length 0, so they touch no table.
         num_valid: rows without padding.
         global_valid: rows without padding over all ranks.
+        weights: float32 [B], 0 of padding rows; None if all rows count alike.
+        keep_rates: float32 [B], 1 of padding rows; None without such a column.
     """
 
     numerical: Tensor
@@ -96,6 +98,8 @@ class Batch:
     global_valid: int
     layout: FixedLayout | None = field(default=None, repr=False)
     """Layout of `ids`, if batches share it; then only the ids themselves are copied to the device."""
+    weights: Tensor | None = None
+    keep_rates: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return a copy on `device`; a shared layout is copied to a device only once."""
@@ -105,14 +109,7 @@ class Batch:
         else:
             values = self.ids.values().to(device, non_blocking=non_blocking)
             ids = self.layout.jagged(values)
-        return Batch(
-            self.numerical.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-            ids,
-            self.num_valid,
-            self.global_valid,
-            self.layout,
-        )
+        return self._mapped(ids, lambda values: values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Return a copy in pinned memory; a shared layout is not copied."""
@@ -120,17 +117,26 @@ class Batch:
             ids = self.ids.pin_memory()
         else:
             ids = self.layout.jagged(self.ids.values().pin_memory())
-        return Batch(
-            self.numerical.pin_memory(),
-            self.labels.pin_memory(),
-            ids,
-            self.num_valid,
-            self.global_valid,
-            self.layout,
-        )
+        return self._mapped(ids, Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the work queued on `stream` is done; TorchRec's pipelines call this."""
         self.numerical.record_stream(stream)
         self.labels.record_stream(stream)
         self.ids.record_stream(stream)
+        for values in (self.weights, self.keep_rates):
+            if values is not None:
+                values.record_stream(stream)
+
+    def _mapped(self, ids: KeyedJaggedTensor, copy: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return a batch of `ids` and of copies of the other tensors."""
+        return Batch(
+            copy(self.numerical),
+            copy(self.labels),
+            ids,
+            self.num_valid,
+            self.global_valid,
+            self.layout,
+            None if self.weights is None else copy(self.weights),
+            None if self.keep_rates is None else copy(self.keep_rates),
+        )

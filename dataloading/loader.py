@@ -290,8 +290,16 @@ class Loader:
             fixed = tuple(count for count in hotness if count is not None)
             shared = fixed_layout(keys, fixed, rows.num_valid, rows.padded_to, values.dtype)
             ids = shared.jagged(values)
-        numerical, labels = memory.tensor(columns.numerical), memory.tensor(columns.labels)
-        return Batch(numerical, labels, ids, rows.num_valid, rows.global_valid, shared)
+        return Batch(
+            memory.tensor(columns.numerical),
+            memory.tensor(columns.labels),
+            ids,
+            rows.num_valid,
+            rows.global_valid,
+            shared,
+            None if columns.weights is None else memory.tensor(columns.weights),
+            None if columns.keep_rates is None else memory.tensor(columns.keep_rates),
+        )
 
     def _enter_thread(self) -> None:
         # A new thread starts on GPU 0 and would create a CUDA context there when it pins memory.

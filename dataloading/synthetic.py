@@ -10,6 +10,7 @@ import numpy as np
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.gather import expand
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.source import Allocate, Columns
 from dataloading.dataset.split_files import SplitFiles
 from dataloading.randomness import power_law, stream_key, uniform
@@ -48,7 +49,7 @@ class SyntheticSource:
             root=None,
             numerical=tuple(f"num_{i}" for i in range(num_numerical)),
             numerical_dtype=np.dtype(np.float32),
-            label="label",
+            labels=(RowColumn("label"),),
             categorical=tuple(
                 CategoricalFeature.of(f"cat_{i}", rows, count)
                 for i, (rows, count) in enumerate(zip(cardinalities, hotness, strict=True))

@@ -246,7 +246,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
     )
     dense = build_dense(config.model, source.spec, config.seed)
     initialise_dense(dense, config.seed)
-    tasks = binary_tasks([source.spec.label])
+    tasks = binary_tasks([label.name for label in source.spec.labels])
     return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks)
 
 

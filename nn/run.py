@@ -108,7 +108,7 @@ def run(config: Config, config_yaml: str) -> None:
     check_model(config.model, source.spec)
     check_table_dtype(config, source.spec)
     check_optimizers(config, source.spec)
-    best_metric(binary_tasks([source.spec.label]), config.eval.best_metric)
+    best_metric(binary_tasks([label.name for label in source.spec.labels]), config.eval.best_metric)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
         _show_plan(config, source, console)

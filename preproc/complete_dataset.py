@@ -11,6 +11,7 @@ from configs.preproc_schema import PreprocConfig
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles
 from preproc.dataset_writer import finish_dataset
 from preproc.fitted_state import save_fitted
@@ -78,7 +79,7 @@ def complete_dataset(
         directory,
         tuple(feature.name for feature in table.numerical),
         np.dtype(config.numerical_dtype.name),
-        table.label.name,
+        (RowColumn(table.label.name),),
         tuple(written.categorical),
         {split: SplitFiles(summary.rows) for split, summary in written.splits.items()},
         metadata,

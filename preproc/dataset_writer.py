@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.dataset_directory import write_spec
 from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file, sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
@@ -104,7 +105,7 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
     return SplitFiles(
         spec.splits[split].num_rows,
         folder / "numerical.bin" if spec.numerical else None,
-        folder / "label.bin",
+        {c.name: folder / column_file_name(spec, c) for c in spec.row_columns},
         {feature.name: folder / f"{feature.name}.bin" for feature in spec.categorical},
         {
             feature.name: folder / f"{feature.name}.offsets.bin"
@@ -120,10 +121,11 @@ def _synced_files(
     """Sync the files that are not synced yet and return `metadata.files`, files of the splits first."""
     records = {}
     for split in splits.values():
-        for path in (split.label, split.numerical, *split.ids.values(), *split.offsets.values()):
-            if path is not None:
-                name = path.relative_to(directory).as_posix()
-                records[name] = dict(files[name])
+        numerical = [] if split.numerical is None else [split.numerical]
+        ids = (*split.ids.values(), *split.offsets.values())
+        for path in (*split.columns.values(), *numerical, *ids):
+            name = path.relative_to(directory).as_posix()
+            records[name] = dict(files[name])
     for path in sorted(directory.rglob("*")):  # vocabularies, report, bad rows
         name = path.relative_to(directory).as_posix()
         # A run killed at this point may have left a spec, complete or partial.

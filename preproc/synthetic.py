@@ -43,7 +43,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
             output,
             categorical=source.spec.categorical,
             numerical=source.spec.numerical,
-            label=source.spec.label,
+            label=source.spec.labels,
             numerical_dtype=config.numerical_dtype.name,
             metadata={"synthetic": {"exponent": stream.exponent, "seed": config.seed}},
             overwrite=config.overwrite,

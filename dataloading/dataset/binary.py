@@ -3,7 +3,8 @@
 Every file is a plain little-endian array without header, padding or index. Row i of each file is sample i:
 
     numerical   float16 or float32 [N, num_numerical], row-major
-    label       one byte per row, 0 or 1 (numpy's bool)
+    label       one byte per row, 0 or 1 (numpy's bool); a regression label float16 or float32 [N]
+    weight      float32 [N], and so is the keep rate
     ids         int8 ... int64, [N] or row-major [N, hotness]; one file per feature
     ragged      ids of all rows one after another, and a second file with int64 [N + 1] offsets into them
 """
@@ -20,10 +21,9 @@ from configs.messages import shown
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.gather import Selection
+from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.source import Allocate, Columns
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
-
-LABEL_DTYPE = np.dtype(np.uint8)
 
 
 class GrowingFile:
@@ -73,12 +73,16 @@ class SplitWriter:
         names += [
             f"{file_name(f.name)[:-4]}.offsets.bin" for f in spec.categorical if f.hotness is None
         ]
-        names += ["label.bin", *["numerical.bin"] * bool(spec.numerical)]
+        names += [column_file_name(spec, column) for column in spec.row_columns]
+        names += ["numerical.bin"] * bool(spec.numerical)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two features would share the file {twice[0]}; rename one of them")
         folder = directory / split
-        self._label = self.file_type(folder / "label.bin")
+        self._columns = {
+            column.name: self.file_type(folder / column_file_name(spec, column))
+            for column in spec.row_columns
+        }
         self._numerical = self.file_type(folder / "numerical.bin") if spec.numerical else None
         self._ids = {name: self.file_type(folder / file_name(name)) for name in self._features}
         self._offsets: dict[str, GrowingFile] = {}
@@ -93,6 +97,8 @@ class SplitWriter:
         *,
         numerical: np.ndarray | None = None,
         labels: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+        keep_rates: np.ndarray | None = None,
         ids: Mapping[str, np.ndarray] | None = None,
         lengths: Mapping[str, np.ndarray] | None = None,
     ) -> None:
@@ -100,7 +106,9 @@ class SplitWriter:
 
         Args:
             numerical: numbers [n, num_numerical].
-            labels: bool, or 0 and 1, [n].
+            labels: [n], or [n, labels] of several; bool, or 0 and 1, of a binary label.
+            weights: numbers [n], not negative.
+            keep_rates: numbers [n] above 0, at most 1.
             ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
             lengths: ids per row, [n], for each ragged feature in `ids`.
 
@@ -111,6 +119,9 @@ class SplitWriter:
             self._append_numerical(np.asarray(numerical))
         if labels is not None:
             self._append_labels(np.asarray(labels))
+        for channel, numbers in ((Channel.weight, weights), (Channel.keep_rate, keep_rates)):
+            if numbers is not None:
+                self._append_single(channel, np.asarray(numbers))
         for name, values in (ids or {}).items():
             if name not in self._features:
                 raise ValueError(
@@ -125,7 +136,7 @@ class SplitWriter:
         return SplitFiles(
             self._checked_rows(),
             self._numerical.path if self._numerical else None,
-            self._label.path,
+            {name: file.path for name, file in self._columns.items()},
             {name: file.path for name, file in self._ids.items()},
             {name: file.path for name, file in self._offsets.items()},
         )
@@ -152,11 +163,12 @@ class SplitWriter:
 
     def _checked_rows(self) -> int:
         """Return the rows that every column holds; ValueError if they disagree or there are none."""
-        num_rows = self._label.num_rows
+        first, *_ = self._columns.values()
+        num_rows = first.num_rows
         for file in self._files():
             if file.num_rows != num_rows:
                 raise ValueError(
-                    f"split '{self.split}': {file.path.name} holds {file.num_rows} rows and label.bin {num_rows}; "
+                    f"split '{self.split}': {file.path.name} holds {file.num_rows} rows and {first.path.name} {num_rows}; "
                     "append the same rows to every column"
                 )
         if not num_rows:
@@ -165,7 +177,8 @@ class SplitWriter:
 
     def _files(self) -> list[GrowingFile]:
         numerical = [self._numerical] if self._numerical else []
-        return [self._label, *numerical, *self._ids.values(), *self._offsets.values()]
+        columns = self._columns.values()
+        return [*columns, *numerical, *self._ids.values(), *self._offsets.values()]
 
     def _append_numerical(self, values: np.ndarray) -> None:
         names = self.spec.numerical
@@ -184,16 +197,32 @@ class SplitWriter:
         self._numerical.append(stored, len(stored))
 
     def _append_labels(self, values: np.ndarray) -> None:
-        stored = values.astype(LABEL_DTYPE, casting="unsafe")
+        labels = self.spec.labels
+        several = len(labels) > 1
+        if values.ndim != 1 + several or (several and values.shape[1] != len(labels)):
+            want = f"[rows, {len(labels)}]" if several else "[rows]"
+            raise ValueError(f"labels: got shape {values.shape}, want {want}")
+        for index, label in enumerate(labels):
+            self._append_column(label, values[:, index] if several else values)
+
+    def _append_single(self, channel: Channel, values: np.ndarray) -> None:
+        column = next((c for c in self.spec.row_columns if c.channel is channel), None)
+        if column is None:
+            raise ValueError(f"{channel}s: the dataset has no {channel} column; name one")
         if values.ndim != 1:
-            raise ValueError(f"labels: got shape {values.shape}, want [rows]")
-        wrong = (stored != values) | (stored > 1)
+            raise ValueError(f"{channel}s: got shape {values.shape}, want [rows]")
+        self._append_column(column, values)
+
+    def _append_column(self, column: RowColumn, values: np.ndarray) -> None:
+        file = self._columns[column.name]
+        wrong = column.wrong(values)
         if wrong.any():
             row = int(wrong.argmax())
             raise ValueError(
-                f"label: {values[row]} at row {self._label.num_rows + row} of split '{self.split}'; want 0 or 1"
+                f"{self.spec.title(column)}: {values[row]} at row {file.num_rows + row} of split '{self.split}'; "
+                f"want {column.wanted}"
             )
-        self._label.append(stored, len(stored))
+        file.append(values.astype(column.stored, casting="unsafe"), len(values))
 
     def _append_ids(
         self, feature: CategoricalFeature, values: np.ndarray, lengths: np.ndarray | None
@@ -248,6 +277,11 @@ def file_name(name: str) -> str:
     return name if name.endswith(".bin") else f"{name}.bin"
 
 
+def column_file_name(spec: FeatureSpec, column: RowColumn) -> str:
+    """Return the file name of a label, of the weight or of the keep rate; NVIDIA's recipes have one label, `label.bin`."""
+    return "label.bin" if spec.labels == (column,) else file_name(column.name)
+
+
 class BinarySource:
     """Source of the rows of a dataset directory, read through memory maps without a copy of its own.
 
@@ -288,8 +322,8 @@ class BinarySource:
         """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
 
         Raises:
-            ValueError: an id outside its table, a number that is not finite, or a label that is neither 0 nor 1, with its
-                row and file.
+            ValueError: an id outside its table, a number that is not finite, or an invalid label, weight or keep rate, with
+                its row and file.
         """
         files, columns = self.spec.splits[split], self._columns[split]
         rows = Selection(runs)
@@ -301,12 +335,16 @@ class BinarySource:
         ]
         padded_to = rows.num_rows if padded_to is None else padded_to
         out = Columns.empty(self.spec, rows.num_rows, padded_to, num_ids, allocate)
-        for place, piece in rows.pieces(columns.label):
-            if piece.max(initial=0) > 1:
-                at = int((piece > 1).argmax())
-                row = rows.row_at(place.start + at)
-                raise ValueError(f"label {piece[at]} at row {row} of {files.label}; want 0 or 1")
-            out.labels[place] = piece
+        for column, values in out.row_columns(self.spec):
+            for place, piece in rows.pieces(columns.columns[column.name]):
+                if column.has_wrong(piece):
+                    at = int(column.wrong(piece).argmax())
+                    row = rows.row_at(place.start + at)
+                    raise ValueError(
+                        f"{self.spec.title(column)} {piece[at]} at row {row} of {files.columns[column.name]}; "
+                        f"want {column.wanted}"
+                    )
+                values[place] = piece
         if columns.numerical is not None:
             for place, piece in rows.pieces(columns.numerical):
                 out.numerical[place] = piece
@@ -367,14 +405,14 @@ class SplitColumns:
     """Columns of one split as arrays.
 
     Attributes:
-        label: uint8 [N].
+        columns: labels, weight and keep rate by name, [N]; uint8 for a binary label, else floats.
         numerical: floats [N, num_numerical]; None without numericals.
         ids: integers by feature: [N], [N, hotness], or flat for a ragged feature.
         offsets: int64 [N + 1] per ragged feature.
         files: files of the split, for messages.
     """
 
-    label: np.ndarray
+    columns: dict[str, np.ndarray]
     numerical: np.ndarray | None
     ids: dict[str, np.ndarray]
     offsets: dict[str, np.ndarray]
@@ -388,10 +426,9 @@ class SplitColumns:
             numbers = mapped(path, dtype)
             return numbers if width is None else numbers.reshape(-1, width)
 
-        assert files.label is not None
         width = len(spec.numerical)
         return cls(
-            label=column(files.label, LABEL_DTYPE),
+            columns={c.name: column(files.columns[c.name], c.stored) for c in spec.row_columns},
             numerical=None
             if files.numerical is None
             else column(files.numerical, spec.numerical_dtype, width),

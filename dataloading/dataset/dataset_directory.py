@@ -33,6 +33,7 @@ from dataloading.dataset.feature_spec import (
     FeatureSpec,
     features_by_table,
 )
+from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.split_files import (
     PARQUET,
     SplitFiles,
@@ -90,7 +91,9 @@ def write_dataset(
     *,
     categorical: Sequence[CategoricalFeature],
     numerical: Sequence[str] = (),
-    label: str = "label",
+    label: str | Sequence[RowColumn] = "label",
+    weight: str | None = None,
+    keep_rate: str | None = None,
     numerical_dtype: str = "float16",
     file_format: str = "binary",
     splits: Sequence[str] = ("train", "test"),
@@ -103,7 +106,9 @@ def write_dataset(
         root: directory to create, with its parents.
         categorical: features in the model's order.
         numerical: names of the numericals; may be empty.
-        label: name of the label.
+        label: name of the one binary label, or several labels.
+        weight: name of the column of weights, if there is one.
+        keep_rate: name of the column of keep rates, if there is one.
         numerical_dtype: float16 (required by NVIDIA's recipe) or float32.
         file_format: `binary`, or `parquet`, whose columns must grow together.
         splits: `train`, `test` and any other.
@@ -119,10 +124,12 @@ def write_dataset(
         root,
         tuple(numerical),
         _numerical_dtype(numerical_dtype),
-        label,
+        (RowColumn(label),) if isinstance(label, str) else tuple(label),
         tuple(categorical),
         {},
         dict(metadata or {}),
+        None if weight is None else RowColumn.of(weight, Channel.weight),
+        None if keep_rate is None else RowColumn.of(keep_rate, Channel.keep_rate),
     )
     _check_spec(spec, splits)
     writer = _split_writer(file_format)
@@ -175,8 +182,7 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
         raise ValueError(
             f"metadata: got the keys {sorted(reserved)}, which the writer fills in; rename them"
         )
-    names = [*(feature.name for feature in spec.categorical), *spec.numerical, spec.label]
-    twice = [name for name, times in Counter(names).items() if times > 1]
+    twice = [name for name, times in Counter(spec.names).items() if times > 1]
     if twice:
         raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
     features_by_table(spec.categorical)
@@ -245,13 +251,16 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
             entry["table"] = feature.table
         features[feature.name] = entry
     features |= {name: {"dtype": spec.numerical_dtype.name} for name in spec.numerical}
-    features[spec.label] = {"dtype": "bool"}
+    features |= {column.name: {"dtype": column.dtype.name} for column in spec.row_columns}
+    channels = {
+        "categorical": [feature.name for feature in spec.categorical],
+        "label": [label.name for label in spec.labels],
+        "numerical": list(spec.numerical),
+    }
+    for column in spec.row_columns[len(spec.labels) :]:
+        channels[column.channel.value] = [column.name]
     document = {
-        "channel_spec": {
-            "categorical": [feature.name for feature in spec.categorical],
-            "label": [spec.label],
-            "numerical": list(spec.numerical),
-        },
+        "channel_spec": channels,
         "feature_spec": features,
         "metadata": spec.metadata,
         "source_spec": {
@@ -268,7 +277,8 @@ def _nvidia_reads(spec: FeatureSpec, root: Path) -> bool:
     """Return whether NVIDIA's recipes read a dataset of these features once its spec names `train` and `test` alone."""
     one_hot = all(f.hotness == 1 and f.dtype.itemsize <= 4 for f in spec.categorical)
     half = bool(spec.numerical) and spec.numerical_dtype == np.float16
-    if not (one_hot and half and set(spec.splits) == {"train", "test", "validation"}):
+    one_label = len(spec.row_columns) == 1 and spec.labels[0].is_binary
+    if not (one_hot and half and one_label and set(spec.splits) == {"train", "test", "validation"}):
         return False
     # Files of another name than those of `test` would not be found again.
     found = unnamed_validation(root, spec.splits["test"]).get("validation")
@@ -284,12 +294,10 @@ def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, 
         return {"type": "split_binary", "features": list(features), "files": names}
 
     if files.parquet:
-        names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
         parts = [path.relative_to(root).as_posix() for path in files.parquet]
-        return [{"type": PARQUET, "features": names, "files": parts}]
-    assert files.label is not None
+        return [{"type": PARQUET, "features": spec.names, "files": parts}]
     chunks = [] if files.numerical is None else [chunk(spec.numerical, files.numerical)]
-    chunks.append(chunk([spec.label], files.label))
+    chunks += [chunk([name], path) for name, path in files.columns.items()]
     for feature in spec.categorical:
         offsets = [files.offsets[feature.name]] if feature.hotness is None else []
         chunks.append(chunk([feature.name], files.ids[feature.name], *offsets))

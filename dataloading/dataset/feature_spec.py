@@ -16,6 +16,7 @@ import numpy as np
 
 from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
+from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
 from dataloading.dataset.split_files import (
     RowBytes,
     SplitFiles,
@@ -30,7 +31,7 @@ SPEC_NAME = "feature_spec.yaml"
 RAGGED = "ragged"
 ID_DTYPES = ("int8", "int16", "int32", "int64")
 NUMERICAL_DTYPES = ("float16", "float32")
-CHANNELS = ("categorical", "label", "numerical")
+CHANNELS = ("categorical", "label", "numerical", "weight", "keep_rate")
 MAX_HOTNESS = 2**31
 """Lengths of rows are int32."""
 HOTNESS = f"an integer from 1 to {MAX_HOTNESS - 1}, or '{RAGGED}'"
@@ -96,19 +97,45 @@ class FeatureSpec:
         root: the dataset directory; None for synthetic streams.
         numerical: names in channel order; may be empty.
         numerical_dtype: float16 or float32.
-        label: name of the one label.
+        labels: in channel order, which is the order of a model's logits; at least one.
         categorical: features in channel order, which is the model's order.
         splits: `train`, `test` and any other split, by name.
         metadata: any keys; the writer fills in `rows` and `files`.
+        weight: factor of a row's loss and of its part in the metrics; None: all rows count alike.
+        keep_rate: rate at which negatives such as this row were kept in the training rows; None without such a column.
     """
 
     root: Path | None
     numerical: tuple[str, ...]
     numerical_dtype: np.dtype
-    label: str
+    labels: tuple[RowColumn, ...]
     categorical: tuple[CategoricalFeature, ...]
     splits: dict[str, SplitFiles]
     metadata: dict[str, Any]
+    weight: RowColumn | None = None
+    keep_rate: RowColumn | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all columns: labels, weight, keep rate, numericals, categorical features."""
+        single = [column.name for column in self.row_columns]
+        return [*single, *self.numerical, *(feature.name for feature in self.categorical)]
+
+    @property
+    def row_columns(self) -> tuple[RowColumn, ...]:
+        """Labels, weight and keep rate, in this order."""
+        more = tuple(column for column in (self.weight, self.keep_rate) if column is not None)
+        return self.labels + more
+
+    @property
+    def rate_label(self) -> RowColumn:
+        """The label whose rate is reported: the first binary one, or the first where none is binary."""
+        return next((label for label in self.labels if label.is_binary), self.labels[0])
+
+    def title(self, column: RowColumn) -> str:
+        """Return the title of a column of `row_columns`, for messages; a single label needs no name."""
+        is_single = self.labels == (column,)
+        return column.channel.value if is_single else f"{column.channel.value} '{column.name}'"
 
     @property
     def ids_dtype(self) -> np.dtype:
@@ -142,7 +169,9 @@ class FeatureSpec:
             + ([f.table] if f.table not in (None, f.name) else [])
             for f in self.categorical
         ]
-        facts = [list(self.numerical), self.label, categorical]
+        # Of a single binary label the name alone, as in checkpoints of earlier versions.
+        names = [label.name if label.is_binary else [label.name] for label in self.labels]
+        facts = [list(self.numerical), names[0] if len(names) == 1 else names, categorical]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @classmethod
@@ -234,14 +263,11 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     channels = _section(document, "channel_spec")
     metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
     expect(isinstance(metadata, dict), "metadata", metadata, "a mapping")
-    categorical, labels, numerical = _channels(channels, features)
-    for name in labels:
-        expect(
-            _dtype(features, name) == "bool",
-            f"feature_spec.{name}.dtype",
-            _dtype(features, name),
-            "bool",
-        )
+    categorical, labels, numerical, weights, keep_rates = _channels(channels, features)
+    row_columns = {
+        channel: tuple(_row_column(features, name, channel) for name in names)
+        for channel, names in zip(Channel, (labels, weights, keep_rates), strict=True)
+    }
     widths = {name: _dtype(features, name) for name in numerical}
     for name, dtype in widths.items():
         expect(
@@ -265,14 +291,30 @@ def _parse(root: Path, document: object) -> FeatureSpec:
             f"source_spec.{split}",
             chunks,
             numericals=numerical,
-            label_name=labels[0],
+            columns={
+                column.name: channel.value
+                for channel, columns in row_columns.items()
+                for column in columns
+            },
             ragged=ragged,
         )
         for split, chunks in sources.items()
     }
     if "validation" not in splits:
         splits |= unnamed_validation(root, splits["test"])
-    return FeatureSpec(root, numerical, np.dtype(used[0]), labels[0], tables, splits, metadata)
+    return FeatureSpec(
+        root,
+        numerical,
+        np.dtype(used[0]),
+        row_columns[Channel.label],
+        tables,
+        splits,
+        metadata,
+        *(
+            next(iter(row_columns[channel]), None)
+            for channel in (Channel.weight, Channel.keep_rate)
+        ),
+    )
 
 
 def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -283,7 +325,9 @@ def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[
         names_of(channels.get(channel) or [], f"channel_spec.{channel}") for channel in CHANNELS
     ]
     expect(len(listed[0]) > 0, "channel_spec.categorical", [], "at least one feature")
-    expect(len(listed[1]) == 1, "channel_spec.label", list(listed[1]), "exactly one label")
+    expect(len(listed[1]) > 0, "channel_spec.label", [], "at least one label")
+    for channel, single in zip(CHANNELS[3:], listed[3:], strict=True):
+        expect(len(single) < 2, f"channel_spec.{channel}", list(single), "at most one column")
     names = [name for channel in listed for name in channel]
     twice = [name for name, times in Counter(names).items() if times > 1]
     expect(not twice, "channel_spec", twice, "every feature in one channel, once")
@@ -301,6 +345,12 @@ def _dtype(features: Mapping[str, Any], name: str) -> str:
     dtype = entry.get("dtype")
     expect(isinstance(dtype, str), f"feature_spec.{name}.dtype", dtype, "the name of a dtype")
     return str(dtype)
+
+
+def _row_column(features: Mapping[str, Any], name: str, channel: Channel) -> RowColumn:
+    dtype = _dtype(features, name)
+    expect(dtype in LABEL_DTYPES, f"feature_spec.{name}.dtype", dtype, " or ".join(LABEL_DTYPES))
+    return RowColumn(name, channel, np.dtype(dtype))
 
 
 def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
@@ -323,6 +373,7 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
     """Return `spec` with the rows per split and missing means filled in; ValueError if sizes disagree."""
     widths = RowBytes(
         numerical=len(spec.numerical) * spec.numerical_dtype.itemsize,
+        columns={column.name: column.stored.itemsize for column in spec.row_columns},
         ids={f.name: f.dtype.itemsize * (f.hotness or 1) for f in spec.categorical},
     )
     splits = {
@@ -365,7 +416,11 @@ def parquet_columns(spec: FeatureSpec) -> dict[str, Any]:
     """Return the `ColumnKind` of each column of a Parquet file of `spec`."""
     from dataloading.dataset.parquet_files import ColumnKind
 
-    kinds = dict.fromkeys(spec.numerical, ColumnKind.number) | {spec.label: ColumnKind.label}
+    kinds = dict.fromkeys(spec.numerical, ColumnKind.number)
+    kinds |= {
+        column.name: ColumnKind.label if column.is_binary else ColumnKind.number
+        for column in spec.row_columns
+    }
     return kinds | {
         f.name: ColumnKind.id if f.hotness == 1 else ColumnKind.ids for f in spec.categorical
     }

@@ -13,8 +13,9 @@ from threading import Lock
 
 import numpy as np
 
-from dataloading.dataset.binary import LABEL_DTYPE, BinarySource, SplitColumns
+from dataloading.dataset.binary import BinarySource, SplitColumns
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.row_columns import LABEL_DTYPE
 from dataloading.dataset.row_groups import RowGroup, SplitGroups
 from dataloading.dataset.source import Allocate, Columns
 from dataloading.dataset.split_files import SplitFiles
@@ -35,7 +36,9 @@ class ParquetSource:
         self._splits = {split: SplitGroups(files.parquet) for split, files in spec.splits.items()}
         largest = max(split.granule for split in self._splits.values())
         ids = sum(feature.mean_hotness for feature in spec.categorical)
-        row_bytes = 4 * (1 + len(spec.numerical)) + spec.ids_dtype.itemsize * ids
+        row_bytes = (
+            4 * (len(spec.row_columns) + len(spec.numerical)) + spec.ids_dtype.itemsize * ids
+        )
         self._num_kept = max(LEAST_KEPT, int(KEPT_BYTES / (largest * row_bytes)))
         self._groups = _GroupCache(self._num_kept)
         self._fits = {
@@ -69,7 +72,7 @@ class ParquetSource:
         """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
 
         Raises:
-            ValueError: a missing value, an id outside its table, or a label other than 0 and 1; the message
+            ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the message
                 names row and file.
         """
         if self._fits[split]:
@@ -92,9 +95,10 @@ class ParquetSource:
         ids_at = [0] * len(num_ids)
         for group, rows in pieces:
             place = slice(at, at + rows.stop - rows.start)
-            out.labels[place] = group.labels[rows]
-            for column, values in enumerate(group.numerical):
-                out.numerical[place, column] = values[rows]
+            for (_, values), numbers in zip(out.row_columns(self.spec), group.columns, strict=True):
+                values[place] = numbers[rows]
+            for column, numbers in enumerate(group.numerical):
+                out.numerical[place, column] = numbers[rows]
             for index, feature in enumerate(self.spec.categorical):
                 ends = group.offsets[index]
                 if ends is None:
@@ -135,8 +139,13 @@ def _joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spl
             bounds = [group.offsets[index] for group in groups]
             lengths = np.concatenate([np.diff(ends) for ends in bounds if ends is not None])
             offsets[feature.name] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    labels = np.concatenate([group.labels for group in groups]).astype(LABEL_DTYPE)
-    return SplitColumns(labels, numerical, ids, offsets, files)
+    row_columns = {
+        column.name: np.concatenate([group.columns[index] for group in groups]).astype(
+            LABEL_DTYPE if column.is_binary else np.float32
+        )
+        for index, column in enumerate(spec.row_columns)
+    }
+    return SplitColumns(row_columns, numerical, ids, offsets, files)
 
 
 def _num_ids(group: RowGroup, index: int, rows: slice) -> int:

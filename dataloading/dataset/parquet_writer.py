@@ -1,6 +1,6 @@
 """Writer of a split as Parquet, with the interface and the checks of the split binary writer.
 
-Every feature is one column: the label int8, numericals float16 or float32, ids in the spec's dtype, or lists
+Every feature is one column: a binary label int8, numericals float16 or float32, ids in the spec's dtype, or lists
 of it for several ids per row. Values are stored without dictionaries, which take five times as long to read
 (`benchmarks/README.md`).
 """
@@ -108,7 +108,10 @@ class ParquetSplitWriter(SplitWriter):
         return min(file.num_rows for file in self._files()) - self._written
 
     def _write_group(self, num_rows: int) -> None:
-        columns = {self.spec.label: pa.array(_take(self._label, num_rows).view(np.int8))}
+        columns = {}
+        for column in self.spec.row_columns:
+            numbers = _take(self._columns[column.name], num_rows)
+            columns[column.name] = pa.array(numbers.view(np.int8) if column.is_binary else numbers)
         if self._numerical is not None:
             numerical = _take(self._numerical, num_rows)
             for index, name in enumerate(self.spec.numerical):

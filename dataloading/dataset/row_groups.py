@@ -19,13 +19,13 @@ class RowGroup:
     """Decoded rows, one array per column.
 
     Attributes:
-        labels: numbers [n], each 0 or 1.
+        columns: numbers [n] of each label, of the weight and of the keep rate, checked, in the spec's order.
         numerical: numbers [n], one array per feature.
         ids: integers, flat, one array per feature, checked against its table.
         offsets: int [n + 1] of ragged features, None where the hotness is fixed.
     """
 
-    labels: np.ndarray
+    columns: list[np.ndarray]
     numerical: list[np.ndarray]
     ids: list[np.ndarray]
     offsets: list[np.ndarray | None]
@@ -67,11 +67,11 @@ class SplitGroups:
         """Read a row group.
 
         Raises:
-            ValueError: damaged Parquet data, a missing value, an id outside its table, or a label other than
-                0 and 1; the message names row and file.
+            ValueError: damaged Parquet data, a missing value, an id outside its table, or an invalid label, weight or keep
+                rate; the message names row and file.
         """
         part, inside = self._locate(group)
-        names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
+        names = spec.names
         try:
             table = self._open(part).read_row_group(inside, columns=names, use_threads=False)
         except (pa.ArrowException, OSError, MemoryError) as error:
@@ -86,14 +86,19 @@ class SplitGroups:
                 "write the file again"
             )
         where = _Place(self.paths[part], self._first_row_in_part(group))
-        labels = where.numbers(table, spec.label)
-        wrong = (labels != 0) & (labels != 1)
-        if wrong.any():
-            row = int(wrong.argmax())
-            raise ValueError(f"label {labels[row]} at {where.row(row)}; want 0 or 1")
+        columns = []
+        for column in spec.row_columns:
+            numbers = where.numbers(table, column.name)
+            wrong = column.wrong(numbers)
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise ValueError(
+                    f"{spec.title(column)} {numbers[row]} at {where.row(row)}; want {column.wanted}"
+                )
+            columns.append(numbers)
         numerical = [where.numbers(table, name) for name in spec.numerical]
         decoded = [where.ids(table, feature) for feature in spec.categorical]
-        return RowGroup(labels, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+        return RowGroup(columns, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
 
     def _locate(self, group: int) -> tuple[int, int]:
         """Return the file of a row group, and its index in that file."""

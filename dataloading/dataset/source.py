@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """(shape, dtype) -> array, not necessarily zeroed. The loader passes a function that returns pinned memory,
@@ -20,10 +21,12 @@ class Columns:
 
     Attributes:
         numerical: float32 [B, num_numerical]; (B, 0) in a dataset without numericals.
-        labels: float32 [B].
+        labels: float32 [B]; [B, labels] with several.
         values: all ids, feature after feature, int32 (int64 if any table has 2**31 rows or more).
         ids: one view into `values` per feature, in the spec's order: flat [num_valid * hotness] or [sum of lengths].
         lengths: int32 [B] for ragged features, None where the hotness is fixed.
+        weights: float32 [B], 0 of padding rows; None without such a column.
+        keep_rates: float32 [B], 1 of padding rows; None without such a column.
     """
 
     numerical: np.ndarray
@@ -31,6 +34,8 @@ class Columns:
     values: np.ndarray
     ids: list[np.ndarray]
     lengths: list[np.ndarray | None]
+    weights: np.ndarray | None = None
+    keep_rates: np.ndarray | None = None
 
     @classmethod
     def empty(
@@ -52,16 +57,30 @@ class Columns:
         """
         assert num_valid <= padded_to
         numerical = allocate((padded_to, len(spec.numerical)), np.dtype(np.float32))
-        labels = allocate((padded_to,), np.dtype(np.float32))
+        several = (len(spec.labels),) if len(spec.labels) > 1 else ()
+        labels = allocate((padded_to, *several), np.dtype(np.float32))
         values = allocate((sum(num_ids),), spec.ids_dtype)
         lengths = [
             np.zeros(padded_to, np.int32) if f.hotness is None else None for f in spec.categorical
         ]
         numerical[num_valid:] = 0
         labels[num_valid:] = 0
+        weights = keep_rates = None
+        if spec.weight is not None:
+            weights = allocate((padded_to,), np.dtype(np.float32))
+            weights[num_valid:] = 0
+        if spec.keep_rate is not None:
+            keep_rates = allocate((padded_to,), np.dtype(np.float32))
+            keep_rates[num_valid:] = 1
         ends = np.cumsum(num_ids)
         ids = [values[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
-        return cls(numerical, labels, values, ids, lengths)
+        return cls(numerical, labels, values, ids, lengths, weights, keep_rates)
+
+    def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
+        """Return each of `spec.row_columns` with its numbers, a view [B] that may be filled."""
+        labels = [self.labels] if self.labels.ndim == 1 else [*self.labels.T]
+        single = [numbers for numbers in (self.weights, self.keep_rates) if numbers is not None]
+        return list(zip(spec.row_columns, [*labels, *single], strict=True))
 
 
 class Source(Protocol):

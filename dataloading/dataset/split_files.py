@@ -24,7 +24,8 @@ class SplitFiles:
     Attributes:
         num_rows: rows of every file.
         numerical: file of the numericals; None without numericals.
-        label: file of the label; None in a synthetic stream.
+        columns: file of each label, of the weight and of the keep rate, by name; the first label comes first. Empty in a
+            synthetic stream.
         ids: file of each categorical feature, by name.
         offsets: file of each ragged feature, by name.
         parquet: Parquet files that hold all columns, in order; the files above do not exist then.
@@ -32,15 +33,21 @@ class SplitFiles:
 
     num_rows: int
     numerical: Path | None = None
-    label: Path | None = None
+    columns: dict[str, Path] = field(default_factory=dict)
     ids: dict[str, Path] = field(default_factory=dict)
     offsets: dict[str, Path] = field(default_factory=dict)
     parquet: tuple[Path, ...] = ()
 
     def paths(self) -> list[Path]:
         """Return all files."""
-        single = [path for path in (self.numerical, self.label) if path is not None]
-        return [*single, *self.ids.values(), *self.offsets.values(), *self.parquet]
+        single = [] if self.numerical is None else [self.numerical]
+        several = (self.columns, self.ids, self.offsets)
+        return [*single, *(path for paths in several for path in paths.values()), *self.parquet]
+
+    @property
+    def first_label(self) -> Path:
+        """File of the first label, whose size tells the number of rows."""
+        return next(iter(self.columns.values()))
 
     def mean_hotness(self, name: str, dtype: np.dtype) -> float:
         """Return the mean ids per row of a ragged feature."""
@@ -53,10 +60,12 @@ class RowBytes:
 
     Attributes:
         numerical: bytes of all numericals of a row.
+        columns: bytes of a row's label, weight or keep rate, by name.
         ids: bytes of a row's ids, by feature; for a ragged feature the bytes of one id.
     """
 
     numerical: int
+    columns: Mapping[str, int]
     ids: Mapping[str, int]
 
 
@@ -79,7 +88,7 @@ def parse_chunks(
     chunks: object,
     *,
     numericals: tuple[str, ...],
-    label_name: str,
+    columns: Mapping[str, str],
     ragged: Mapping[str, bool],
 ) -> SplitFiles:
     """Return the files in the `source_spec` of one split, without row counts.
@@ -89,40 +98,42 @@ def parse_chunks(
         where: key of `chunks`, with which every error starts.
         chunks: value of that key.
         numericals: names of the numericals in channel order.
-        label_name: name of the label.
+        columns: channel of each label, of the weight and of the keep rate, by name.
         ragged: per categorical feature, whether it is ragged.
     """
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
     if any(isinstance(chunk, Mapping) and chunk.get("type") == PARQUET for chunk in chunks):
         return SplitFiles(
-            0, parquet=_parquet_files(root, where, chunks, {*numericals, label_name, *ragged})
+            0, parquet=_parquet_files(root, where, chunks, {*numericals, *columns, *ragged})
         )
     numerical: Path | None = None
-    label: Path | None = None
+    single: dict[str, Path] = {}
     ids: dict[str, Path] = {}
     offsets: dict[str, Path] = {}
     for number, chunk in enumerate(chunks):
         here = f"{where}[{number}]"
         names, paths = _parse_chunk(root, here, chunk, ragged)
-        if names == (label_name,):
-            expect(label is None, here, names, "the label once in a split")
-            label = paths[0]
+        if len(names) == 1 and names[0] in columns:
+            channel = columns[names[0]]
+            expect(names[0] not in single, here, names, f"the {channel} once in a split")
+            single[names[0]] = paths[0]
         elif names == numericals and names:
             expect(numerical is None, here, names, "the numericals once in a split")
             numerical = paths[0]
         else:
-            single = len(names) == 1 and names[0] in ragged
+            alone = len(names) == 1 and names[0] in ragged
             want = "all numericals in channel order, or the label alone, or one categorical feature alone"
-            expect(single, f"{here}.features", list(names), want)
+            expect(alone, f"{here}.features", list(names), want)
             expect(names[0] not in ids, here, names[0], "every feature once in a split")
             ids[names[0]] = paths[0]
             if len(paths) == 2:
                 offsets[names[0]] = paths[1]
     missing = [name for name in ragged if name not in ids]
-    missing += [label_name] * (label is None) + [*numericals] * (numerical is None)
+    missing += [name for name in columns if name not in single]
+    missing += [*numericals] * (numerical is None)
     expect(not missing, where, missing, "a chunk for every feature; these have none")
-    return SplitFiles(0, numerical, label, ids, offsets)
+    return SplitFiles(0, numerical, {name: single[name] for name in columns}, ids, offsets)
 
 
 def _parse_chunk(
@@ -183,15 +194,13 @@ def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
             if name and (root / name).is_file()
         }
 
-    if test.label is None:
+    if not test.columns:
         return {}
-    single = {"label": test.label} | (
-        {} if test.numerical is None else {"numerical": test.numerical}
-    )
-    files, ids, offsets = found(single), found(test.ids), found(test.offsets)
-    if len(files) + len(ids) + len(offsets) < len(single) + len(test.ids) + len(test.offsets):
+    numerical = found({} if test.numerical is None else {"": test.numerical})
+    columns, ids, offsets = found(test.columns), found(test.ids), found(test.offsets)
+    if len(numerical) + len(columns) + len(ids) + len(offsets) < len(test.paths()):
         return {}
-    return {"validation": SplitFiles(0, files.get("numerical"), files["label"], ids, offsets)}
+    return {"validation": SplitFiles(0, numerical.get(""), columns, ids, offsets)}
 
 
 def find_file(root: Path, name: object) -> Path:
@@ -226,7 +235,7 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def count_rows(files: SplitFiles, widths: RowBytes) -> int:
-    """Return the rows of a split, by the size of its label file.
+    """Return the rows of a split, by the size of the file of its first label.
 
     Args:
         files: files of the split; `num_rows` is ignored.
@@ -235,18 +244,20 @@ def count_rows(files: SplitFiles, widths: RowBytes) -> int:
     Raises:
         ValueError: the split is empty, or the size of a file does not match the number of labels.
     """
-    assert files.label is not None
-    num_rows = files.label.stat().st_size
+    label, label_bytes = files.first_label, widths.columns[next(iter(files.columns))]
+    num_rows = label.stat().st_size // label_bytes
     if num_rows == 0:
-        raise ValueError(f"{files.label} is empty: want one byte per row; write the dataset again")
+        width = "one byte" if label_bytes == 1 else f"{label_bytes} bytes"
+        raise ValueError(f"{label} is empty: want {width} per row; write the dataset again")
     fixed = {} if files.numerical is None else {files.numerical: widths.numerical}
+    fixed |= {path: widths.columns[name] for name, path in files.columns.items()}
     fixed |= {
         path: widths.ids[name] for name, path in files.ids.items() if name not in files.offsets
     }
     for path, row_bytes in fixed.items():
-        _check_size(path, row_bytes, num_rows, num_rows, files.label)
+        _check_size(path, row_bytes, num_rows, num_rows, label)
     for name, path in files.offsets.items():
-        _check_size(path, OFFSET_DTYPE.itemsize, num_rows + 1, num_rows, files.label)
+        _check_size(path, OFFSET_DTYPE.itemsize, num_rows + 1, num_rows, label)
         offsets = mapped(path, OFFSET_DTYPE)
         num_ids, rest = divmod(files.ids[name].stat().st_size, widths.ids[name])
         if offsets[0] != 0 or offsets[-1] != num_ids or rest:

@@ -79,7 +79,9 @@ def plan_memory(
     model = build_meta(config.model, spec)
     activations = model.activations()
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
-    row = 4 * (len(spec.numerical) + 1) + ID_BYTES * sum(x.mean_hotness for x in spec.categorical)
+    row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * sum(
+        x.mean_hotness for x in spec.categorical
+    )
     # Bytes per sample of its own embeddings.
     embedding_bytes = pooled_columns(declared_tables(config.model, spec)) * _sent_bytes(config)
     local = batch * embedding_bytes

@@ -22,6 +22,7 @@ from dataloading.dataset.documents import read_json, read_text
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, measured
 from dataloading.dataset.parquet import ParquetSource
 from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_file
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect
 from preproc.convert.rows import SourceRows, natural_order
 from preproc.convert.text_proto import Message, parse_text_proto
@@ -85,7 +86,7 @@ def merlin_rows(root: Path) -> SourceRows:
         root=root,
         numerical=tuple(roles.numerical),
         numerical_dtype=np.dtype(np.float32),
-        label=roles.labels[0],
+        labels=(RowColumn(roles.labels[0]),),
         categorical=tuple(features),
         splits={name: SplitFiles(0, parquet=tuple(files)) for name, files in splits.items()},
         metadata={},

@@ -25,6 +25,7 @@ import numpy as np
 from configs.messages import shortened, shown
 from dataloading.dataset.documents import check_regular, open_regular
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles
 from preproc.convert.rows import CHUNK_ROWS, Chunk, natural_order
 
@@ -76,7 +77,7 @@ class NpyRows:
             root=root,
             numerical=tuple(f"num_{i}" for i in range(self._days[0].num_numerical)),
             numerical_dtype=np.dtype(np.float32),
-            label="label",
+            labels=(RowColumn("label"),),
             categorical=tuple(
                 CategoricalFeature.of(f"cat_{i}", rows + 1, count)
                 for i, (rows, count) in enumerate(zip(largest, hotness, strict=True))

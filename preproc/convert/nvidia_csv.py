@@ -24,6 +24,7 @@ from dataloading.dataset.durable_files import (
     sync_tree,
 )
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect, find_file, names_of
 from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows
 
@@ -80,7 +81,7 @@ class CsvRows:
             root=root,
             numerical=numerical,
             numerical_dtype=np.dtype(numerical_dtype),
-            label=labels[0],
+            labels=(RowColumn(labels[0]),),
             categorical=tuple(
                 CategoricalFeature.of(
                     name,
@@ -237,6 +238,11 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{several[0]} has several ids per row, which the CSV format cannot hold; use to=parquet"
         )
+    if len(spec.row_columns) > 1 or not spec.labels[0].is_binary:
+        names = ", ".join(column.name for column in spec.row_columns)
+        raise ValueError(
+            f"the CSV format holds one binary label, and the dataset has {names}; use to=parquet"
+        )
     with new_output(root, overwrite) as directory:
         for split in spec.splits:
             _write_split(rows, split, directory / f"{split}.csv")
@@ -247,7 +253,7 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
 def _write_split(rows: Rows, split: str, path: Path) -> None:
     spec = rows.spec
     schema = pa.schema(
-        [(spec.label, pa.int8())]
+        [(spec.labels[0].name, pa.int8())]
         + [(name, pa.float32()) for name in spec.numerical]
         + [(feature.name, pa.int64()) for feature in spec.categorical]
     )
@@ -263,7 +269,6 @@ def _write_split(rows: Rows, split: str, path: Path) -> None:
 
 
 def _document(spec: FeatureSpec) -> dict[str, Any]:
-    names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
     features: dict[str, dict[str, Any]] = {
         feature.name: {"cardinality": feature.cardinality}
         | ({"table": feature.table} if feature.table not in (None, feature.name) else {})
@@ -272,13 +277,13 @@ def _document(spec: FeatureSpec) -> dict[str, Any]:
     return {
         "channel_spec": {
             "categorical": [feature.name for feature in spec.categorical],
-            "label": [spec.label],
+            "label": [spec.labels[0].name],
             "numerical": list(spec.numerical),
         },
-        "feature_spec": features | {name: {} for name in (*spec.numerical, spec.label)},
+        "feature_spec": features | {name: {} for name in (*spec.numerical, spec.labels[0].name)},
         "metadata": {},
         "source_spec": {
-            split: [{"type": TYPE, "features": names, "files": [f"{split}.csv"]}]
+            split: [{"type": TYPE, "features": spec.names, "files": [f"{split}.csv"]}]
             for split in spec.splits
             if split != "validation"
         },

@@ -20,16 +20,20 @@ class Chunk:
     """Consecutive rows, in the form of the arguments of `SplitWriter.append`.
 
     Attributes:
-        labels: numbers [n].
+        labels: numbers [n], or [n, labels] of several.
         numerical: numbers [n, num_numerical]; None without numericals.
         ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
         lengths: ids per row, [n], of each ragged feature.
+        weights: numbers [n]; None without such a column.
+        keep_rates: numbers [n]; None without such a column.
     """
 
     labels: np.ndarray
     numerical: np.ndarray | None
     ids: Mapping[str, np.ndarray]
     lengths: Mapping[str, np.ndarray]
+    weights: np.ndarray | None = None
+    keep_rates: np.ndarray | None = None
 
 
 class Rows(Protocol):
@@ -70,7 +74,9 @@ class SourceRows:
                 else:
                     ids[feature.name], lengths[feature.name] = values, counts
             numerical = columns.numerical if self.spec.numerical else None
-            yield Chunk(columns.labels, numerical, ids, lengths)
+            yield Chunk(
+                columns.labels, numerical, ids, lengths, columns.weights, columns.keep_rates
+            )
 
 
 def natural_order(path: Path) -> list[int]:

@@ -65,7 +65,9 @@ def _write_dataset(
         output,
         categorical=spec.categorical,
         numerical=spec.numerical,
-        label=spec.label,
+        label=spec.labels,
+        weight=spec.weight.name if spec.weight else None,
+        keep_rate=spec.keep_rate.name if spec.keep_rate else None,
         numerical_dtype=spec.numerical_dtype.name,
         file_format=config.to.name,
         splits=tuple(spec.splits),
@@ -81,14 +83,23 @@ def _write_dataset(
                     dataset[split].append(
                         numerical=chunk.numerical,
                         labels=chunk.labels,
+                        weights=chunk.weights,
+                        keep_rates=chunk.keep_rates,
                         ids=chunk.ids,
                         lengths=chunk.lengths,
                     )
                     summary.rows += len(chunk.labels)
-                    summary.clicks += int(np.count_nonzero(chunk.labels))
+                    summary.clicks += _clicks(spec, chunk.labels)
                     stage.update(summary.rows, rows=summary.rows)
                 stage.name = f"write {split}: {summary.rows:,} rows"
     return summaries
+
+
+def _clicks(spec: FeatureSpec, labels: np.ndarray) -> int:
+    """Return the rows of which the label with a rate is 1; 0 if no label is binary."""
+    label = spec.rate_label
+    of_label = labels if labels.ndim == 1 else labels[:, spec.labels.index(label)]
+    return int(np.count_nonzero(of_label)) if label.is_binary else 0
 
 
 def find_rows(path: Path, numerical_dtype: str) -> Rows:

@@ -25,7 +25,8 @@ COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
 class SplitSummary:
     """Statistics of one split: rows, rows labelled 1, and ids that are 0 per categorical feature.
 
-    `unseen` counts values without an id, if the run counts them.
+    The label is the first binary one; `clicks` stays 0 without any. `unseen` counts values without an id, if the run counts
+    them.
     """
 
     rows: int

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.dataset.binary import LABEL_DTYPE
 from dataloading.dataset.documents import resolved
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
 
 _UNLISTED = (None, None)
@@ -46,7 +46,7 @@ class FileTask:
         crc32: its expected CRC-32, hexadecimal; None if the spec lists none.
         column: check of its items; None: only the checksum is compared.
         parquet: spec of its columns, if it is a Parquet file.
-        split: split whose label rate it belongs to; None unless it holds labels.
+        split: split whose rows it counts; None unless it holds the label of the label rate.
     """
 
     path: Path
@@ -72,9 +72,11 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
                 yield FileTask(path, num_bytes, crc32, parquet=spec, split=split)
             continue
         num_rows = _num_rows(spec, split, files)
-        assert files.label is not None
-        label = Column(LABEL_DTYPE, lambda items: items > 1, "labels other than 0 and 1", _row)
-        yield task(files.label, label, num_rows, split)
+        counted = spec.rate_label
+        for column in spec.row_columns:
+            size = num_rows * column.stored.itemsize
+            name = split if column == counted else None
+            yield task(files.columns[column.name], _row_column(spec, column), size, name)
         if files.numerical is not None:
             yield task(files.numerical, _numerical(spec), num_rows * _row_bytes(spec))
         for feature in spec.categorical:
@@ -136,8 +138,10 @@ def _num_rows(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
     written = listed_rows(spec, split)
     if written is not None:
         return written
-    assert files.label is not None
-    rows = [files.label.stat().st_size]
+    rows = [
+        files.columns[column.name].stat().st_size // column.stored.itemsize
+        for column in spec.row_columns
+    ]
     if files.numerical is not None:
         rows.append(files.numerical.stat().st_size // _row_bytes(spec))
     for feature in spec.categorical:
@@ -155,6 +159,18 @@ def _row_bytes(spec: FeatureSpec) -> int:
 
 def _row(index: int) -> str:
     return f"row {index:,}"
+
+
+def _row_column(spec: FeatureSpec, column: RowColumn) -> Column:
+    return Column(column.stored, column.wrong, mistakes(spec, column), _row)
+
+
+def mistakes(spec: FeatureSpec, column: RowColumn) -> str:
+    """Return what the invalid numbers of a label, weight or keep rate are, in words."""
+    named = "" if spec.labels == (column,) else f" of '{column.name}'"
+    if column.is_binary:
+        return f"labels{named} other than 0 and 1"
+    return f"{column.channel}s{named} other than {column.wanted}"
 
 
 def _numerical(spec: FeatureSpec) -> Column:

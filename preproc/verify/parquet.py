@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
 from dataloading.dataset.parquet_files import check_columns, open_file
+from preproc.verify.binary import mistakes
 
 
 def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[str, int]]]:
@@ -21,7 +22,6 @@ def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[st
     Returns:
         rows, rows labelled 1, and per kind of mistake (description with the first place, number of mistakes).
     """
-    names = [spec.label, *spec.numerical, *(feature.name for feature in spec.categorical)]
     counts: dict[str, int] = {}
     firsts: dict[str, str] = {}
     num_rows = ones = 0
@@ -29,12 +29,12 @@ def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[st
         with open_file(path) as file:
             check_columns(path, file.schema_arrow, parquet_columns(spec))
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=names, use_threads=False)
+                table = file.read_row_group(group, columns=spec.names, use_threads=False)
                 for kind, rows, first in _mistakes(table, spec):
                     counts[kind] = counts.get(kind, 0) + len(rows)
                     firsts.setdefault(kind, f"{first} at row {num_rows + int(rows[0]):,}")
                 num_rows += len(table)
-                ones += pc.sum(pc.equal(table.column(spec.label), 1)).as_py() or 0
+                ones += pc.sum(pc.equal(table.column(spec.rate_label.name), 1)).as_py() or 0
     except (ValueError, pa.ArrowException, OSError) as error:
         return num_rows, ones, [(str(error).partition("\n")[0].removeprefix(f"{path}: "), 1)]
     mistakes = [(f"{n:,} {kind}, the first {firsts[kind]}", n) for kind, n in counts.items()]
@@ -43,14 +43,15 @@ def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[st
 
 def _mistakes(table: pa.Table, spec: FeatureSpec) -> Iterator[tuple[str, np.ndarray, object]]:
     """Yield (kind of mistake, its rows in `table`, the first such value)."""
-    for name in (spec.label, *spec.numerical):
+    single = {column.name: column for column in spec.row_columns}
+    for name in (*single, *spec.numerical):
         column = table.column(name)
         missing = np.flatnonzero(np.asarray(column.is_null()))
         if len(missing):
             yield f"missing values of '{name}'", missing, None
         values = np.asarray(pc.fill_null(column, False if pa.types.is_boolean(column.type) else 0))
-        if name == spec.label:
-            wrong, kind = (values != 0) & (values != 1), "labels other than 0 and 1"
+        if name in single:
+            wrong, kind = single[name].wrong(values), mistakes(spec, single[name])
         else:
             wrong, kind = ~np.isfinite(values), f"numericals of '{name}' that are not finite"
         if wrong.any():

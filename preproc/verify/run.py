@@ -61,10 +61,12 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     for name, split in findings.splits.items():
         files = spec.splits[name]
-        where = files.label or files.parquet[0].parent
-        if split.rows and split.clicks in (0, split.rows):
+        label = spec.rate_label
+        where = files.parquet[0].parent if files.parquet else files.columns[label.name]
+        if label.is_binary and split.rows and split.clicks in (0, split.rows):
             findings.add(
-                where, f"every label is {int(split.clicks > 0)}; nothing to learn or score"
+                where,
+                f"every {spec.title(label)} is {int(split.clicks > 0)}; nothing to learn or score",
             )
         written = listed_rows(spec, name)
         if files.parquet and written is not None and written != split.rows:

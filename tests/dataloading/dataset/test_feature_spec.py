@@ -12,6 +12,7 @@ import yaml
 
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, id_dtype
+from dataloading.dataset.row_columns import RowColumn
 from tests.helpers.handwritten import ROWS, SPEC, write_files, write_handwritten
 
 
@@ -37,7 +38,7 @@ def test_a_spec_with_anchors_and_names_in_bin_is_read(root):
     spec = FeatureSpec.load(root)
     assert spec.numerical == ("num_0", "num_1")
     assert spec.numerical_dtype == np.float16
-    assert spec.label == "label"
+    assert spec.labels == (RowColumn("label"),)
     assert [(f.name, f.cardinality, f.dtype, f.hotness) for f in spec.categorical] == [
         ("cat_0.bin", 10, np.int8, 1),
         ("cat_1.bin", 40000, np.int32, 1),
@@ -151,14 +152,17 @@ def test_ids_in_memory_are_wide_only_for_a_table_that_needs_it(root):
     spec = FeatureSpec.load(root)
     assert spec.ids_dtype == np.int32
     huge = CategoricalFeature("huge", 2**31, np.dtype(np.int64), 1, 1)
-    assert FeatureSpec(None, (), np.dtype("f4"), "y", (huge,), {}, {}).ids_dtype == np.int64
+    assert (
+        FeatureSpec(None, (), np.dtype("f4"), (RowColumn("y"),), (huge,), {}, {}).ids_dtype
+        == np.int64
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("label: [label]", "label: [label, other]", "channel_spec.label: got ['label', 'other'], want exactly one"),
-        ("label: [label]", "label: []", "channel_spec.label: got [], want exactly one label"),
+        ("label: [label]", "label: [label, other]", "feature_spec: got ['other'], want an entry for every feature"),
+        ("label: [label]", "label: []", "channel_spec.label: got [], want at least one label"),
         ("[cat_0.bin, cat_1.bin]", "[]", "channel_spec.categorical: got [], want at least one feature"),
         ("[cat_0.bin, cat_1.bin]", "[cat_0.bin]", "channel_spec: got ['cat_1.bin'], want a channel for every"),
         ("[cat_0.bin, cat_1.bin]", "[cat_0.bin, cat_0.bin, cat_1.bin]", "want every feature in one channel, once"),
@@ -177,7 +181,7 @@ def test_ids_in_memory_are_wide_only_for_a_table_that_needs_it(root):
         ("dtype: int8", "dtype: int8, table: ''", "feature_spec.cat_0.bin.table: got '', want the name of a table"),
         ("dtype: int8", "dtype: int8, table: cat_1.bin",
          "feature_spec.cat_1.bin.cardinality: got 40000, want 10, that of 'cat_0.bin', which has the same table 'cat_1.bin'"),
-        ("label: {dtype: bool}", "label: {dtype: int8}", "feature_spec.label.dtype: got 'int8', want bool"),
+        ("label: {dtype: bool}", "label: {dtype: int8}", "feature_spec.label.dtype: got 'int8', want bool or float16 or float32"),
         ("num_0: {dtype: float16}", "num_0: {dtype: int32}", "num_0.dtype: got 'int32', want float16 or float32"),
         ("num_0: {dtype: float16}", "num_0: {dtype: float32}", "want one dtype for all numericals"),
         ("metadata: {}", "metadata: 3", "metadata: got 3, want a mapping"),

@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dataloading.batch import Batch, jagged
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.state import plain_config
 from nn.embedding.collection import build_embeddings, embeddings_of, initialise_tables
@@ -35,7 +36,7 @@ def spec_of(*names, num_numerical=3):
         root=None,
         numerical=tuple(f"num_{i}" for i in range(num_numerical)),
         numerical_dtype=np.dtype(np.float32),
-        label="label",
+        labels=(RowColumn("label"),),
         categorical=tuple(
             CategoricalFeature.of(*pair) for pair in zip(names, CARDINALITIES, strict=False)
         ),
@@ -153,7 +154,7 @@ def test_the_published_models_have_their_sizes(options, wanted):
         None,
         tuple(f"num_{i}" for i in range(13)),
         np.dtype(np.float32),
-        "label",
+        (RowColumn("label"),),
         tuple(CategoricalFeature.of(f"cat_{i}", 10) for i in range(26)),
         {},
         {},

@@ -284,7 +284,11 @@ def test_merlins_parquet_with_its_schema(tmp_path, to):
         ("userId", 8, 1),  # its int_domain reaches 7
         ("genres", 300, None),
     ]
-    assert (spec.label, spec.numerical, spec.numerical_dtype) == ("click", ("age",), np.float32)
+    assert (spec.labels[0].name, spec.numerical, spec.numerical_dtype) == (
+        "click",
+        ("age",),
+        np.float32,
+    )
     train = columns_of(out, "train")
     assert train.labels.tolist() == [1, 0, 1, 1, 0, 1]
     assert train.numerical[:, 0].tolist() == np.float32([0.1, 0.2, 0.3] * 2).tolist()
