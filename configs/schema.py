@@ -97,12 +97,13 @@ class TableDtype(Enum):
 
 
 class OptimizerName(StrEnum):
-    """Optimizers that exist both for tables and for the dense component."""
+    """Built-in optimizers: all of them for tables, all but `ftrl` for the dense component."""
 
     sgd = "sgd"
     adagrad = "adagrad"
     rowwise_adagrad = "rowwise_adagrad"
     adam = "adam"
+    ftrl = "ftrl"
 
 
 class ShardingType(Enum):
@@ -287,7 +288,8 @@ class OptimizerConfig:
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps")
     embedding_name: str | None = option(
         None,
-        "optimizer of the tables, or package.module:NAME of a TableRule; null: optimizer.name",
+        "optimizer of the tables: those of optimizer.name, or ftrl, or package.module:NAME of a TableRule; null: "
+        "optimizer.name",
     )
     embedding_lr: float | None = option(
         None, "peak learning rate of the tables; null: optimizer.lr"
@@ -309,6 +311,11 @@ class OptimizerConfig:
         "L2 of the tables: the gradient of each row that a step looks up gets embedding_l2 * its weights, once; every "
         "optimizer of tables; not with ragged features or row-wise tables",
     )
+    ftrl_l1: float = option(
+        0.0, "ftrl's L1: the larger, the more weights of tables are exactly zero"
+    )
+    ftrl_l2: float = option(0.0, "ftrl's L2, on the weight itself and not on its change")
+    ftrl_beta: float = option(1.0, "ftrl's beta, added to the root of the sum of squares")
 
     def __post_init__(self) -> None:
         self.name = _check_optimizer_name("optimizer.name", self.name)
@@ -329,6 +336,28 @@ class OptimizerConfig:
         require(
             self.embedding_l2 >= 0,
             f"optimizer.embedding_l2 must not be negative, got {self.embedding_l2}",
+        )
+        self._check_ftrl()
+
+    def _check_ftrl(self) -> None:
+        require(
+            self.name != OptimizerName.ftrl,
+            "optimizer.name=ftrl: ftrl trains tables only; set optimizer.embedding_name=ftrl, and another optimizer.name",
+        )
+        for name in ("ftrl_l1", "ftrl_l2"):
+            value = getattr(self, name)
+            require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
+        require(
+            self.ftrl_beta > 0,
+            f"optimizer.ftrl_beta must be positive, got {self.ftrl_beta}",
+        )
+        ignored = [
+            name for name, default in FTRL_DEFAULTS.items() if getattr(self, name) != default
+        ]
+        require(
+            not ignored or self.table_name == OptimizerName.ftrl or is_import_path(self.table_name),
+            f"optimizer.{''.join(ignored[:1])} is of ftrl, and tables with {self.table_name} would ignore it; set "
+            "optimizer.embedding_name=ftrl, or leave it out",
         )
 
     def _check_dense_options(self) -> None:
@@ -369,6 +398,8 @@ class OptimizerConfig:
         return self.lr if self.embedding_lr is None else self.embedding_lr
 
 
+FTRL_DEFAULTS = {"ftrl_l1": 0.0, "ftrl_l2": 0.0, "ftrl_beta": 1.0}
+
 PLAIN_SGD: dict[Component, dict[str, Any]] = {
     Component.dense: {
         "name": OptimizerName.sgd,
@@ -376,7 +407,11 @@ PLAIN_SGD: dict[Component, dict[str, Any]] = {
         "nesterov": False,
         "weight_decay": 0.0,
     },
-    Component.tables: {"embedding_name": OptimizerName.sgd, "embedding_l2": 0.0},
+    Component.tables: {
+        "embedding_name": OptimizerName.sgd,
+        "embedding_l2": 0.0,
+        **FTRL_DEFAULTS,
+    },
 }
 """Options of a component that is not trained."""
 

@@ -18,7 +18,7 @@ from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.collection import build_embeddings, keep_float32
 from nn.embedding.multi_hot import MultiHot
-from nn.embedding.optimizer import table_rule
+from nn.embedding.optimizer import fused_rules, table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import binary_tasks
@@ -98,7 +98,7 @@ def check_optimizers(config: Config, spec: FeatureSpec) -> None:
     if rule.fbgemm is None and ragged:
         raise ValueError(
             f"table optimizer {rule.name} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
-            f"tables, and has no {rule.name}; choose a built-in optimizer with optimizer.embedding_name"
+            f"tables, and has no {rule.name}; set optimizer.embedding_name={' or '.join(fused_rules())}"
         )
     l2 = config.effective_optimizer.embedding_l2
     if l2 and ragged:

@@ -49,8 +49,8 @@ class UpdateScalars:
     """Scalars of an update that change from step to step; in device memory, where each replay of a CUDA graph reads them.
 
     Attributes:
-        values: float32 [5]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses the
-            step, the factor of gradients, and `optimizer.embedding_l2`.
+        values: float32 [5 or more]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses
+            the step, the factor of gradients, `optimizer.embedding_l2`, and the options that the `TableRule` names.
         step: number of updates before this one, int32 [1].
     """
 
@@ -58,10 +58,11 @@ class UpdateScalars:
         self, config: OptimizerConfig, gradient_scale: float, device: torch.device
     ) -> None:
         self._beta1, self._beta2 = config.beta1, config.beta2
-        self._has_bias = table_rule(config.table_name).uses_step
-        self.values = torch.ones(5, device=device)
-        self.values[3] = gradient_scale
-        self.values[4] = config.embedding_l2
+        rule = table_rule(config.table_name)
+        self._has_bias = rule.uses_step
+        options = [getattr(config, name) for name in rule.options]
+        values = [1.0, 1.0, 1.0, gradient_scale, config.embedding_l2, *options]
+        self.values = torch.tensor(values, dtype=torch.float32, device=device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lr: float | None = None
 

@@ -55,6 +55,8 @@ class TableRule:
         kernel: branch of the Triton kernel, a `@triton.jit` function, as `package.module:NAME`, since Triton may not be
             installed on machines without a GPU; None: the optimizer trains on CPUs only.
         states: at most two.
+        options: further options of `OptimizerConfig` that an update depends on: `update` finds them by name in its last
+            argument, the kernel from `scalars[5]` on in this order.
         fbgemm: FBGEMM's fused optimizer; None: ragged features and row-wise tables, which require it, are refused.
         fused_on_cpu: whether FBGEMM has the fused optimizer for CPUs too.
         uses_step: whether an update depends on the number of updates before.
@@ -68,6 +70,7 @@ class TableRule:
     update: Update
     kernel: str | None = None
     states: tuple[StateField, ...] = ()
+    options: tuple[str, ...] = ()
     fbgemm: EmbOptimType | None = None
     fused_on_cpu: bool = True
     uses_step: bool = False
@@ -179,6 +182,36 @@ def _adam(
         table.sub_(mean / (variance.sqrt() + group["eps"]) * (touched * group["lr"]))
 
 
+FTRL_OPTIONS = ("table_lr", "ftrl_beta", "ftrl_l1", "ftrl_l2")
+
+
+def _ftrl(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    """FTRL-Proximal (McMahan et al., Ad Click Prediction, 2013, algorithm 1) with per-coordinate rates.
+
+    Two things differ from the paper, and neither if weights start at zero and the learning rate is constant. A weight that
+    starts elsewhere starts with the `z` whose weight it is; with `z` = 0 its first update would move it towards zero. A
+    schedule multiplies the gradient in `z` and leaves alpha alone: a smaller alpha would shrink all weights.
+    """
+    alpha, beta, l1, l2 = (group[name] for name in FTRL_OPTIONS)
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        touched = gradient.ne(0).any(dim=1, keepdim=True)
+        z, n = state["z"], state["n"]
+        of_weight = -(table * (beta / alpha + l2) + table.sign() * l1)
+        root, new_n = n.sqrt(), n + gradient.square()
+        new_root = new_n.sqrt()
+        new_z = torch.where(n == 0, of_weight, z)
+        new_z = new_z + gradient * (group["lr"] / alpha) - table * ((new_root - root) / alpha)
+        weight = (new_z.sign() * l1 - new_z) / ((beta + new_root) / alpha + l2)
+        weight = torch.where(new_z.abs() <= l1, 0, weight)
+        for old, new in ((table, weight), (z, new_z), (n, new_n)):
+            old.copy_(torch.where(touched, new, old))
+
+
 KERNELS = "nn.ops.triton.row_updates"
 
 TABLE_RULES: dict[str, TableRule] = {
@@ -216,6 +249,14 @@ TABLE_RULES: dict[str, TableRule] = {
         uses_step=True,
         leaves_untouched_rows=True,
     ),
+    OptimizerName.ftrl: TableRule(
+        name="ftrl",
+        update=_ftrl,
+        kernel=f"{KERNELS}:ftrl",
+        states=(StateField("z"), StateField("n")),
+        options=FTRL_OPTIONS,
+        leaves_untouched_rows=True,
+    ),
 }
 
 ADDITION = OptimizerConfig(name=OptimizerName.sgd)
@@ -223,13 +264,9 @@ ADDITION = OptimizerConfig(name=OptimizerName.sgd)
 
 
 def update_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the last argument of `TableRule.update`, with the peak learning rate."""
-    return {
-        "lr": config.table_lr,
-        "eps": config.eps,
-        "beta1": config.beta1,
-        "beta2": config.beta2,
-    }
+    """Return the last argument of `TableRule.update`: `lr` (the peak), `eps`, `beta1`, `beta2` and the rule's options."""
+    names = ("eps", "beta1", "beta2", *table_rule(config.table_name).options)
+    return {"lr": config.table_lr} | {name: getattr(config, name) for name in names}
 
 
 @cache
@@ -251,6 +288,11 @@ def table_rule(name: str) -> TableRule:
             "(nn.embedding.optimizer); name one, or a built-in optimizer"
         )
     return rule
+
+
+def fused_rules() -> list[str]:
+    """Return the built-in optimizers that FBGEMM has."""
+    return [rule.name for rule in TABLE_RULES.values() if rule.fbgemm is not None]
 
 
 def less_state(rule: TableRule) -> list[str]:

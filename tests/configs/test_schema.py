@@ -27,6 +27,7 @@ from configs.schema import (
     TrainConfig,
     describe,
 )
+from nn.embedding.optimizer import TABLE_RULES
 from nn.models.dcnv2 import CrossConfig, DCNv2Options
 from nn.models.dlrm import DLRMOptions
 from nn.models.registry import typed_config
@@ -73,7 +74,7 @@ REFUSED = [
     (
         OptimizerConfig,
         {"embedding_name": "lion"},
-        "optimizer.embedding_name: Invalid value 'lion', expected one of [sgd, adagrad, rowwise_adagrad, adam], or "
+        "optimizer.embedding_name: Invalid value 'lion', expected one of [sgd, adagrad, rowwise_adagrad, adam, ftrl], or "
         "package.module:NAME",
     ),
     (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
@@ -93,6 +94,13 @@ REFUSED = [
      "optimizer.weight_decay=0.01 is of adam (AdamW), and optimizer.name=sgd would ignore it; set optimizer.name=adam "
      "(the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
     (OptimizerConfig, {"embedding_l2": -1.0}, "optimizer.embedding_l2 must not be negative, got -1.0"),
+    (OptimizerConfig, {"name": "ftrl"},
+     "optimizer.name=ftrl: ftrl trains tables only; set optimizer.embedding_name=ftrl, and another optimizer.name"),
+    (OptimizerConfig, {"ftrl_l1": -1.0}, "optimizer.ftrl_l1 must not be negative, got -1.0"),
+    (OptimizerConfig, {"ftrl_beta": 0.0}, "optimizer.ftrl_beta must be positive, got 0.0"),
+    (OptimizerConfig, {"embedding_name": "adam", "ftrl_l2": 0.1},
+     "optimizer.ftrl_l2 is of ftrl, and tables with adam would ignore it; set optimizer.embedding_name=ftrl, or leave it "
+     "out"),
     (SchedulerConfig, {"warmup_steps": -1}, "scheduler.warmup_steps must not be negative, got -1"),
     (SchedulerConfig, {"decay_start_step": 5, "warmup_steps": 9},
      "scheduler.decay_start_step=5 lies before the end of scheduler.warmup_steps=9"),
@@ -284,6 +292,8 @@ def test_every_option_is_read():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
+    # A table optimizer names the options of its own.
+    read |= {name for rule in TABLE_RULES.values() for name in rule.options}
     sections = all_sections(Config) | all_sections(DLRMOptions) | all_sections(DCNv2Options)
     sections |= {PreprocConfig, StreamConfig}
     options = {field.name for section in sections for field in fields(section)}

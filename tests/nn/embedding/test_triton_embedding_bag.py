@@ -24,7 +24,8 @@ def make_group(
     dtype: torch.dtype,
     stored: torch.dtype = torch.float32,
 ):
-    config = OptimizerConfig(name=rule, lr=0.1, eps=1e-3)
+    own = {"ftrl_l1": 0.05, "ftrl_l2": 0.1} if rule == OptimizerName.ftrl else {}
+    config = OptimizerConfig(embedding_name=rule, embedding_lr=0.1, eps=1e-3, **own)
     generator = torch.Generator().manual_seed(1)
     shape = {
         OptimizerName.sgd: lambda weight: {},

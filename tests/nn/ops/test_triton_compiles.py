@@ -33,7 +33,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 15
+    assert done.stdout.count("compiled") == 16
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
 
@@ -60,6 +60,7 @@ def run() -> None:
         ("*bf16", "adagrad", 1),
         ("*fp16", "adam", 0),
         ("*fp16", "rowwise_adagrad", 0),
+        ("*bf16", "ftrl", 1),
     ):
         branch = branch_of(TABLE_RULES[OptimizerName[name]])
         build(_segment_update, {"weights": weights}, **update, **branch, LEVEL=level, L2=level == 1)

@@ -23,7 +23,7 @@ from tests.helpers.composed import TINY, compose_config, losses_of_cases
 
 GIB = 2**30
 H200 = 139 * GIB
-SGD, ADAGRAD, ROWWISE, ADAM = (TABLE_RULES[name] for name in OptimizerName)
+SGD, ADAGRAD, ROWWISE, ADAM, _ = (TABLE_RULES[name] for name in OptimizerName)
 WHOLE_OR_COPIED = [ShardingType.table_wise, ShardingType.data_parallel]
 
 # fmt: off
