@@ -99,6 +99,12 @@ class PreprocConfig:
         path=True,
     )
     to: Format = option(Format.binary, "what to convert to: binary, parquet or csv (NVIDIA's)")
+    files_per_split: int | None = option(
+        None,
+        "with mode=convert to=parquet: files of each split, which SPLIT/_file_list.txt lists; null: a file per "
+        "16,777,216 rows, and no list",
+        most=65_536,
+    )
     layout: Layout = option(Layout.criteo, "criteo, table or synthetic; set by dataset=...")
     engine: EngineName = option(
         EngineName.duckdb, "duckdb (this machine) or spark (a cluster); both write the same bytes"
@@ -111,7 +117,7 @@ class PreprocConfig:
     threads: int | None = option(None, "worker threads; null: one per core", most=4096)
     source: Any = option(
         None,
-        "raw logs: a file, a glob or a list of them; .tsv, .gz or .zst; day_2 before day_10",
+        "raw logs: a file, a glob, a _file_list.txt or a list of them; .tsv, .gz or .zst; day_2 before day_10",
         path=True,
     )
     split: Split = option(
@@ -162,6 +168,14 @@ class PreprocConfig:
             f"threads must be positive or null, got {self.threads}",
         )
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
+        files = self.files_per_split
+        require(
+            files is None or files > 0, f"files_per_split must be positive or null, got {files}"
+        )
+        require(
+            files is None or (self.mode is Mode.convert and self.to is Format.parquet),
+            f"files_per_split={files} is for mode=convert to=parquet; the files of a binary dataset are its columns",
+        )
         if self.mode is Mode.verify:
             require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
             return

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from configs.messages import printable, shortened
+from dataloading.dataset.file_list import is_file_list, read_file_list
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 ENDS_BYTES = 1 << 16
@@ -53,8 +54,8 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     """Return the files of `source`, with every check that needs no full read.
 
     Args:
-        source: a path, a glob, or several of them. Matches of one glob are in natural order (day_2
-            before day_10); several patterns keep the order of `source`.
+        source: a path, a glob, a file list, or several of them. Matches of one glob are in natural order (day_2
+            before day_10); several patterns and the files of a list keep their order.
         option: name of the option that `source` came from, for messages.
         tables: accept Parquet files too.
 
@@ -64,6 +65,9 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     """
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
+        if is_file_list(pattern) and Path(pattern).is_file():
+            paths.extend(_listed_files(Path(pattern)))
+            continue
         # An existing path is taken literally, even with a bracket or a star in it.
         try:
             matches = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
@@ -77,6 +81,21 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     if twice:
         raise ValueError(f"{option} names {twice[0]} twice; its rows would count twice")
     return [_open(path, option, tables) for path in paths]
+
+
+def _listed_files(file_list: Path) -> list[Path]:
+    """Return the files that a file list names, relative to it.
+
+    Raises:
+        ValueError: the list is malformed, or a file is missing.
+    """
+    paths = [file_list.parent / name for name in read_file_list(file_list)]
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise ValueError(
+            f"{_name(missing[0])}: no such file, which {_name(file_list)} lists; fetch it, or correct the list"
+        )
+    return paths
 
 
 def refuse_copies(files: Sequence[RawFile]) -> None:

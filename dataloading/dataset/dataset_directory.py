@@ -6,9 +6,10 @@ All files are written to a temporary sibling, the spec last. The sibling is then
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ class DatasetWriter:
     """
 
     def __init__(
-        self, directory: Path, spec: FeatureSpec, splits: Sequence[str], writer: type[SplitWriter]
+        self, directory: Path, spec: FeatureSpec, splits: Mapping[str, Callable[..., SplitWriter]]
     ) -> None:
         self.directory = directory
         self._spec = spec
-        self._splits = {split: writer(directory, split, spec) for split in splits}
+        self._splits = {split: make(directory, split, spec) for split, make in splits.items()}
 
     def __getitem__(self, split: str) -> SplitWriter:
         return self._splits[split]
@@ -99,6 +100,7 @@ def write_dataset(
     splits: Sequence[str] = ("train", "test"),
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    part_rows: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[DatasetWriter]:
     """Write a dataset directory; leaving the block completes it, an exception leaves `root` as it was.
 
@@ -114,6 +116,7 @@ def write_dataset(
         splits: `train`, `test` and any other.
         metadata: plain yaml values; `rows` and `files` are added.
         overwrite: replace a complete dataset, once the new one is complete.
+        part_rows: of a dataset in Parquet, the rows of each file per split; a file list then names the files.
 
     Raises:
         ValueError: at the start, if `root` cannot be written or the features contradict each other; at the end, if
@@ -133,8 +136,11 @@ def write_dataset(
     )
     _check_spec(spec, splits)
     writer = _split_writer(file_format)
+    makers: dict[str, Callable[..., SplitWriter]] = dict.fromkeys(splits, writer)
+    for split, rows in (part_rows or {}).items():
+        makers[split] = partial(writer, part_rows=rows)
     with new_output(root, overwrite) as directory:
-        dataset = DatasetWriter(directory, spec, splits, writer)
+        dataset = DatasetWriter(directory, spec, makers)
         try:
             yield dataset
             dataset.finish()
@@ -196,7 +202,7 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
         raise ValueError(f"metadata: want plain yaml values: {error}") from None
 
 
-def _split_writer(file_format: str) -> type[SplitWriter]:
+def _split_writer(file_format: str) -> Callable[..., SplitWriter]:
     if file_format == "binary":
         return SplitWriter
     if file_format != PARQUET:

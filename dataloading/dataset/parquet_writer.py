@@ -6,8 +6,10 @@ of it for several ids per row. Values are stored without dictionaries, which tak
 """
 
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from io import RawIOBase
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pyarrow.parquet as pq
 from dataloading.dataset.binary import GrowingFile, SplitWriter
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.file_list import FILE_LIST, write_file_list
 from dataloading.dataset.split_files import SplitFiles
 
 ROW_GROUP_ROWS = 16_384
@@ -59,12 +62,29 @@ class ParquetSplitWriter(SplitWriter):
     """Appends chunks of rows to the Parquet files of one split.
 
     Columns should grow together: rows that some column still lacks are kept in memory.
+
+    Args:
+        directory: of the dataset.
+        split: its name.
+        spec: of the dataset.
+        part_rows: rows of each file, which a file list then names; None begins a file after every `PART_ROWS`.
     """
 
     file_type = PendingColumn
 
-    def __init__(self, directory: Path, split: str, spec: FeatureSpec) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        spec: FeatureSpec,
+        part_rows: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(directory, split, spec)
+        self._has_list = part_rows is not None
+        self._part_rows = repeat(PART_ROWS) if part_rows is None else iter(part_rows)
+        self._rows_left = next(self._part_rows)
+        self._begins_part = True
+        self._list_bytes = b""
         (directory / split).mkdir(exist_ok=True)
         self._folder = directory / split
         self._written = 0
@@ -76,8 +96,9 @@ class ParquetSplitWriter(SplitWriter):
     def append(self, **columns: Any) -> None:
         """Append rows, as `SplitWriter.append` does, and write the row groups that are full."""
         super().append(**columns)
-        while self._complete() >= ROW_GROUP_ROWS:
-            self._write_group(ROW_GROUP_ROWS)
+        # A file may end with a smaller row group.
+        while 0 < (num_rows := min(ROW_GROUP_ROWS, self._rows_left)) <= self._complete():
+            self._write_group(num_rows)
 
     def close(self) -> SplitFiles:
         """Write buffered rows, close all files and return them; ValueError unless all columns have the same rows."""
@@ -85,6 +106,10 @@ class ParquetSplitWriter(SplitWriter):
         if self._complete():
             self._write_group(self._complete())
         self._parts[-1].close()
+        assert not (self._has_list and self._rows_left), "fewer rows than planned"
+        if self._has_list:
+            names = [part.path.name for part in self._parts]
+            self._list_bytes = write_file_list(self._folder / FILE_LIST, names)
         return SplitFiles(num_rows, parquet=tuple(part.path for part in self._parts))
 
     def abandon(self) -> None:
@@ -95,12 +120,13 @@ class ParquetSplitWriter(SplitWriter):
 
     def checksums(self, root: Path) -> dict[str, dict[str, Any]]:
         """Return bytes and CRC-32 of each file, by its path below `root`."""
+        written = [(part.path, part.stream.num_bytes, part.stream.crc32) for part in self._parts]
+        if self._has_list:
+            path = self._folder / FILE_LIST
+            written.append((path, len(self._list_bytes), zlib.crc32(self._list_bytes)))
         return {
-            part.path.relative_to(root).as_posix(): {
-                "bytes": part.stream.num_bytes,
-                "crc32": f"{part.stream.crc32:08x}",
-            }
-            for part in self._parts
+            path.relative_to(root).as_posix(): {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
+            for path, num_bytes, crc32 in written
         }
 
     def _complete(self) -> int:
@@ -132,13 +158,18 @@ class ParquetSplitWriter(SplitWriter):
                 values = pa.array(_take(ids, int(offsets[-1])))
                 columns[feature.name] = pa.ListArray.from_arrays(offsets, values)
         table = pa.table(columns)
-        if self._written % PART_ROWS == 0:
+        if self._begins_part:
+            self._begins_part = False
             if self._parts:
                 self._parts[-1].close()
             path = self._folder / f"part_{len(self._parts)}.parquet"
             self._parts.append(_Part(path, table.schema))
         self._parts[-1].writer.write_table(table, row_group_size=num_rows)
         self._written += num_rows
+        self._rows_left -= num_rows
+        if not self._rows_left:
+            self._rows_left = next(self._part_rows, 0)
+            self._begins_part = True
 
 
 def _take(column: GrowingFile, num_items: int) -> np.ndarray:

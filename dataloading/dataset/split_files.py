@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from os.path import normpath
+from os.path import dirname, join, normpath
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import check_regular, resolved
+from dataloading.dataset.file_list import is_file_list, read_file_list
 
 OFFSET_DTYPE = np.dtype("<i8")
 PARQUET = "parquet"
@@ -29,6 +30,7 @@ class SplitFiles:
         ids: file of each categorical feature, by name.
         offsets: file of each ragged feature, by name.
         parquet: Parquet files that hold all columns, in order; the files above do not exist then.
+        lists: file lists that name the Parquet files.
     """
 
     num_rows: int
@@ -37,12 +39,14 @@ class SplitFiles:
     ids: dict[str, Path] = field(default_factory=dict)
     offsets: dict[str, Path] = field(default_factory=dict)
     parquet: tuple[Path, ...] = ()
+    lists: tuple[Path, ...] = ()
 
     def paths(self) -> list[Path]:
         """Return all files."""
         single = [] if self.numerical is None else [self.numerical]
         several = (self.columns, self.ids, self.offsets)
-        return [*single, *(path for paths in several for path in paths.values()), *self.parquet]
+        of_columns = [path for paths in several for path in paths.values()]
+        return [*single, *of_columns, *self.parquet, *self.lists]
 
     @property
     def first_label(self) -> Path:
@@ -104,9 +108,7 @@ def parse_chunks(
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
     if any(isinstance(chunk, Mapping) and chunk.get("type") == PARQUET for chunk in chunks):
-        return SplitFiles(
-            0, parquet=_parquet_files(root, where, chunks, {*numericals, *columns, *ragged})
-        )
+        return _parquet_files(root, where, chunks, {*numericals, *columns, *ragged})
     numerical: Path | None = None
     single: dict[str, Path] = {}
     ids: dict[str, Path] = {}
@@ -155,10 +157,8 @@ def _parse_chunk(
         raise ValueError(f"{where}.files: {error}") from None
 
 
-def _parquet_files(
-    root: Path, where: str, chunks: list[Any], features: set[str]
-) -> tuple[Path, ...]:
-    """Return the files of a split in Parquet, whose one chunk holds every feature."""
+def _parquet_files(root: Path, where: str, chunks: list[Any], features: set[str]) -> SplitFiles:
+    """Return the files of a split in Parquet, whose one chunk holds every feature; a file list stands for its files."""
     expect(len(chunks) == 1, where, f"{len(chunks)} chunks", f"one chunk of type {PARQUET}, alone")
     [chunk] = chunks
     names = names_of(chunk.get("features"), f"{where}[0].features")
@@ -166,13 +166,30 @@ def _parquet_files(
     expect(same, f"{where}[0].features", list(names), "every feature of the spec, once")
     files = chunk.get("files")
     expect(isinstance(files, list) and bool(files), f"{where}[0].files", files, "a list of files")
+    lists: list[Path] = []
+    named: list[Any] = []
     try:
-        paths = tuple(find_file(root, name) for name in files)
+        for name in files:
+            if isinstance(name, str) and is_file_list(name):
+                lists.append(find_file(root, name))
+                named += [join(dirname(name), listed) for listed in _relative(lists[-1])]
+            else:
+                named.append(name)
+        paths = tuple(find_file(root, name) for name in named)
     except ValueError as error:
         raise ValueError(f"{where}[0].files: {error}") from None
-    twice = [name for name, times in Counter(map(normpath, files)).items() if times > 1]
+    twice = [name for name, times in Counter(map(normpath, named)).items() if times > 1]
     expect(not twice, f"{where}[0].files", twice, "every file once")
-    return paths
+    return SplitFiles(0, parquet=paths, lists=tuple(lists))
+
+
+def _relative(file_list: Path) -> list[str]:
+    """Return the paths of a file list; ValueError if one is absolute, since a dataset directory may move."""
+    names = read_file_list(file_list)
+    for name in names:
+        if name.startswith("/"):
+            raise ValueError(f"{file_list}: lists {shown(name)}; want paths relative to the list")
+    return names
 
 
 def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:

@@ -1,7 +1,7 @@
 """Datasets that Merlin's NVTabular wrote: Parquet, with features described by `schema.pbtxt` or `_metadata.json`.
 
     DIR/schema.pbtxt        or DIR/train/schema.pbtxt: roles (tags) and cardinalities
-    DIR/train/*.parquet     and valid/, validation/, val/ or test/
+    DIR/train/*.parquet     and valid/, validation/, val/ or test/, in the order of train/_file_list.txt if it exists
     DIR/train/_metadata.json  what HugeCTR reads: roles (cats, conts, labels), but no cardinalities
 
 If both exist, `_metadata.json` defines the roles. An unspecified cardinality is the largest id plus one.
@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from configs.messages import shortened
 from dataloading.dataset.documents import read_json, read_text
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, measured
+from dataloading.dataset.file_list import FILE_LIST, read_file_list, refuse_doubled
 from dataloading.dataset.parquet import ParquetSource
 from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_file
 from dataloading.dataset.row_columns import RowColumn
@@ -98,6 +99,8 @@ def _splits(root: Path) -> dict[str, list[Path]]:
     """Return the files of train, test and validation; Merlin's `valid` becomes test where there is no test folder."""
 
     def files(name: str) -> list[Path]:
+        if (root / name / FILE_LIST).is_file():
+            return _listed(root / name)
         return sorted((root / name).glob("*.parquet"), key=natural_order)
 
     splits = {"train": files("train"), "test": files("test")}
@@ -107,6 +110,24 @@ def _splits(root: Path) -> dict[str, list[Path]]:
     if not splits["test"]:
         raise ValueError(f"{root}: train/ only; want valid/ or test/ beside it, with *.parquet")
     return splits
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return the files of a folder in the order of its file list.
+
+    NVTabular writes the paths of its own machine, of files beside the list, so the names alone count.
+
+    Raises:
+        ValueError: a file is missing, or two have one name.
+    """
+    names = [Path(name).name for name in read_file_list(folder / FILE_LIST)]
+    refuse_doubled(folder / FILE_LIST, names)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder / missing[0]}: no such file, which {FILE_LIST} lists; fetch it, or correct the list"
+        )
+    return [folder / name for name in names]
 
 
 def _roles(root: Path) -> Roles:

@@ -1,5 +1,6 @@
 """Conversion from any known format to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +57,32 @@ def _compare(spec: FeatureSpec, progress: Progress) -> None:
             verify_checksums(spec, names)
 
 
+def _part_rows(rows: Rows, split: str, num_files: int) -> list[int]:
+    """Return the rows of each of `num_files` files of a split, as equal as possible.
+
+    Raises:
+        ValueError: the split has fewer rows.
+    """
+    num_rows = rows.spec.splits[split].num_rows
+    # A CSV file is not counted before it is read.
+    num_rows = num_rows or sum(len(chunk.labels) for chunk in rows.chunks(split))
+    if num_rows < num_files:
+        raise ValueError(
+            f"files_per_split={num_files}: split '{split}' has {num_rows:,} rows, and a file needs one; lower it"
+        )
+    ends = [num_rows * number // num_files for number in range(num_files + 1)]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
 def _write_dataset(
     rows: Rows, output: Path, config: PreprocConfig, progress: Progress
 ) -> dict[str, SplitSummary]:
     spec = rows.spec
     summaries = {}
+    part_rows = None
+    if config.files_per_split is not None:
+        files = config.files_per_split
+        part_rows = {split: _part_rows(rows, split, files) for split in spec.splits}
     with write_dataset(
         output,
         categorical=spec.categorical,
@@ -75,6 +97,7 @@ def _write_dataset(
             key: value for key, value in spec.metadata.items() if key not in ("rows", "files")
         },
         overwrite=config.overwrite,
+        part_rows=part_rows,
     ) as dataset:
         for split in spec.splits:
             summary = summaries[split] = SplitSummary(0)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.messages import printable, shown
+from preproc.report.embedding_sizes import suggested_embedding_dim
 
 # Root mean square of a numerical feature above which the report has a note. Values scaled by minmax, standardise or
 # a logarithm lie far below: ln(x + 3) of the largest 64-bit integer is 44, and its mean is a fraction of that.
@@ -190,7 +191,7 @@ def print_columns(
     """
     table = Table(title=f"columns, counted on {counted}", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("column")
-    for head in ("missing %", "distinct", "kept", "table rows"):
+    for head in ("missing %", "distinct", "kept", "table rows", "suggested dim"):
         table.add_column(head, justify="right")
     for split in splits:
         table.add_column(f"id 0 in {split} %", justify="right")
@@ -198,7 +199,9 @@ def print_columns(
         # A name may hold control characters, or what Rich takes for markup.
         cells: list[Text | str] = [Text(printable(name)), f"{100 * column.missing:.2f}"]
         if column.distinct is not None and column.kept is not None:
-            cells += [f"{column.distinct:,}", f"{column.kept:,}", f"{column.kept + 1:,}"]
+            num_rows = column.kept + 1
+            cells += [f"{column.distinct:,}", f"{column.kept:,}", f"{num_rows:,}"]
+            cells.append(f"{suggested_embedding_dim(num_rows):,}")
             cells += [f"{100 * split.zero_ids[name] / split.rows:.2f}" for split in splits.values()]
         table.add_row(*cells)
     console.print(table)

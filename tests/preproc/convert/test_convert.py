@@ -545,3 +545,19 @@ def test_metadata_of_the_source_is_kept(tmp_path):
     document["metadata"] = {"frequency_limit": 3}
     spec.write_text(yaml.safe_dump(document))
     assert FeatureSpec.load(convert(root, tmp_path / "b")).metadata["frequency_limit"] == 3
+
+
+def test_merlins_file_list_has_the_order_and_the_names(tmp_path):
+    """NVTabular writes the paths of the machine that it ran on."""
+    root = write_merlin(tmp_path / "m", text=schema(genres=properties(300)))
+    file_list = root / "train" / "_file_list.txt"
+    file_list.write_text("2\n/gone/train/part_1.parquet\n/gone/train/part_0.parquet\n")
+    out = convert(root, tmp_path / "out")
+    assert columns_of(out, "train").ids[1].tolist() == [1, 5, 3, 1, 5, 2]
+    file_list.write_text("2\npart_1.parquet\npart_2.parquet\n")
+    message = error_of(root, tmp_path / "missing")
+    assert message.startswith(
+        f"{root / 'train/part_2.parquet'}: no such file, which _file_list.txt"
+    )
+    file_list.write_text("2\n/a/part_1.parquet\n/b/part_1.parquet\n")
+    assert "lists 'part_1.parquet' twice" in error_of(root, tmp_path / "twice")
