@@ -20,6 +20,9 @@ TRANSFORMS = ("fill", "clip", "log", "minmax", "standardise")
 MOST_IDS = 2**31 - 2
 MOST_ROWS = 2**63 - 1
 MOST_HOTNESS = 1 << 20
+# The length of a history is a numerical feature, and float16 holds every whole number up to this one.
+MOST_HISTORY = 2048
+HISTORY_ROWS = ("all", "train")
 # A feature names files such as NAME.offsets.bin, and file systems allow 255 bytes.
 MOST_NAME_BYTES = 200
 
@@ -105,6 +108,37 @@ class Categorical:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class History:
+    """The last values of a categorical feature in earlier rows of the same user, a categorical feature itself.
+
+    It has the ids and the table of that feature, the most recent value first, and id 0 after the last value. The number of
+    values is the numerical feature `<name>_length`.
+
+    Attributes:
+        name: of the feature.
+        of: name of the categorical feature whose values it holds, which is no list.
+        by: SQL of the user; a row sees rows of equal users only.
+        order_by: SQL of the time, a number, a date or a timestamp; a row sees rows of smaller times only.
+        length: values per row, the latest ones.
+        filter: SQL; rows for which it is not true are in no history. By default all rows are.
+        rows: all, or train: values of training rows only.
+    """
+
+    name: str
+    of: str
+    by: str
+    order_by: str
+    length: int
+    filter: str = ""
+    rows: str = "all"
+
+    @property
+    def length_name(self) -> str:
+        """Return the name of the numerical feature with the number of values."""
+        return f"{self.name}_length"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class SplitRule:
     """Division of the rows into splits.
 
@@ -134,6 +168,7 @@ class TableConfig:
         label: the label.
         numerical: numerical features in channel order.
         categorical: categorical features in the model's order.
+        history: histories of categorical features, which follow these in the model's order.
         split: division into splits.
     """
 
@@ -144,6 +179,7 @@ class TableConfig:
     missing: list[str] = field(default_factory=list)
     numerical: list[Numerical] = field(default_factory=list)
     categorical: list[Categorical] = field(default_factory=list)
+    history: list[History] = field(default_factory=list)
     split: SplitRule = field(default_factory=SplitRule)
 
     @classmethod
@@ -173,10 +209,20 @@ class TableConfig:
                 _make(Categorical, feature, f"table.categorical[{i}]")
                 for i, feature in enumerate(_list(content, "categorical"))
             ],
+            history=[
+                _make(History, feature, f"table.history[{i}]")
+                for i, feature in enumerate(_list(content, "history"))
+            ],
             split=_make(SplitRule, content.get("split") or {}, "table.split"),
         )
         parsed.check()
         return parsed
+
+    @property
+    def numerical_names(self) -> list[str]:
+        """Return the names of all numerical features in channel order, the lengths of histories last."""
+        names = [feature.name for feature in self.numerical]
+        return names + [history.length_name for history in self.history]
 
     def check(self) -> None:
         """Raise ValueError if a setting is of the wrong kind, or if settings contradict each other."""
@@ -208,12 +254,15 @@ class TableConfig:
             _check_categorical(f"table.categorical: {shown(categorical.name)}", categorical)
         self._check_names()
         self._check_vocabularies()
+        for history in self.history:
+            self._check_history(f"table.history: {shown(history.name)}", history)
         _check_split(self.split, bool(self.query))
 
     def _check_names(self) -> None:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
         names = [feature.name for feature in self.categorical]
-        names += [feature.name for feature in self.numerical] + [self.label.name]
+        names += [history.name for history in self.history]
+        names += [*self.numerical_names, self.label.name]
         for name in names:
             require(
                 isinstance(name, str),
@@ -236,7 +285,7 @@ class TableConfig:
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"table: feature {shown(twice[:1])} is named twice")
         taken = {"label": "the labels"}
-        if self.numerical:
+        if self.numerical_names:
             taken["numerical"] = "the numericals"
         for categorical in self.categorical:
             if categorical.is_list and categorical.hotness is None:
@@ -246,6 +295,11 @@ class TableConfig:
                 categorical.name not in taken,
                 f"table.categorical: {shown(categorical.name)} would share a file with "
                 f"{taken.get(categorical.name)}; rename it, and set expression to the column",
+            )
+        for history in self.history:
+            require(
+                history.name not in taken,
+                f"table.history: {shown(history.name)} would share a file with {taken.get(history.name)}; rename it",
             )
 
     def _check_vocabularies(self) -> None:
@@ -271,6 +325,35 @@ class TableConfig:
                     getattr(feature, key) is None,
                     f"{where}: got {key} too; set it at {shown(other.name)}, which has the vocabulary",
                 )
+
+    def _check_history(self, where: str, history: History) -> None:
+        """Raise ValueError for a history of no categorical feature, or with settings of the wrong kind."""
+        scalars = [feature.name for feature in self.categorical if not feature.is_list]
+        of = shown(history.of)
+        kinds = {feature.name: "a list" for feature in self.categorical}
+        kinds |= {feature.name: "a numerical feature" for feature in self.numerical}
+        kinds |= {other.name: "a history" for other in self.history}
+        require(
+            isinstance(history.of, str) and history.of in scalars,
+            f"{where}: of: got {of}, which is {kinds.get(str(history.of), 'no feature')}; want a categorical feature with "
+            f"one value per row, one of {', '.join(map(shown, scalars)) or 'none here'}",
+        )
+        for key in ("by", "order_by"):
+            value = getattr(history, key)
+            _check_text(f"{where}: {key}", value)
+            require(bool(value), f"{where}: got {key} {shown(value)}, want SQL, such as a column")
+        _check_text(f"{where}: filter", history.filter)
+        length = history.length
+        require(
+            isinstance(length, int)
+            and not isinstance(length, bool)
+            and 1 <= length <= MOST_HISTORY,
+            f"{where}: got length {shown(length)}, want a whole number, 1 to {MOST_HISTORY:,}",
+        )
+        require(
+            history.rows in HISTORY_ROWS,
+            f"{where}: got rows {shown(history.rows)}, want one of {', '.join(HISTORY_ROWS)}",
+        )
 
 
 def transform_of(transform: Any) -> tuple[str, Any]:

@@ -77,7 +77,7 @@ def complete_dataset(
         metadata["shuffle_seed"] = config.seed
     spec = FeatureSpec(
         directory,
-        tuple(feature.name for feature in table.numerical),
+        tuple(table.numerical_names),
         np.dtype(config.numerical_dtype.name),
         (RowColumn(table.label.name),),
         tuple(written.categorical),

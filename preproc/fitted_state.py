@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.messages import shown
 from configs.preproc_schema import PreprocConfig
-from configs.table_schema import Categorical, Numerical, TableConfig, transform_of
+from configs.table_schema import Categorical, History, Numerical, TableConfig, transform_of
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import SPEC_NAME
@@ -71,6 +71,8 @@ def features_of(table: TableConfig) -> dict[str, Any]:
         # Without it the bytes are those of earlier versions.
         if feature["vocabulary_of"] is None:
             del feature["vocabulary_of"]
+    if table.history:
+        features["history"] = json.loads(json.dumps(whole["history"]))
     return features
 
 
@@ -147,13 +149,14 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
 def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any]]]:
     """Return saved features with the options that did not exist when they were saved."""
     saved = _mapping(features, f"{where}: features")
-    kinds: dict[str, type[Numerical] | type[Categorical]] = {
+    kinds: dict[str, type[Numerical] | type[Categorical] | type[History]] = {
         "numerical": Numerical,
         "categorical": Categorical,
+        "history": History,
     }
     completed = {}
     for key, kind in kinds.items():
-        entries = saved.get(key)
+        entries = saved.get(key, [] if kind is History else None)
         if not isinstance(entries, list):
             raise ValueError(f"{where}: features.{key}: got {shown(entries)}, want a list; {AGAIN}")
         completed[key] = [
@@ -162,7 +165,7 @@ def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any
     return completed
 
 
-def _defaults(kind: type[Numerical] | type[Categorical]) -> dict[str, Any]:
+def _defaults(kind: type[Numerical] | type[Categorical] | type[History]) -> dict[str, Any]:
     """Return the default of every option that has one."""
     made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
     values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}

@@ -128,6 +128,52 @@ class TableFiles:
             counts[split] = (nonzero, zeros)
         return counts
 
+    def write_history(
+        self, items: str, slices: str, feature: CategoricalFeature
+    ) -> dict[str, tuple[int, int]]:
+        """Write the ids of a history: slices of an array of items, the latest item first, and then id 0.
+
+        Args:
+            items: relation (row_, id) of all items, numbered from 0.
+            slices: relation (row_, stop_, length_) of the rows of the dataset.
+            feature: its hotness is the number of ids per row.
+
+        Returns:
+            Per split the ids that are not 0, and those that are.
+        """
+        hotness = feature.hotness
+        assert hotness is not None
+        ids, counts = self._array(items), {}
+        back = np.arange(hotness)
+        # Memory of a few arrays of this many places.
+        rows_at_once = max(CHUNK_ROWS // hotness, 1)
+        for split, rows in self._splits.items():
+            nonzero = 0
+            with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
+                for part, chunk in self._chunks(slices, "stop_, length_", rows):
+                    assert len(chunk["stop_"]) == len(part), feature.name
+                    for first in range(0, len(part), rows_at_once):
+                        some = slice(first, first + rows_at_once)
+                        stop = np.asarray(chunk["stop_"][some], np.int64)[:, None]
+                        inside = back < np.asarray(chunk["length_"][some], np.int64)[:, None]
+                        found = np.where(inside, ids[np.where(inside, stop - 1 - back, 0)], 0)
+                        nonzero += int(np.count_nonzero(found))
+                        file.append(found.astype(feature.dtype.newbyteorder("<")))
+            self.records |= file.record
+            counts[split] = (nonzero, len(rows) * hotness - nonzero)
+        return counts
+
+    def _array(self, relation: str) -> np.ndarray:
+        """Return the ids of a relation (row_, id) as an array in a file of the work directory; at least one."""
+        query = f"SELECT count(*) FROM read_parquet({self._files(relation)})"
+        ((num_items,),) = self._connection.execute(query).fetchall()
+        path = self._directory / f"{relation}.bin"
+        with path.open("wb") as stream:
+            for part, chunk in self._chunks(relation, "id", range(num_items)):
+                assert len(chunk["id"]) == len(part), relation
+                np.asarray(chunk["id"], np.int32).tofile(stream)
+        return np.memmap(path, np.int32, "r") if num_items else np.zeros(1, np.int32)
+
     def write_vocabulary(self, relation: str, name: str) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids."""
         files = self._files(relation)

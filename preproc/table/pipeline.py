@@ -1,9 +1,9 @@
 """Conversion of any table to a dataset directory: sources, SQL, and an engine that runs it.
 
 stage: the rows of the query are numbered and written to Parquet. order: the splits are concatenated, training
-rows first, shuffled with `shuffle=true`. fit: statistics and vocabularies of the training rows, or those of
-an earlier run (`mode=transform`). encode: ids and numericals. write: the files of the dataset. Every written
-relation is recorded, so a killed run resumes after the last one.
+rows first, shuffled with `shuffle=true`. histories: the earlier rows of its user that each row sees. fit: statistics
+and vocabularies of the training rows, or those of an earlier run (`mode=transform`). encode: ids and numericals.
+write: the files of the dataset. Every written relation is recorded, so a killed run resumes after the last one.
 """
 
 import math
@@ -18,7 +18,7 @@ import numpy as np
 
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
-from configs.table_schema import Categorical, Numerical, Source, TableConfig, transform_of
+from configs.table_schema import Categorical, History, Numerical, Source, TableConfig, transform_of
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.complete_dataset import WrittenColumns, complete_dataset
 from preproc.fitted_state import AGAIN, FittedState, load_fitted, vocabulary_name
@@ -46,6 +46,7 @@ from preproc.table.expressions import (
     text,
     transformed,
 )
+from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.output_files import TableFiles
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
@@ -172,6 +173,7 @@ class _Run:
         self.progress = progress
         self.sources = sources
         self.splits: dict[str, range] = {}
+        self.split = ""
         self._recording = Lock()
 
     def build(self, fitted: FittedState | None) -> int:
@@ -187,6 +189,9 @@ class _Run:
         counted = (
             self.splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
         )
+        if table.history:
+            with self.progress.stage("order histories"):
+                self._slice_histories()
         with self.progress.stage("fit and transform numericals"):
             statistics = fitted.statistics if fitted else {}
             columns = self._numericals(statistics, counted, fit=fitted is None)
@@ -201,6 +206,12 @@ class _Run:
             )
             for feature in table.categorical
         ]
+        for number, history in enumerate(table.history):
+            encoded[history.name] = self._history(number, history, encoded, counted)
+            columns[history.name] = encoded[history.name].summary
+            [of] = [feature for feature in table.categorical if feature.name == history.of]
+            rows, shared = encoded[history.name].num_embeddings, of.vocabulary_of or of.name
+            categorical.append(CategoricalFeature.of(history.name, rows, history.length, shared))
         summaries, records = self._write(categorical, encoded)
         if config.on_bad is OnBad.quarantine:
             self._write_bad(dataset)
@@ -249,15 +260,17 @@ class _Run:
             TableFiles(self.work, dataset, self.splits) as files,
         ):
             clicks, ranges = files.write_labels("rows_"), {}
-            if table.numerical:
-                names = [feature.name for feature in table.numerical]
+            if names := table.numerical_names:
                 ranges = files.write_numericals("numerical_", names, config.numerical_dtype.name)
             zeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
             nonzeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
             for number, feature in enumerate(categorical):
-                counts = files.write_ids(
-                    f"encoded_{number}", feature, table.categorical[number].is_list
-                )
+                past = number - len(table.categorical)
+                if past >= 0:
+                    counts = files.write_history(f"past_ids_{past}", f"slices_{past}", feature)
+                else:
+                    is_list = table.categorical[number].is_list
+                    counts = files.write_ids(f"encoded_{number}", feature, is_list)
                 for split, (num_nonzero, num_zero) in counts.items():
                     nonzeros[split][feature.name] = num_nonzero
                     zeros[split][feature.name] = num_zero
@@ -266,7 +279,9 @@ class _Run:
                     files.write_vocabulary(vocabulary, feature.name)
         # A fit that is only applied cannot be changed.
         if config.mode is Mode.fit:
-            print_notes(self.progress.console, ranges)
+            # The length of a history is left as it is.
+            scaled = [feature.name for feature in table.numerical]
+            print_notes(self.progress.console, {name: ranges[name] for name in scaled})
         summaries = {
             split: SplitSummary(len(rows), clicks[split], zeros[split])
             for split, rows in self.splits.items()
@@ -298,7 +313,10 @@ class _Run:
         if num_bad and self.config.on_bad is OnBad.fail:
             self._refuse_bad()
         if num_bad:
-            kept = self._columns("split_") if table.split.by == "column" else self._columns()
+            more = ["split_"] if table.split.by == "column" else []
+            for i, history in enumerate(table.history):
+                more += [f"who{i}_", f"time{i}_", *([f"past{i}_"] if history.filter else [])]
+            kept = self._columns(*more)
             query = f"SELECT {kept}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
             self._once("staged_", lambda path: self.engine.number(query, ["all_row_"], path))
         else:
@@ -385,6 +403,7 @@ class _Run:
             f"SELECT count(*) FROM staged_ WHERE file_ = {last if last is not None else 0}"
         )
         expression = split_of(rule, rows, last_rows, config.train_fraction, config.seed)
+        self.split = expression
         rows_and_split = f"(SELECT *, {expression} AS name_ FROM staged_)"
         split_rows = dict(
             self.engine.rows(f"SELECT name_, count(*) FROM {rows_and_split} GROUP BY name_")
@@ -431,8 +450,8 @@ class _Run:
         self, statistics: dict[str, Any], counted: range, fit: bool
     ) -> dict[str, ColumnSummary]:
         """Write relation `numerical_`; add the numbers fitted on training rows to `statistics`."""
-        features = self.table.numerical
-        if not features:
+        features, histories = self.table.numerical, self.table.history
+        if not features and not histories:
             return {}
         train = self._of(self.splits["train"])
         expressions = []
@@ -444,14 +463,31 @@ class _Run:
                     fitted.append(self._fit(feature, transform, expression, train))
                 expression = transformed(expression, transform, fitted[place])
             expressions.append(f"{as_float(f'coalesce({expression}, 0)')} AS n{number}")
-        self._query("numerical_", f"SELECT row_, {', '.join(expressions)} FROM rows_ ORDER BY row_")
+        relation = "rows_"
+        if histories:
+            joins = (
+                f"JOIN slices_{i} AS s{i} ON r.row_ = s{i}.row_" for i in range(len(histories))
+            )
+            lengths = ", ".join(f"s{i}.length_ AS length{i}_" for i in range(len(histories)))
+            relation = f"(SELECT r.*, {lengths} FROM rows_ AS r {' '.join(joins)})"
+            expressions += [
+                f"CAST(length{i}_ AS FLOAT) AS n{len(features) + i}" for i in range(len(histories))
+            ]
+        self._query(
+            "numerical_", f"SELECT row_, {', '.join(expressions)} FROM {relation} ORDER BY row_"
+        )
+        summaries = {
+            history.length_name: ColumnSummary(0.0, rows=len(counted)) for history in histories
+        }
+        if not features:
+            return summaries
         self._check_numericals()
         present = ", ".join(f"count(n{i})" for i in range(len(features)))
         (counts,) = self.engine.rows(f"SELECT {present} FROM {self._of(counted)}")
         return {
             feature.name: ColumnSummary(1 - count / len(counted), rows=len(counted))
             for feature, count in zip(features, counts, strict=True)
-        }
+        } | summaries
 
     def _check_numericals(self) -> None:
         """Raise ValueError for the first value that the stored type cannot hold."""
@@ -575,6 +611,41 @@ class _Run:
         summary = ColumnSummary(1 - seen / len(counted), distinct, buckets, rows=len(counted))
         return _EncodedFeature(relation, summary, buckets + 1, None)
 
+    def _slice_histories(self) -> None:
+        """Write relations `past_items_<number>`, the values that are in histories, and `slices_<number>`, those of every row."""
+        # Rows keep their place in the sources as `before_` where they were reordered.
+        source = "before_" if self.work.state["rows_in"] == "rows_" else "row_"
+        rows = f"SELECT row_, {source} AS source_ FROM rows_"
+        for i, history in enumerate(self.table.history):
+            line, users = f"timeline_{i}", f"users_{i}"
+            self._query(line, timeline(i, self.table, "staged_", self.split))
+            self._query(users, first_items(line))
+            self._query(f"past_items_{i}", f"{items(line, users)} ORDER BY row_")
+            self._query(f"slices_{i}", f"{slices(line, users, rows, history.length)} ORDER BY row_")
+
+    def _history(
+        self, number: int, history: History, encoded: dict[str, _EncodedFeature], counted: range
+    ) -> _EncodedFeature:
+        """Write relation `past_ids_<number>`: the values in histories, with the ids of the feature that they are of."""
+        features = {f.name: (i, f) for i, f in enumerate(self.table.categorical)}
+        _, of = features[history.of]
+        first, owner = features[of.vocabulary_of or of.name]
+        relation = f"past_items_{number}"
+        if owner.buckets:
+            query = f"SELECT r.row_, CAST({bucket('r.value', owner.buckets)} AS INTEGER) AS id FROM {relation} AS r"
+        else:
+            query = (
+                f"SELECT r.row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {relation} AS r "
+                f"LEFT JOIN vocabulary_{first} AS v ON r.value = v.value"
+            )
+        self._query(f"past_ids_{number}", f"{query} ORDER BY r.row_")
+        ((empty,),) = self.engine.rows(
+            f"SELECT count(*) FROM {self._of(counted, f'slices_{number}')} WHERE length_ = 0"
+        )
+        whole = encoded[history.of].summary
+        summary = ColumnSummary(empty / len(counted), whole.distinct, whole.kept, rows=len(counted))
+        return _EncodedFeature(relation, summary, encoded[history.of].num_embeddings, None)
+
     def _copy_vocabulary(self, fitted: FittedState, name: str, path: Path) -> None:
         """Write relation `vocabulary_<number>`; ValueError if a value has two ids."""
         fitted.copy_vocabulary(name, path)
@@ -612,5 +683,10 @@ class _Run:
                 ((present[name],),) = self.engine.rows(
                     f"SELECT count(value) FROM {self._of(rows, encoded[name].relation)}"
                 )
-            unseen = {name: present[name] - nonzeros[split][name] for name in names}
+            for number, history in enumerate(self.table.history):
+                ((present[history.name],),) = self.engine.rows(
+                    f"SELECT CAST(sum(length_) AS BIGINT) FROM {self._of(rows, f'slices_{number}')}"
+                )
+            every = [*names, *(history.name for history in self.table.history)]
+            unseen = {name: present[name] - nonzeros[split][name] for name in every}
             summaries[split].unseen |= unseen

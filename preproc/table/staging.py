@@ -27,6 +27,9 @@ from preproc.table.source_files import SourceFiles, listed, refuse_damaged
 TEXT_TYPES = ("varchar", "string")
 FLOAT_TYPES = ("float", "double")
 # Types of numbers that become doubles without NaN.
+TIME_TYPE = re.compile(
+    r"u?(tiny|small|big|huge)?int(eger)?|decimal.*|float|double|date|timestamp.*"
+)
 EXACT_TYPE = re.compile(r"u?(tiny|small|big|huge)?int(eger)?|boolean|decimal.*")
 NAN = "'nan'"
 
@@ -188,12 +191,34 @@ class Staging:
                     "list; drop it, or set separator for several values within a text"
                 )
             columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
+        columns += self._history_columns(kinds)
         if table.split.by == "column":
             columns.append("CAST(split_ AS STRING) AS split_")
         columns.append(f"CASE {' '.join(reasons)} END AS bad_")
         if table.query:
             columns += [f"key{i}_" for i in range(len(table.order_by))]
         return f"SELECT {', '.join(columns)} FROM ({values})"
+
+    def _history_columns(self, kinds: dict[str, str]) -> list[str]:
+        """Return the stored columns of the histories: user, time, and whether the filter is true."""
+        columns = []
+        for i, history in enumerate(self._table.history):
+            where = f"table.history: {shown(history.name)}"
+            time, past = kinds[f"time{i}_"], kinds.get(f"past{i}_", "boolean")
+            if not TIME_TYPE.fullmatch(time):
+                raise ValueError(
+                    f"{where}: order_by {shown(history.order_by)} is {time.partition(' ')[0]}, want a number, a date or a "
+                    "timestamp: text would put '10' before '9'; write CAST(... AS BIGINT) or AS TIMESTAMP"
+                )
+            if past != "boolean":
+                raise ValueError(
+                    f"{where}: filter {shown(history.filter)} is {past.partition(' ')[0]}, want a condition that is true "
+                    "or false, such as CAST(rating AS DOUBLE) >= 4"
+                )
+            columns += [f"nullif(CAST(who{i}_ AS STRING), '') AS who{i}_", f"time{i}_"]
+            if history.filter:
+                columns.append(f"past{i}_")
+        return columns
 
     def _refuse_expression(self, base: str, works: Callable[[str], bool]) -> None:
         """Raise ValueError for the first expression for which `works` of its query is false or fails."""
@@ -223,6 +248,12 @@ def _expressions_of(table: TableConfig) -> list[_Expression]:
         if feature.cross:
             item = replace(item, sql=crossed(feature.cross), shown=f"cross {shown(feature.cross)}")
         expressions.append(item)
+    for i, history in enumerate(table.history):
+        where = f"table.history: {shown(history.name)}"
+        keys = {"who": "by", "time": "order_by", "past": "filter"}
+        for column, key in keys.items():
+            if sql := getattr(history, key):
+                expressions.append(_Expression(f"{column}{i}_", f"{where}: {key}", sql, shown(sql)))
     if table.split.by == "column":
         expressions.append(_expression("split_", "table.split", "", table.split.expression))
     if table.query:

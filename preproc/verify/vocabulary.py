@@ -24,7 +24,7 @@ def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple
         fitted: a dataset whose vocabularies they must be; None: any.
     """
     assert spec.root is not None
-    counted, lists_cut = _counted_splits(spec), _cut_lists(spec)
+    counted, (lists_cut, histories) = _counted_splits(spec), _cut_and_histories(spec)
     for table, features in spec.table_features.items():
         path = spec.root / "vocabulary" / f"{table}.parquet"
         if not path.is_file():
@@ -39,7 +39,10 @@ def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple
             yield path, f"{num_values:,} values, but a table of {cardinality:,} rows"
         elif counted and not lists_cut & {feature.name for feature in features}:
             ids = sum(
-                _digest_of_ids(spec, feature, split) for feature in features for split in counted
+                _digest_of_ids(spec, feature, split)
+                for feature in features
+                if feature.name not in histories
+                for split in counted
             )
             if ids % 2**64 != _digest_of_counts(path):
                 where = ", ".join(counted)
@@ -61,14 +64,18 @@ def _counted_splits(spec: FeatureSpec) -> list[str]:
     return {"train": ["train"], "all": list(spec.splits)}.get(str(counted), [])
 
 
-def _cut_lists(spec: FeatureSpec) -> set[str]:
-    """Return the features whose lists are cut or filled, so that they have other ids than were counted."""
+def _cut_and_histories(spec: FeatureSpec) -> tuple[set[str], set[str]]:
+    """Return the features whose lists are cut or filled, so that they have other ids than were counted, and the histories.
+
+    Values of a history are counted once, in the feature that it is a history of.
+    """
     assert spec.root is not None
     try:
-        features = read_json(spec.root / "preproc.json")["features"]["categorical"]
-        return {feature["name"] for feature in features if feature.get("hotness") is not None}
+        features = read_json(spec.root / "preproc.json")["features"]
+        lists = [f["name"] for f in features["categorical"] if f.get("hotness") is not None]
+        return {*lists}, {history["name"] for history in features.get("history", [])}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {feature.name for feature in spec.categorical}
+        return {feature.name for feature in spec.categorical}, set()
 
 
 def _digest(ids: np.ndarray) -> np.ndarray:

@@ -46,6 +46,11 @@ TABLE: dict[str, Any] = {
         {"name": "tags", "separator": "|"},
         {"name": "both", "cross": ["city", "tags"]},
         {"name": "hashed", "expression": "city", "buckets": 5},
+        {"name": "home", "expression": "tags", "vocabulary_of": "city"},
+    ],
+    "history": [
+        {"name": "past", "of": "city", "by": "tags", "order_by": "TRY_CAST(age AS DOUBLE)"}
+        | {"length": 3, "filter": "y = '1'", "rows": "train"}
     ],
     "split": {"by": "fraction", "train": 0.75},
 }

@@ -12,6 +12,7 @@ import yaml
 
 from tests.helpers.preproc_command import Refused, data_files, preproc, write_lines
 from tests.preproc.criteo.test_pipeline import random_lines, reference
+from tests.preproc.table.test_history import described, random_rows, write_rows
 from tests.preproc.table.test_pipeline import _hydra
 
 pytest.importorskip("pyspark", reason="PySpark is not installed (extra `spark`)")
@@ -106,6 +107,20 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
         tmp_path, "dataset=any", f"table={_hydra(table)}", "shuffle=true", "frequency_limit=2"
     )
     assert len(np.frombuffer(files["train/label.bin"], "u1")) > 80
+
+
+def test_histories(tmp_path, spark):
+    rows = random_rows(20, 120)
+    table = described(write_rows(tmp_path / "t.csv", rows), split={"by": "random", "train": 0.6})
+    table["categorical"].append({"name": "hashed", "expression": "item", "buckets": 3})
+    table["history"].append(
+        table["history"][0]
+        | {"name": "liked", "of": "hashed", "rows": "train", "filter": "CAST(rating AS DOUBLE) > 3"}
+        | {"order_by": 'CAST("time" AS DOUBLE)'}
+    )
+    files = both(tmp_path, "dataset=any", f"table={_hydra(table)}", "shuffle=true")
+    assert np.frombuffer(files["train/past.bin"], "i1").any()
+    assert np.frombuffer(files["test/liked.bin"], "i1").any()
 
 
 def test_rows_of_a_file_in_many_blocks_keep_their_order(tmp_path, spark):
