@@ -482,6 +482,11 @@ class TrainConfig:
         True, "capture the static step as a CUDA graph: GPUs, fixed hotness, no row-wise tables"
     )
     freeze: list[Component] = option([], "components that keep their weights: dense or tables")
+    clip_norm: float | None = option(
+        None,
+        "largest norm of the dense component's gradient: a longer one is shortened to it; null: any. Gradients of "
+        "tables are not clipped",
+    )
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
@@ -498,6 +503,15 @@ class TrainConfig:
         require(
             not set(Component) <= set(self.freeze),
             "train.freeze names both components, so nothing would be trained; freeze one, or set mode=eval",
+        )
+        require(
+            self.clip_norm is None or self.clip_norm > 0,
+            f"train.clip_norm must be positive or null, got {self.clip_norm}",
+        )
+        require(
+            self.clip_norm is None or Component.dense not in self.freeze,
+            f"train.clip_norm={self.clip_norm} clips the gradient of the dense component, which train.freeze keeps from "
+            "being trained; set train.clip_norm=null, or train it",
         )
 
 

@@ -71,6 +71,7 @@ class DynamicPath:
         if loss_scale != 1:
             is_good = is_good & gradients.are_finite() & (gradients.signal == 0)
         gradients.vector.div_(loss_scale * world_size)
+        gradients.clip()
         context.readback.record(loss, is_good)
         if context.update_tables:
             self._lookups = [values for values, _ in used]

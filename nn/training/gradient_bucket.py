@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 from nn.distributed.process_group import Ranks
 
+CLIP_EPS = 1e-6
+"""Added to the norm by which gradients are divided; torch's."""
+
 
 class GradientBucket:
     """The memory of all gradients; after `sum`, each `parameter.grad` is a view into it.
@@ -14,6 +17,7 @@ class GradientBucket:
     Args:
         parameters: of the dense component, on one device, float32.
         further: shapes of further gradients that are summed over ranks with them.
+        clip_norm: largest norm of the parameters' gradients together; None for any.
 
     Attributes:
         vector: all gradients, and one more number that is summed with them.
@@ -22,7 +26,10 @@ class GradientBucket:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], further: Sequence[torch.Size] = ()
+        self,
+        parameters: Iterable[nn.Parameter],
+        further: Sequence[torch.Size] = (),
+        clip_norm: float | None = None,
     ) -> None:
         parameters = list(parameters)
         shapes = [parameter.shape for parameter in parameters] + list(further) + [torch.Size(())]
@@ -31,6 +38,8 @@ class GradientBucket:
         views = [
             flat.view(shape) for flat, shape in zip(self.vector.split(sizes), shapes, strict=True)
         ]
+        self._own = self.vector[: sum(sizes[: len(parameters)])]
+        self._clip_norm = clip_norm
         self._parameters = parameters
         self._views = views[: len(parameters)]
         # An optimizer can then create its state before the first step, so that a checkpoint can be loaded.
@@ -59,6 +68,16 @@ class GradientBucket:
             parameter.grad = view
         if ranks.world_size > 1:
             ranks.all_reduce_sum(self.vector)
+
+    def clip(self) -> None:
+        """Shorten the parameters' gradients to `clip_norm` if they are longer, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Call it after `sum` and after the loss scale is divided out. The ranks have the same sums, and so the same factor.
+        """
+        if self._clip_norm is None:
+            return
+        norm = torch.linalg.vector_norm(self._own)
+        self._own.mul_((self._clip_norm / (norm + CLIP_EPS)).clamp(max=1.0))
 
     def are_finite(self) -> Tensor:
         """Return whether no gradient overflowed, as a boolean on the device."""

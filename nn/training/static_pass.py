@@ -101,6 +101,7 @@ class StaticPass:
                 context.readback.record(loss, is_good)
                 if context.update_tables:
                     self._tables.update(sorted_owned, owned_gradients[0], is_good)
+        context.gradients.clip()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if ids.release is not None:

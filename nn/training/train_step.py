@@ -99,7 +99,7 @@ class TrainStep:
         context = PassContext(
             dense=dense,
             tasks=tasks,
-            gradients=GradientBucket(dense.parameters(), replicated),
+            gradients=GradientBucket(dense.parameters(), replicated, config.train.clip_norm),
             readback=self._readback,
             ranks=ranks,
             autocast=self._autocast,

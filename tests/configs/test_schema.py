@@ -10,6 +10,7 @@ import pytest
 
 from configs.preproc_schema import PreprocConfig, StreamConfig
 from configs.schema import (
+    Component,
     Config,
     DataConfig,
     EvalConfig,
@@ -114,6 +115,10 @@ REFUSED = [
     (TrainConfig, {"epochs": 0}, "train.epochs must be positive, got 0"),
     (TrainConfig, {"max_steps": 0}, "train.max_steps must be positive or null, got 0"),
     (TrainConfig, {"loss_scale": 0.0}, "train.loss_scale must be positive, got 0.0"),
+    (TrainConfig, {"clip_norm": 0.0}, "train.clip_norm must be positive or null, got 0.0"),
+    (TrainConfig, {"clip_norm": 1.0, "freeze": [Component.dense]},
+     "train.clip_norm=1.0 clips the gradient of the dense component, which train.freeze keeps from being trained; set "
+     "train.clip_norm=null, or train it"),
     (EvalConfig, {"batch_size": 0}, "eval.batch_size must be positive, got 0"),
     (EvalConfig, {"per_epoch": 0}, "eval.per_epoch must be positive, got 0"),
     (EvalConfig, {"auc_threshold": 1.0}, "eval.auc_threshold must lie between 0 and 1, got 1.0"),

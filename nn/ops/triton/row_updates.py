@@ -5,8 +5,8 @@ new weights. It loads and stores the optimizer's states itself: `state1` and `st
 columns], or [WARPS] if the state has one number per row. A branch ignores the states that its optimizer does not have.
 
 Scalars: `rate` is the learning rate. `scalars[1]` and `scalars[2]` are 1 / (1 - beta ** step) for beta1 and beta2;
-`scalars[5]` and those after it are the options that the optimizer's `TableRule` names. `rest1` and `rest2` are 1 - beta, computed on the host, since single precision keeps four digits only. `width` [WARPS] is the number
-of columns.
+`scalars[5]` and those after it are the options that the optimizer's `TableRule` names. `rest1` and `rest2` are 1 - beta,
+computed on the host, since single precision keeps four digits only. `width` [WARPS] is the number of columns.
 
 `nn.embedding.optimizer` has the same arithmetic in plain torch.
 """
