@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from configs.messages import printable, shortened
-from dataloading.dataset.file_list import is_file_list, read_file_list
+from dataloading.dataset.documents import is_file_list, read_file_list
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 ENDS_BYTES = 1 << 16

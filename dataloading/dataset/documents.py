@@ -1,4 +1,4 @@
-"""Small text files with facts, yaml and JSON, that may come from anybody: read with limits, never executed.
+"""Small text files with facts, yaml, JSON and file lists, that may come from anybody: read with limits, never executed.
 
 All packages read such files here. What a file may cost is limited before its content is built: a yaml of 2 kB may otherwise
 fill the memory through nested aliases, a FIFO blocks without end, and deep nesting ends with a RecursionError.
@@ -7,11 +7,13 @@ fill the memory through nested aliases, a FIFO blocks without end, and deep nest
 import errno
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import yaml
@@ -24,6 +26,7 @@ MAX_NODES = 5_000_000
 MAX_DOCUMENT_BYTES = 1 << 30
 MAX_YAML_BYTES = 64 << 20
 """PyYAML reads about a megabyte in ten seconds."""
+FILE_LIST = "_file_list.txt"
 MAX_DIGITS = 4300
 """Python's own limit for integers."""
 _DIGITS = frozenset("0123456789_:.+-xabcdefABCDEF")
@@ -131,6 +134,47 @@ def parse_json(text: str | bytes, where: str) -> Any:
     except ValueError as error:
         reason = str(error)
     raise ValueError(f"{where}: not JSON: {shortened(reason, 300)}")
+
+
+def is_file_list(path: Path | str) -> bool:
+    """Return whether a path has a name of HugeCTR's file lists: `_file_list.txt`, `file_list.txt`, `file_list_test.txt`."""
+    return re.fullmatch(r"_?file_list[^/]*\.txt", PurePosixPath(path).name) is not None
+
+
+def read_file_list(path: Path) -> list[str]:
+    """Return the paths of a file list in order, as they are written.
+
+    HugeCTR reads and NVTabular writes such lists: the number of files, then one path per line, relative to the list.
+
+    Raises:
+        ValueError: the first line is no number, there are more or fewer paths, or a path is listed twice.
+        OSError: the file cannot be read.
+    """
+    first, *names = [line.strip() for line in read_text(path).splitlines() if line.strip()] or [""]
+    if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
+        raise ValueError(
+            f"{path}, line 1: got {shown(first)}, want the number of files, then one path per line"
+        )
+    if len(names) != int(first):
+        raise ValueError(
+            f"{path}: its first line says {int(first)} files, and {len(names)} follow; correct the list"
+        )
+    refuse_doubled(path, names)
+    return names
+
+
+def refuse_doubled(path: Path, names: Sequence[str]) -> None:
+    """Raise ValueError if two paths of the file list `path` are the same."""
+    doubled = [name for name, times in Counter(map(os.path.normpath, names)).items() if times > 1]
+    if doubled:
+        raise ValueError(
+            f"{path}: lists {shown(doubled[0])} twice; its rows would count twice, so drop one"
+        )
+
+
+def file_list_text(names: Sequence[str]) -> str:
+    """Return the text of a list of files, by their paths relative to it."""
+    return "\n".join([str(len(names)), *names]) + "\n"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloading.dataset.binary import GrowingFile, SplitWriter
-from dataloading.dataset.durable_files import sync_stream
+from dataloading.dataset.documents import FILE_LIST, file_list_text
+from dataloading.dataset.durable_files import sync_stream, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.file_list import FILE_LIST, write_file_list
 from dataloading.dataset.split_files import SplitFiles
 
 ROW_GROUP_ROWS = 16_384
@@ -109,7 +109,9 @@ class ParquetSplitWriter(SplitWriter):
         assert not (self._has_list and self._rows_left), "fewer rows than planned"
         if self._has_list:
             names = [part.path.name for part in self._parts]
-            self._list_bytes = write_file_list(self._folder / FILE_LIST, names)
+            text = file_list_text(names)
+            write_synced(self._folder / FILE_LIST, text)
+            self._list_bytes = text.encode()
         return SplitFiles(num_rows, parquet=tuple(part.path for part in self._parts))
 
     def abandon(self) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from configs.messages import os_error_text, shown
-from dataloading.dataset.documents import check_regular, resolved
-from dataloading.dataset.file_list import is_file_list, read_file_list
+from dataloading.dataset.documents import check_regular, is_file_list, read_file_list, resolved
 
 OFFSET_DTYPE = np.dtype("<i8")
 PARQUET = "parquet"

@@ -18,9 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from configs.messages import shortened
-from dataloading.dataset.documents import read_json, read_text
+from dataloading.dataset.documents import (
+    FILE_LIST,
+    read_file_list,
+    read_json,
+    read_text,
+    refuse_doubled,
+)
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, measured
-from dataloading.dataset.file_list import FILE_LIST, read_file_list, refuse_doubled
 from dataloading.dataset.parquet import ParquetSource
 from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_file
 from dataloading.dataset.row_columns import RowColumn

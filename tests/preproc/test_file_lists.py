@@ -10,8 +10,8 @@ import yaml
 
 from dataloading.dataset import parquet_writer
 from dataloading.dataset.dataset_directory import verify_checksums
+from dataloading.dataset.documents import file_list_text, read_file_list
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.file_list import read_file_list, write_file_list
 from dataloading.dataset.file_states import file_states
 from dataloading.dataset.open_dataset import open_dataset
 from preproc.raw_files import find_files
@@ -22,6 +22,10 @@ from tests.helpers.datasets import write_clicks
 from tests.helpers.preproc_command import Refused, preproc
 from tests.helpers.runs import records, stored_bytes
 from tests.preproc.table.test_pipeline import build
+
+
+def write_file_list(path: Path, names: list[str]) -> None:
+    path.write_text(file_list_text(names))
 
 
 def converted(root: Path, output: Path, *options: str) -> Path:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dataloading.dataset.file_list import is_file_list, read_file_list, write_file_list
+from dataloading.dataset.documents import file_list_text, is_file_list, read_file_list
 
 
 def test_names_of_file_lists_are_those_of_hugectr():
@@ -16,9 +16,8 @@ def test_names_of_file_lists_are_those_of_hugectr():
 
 def test_a_list_comes_back_in_its_order(tmp_path):
     names = ["b.parquet", "sub/a.parquet", "a b.parquet"]
-    data = write_file_list(tmp_path / "_file_list.txt", names)
-    assert data == (tmp_path / "_file_list.txt").read_bytes()
-    assert data == b"3\nb.parquet\nsub/a.parquet\na b.parquet\n"
+    assert file_list_text(names) == "3\nb.parquet\nsub/a.parquet\na b.parquet\n"
+    (tmp_path / "_file_list.txt").write_text(file_list_text(names))
     assert read_file_list(tmp_path / "_file_list.txt") == names
     (tmp_path / "_file_list.txt").write_bytes(b"1\r\nb.parquet\r\n\r\n")
     assert read_file_list(tmp_path / "_file_list.txt") == ["b.parquet"]
