@@ -27,9 +27,8 @@ from preproc.table.source_files import SourceFiles, listed, refuse_damaged
 TEXT_TYPES = ("varchar", "string")
 FLOAT_TYPES = ("float", "double")
 # Types of numbers that become doubles without NaN.
-TIME_TYPE = re.compile(
-    r"u?(tiny|small|big|huge)?int(eger)?|decimal.*|float|double|date|timestamp.*"
-)
+# Parquet, as DuckDB writes it, would round a hugeint.
+TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
 EXACT_TYPE = re.compile(r"u?(tiny|small|big|huge)?int(eger)?|boolean|decimal.*")
 NAN = "'nan'"
 

@@ -18,6 +18,10 @@ from tests.preproc.table.test_pipeline import SHARED, build
 
 SPLITS = ("train", "test")
 ITEMS = ["", "a", "b", "c", "d", "e", "rare"]
+SOME_ROWS = (
+    "CASE WHEN CAST(time AS INT) % 2 = 0 THEN 'train' "
+    "WHEN time IS NOT NULL AND rating IS NOT NULL THEN 'test' END"
+)
 USERS = ["", "u", "v", "w", "x"]
 
 
@@ -153,7 +157,7 @@ def test_rows_that_the_filter_leaves_out_see_a_history_but_are_in_none(tmp_path)
     "options",
     [
         {"split": {"by": "random", "train": 0.5, "validation": 0.0}},
-        {"split": {"by": "column", "expression": "CASE WHEN CAST(time AS INT) % 2 = 0 THEN 'train' WHEN time IS NOT NULL AND rating IS NOT NULL THEN 'test' END"}},
+        {"split": {"by": "column", "expression": SOME_ROWS}},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("shuffle", ["true", "false"])
@@ -230,7 +234,8 @@ def test_a_fit_is_applied_to_the_histories_of_new_rows(tmp_path):
     check(tmp_path / "out", reference(new, 3), 3)
     preproc("mode=verify", f"path={tmp_path / 'out'}", f"fitted={tmp_path / 'fit'}")
     # Old rows that the split leaves out are the past of the new ones.
-    both = described(path, split={"by": "column", "expression": "CASE WHEN file_ = 0 THEN NULL WHEN order_ <= 40 THEN 'train' ELSE 'test' END"})  # fmt: skip
+    new_rows = "CASE WHEN file_ = 0 THEN NULL WHEN order_ <= 40 THEN 'train' ELSE 'test' END"
+    both = described(path, split={"by": "column", "expression": new_rows})
     both["sources"]["t"]["files"] = [str(tmp_path / "old.csv"), str(path)]
     build(tmp_path / "both", both, *options)
     check(tmp_path / "both", reference([*old, *new], 3)[len(old) :], 3)
@@ -286,7 +291,8 @@ def test_a_history_is_written_in_pieces(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"of": "film"}, "table.history: 'past': of: got 'film', which is no feature; want a categorical feature with one value per row, one of 'user', 'item'"),
+        ({"of": "film"}, "table.history: 'past': of: got 'film', which is no feature; want a categorical feature with one value"),
+        ({"of": "y"}, "got 'y', which is no feature; want a categorical feature with one value per row, one of 'user', 'item'"),
         ({"of": "rating"}, "of: got 'rating', which is a numerical feature; want"),
         ({"of": "tags"}, "of: got 'tags', which is a list; want"),
         ({"of": "past"}, "of: got 'past', which is a history; want"),
@@ -295,6 +301,7 @@ def test_a_history_is_written_in_pieces(tmp_path, monkeypatch):
         ({"by": ""}, "'past': got by '', want SQL, such as a column"),
         ({"by": "nobody"}, "table.history: 'past': by: got 'nobody': no column \"nobody\"; correct it; the columns are"),
         ({"order_by": '"time"'}, "'past': order_by '\"time\"' is varchar, want a number, a date or a timestamp"),
+        ({"order_by": "CAST(time AS HUGEINT)"}, "is hugeint, want a number, a date or a timestamp"),
         ({"filter": "rating"}, "'past': filter 'rating' is varchar, want a condition that is true or false"),
         ({"filter": "stars > 3"}, "table.history: 'past': filter: got 'stars > 3': no column \"stars\""),
         ({"filter": 3}, "'past': filter: got 3, want text"),
