@@ -1,7 +1,8 @@
 """Content of a checkpoint, and its restore into both components and their optimizers with any sharding.
 
 Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
-`dense_optimizer.<parameter>.<state>`. A table may therefore be sharded differently, or replicated, when it is restored.
+`dense.<buffer>`, `dense_optimizer.<parameter>.<state>`. A table may therefore be sharded differently, or replicated, when
+it is restored.
 `trainer.<name>` is state of the training loop.
 
 No generator has state to save. Initial weights, the order of rows and synthetic clicks are functions of the seed and of

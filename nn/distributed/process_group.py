@@ -68,10 +68,12 @@ class Ranks:
         dist.gather_object(value, values, dst=0)
         return values
 
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce in place with sum."""
+    def all_reduce_sum(
+        self, tensor: torch.Tensor, channel: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """All-reduce in place with sum, on the default communicator or that of `open_channel`."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=channel)
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:

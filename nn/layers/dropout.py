@@ -50,17 +50,15 @@ class Dropout(PassLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, ...] to the same shape and dtype; the first dimension is the rows of this rank."""
-        mask = self.mask
-        return x if mask is None else _apply(x, mask)
+        return self._drop(x) if self.training and self.rate > 0 else x
 
     def extra_repr(self) -> str:
         """Return the rate."""
         return f"rate={self.rate:g}"
 
-
-@torch.compiler.disable
-def _apply(x: Tensor, mask: DropoutMask) -> Tensor:
-    return _Dropout.apply(x, mask)
+    @torch.compiler.disable
+    def _drop(self, x: Tensor) -> Tensor:
+        return _Dropout.apply(x, self.mask)
 
 
 class _Dropout(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import require_rate
+from nn.layers.batch_norm import BatchNorm
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import initialise_linear_
 from nn.ops.fused_linear import as_autocast, can_fuse
@@ -22,16 +23,20 @@ def round_up(count: int) -> int:
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them and, optionally, after the last one. Dropout may follow every ReLU.
+    """Linear layers with ReLU between them and, optionally, after the last one.
 
-    The input is padded with zeros to a multiple of 8 columns, as in NVIDIA's TensorFlow 2 recipe: 13 numerical features
-    become 16.
+    Batch normalization may precede every ReLU, and dropout may follow it. The input is padded with zeros to a multiple of 8
+    columns, as in NVIDIA's TensorFlow 2 recipe: 13 numerical features become 16.
 
     Args:
         num_inputs: columns of the input before padding.
         widths: output columns of every layer; at least one layer.
         final_activation: apply ReLU after the last layer too.
         dropout: rate of the dropout after every ReLU; 0 for none.
+        batch_norm: normalize the input of every ReLU over the global batch.
+
+    Attributes:
+        kept_columns: columns that the backward pass keeps beside the inputs of linear layers and normalizations.
 
     Raises:
         ValueError: `dropout` is below 0, or 1 or more.
@@ -44,6 +49,7 @@ class MLP(nn.Module):
         *,
         final_activation: bool,
         dropout: float = 0.0,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         require_rate("dropout", dropout)
@@ -55,6 +61,11 @@ class MLP(nn.Module):
         num_activations = len(widths) if final_activation else len(widths) - 1
         dropouts = nn.ModuleList(Dropout(dropout) for _ in range(num_activations if dropout else 0))
         self.dropouts = cast(Sequence[Dropout], dropouts)
+        normalised = widths[:num_activations] if batch_norm else []
+        norms = nn.ModuleList(BatchNorm(columns) for columns in normalised)
+        self.norms = cast(Sequence[BatchNorm], norms)
+        # ReLU keeps its output. Dropout, which is a layer of its own after a normalization, has another.
+        self.kept_columns = sum(normalised) if dropout else 0
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -64,7 +75,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, ..., num_inputs] to [B, ..., widths[-1]]; the first dimension is the rows of this rank."""
-        if can_fuse(x, self.layers[0].weight):
+        if not self.norms and can_fuse(x, self.layers[0].weight):
             return self._forward_fused(as_autocast(x))
         return self.forward_plain(x)
 
@@ -75,7 +86,7 @@ class MLP(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x)
             if index < last or self.final_activation:
-                x = torch.relu(x)
+                x = torch.relu(self.norms[index](x) if self.norms else x)
                 if self.dropouts:
                     x = self.dropouts[index](x)
         return x

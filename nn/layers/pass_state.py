@@ -60,7 +60,15 @@ class PassState:
 
 
 class PassLayer(nn.Module):
-    """Layer whose training pass depends on a `PassState`; evaluation uses none."""
+    """Layer whose training pass depends on a `PassState`; evaluation uses none.
+
+    Its persistent buffers are part of checkpoints. Only `update` may change them: a pass may be repeated, or not be applied.
+
+    Attributes:
+        sums_over_ranks: whether a pass sums over ranks.
+    """
+
+    sums_over_ranks = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +82,9 @@ class PassLayer(nn.Module):
             number: of this layer among the layers of the model that have a pass state.
         """
         self._pass_state = state
+
+    def update(self) -> None:
+        """Queue the change of the layer's buffers by the latest pass, which is applied."""
 
     @property
     def pass_state(self) -> PassState:

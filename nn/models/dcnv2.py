@@ -36,6 +36,7 @@ class DCNv2(Model):
         top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
         cross: the cross network.
         dropout: rate of the dropout after each hidden layer of the top MLP.
+        batch_norm: normalize the outputs of these layers over the global batch, before ReLU.
 
     Raises:
         ValueError: parallel with a top MLP that has no hidden layer.
@@ -53,6 +54,7 @@ class DCNv2(Model):
         top_mlp: Sequence[int],
         cross: CrossConfig,
         dropout: float = 0.0,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.bottom = (
@@ -70,10 +72,14 @@ class DCNv2(Model):
                     f"model.cross.structure=parallel needs a deep network beside the cross network, got "
                     f"model.top_mlp={list(top_mlp)}; give it a width before the last, or use stacked"
                 )
-            self.deep = MLP(width, hidden, final_activation=True, dropout=dropout)
+            self.deep = MLP(
+                width, hidden, final_activation=True, dropout=dropout, batch_norm=batch_norm
+            )
             self.top = MLP(width + hidden[-1], [last], final_activation=False)
         else:
-            self.top = MLP(width, top_mlp, final_activation=False, dropout=dropout)
+            self.top = MLP(
+                width, top_mlp, final_activation=False, dropout=dropout, batch_norm=batch_norm
+            )
 
     @classmethod
     def tables(cls, options: DCNv2Options, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
@@ -91,6 +97,7 @@ class DCNv2(Model):
             top_mlp=options.top_mlp,
             cross=options.cross,
             dropout=options.dropout,
+            batch_norm=options.batch_norm,
         )
 
     def activations(self) -> Activations:

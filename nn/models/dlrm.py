@@ -31,6 +31,7 @@ class DLRM(Model):
         bottom_mlp: widths of the bottom MLP, ReLU after each.
         top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
         dropout: rate of the dropout after each hidden layer of the top MLP.
+        batch_norm: normalize the outputs of these layers over the global batch, before ReLU.
     """
 
     Options = DLRMOptions
@@ -44,6 +45,7 @@ class DLRM(Model):
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
         dropout: float = 0.0,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.bottom = (
@@ -53,7 +55,11 @@ class DLRM(Model):
             num_categorical, embedding_dim, has_bottom=self.bottom is not None
         )
         self.top = MLP(
-            self.interaction.num_outputs, top_mlp, final_activation=False, dropout=dropout
+            self.interaction.num_outputs,
+            top_mlp,
+            final_activation=False,
+            dropout=dropout,
+            batch_norm=batch_norm,
         )
         self._product_flops = 2 * embedding_dim * self.interaction.num_pairs
 
@@ -82,6 +88,7 @@ class DLRM(Model):
             bottom_mlp=options.bottom_mlp,
             top_mlp=options.top_mlp,
             dropout=options.dropout,
+            batch_norm=options.batch_norm,
         )
 
     def activations(self) -> Activations:

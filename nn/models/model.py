@@ -43,9 +43,9 @@ class Activations:
 class Model(nn.Module):
     """Dense component of a model, a plain single-device module, and the declaration of its tables.
 
-    It knows neither ids nor ranks. All its weights are parameters: checkpoints hold no buffers. Layers that have a method
-    `initialise(generator)` are initialised by it, in the order of registration; others keep PyTorch's own initial weights.
-    Both depend on the seed alone.
+    It knows neither ids nor ranks. Checkpoints hold its parameters and the persistent buffers of `PassLayer`s. Layers that
+    have a method `initialise(generator)` are initialised by it, in the order of registration; others keep PyTorch's own
+    initial weights. Both depend on the seed alone.
 
     Attributes:
         Options: dataclass of the options, a subclass of `ModelConfig`.
@@ -89,6 +89,15 @@ class Model(nn.Module):
             for layer in self.modules()
             if isinstance(layer, nn.Linear)
         ]
+
+    def columns_kept_by_layers(self) -> int:
+        """Return the columns that layers with `kept_columns` keep for the backward pass, beside linear layers' inputs."""
+        return sum(getattr(layer, "kept_columns", 0) for layer in self.modules())
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers by name, which checkpoints hold."""
+        parameters = {name for name, _ in self.named_parameters()}
+        return {name: value for name, value in self.state_dict().items() if name not in parameters}
 
     def num_parameters(self) -> int:
         """Return the number of trained parameters; every linear layer is counted with a bias."""

@@ -25,6 +25,11 @@ class _TwoMLPOptions(ModelConfig):
         0.0, "rate of the dropout after each hidden layer of the top MLP, in training; 0 for none"
     )
 
+    batch_norm: bool = option(
+        False,
+        "normalize the outputs of the top MLP's hidden layers over the global batch, before ReLU",
+    )
+
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
         require_widths("model.bottom_mlp", self.bottom_mlp)

@@ -153,18 +153,25 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
         seed: seed of the initial weights of layers without `initialise`; the global random state is not changed.
 
     Raises:
-        ValueError: the options do not fit the features, or the model has buffers, which checkpoints do not contain.
+        ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.
     """
     import torch
+
+    from nn.layers.pass_state import PassLayer
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         dense = find_model(options.name).build(options, spec)
-    lost = dense.state_dict().keys() - {name for name, _ in dense.named_parameters()}
-    if lost:
+    unknown = [
+        name
+        for name in dense.saved_buffers()
+        if not isinstance(dense.get_submodule(name.rpartition(".")[0]), PassLayer)
+    ]
+    if unknown:
         raise ValueError(
-            f"model.name={options.name} has a buffer {min(lost)}, and checkpoints hold parameters only: buffers that "
-            "training changes are not supported yet; register it with persistent=False if it is a constant"
+            f"model.name={options.name} has a persistent buffer {min(unknown)}, and only those of a PassLayer are trained "
+            "and saved: use nn.layers.batch_norm.BatchNorm for batch normalization, derive the layer from "
+            "nn.layers.pass_state.PassLayer, or register a constant with persistent=False"
         )
     return dense
 

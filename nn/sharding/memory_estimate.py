@@ -174,6 +174,7 @@ def _dense_pass(config: Config, model: Model, column_bytes: int, local: int) -> 
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
     saved = sum(before for before, _ in layers) + model.activations().backward_columns
+    saved += model.columns_kept_by_layers()
     widest = max((max(layer) for layer in layers), default=0)
     gradients = 2 * widest  # of one layer's output and of its input
     top = (saved + gradients) * column_bytes

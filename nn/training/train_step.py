@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
 from nn.distributed.errors import DivergedError
-from nn.distributed.process_group import Ranks
-from nn.layers.pass_state import PassState, attach
+from nn.distributed.process_group import Ranks, open_channel
+from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.observability.annotations import annotate
@@ -57,6 +58,17 @@ def capture_blocker(config: Config, tables: ShardedEmbeddings, ranks: Ranks) -> 
     if not config.train.capture:
         return "train.capture=false"
     return tables.static_blocker
+
+
+def _pass_state(dense: Model, seed: int, ranks: Ranks) -> PassState:
+    """Return the state of the layers that depend on the step; their sums over ranks have a communicator of their own.
+
+    The loss is summed beside them, behind the sort of the ids, for which they need not wait.
+    """
+    if not any(isinstance(layer, PassLayer) and layer.sums_over_ranks for layer in dense.modules()):
+        return PassState(seed, ranks.device, ranks.rank)
+    sum_over_ranks = partial(ranks.all_reduce_sum, channel=open_channel(ranks, "layers"))
+    return PassState(seed, ranks.device, ranks.rank, sum_over_ranks)
 
 
 class TrainStep:
@@ -106,7 +118,7 @@ class TrainStep:
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
         )
-        self._pass_state = PassState(config.seed, ranks.device, ranks.rank)
+        self._pass_state = _pass_state(dense, config.seed, ranks)
         self._pass_layers = attach(dense, self._pass_state)
         self.capture_blocker = capture_blocker(config, tables, ranks)
         self.path: SparsePath = (
@@ -168,10 +180,11 @@ class TrainStep:
         """Return this rank's shards of weights and optimizer state, without copying them.
 
         Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
-        `dense_optimizer.<parameter>.<state>`.
+        `dense.<buffer>`, `dense_optimizer.<parameter>.<state>`.
         """
         state = {f"tables.{name}": value for name, value in self.tables.weights().items()}
         state |= {f"dense.{name}": value.detach() for name, value in self.dense.named_parameters()}
+        state |= {f"dense.{name}": value for name, value in self.dense.saved_buffers().items()}
         if not with_optimizer:
             return state
         state |= {f"tables.{name}": value for name, value in self.tables.optimizer_state().items()}
@@ -229,6 +242,8 @@ class TrainStep:
             self.path.update()
         if Component.dense not in self.frozen:
             self.dense_optimizer.step()
+            for layer in self._pass_layers:
+                layer.update()
 
     def _what_diverged(self, step: int, loss: float) -> str:
         if math.isfinite(loss):

@@ -33,7 +33,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 16
+    assert done.stdout.count("compiled") == 24
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
 
@@ -44,7 +44,7 @@ def run() -> None:
     from configs.schema import OptimizerName
     from nn.embedding.optimizer import TABLE_RULES
     from nn.embedding.triton_launcher import branch_of
-    from nn.ops.triton import row_updates
+    from nn.ops.triton import batch_norm, row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
     from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
     from nn.ops.triton.dropout import _dropout
@@ -78,7 +78,15 @@ def run() -> None:
         build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
     for scale in (1.0, 2.0):
         build(_relu_backward, {"columns": "i32"}, **MLP_BLOCKS, SCALE=scale)
+    names = ("num_valid", "mean", "rstd", "weight", "bias", "mean_sums")
+    statistics = dict.fromkeys(names, "*fp32") | {"num_valid": "*i64", "columns": "i32"}
     for dtype in ("*fp32", "*bf16"):
+        matrices = dict.fromkeys(("x", "out", "grad"), dtype) | statistics
+        sums = {"BLOCKS_OF_ROWS": batch_norm.BLOCKS_OF_ROWS, **batch_norm.BLOCKS}
+        build(batch_norm._moments, matrices | {"sums": "*fp64"}, **sums)
+        build(batch_norm._gradient_sums, matrices | {"sums": "*fp32"}, **sums)
+        build(batch_norm._normalise, matrices, **batch_norm.BLOCKS)
+        build(batch_norm._input_gradient, matrices, **batch_norm.BLOCKS)
         pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
         build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
 

@@ -88,6 +88,21 @@ def test_each_term_is_what_its_shapes_say():
     assert first.total == sum(asdict(first).values())
 
 
+def test_layers_that_keep_more_than_inputs_are_counted():
+    def dense_pass(*overrides: str) -> int:
+        return ranks_of("dlrm", *TINY, "model.top_mlp=[32,16,1]", *ON_H200, *overrides)[
+            0
+        ].dense_pass
+
+    # Dropout is part of ReLU's kernels. A normalization keeps its input, and dropout after it has an output of its own.
+    plain, column = dense_pass("train.amp=off"), 64 * 4
+    assert dense_pass("train.amp=off", "model.dropout=0.5") == plain
+    normalised = dense_pass("train.amp=off", "model.batch_norm=true")
+    assert normalised == plain + (32 + 16) * column
+    both = dense_pass("train.amp=off", "model.batch_norm=true", "model.dropout=0.5")
+    assert both == normalised + (32 + 16) * column
+
+
 def test_evaluation_in_batches_of_the_same_size_needs_no_further_memory():
     assert ranks_of("dlrm", *TINY, *ON_H200, "eval.batch_size=64")[0].evaluation == 0
 

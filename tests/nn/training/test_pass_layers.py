@@ -3,15 +3,30 @@
 from itertools import product
 
 import pytest
+import torch
 
+from nn.build import device_type
+from nn.distributed.errors import DivergedError
+from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
+from tests.helpers.composed import (
+    TINY,
+    Built,
+    build,
+    compose_config,
+    losses_of_cases,
+    ranks_of_cpu,
+)
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, TWO_EPOCHS, TWO_EPOCHS_STEPS, worlds
-from tests.helpers.runs import stored_bytes
+from tests.helpers.runs import stored_bytes, summary
 
 # The last batch of an epoch has 5 rows: 3 for one rank, 2 for the other. With row-wise tables the step is dynamic.
-LAYERS = {"dropout": ["model.dropout=0.5"]}
+LAYERS = {
+    "dropout": ["model.dropout=0.5"],
+    "batch_norm": ["model.batch_norm=true"],
+    "both": ["model.dropout=0.2", "model.batch_norm=true"],
+}
 LAYOUTS = ["table_wise", "row_wise"]
 MODELS = {
     "dlrm": [],
@@ -52,7 +67,7 @@ def test_two_ranks_train_as_one_and_unlike_without_the_layer(losses, case):
     assert losses[1][index][0] != losses_of_cases([options("none", *case[1:])], 1)[0][0]
 
 
-@pytest.mark.parametrize(("layer", "model"), product(LAYERS, MODELS))
+@pytest.mark.parametrize(("layer", "model"), list(product(LAYERS, MODELS)))
 def test_both_paths_train_alike(losses, layer, model):
     static, dynamic = (losses[1][CASES.index((layer, model, layout))] for layout in LAYOUTS)
     assert dynamic == pytest.approx(static, rel=1e-6)
@@ -81,6 +96,101 @@ def test_a_run_resumes_bit_by_bit(case, tmp_path):
     complete = run("complete", 7)
     assert run("resumed", 3) != complete
     assert run("resumed", 7) == complete
+
+
+def buffers_of_cases(cases: list[list[str]], num_steps: int) -> list[dict[str, torch.Tensor]]:
+    """Return per case the running statistics after training."""
+    results = []
+    config = compose_config(*cases[0])
+    with process_group(ranks_from_environment(device_type(config))):
+        for case in cases:
+            built = build(compose_config(*case))
+            built.train(0, num_steps)
+            results.append(buffers(built))
+            built.step.close()
+    return results
+
+
+def buffers(built: Built) -> dict[str, torch.Tensor]:
+    saved = built.step.dense.saved_buffers()
+    state = built.step.state_dict(with_optimizer=False)
+    assert {f"dense.{name}" for name in saved} <= state.keys()
+    return {name: value.cpu().clone() for name, value in saved.items()}
+
+
+def assert_alike(one: list[dict], other: list[dict], tolerance: float) -> None:
+    for ours, theirs in zip(one, other, strict=True):
+        assert [name.rpartition(".")[2] for name in ours] == ["running_mean", "running_var"] * 2
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance)
+
+
+def test_ranks_and_paths_have_the_same_running_statistics():
+    cases = [options("batch_norm", "dlrm", layout) for layout in LAYOUTS]
+    one = buffers_of_cases(cases, TWO_EPOCHS_STEPS)
+    two = run_distributed(buffers_of_cases, 2, cases, TWO_EPOCHS_STEPS)
+    assert_alike(one, two[0], 1e-6)
+    for first, second in zip(*two, strict=True):
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert_alike(one[:1], one[1:], 1e-6)
+    assert (one[0]["top.norms.0.running_var"] != 1).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_that_is_not_applied_changes_no_running_statistics(layout):
+    with ranks_of_cpu():
+        built = build(compose_config(*options("batch_norm", "dlrm", layout)))
+        built.train(0, 2)
+        before = buffers(built)
+        with torch.no_grad():
+            built.step.dense.top.layers[-1].bias.fill_(torch.inf)
+        with pytest.raises(DivergedError):
+            built.train(2, 1)
+        after = buffers(built)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_frozen_dense_component_keeps_its_running_statistics():
+    [kept] = buffers_of_cases(
+        [[*options("batch_norm", "dlrm", "table_wise"), "train.freeze=[dense]"]], 3
+    )
+    assert torch.equal(kept["top.norms.0.running_var"], torch.ones(32))
+
+
+def test_a_saved_model_is_evaluated_with_its_running_statistics(tmp_path):
+    case = [*options("both", "dlrm", "table_wise"), "log.every=4"]
+    ended = run_command(*case, f"run_dir={tmp_path}/run", "train.max_steps=7")
+    assert (ended.exit_code, ended.err) == (0, "")
+    wanted = summary(tmp_path / "run")
+    restore = f"checkpoint.restore={tmp_path}/run/checkpoints/step_7"
+    ended = run_command(*case, "mode=eval", restore, f"run_dir={tmp_path}/eval")
+    assert (ended.exit_code, ended.err) == (0, "")
+    evaluated = summary(tmp_path / "eval")
+    for key in ("steps", "test_auc", "test_log_loss", "test_rows"):
+        assert evaluated[key] == wanted[key], key
+
+
+def test_a_checkpoint_without_batch_normalization_is_refused(tmp_path):
+    ended = run_command(
+        *options("dropout", "dlrm", "table_wise"),
+        "log.every=4",
+        f"run_dir={tmp_path}/run",
+        "train.max_steps=2",
+    )
+    assert (ended.exit_code, ended.err) == (0, "")
+    restore = f"checkpoint.restore={tmp_path}/run/checkpoints/step_2"
+    case = [*options("both", "dlrm", "table_wise"), "mode=eval", restore]
+    ended = run_command(*case, f"run_dir={tmp_path}/eval")
+    assert ended.exit_code == 2
+    assert "no dense.top.norms.0.weight" in ended.err
+
+
+@pytest.mark.parametrize("world_size", worlds(1, 2))
+def test_capturing_changes_no_running_statistics(world_size):
+    each = [*options("batch_norm", "dlrm", "table_wise"), *ON_GPU]
+    cases = [[*each, f"train.capture={capture}"] for capture in ("true", "false")]
+    measured = run_distributed(buffers_of_cases, world_size, cases, TWO_EPOCHS_STEPS)[0]
+    assert_alike(measured[:1], measured[1:], 2e-5)
 
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))

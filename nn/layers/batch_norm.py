@@ -1,0 +1,125 @@
+"""Batch normalization (Ioffe and Szegedy, arXiv:1502.03167) over the global batch."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from nn.layers.pass_state import PassLayer, PassState
+from nn.ops import batch_norm as plain
+from nn.ops.fused_linear import FUSED_DTYPES
+
+
+class BatchNorm(PassLayer):
+    """Normalize columns by mean and variance, then scale and shift them, as `torch.nn.BatchNorm1d` on one process.
+
+    In training, mean and variance are those of the valid rows of the global batch: ranks sum moments in the forward pass
+    and gradients in the backward pass, and padding rows count in no sum. In evaluation they are the running ones.
+    Statistics are float32, under autocast too. A batch of one row is normalized to the bias.
+
+    Args:
+        columns: of the input.
+        eps: added to the variance.
+        momentum: share of a batch in the running mean and variance.
+
+    Attributes:
+        running_mean: [columns], float32; a part of checkpoints.
+        running_var: unbiased, [columns], float32; a part of checkpoints.
+        kept_columns: columns that the backward pass keeps of the input.
+
+    Raises:
+        ValueError: `columns` or `eps` is not positive, or `momentum` is not above 0 and at most 1.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    sums_over_ranks = True
+
+    def __init__(self, columns: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        if columns < 1 or not eps > 0 or not 0 < momentum <= 1:
+            raise ValueError(
+                f"got columns={columns}, eps={eps:g}, momentum={momentum:g}; want at least one column, a positive eps, and "
+                "a momentum above 0 and at most 1"
+            )
+        self.eps, self.momentum = eps, momentum
+        self.kept_columns = columns
+        self.weight = nn.Parameter(torch.ones(columns))
+        self.bias = nn.Parameter(torch.zeros(columns))
+        self.register_buffer("running_mean", torch.zeros(columns))
+        self.register_buffer("running_var", torch.ones(columns))
+        # Mean and unbiased variance of the latest pass. A captured pass writes them, also while it is captured, and
+        # `update` uses those of passes that are applied.
+        self.register_buffer("_latest", torch.zeros(2, columns), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, ..., columns] to the same shape and dtype; the first dimension is the rows of this rank."""
+        if not self.training:
+            scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+            return (x * scale + (self.bias - self.running_mean * scale)).to(x.dtype)
+        return self._normalise(x, self.pass_state)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Queue the update of the running mean and variance with those of the latest pass."""
+        running = [self.running_mean, self.running_var]
+        torch._foreach_lerp_(running, list(self._latest.unbind()), self.momentum)
+
+    def extra_repr(self) -> str:
+        """Return columns, eps and momentum."""
+        return f"{len(self.weight)}, eps={self.eps:g}, momentum={self.momentum:g}"
+
+    @torch.compiler.disable
+    def _normalise(self, x: Tensor, state: PassState) -> Tensor:
+        matrix = x.reshape(-1, x.shape[-1])
+        out = _BatchNorm.apply(matrix, self.weight, self.bias, self, state, len(matrix) // len(x))
+        return out.view(x.shape)
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        layer: BatchNorm,
+        state: PassState,
+        rows_per_sample: int,
+    ) -> Tensor:
+        ops, x = _ops(x), x.contiguous()
+        num_valid = state.num_valid * rows_per_sample
+        count = (state.global_valid * rows_per_sample).double()
+        total, squares, of_means = state.all_reduce_sum(ops.moments(x, num_valid))
+        mean = total / count
+        squares = (squares + of_means - total * mean).clamp(min=0)
+        dtype = plain.statistics_dtype(x)
+        layer._latest.copy_(torch.stack([mean, squares / (count - 1).clamp(min=1)]))
+        rstd = torch.rsqrt(squares / count + layer.eps).to(dtype)
+        mean = mean.to(dtype)
+        ctx.save_for_backward(x, weight, mean, rstd, num_valid, count)
+        ctx.state = state
+        return ops.normalise(x, num_valid, mean, rstd, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd, num_valid, count = ctx.saved_tensors
+        ops, grad = _ops(x), grad.contiguous()
+        sums = ops.gradient_sums(grad, x, num_valid, mean, rstd)
+        mean_sums = (ctx.state.all_reduce_sum(sums.clone()) / count).to(mean.dtype)
+        grad_x = ops.input_gradient(grad, x, num_valid, mean, rstd, weight, mean_sums)
+        grad_bias, grad_weight = sums.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _ops(x: Tensor) -> ModuleType:
+    """Return the module with the arithmetic for a tensor."""
+    if not x.is_cuda or x.dtype not in FUSED_DTYPES:
+        return plain
+    # Only CUDA builds of torch include Triton.
+    from nn.ops.triton import batch_norm
+
+    return batch_norm
