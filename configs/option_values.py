@@ -49,7 +49,7 @@ def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> N
 
 
 def _has_form(value: Any, hint: Any) -> bool:
-    """Return whether a value is a list, a mapping or null only where its type is; OmegaConf checks the rest."""
+    """Return whether a value is a list, a mapping, null or an integer only where its type is; OmegaConf checks the rest."""
     if hint is Any:
         return value != "???"  # in OmegaConf's words: no value
     if value is None:
@@ -63,6 +63,8 @@ def _has_form(value: Any, hint: Any) -> bool:
             return True
         elements = [_element(member) for member in _members(hint) if _kind(member) is dict]
         return any(all(_has_form(v, element) for v in value.values()) for element in elements)
+    if type(value) is int and {_kind(member) for member in _members(hint)} <= {bool, NoneType}:
+        return False  # OmegaConf would take 5 for true
     return value != "???" and any(
         _kind(member) not in (list, tuple, dict) for member in _members(hint)
     )
