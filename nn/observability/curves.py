@@ -66,8 +66,6 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
     from matplotlib.figure import Figure
 
     header, records = read_records(metrics_jsonl)
-    # It may be of other rows, and of a model of an earlier step.
-    records = [record for record in records if FINAL not in record]
     loss, test_loss = series(records, "loss"), series(records, "test_log_loss")
     auc, test_auc = series(records, "train_auc"), series(records, "test_auc")
     speed, rate = series(records, "samples_per_s"), series(records, "lr")
@@ -120,8 +118,15 @@ def _save(figure: Any, out_png: Path) -> None:
 
 
 def series(records: list[dict[str, Any]], name: str) -> Series:
-    """Return steps and values of the records that contain a finite number under key `name`."""
-    points = [(record["step"], record[name]) for record in records if _is_finite(record.get(name))]
+    """Return steps and values of the records that contain a finite number under key `name`.
+
+    A final evaluation is left out: it may be of other rows, and of a model of an earlier step.
+    """
+    points = [
+        (record["step"], record[name])
+        for record in records
+        if _is_finite(record.get(name)) and FINAL not in record
+    ]
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     return steps, values
 

@@ -74,6 +74,38 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, world_size, recipe,
             assert distance <= 10 * RESUME_TOLERANCE[amp] * np.abs(value).max(), name
 
 
+def started_with_patience(run_dir: Path, amp: str) -> str:
+    """Start a run that over-fits at once; return what it prints."""
+    ended = run_command(
+        *(option for option in TINY if not option.startswith("device")),
+        *ON_GPU,
+        *(
+            "data.synthetic.train_rows=256",
+            "train.epochs=40",
+            "optimizer.lr=0.3",
+            f"train.amp={amp}",
+        ),
+        *("eval.every=2", "eval.patience=3", "eval.at_start=false", "eval.max_steps=1"),
+        *("log.tensorboard=false", f"run_dir={run_dir}"),
+    )
+    assert ended.exit_code == 0, ended.err
+    return ended.out
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+@pytest.mark.parametrize("world_size", worlds(1, 2))
+def test_the_best_model_is_loaded_into_a_captured_step(tmp_path, world_size, amp):
+    """The forward graph that was captured while training reads the loaded weights."""
+    run_dir = tmp_path / "run"
+    output = run_distributed(started_with_patience, world_size, run_dir, amp)[0]
+    assert "step: a CUDA graph" in output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["stopped"] == "eval.patience exhausted"
+    assert summary["result_step"] == summary["best_step"] < summary["steps"]
+    assert summary["test_auc"] == pytest.approx(summary["best_test_auc"], abs=1e-6)
+    assert summary["last_test_auc"] < summary["best_test_auc"]
+
+
 @needs_one_gpu
 def test_inference_accepts_the_batch_sizes_of_training_and_evaluation(tmp_path):
     sizes = ["inference.batch_sizes=[1,64,128]", "inference.steps=3", "inference.warmup_steps=1"]

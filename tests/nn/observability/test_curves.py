@@ -140,3 +140,10 @@ def test_matplotlib_is_imported_by_drawing_only():
 def test_a_value_that_is_no_finite_number_is_left_out(value):
     steps, values = series([{"step": 1, "loss": value}, {"step": 2, "loss": 0.5}], "loss")
     assert (steps.tolist(), values.tolist()) == ([2], [0.5])
+
+
+def test_a_final_evaluation_is_no_point_of_a_curve():
+    """It is recorded last, of other rows and of the model of an earlier step."""
+    records = [{"step": 8, "test_auc": 0.7}, {"step": 4, "test_auc": 0.8, "final": True}]
+    steps, values = series(records, "test_auc")
+    assert (steps.tolist(), values.tolist()) == ([8], [0.7])
