@@ -18,7 +18,7 @@ from benchmarks.rows import ROWS, Row
 from configs.schema import Amp, Config, TableDtype
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
-from nn.embedding.declared_tables import pooled_columns
+from nn.embedding.declared_tables import embedding_columns
 from nn.embedding.optimizer import table_rule
 from nn.models.registry import build_meta, declared_tables
 from nn.training.dense_optimizer import dense_rule
@@ -168,7 +168,7 @@ def count_hbm(
     tables = declared_tables(config.model, spec)
     dim = tables[0].embedding_dim  # of all, as `check_tables` makes sure
     weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
-    columns = pooled_columns(tables)
+    columns = embedding_columns(tables, spec)
     remote_share = (world_size - 1) / world_size
     model = build_meta(config.model, spec)
     activations = model.activations()
@@ -200,7 +200,7 @@ def count_all_to_all(
     all-reduce of the dense half's gradients, which a switch can sum.
     """
     remote_share = (world_size - 1) / world_size
-    columns = pooled_columns(declared_tables(config.model, spec))
+    columns = embedding_columns(declared_tables(config.model, spec), spec)
     one_way = remote_share * batch * columns * _embedding_bytes(config)
     return {
         "ids": remote_share * batch * ID_BYTES * _ids_per_row(spec, expands),

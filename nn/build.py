@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torchrec import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import shown
 from configs.schema import MOST_SAMPLES, Amp, Config, Device, Mode, TableDtype
@@ -24,7 +24,9 @@ from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import binary_tasks
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
-from nn.sharding.sharded_embeddings import ShardedEmbeddings, TableSettings, register_optimizer
+from nn.sharding.sharded_embeddings import ShardedEmbeddings
+from nn.sharding.sharded_tables import ShardedTables
+from nn.sharding.tables import TableSettings, static_blocker
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
@@ -205,7 +207,7 @@ def build_plan(
         )
     multi_hot = build_multi_hot(config, source)
     return plan_tables(
-        _meta_tables(config, source),
+        _declared_tables(config, source),
         multi_hot.expanded_spec(source.spec),
         config.sharding,
         table_rule(config.effective_optimizer.table_name),
@@ -232,19 +234,8 @@ def model_spec(config: Config, source: Source) -> FeatureSpec:
 def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> TrainStep:
     """Build tables and dense component with the seed's weights, and set the precision of float32 matrix products."""
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
-    embeddings = _meta_tables(config, source)
-    keep_float32(embeddings, replicated_tables(plan))
-    tables = ShardedEmbeddings(
-        embeddings,
-        source.spec,
-        plan,
-        ranks,
-        TableSettings(
-            config.effective_optimizer, config.train.amp, loss_scale(config), config.seed
-        ),
-        build_multi_hot(config, source),
-    )
-    dense = build_dense(config.model, source.spec, config.seed)
+    tables = _build_tables(config, source, plan, ranks)
+    dense = build_dense(config.model, model_spec(config, source), config.seed)
     initialise_dense(dense, config.seed)
     tasks = binary_tasks([label.name for label in source.spec.labels])
     return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks)
@@ -333,14 +324,37 @@ def _loader(
     )
 
 
-def _meta_tables(config: Config, source: Source) -> EmbeddingBagCollection:
-    tables = declared_tables(config.model, source.spec)
+def _build_tables(
+    config: Config, source: Source, plan: ShardingPlan, ranks: Ranks
+) -> ShardedTables | ShardedEmbeddings:
+    """Build the tables of the static path, or of the dynamic one where shapes are not known before."""
+    declared = _declared_tables(config, source)
+    replicated = replicated_tables(plan)
+    settings = TableSettings(
+        config.effective_optimizer, config.train.amp, loss_scale(config), config.seed
+    )
+    multi_hot = build_multi_hot(config, source)
+    blocker = static_blocker(source.spec, plan)
+    if blocker is None:
+        return ShardedTables(declared, source.spec, plan, ranks, settings, multi_hot)
+    embeddings = build_embeddings(declared, torch.device("meta"))
+    keep_float32(embeddings, replicated)
+    return ShardedEmbeddings(
+        embeddings, source.spec, plan, ranks, settings, multi_hot, static_blocker=blocker
+    )
+
+
+def _declared_tables(config: Config, source: Source) -> list[EmbeddingBagConfig]:
+    """Return the tables that the model declares for what it looks up.
+
+    Raises:
+        ValueError: a table is larger than any memory.
+    """
+    tables = declared_tables(config.model, model_spec(config, source))
     for table in tables:
         if table.num_embeddings * table.embedding_dim >= MAX_ELEMENTS:
             raise ValueError(
                 f"table {shown(table.name)} of {table.num_embeddings:,} rows and {table.embedding_dim:,} columns is larger than "
                 "any memory; correct its cardinality, or lower model.embedding_dim"
             )
-    embeddings = build_embeddings(tables, torch.device("meta"))
-    register_optimizer(embeddings, table_rule(config.effective_optimizer.table_name))
-    return embeddings
+    return tables

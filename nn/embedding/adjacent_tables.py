@@ -1,4 +1,4 @@
-"""Adjacent tables in memory, joined into one: FBGEMM stores its tables so, and so does `GradientBucket` its vector.
+"""Adjacent tables in memory, joined into one: tables of one width have one memory, and so has `GradientBucket`.
 
 Plain torch then makes one call for all of them. One call per table would take longer to launch than to run.
 """
@@ -14,12 +14,12 @@ from nn.embedding.local_tables import LocalTable
 
 @dataclass(frozen=True, slots=True)
 class AdjacentTables:
-    """Consecutive local tables of one width and hotness, whose rows are adjacent in memory.
+    """Consecutive local tables with one lookup each, of one kind, whose rows are adjacent in memory.
 
     Attributes:
         first: position of the first table in its group.
         end: position after the last table.
-        joined: one table with the rows of all of them, and the feature of the first.
+        joined: one table with the rows of all of them, and the lookups of the first.
     """
 
     first: int
@@ -32,13 +32,23 @@ class AdjacentTables:
         return self.end - self.first
 
 
-def adjacent_tables(tables: Sequence[LocalTable]) -> list[AdjacentTables]:
-    """Join the tables of a group into as few `AdjacentTables` as their memory allows, in the order of the group."""
-    starts = [
-        position
-        for position, table in enumerate(tables)
-        if position == 0 or not _follows(tables[position - 1], table)
-    ]
+def adjacent_tables(
+    tables: Sequence[LocalTable], first_ids: Sequence[int], num_samples: int
+) -> list[AdjacentTables]:
+    """Join the tables of a group into as few `AdjacentTables` as their memory and ids allow, in the order of the group.
+
+    Args:
+        tables: in order.
+        first_ids: position of the first id of each table's first lookup.
+        num_samples: samples of each lookup.
+    """
+
+    def follows(position: int) -> bool:
+        before, table = tables[position - 1], tables[position]
+        next_id = first_ids[position - 1] + num_samples * before.ids_per_sample
+        return first_ids[position] == next_id and _follows(before, table)
+
+    starts = [position for position in range(len(tables)) if position == 0 or not follows(position)]
     return [
         AdjacentTables(first, end, _joined(tables[first:end]))
         for first, end in zip(starts, [*starts[1:], len(tables)], strict=False)
@@ -49,7 +59,9 @@ def _follows(before: LocalTable, table: LocalTable) -> bool:
     """Return whether a table can be joined to the one before it; 16-bit tables cannot, since each has its own rounding."""
     return (
         table.weight.dtype is torch.float32
-        and table.hotness == before.hotness
+        and len(before.lookups) == len(table.lookups) == 1
+        and table.lookups[0].hotness == before.lookups[0].hotness
+        and table.lookups[0].pooling == before.lookups[0].pooling
         and table.weight.shape[1] == before.weight.shape[1]
         and _are_adjacent(before.weight, table.weight)
         and all(_are_adjacent(before.state[name], table.state[name]) for name in table.state)

@@ -64,8 +64,9 @@ def _layout(
     keys: tuple[str, ...], widths: tuple[int, ...], names: tuple[str, ...], device: torch.device
 ) -> EmbeddingLayout:
     offsets = dict(zip(keys, accumulate(widths, initial=0), strict=False))
-    dim, stride = widths[0], sum(widths)
+    width_of = dict(zip(keys, widths, strict=True))
     segments = [
-        LayoutSegment(index, 0, dim, offsets[name], stride) for index, name in enumerate(names)
+        LayoutSegment(index, 0, width_of[name], offsets[name], sum(widths))
+        for index, name in enumerate(names)
     ]
-    return EmbeddingLayout(segments, len(names), dim, device)
+    return EmbeddingLayout(segments, [width_of[name] for name in names], device)

@@ -11,38 +11,57 @@ from torch import nn
 from configs.messages import shown
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.lookups import Lookup, Pooling
 
 if TYPE_CHECKING:
     # TorchRec takes seven seconds to import; models import this file, and `--help` models.
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 
-def one_table_per_feature(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+def one_table_per_feature(
+    options: ModelConfig,
+    spec: FeatureSpec,
+    columns: int | None = None,
+    features: Sequence[str] | None = None,
+    prefix: str = "",
+) -> list[EmbeddingBagConfig]:
     """Declare a table per categorical feature, all of one width, which sum the ids of a bag.
+
+    Features that share a vocabulary share a table (`FeatureSpec.table_features`), at the position of the first of them.
 
     Args:
         options: columns and dtype.
         spec: names and rows.
+        columns: of every table; None for `options.embedding_dim`.
+        features: names of the features to look up; None for all.
+        prefix: put before the names of the tables.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
-    return [
-        EmbeddingBagConfig(
-            name=table_name(feature.name),
-            embedding_dim=options.embedding_dim,
-            num_embeddings=feature.cardinality,
-            feature_names=[feature.name],
-            pooling=PoolingType.SUM,
-            data_type=DataType[options.embedding_dtype.name.upper()],
-        )
-        for feature in spec.categorical
-    ]
+    rows = {feature.name: feature.cardinality for feature in spec.categorical}
+    tables = []
+    for table, sharing in spec.table_features.items():
+        names = [of.name for of in sharing if features is None or of.name in features]
+        if names:
+            tables.append(
+                EmbeddingBagConfig(
+                    name=table_name(prefix + table),
+                    embedding_dim=options.embedding_dim if columns is None else columns,
+                    num_embeddings=max(rows[name] for name in names),
+                    feature_names=names,
+                    pooling=PoolingType.SUM,
+                    data_type=DataType[options.embedding_dtype.name.upper()],
+                )
+            )
+    return tables
 
 
 def check_tables(
     tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
 ) -> None:
     """Check that the tables match the features of the dataset and that the training step supports them.
+
+    Names differ, every feature has a table with enough rows, and widths are positive.
 
     Raises:
         ValueError: the first table or feature that is wrong.
@@ -62,6 +81,12 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
                 f"features {shown(other.feature_names[0])} and {shown(table.feature_names[0])} would share the table "
                 f"name {shown(table.name)}; rename one of them in the feature spec, or name the tables apart"
             )
+        if table.embedding_dim < 1:
+            return (
+                f"table {shown(table.name)} has {table.embedding_dim} columns; give it at least 1"
+            )
+        if not table.feature_names:
+            return f"table {shown(table.name)} has no feature; name the features that look it up"
         if table.name != table_name(table.name):
             return f"no module can have the table name {shown(table.name)}; use {shown(table_name(table.name))}"
     cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
@@ -90,46 +115,104 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
 def _unsupported(
     tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
 ) -> str | None:
-    """Return the first property of the tables that the training step does not support yet, or None; kept here only."""
+    """Return the first property of the tables that no training step supports, or None; kept here only."""
+    for table in tables:
+        where = f"table {shown(table.name)}"
+        if len(set(table.feature_names)) < len(table.feature_names):
+            return f"{where} names a feature twice; one lookup can be read twice"
+        if table.data_type.name != options.embedding_dtype.name.upper():
+            return (
+                f"{where} is {table.data_type.name.lower()}; a dtype other than "
+                f"model.embedding_dtype={options.embedding_dtype.name} is not supported"
+            )
+        if table.need_pos or (
+            table.weight_init_min is not None
+            and (table.weight_init_max is None or table.weight_init_min != -table.weight_init_max)
+        ):
+            return (
+                f"{where} has position weights or initial weights that are not symmetric, which are not supported; "
+                "set weight_init_max alone for weights uniform in +-weight_init_max"
+            )
+    return _not_simple(tables, spec) if _is_ragged(spec) else None
+
+
+def _is_ragged(spec: FeatureSpec) -> bool:
+    return any(feature.hotness is None for feature in spec.categorical)
+
+
+def _not_simple(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> str | None:
+    """Return the first property of the tables that TorchRec's lookup does not support here, or None."""
+    ragged = next((feature.name for feature in spec.categorical if feature.hotness is None), None)
+    where = f"feature {shown(ragged)} is ragged" if ragged else "a table is row-wise"
+    reason = not_simple(tables, spec)
+    if reason is None:
+        return None
+    return (
+        f"{reason}, which requires fixed hotness and tables with complete rows, but {where}; use a fixed number of ids "
+        "per row, and no row-wise tables"
+    )
+
+
+def not_simple(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> str | None:
+    """Return the first table that is not one of a feature's own, as wide as the others, summed; None if all are."""
     cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
     used = Counter(feature for table in tables for feature in table.feature_names)
     for table in tables:
         where = f"table {shown(table.name)}"
         if len(table.feature_names) != 1:
-            return f"{where} is shared by {len(table.feature_names)} features, which is not supported yet"
+            return f"{where} is shared by {len(table.feature_names)} features"
         feature = table.feature_names[0]
         if used[feature] > 1:
-            return f"feature {shown(feature)} has {used[feature]} tables, and several are not supported yet"
+            return f"feature {shown(feature)} has {used[feature]} tables"
         if table.embedding_dim != tables[0].embedding_dim:
-            return (
-                f"{where} has {table.embedding_dim} columns and {shown(tables[0].name)} "
-                f"{tables[0].embedding_dim}; different widths are not supported yet"
-            )
+            return f"{where} has {table.embedding_dim} columns and {shown(tables[0].name)} {tables[0].embedding_dim}"
         if table.embedding_dim % 4:
-            return f"{where} has {table.embedding_dim} columns; only multiples of 4 are supported"
+            return f"{where} has {table.embedding_dim} columns, no multiple of 4"
         if table.num_embeddings != cardinality[feature]:
-            return (
-                f"{where} has {table.num_embeddings} rows for {cardinality[feature]} ids; further rows are "
-                "not supported yet"
-            )
+            return f"{where} has {table.num_embeddings} rows for {cardinality[feature]} ids"
         if table.pooling.name != "SUM":
-            return f"{where} has pooling {table.pooling.name.lower()}; only sum is supported yet"
-        if table.data_type.name != options.embedding_dtype.name.upper():
-            return (
-                f"{where} is {table.data_type.name.lower()}; a dtype other than "
-                f"model.embedding_dtype={options.embedding_dtype.name} is not supported yet"
-            )
-        if table.need_pos or table.weight_init_min is not None or table.weight_init_max is not None:
-            return (
-                f"{where} has position weights or initial weights of its own, which are not supported yet; "
-                "all tables begin uniform in +-1/sqrt(rows)"
-            )
+            return f"{where} has pooling {table.pooling.name.lower()}"
+        if table.weight_init_max is not None:
+            return f"{where} has initial weights of its own"
     return None
 
 
+def initial_bound(table: EmbeddingBagConfig) -> float:
+    """Return the bound of a table's initial weights, which are uniform: 1/sqrt(rows), or the table's own."""
+    return table.num_embeddings**-0.5 if table.weight_init_max is None else table.weight_init_max
+
+
+def lookups_of(
+    tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec
+) -> dict[str, tuple[Lookup, ...]]:
+    """Return the lookups of every table, one per feature.
+
+    Args:
+        tables: as declared.
+        spec: feature spec after the expansion of ids, of fixed hotness.
+    """
+    hotness = {feature.name: feature.hotness or 0 for feature in spec.categorical}
+    return {
+        table.name: tuple(
+            Lookup(feature, hotness[feature], Pooling[table.pooling.name.lower()])
+            for feature in table.feature_names
+        )
+        for table in tables
+    }
+
+
 def table_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, str]:
-    """Return the table of every feature, in the order of the tables."""
-    return {feature: table.name for table in tables for feature in table.feature_names}
+    """Return the first table of every feature."""
+    return {feature: names[0] for feature, names in tables_of_feature(tables).items()}
+
+
+def tables_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, list[str]]:
+    """Return the tables of every feature, in the order of the tables."""
+    tables_of: dict[str, list[str]] = {}
+    for table in tables:
+        for feature in table.feature_names:
+            tables_of.setdefault(feature, []).append(table.name)
+    return tables_of
 
 
 def ids_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, float]:
@@ -145,9 +228,24 @@ def ids_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> d
     }
 
 
-def pooled_columns(tables: Sequence[EmbeddingBagConfig]) -> int:
-    """Return the columns of all embeddings of a sample."""
-    return sum(table.embedding_dim * len(table.feature_names) for table in tables)
+def vectors_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, float]:
+    """Return the vectors that a sample looks up in every table: one per feature, or per id without pooling.
+
+    Args:
+        tables: as declared.
+        spec: feature spec after the expansion of ids.
+    """
+    ids = ids_per_sample(tables, spec)
+    return {
+        table.name: ids[table.name] if table.pooling.name == "NONE" else len(table.feature_names)
+        for table in tables
+    }
+
+
+def embedding_columns(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> int:
+    """Return the columns of all embeddings of a sample, T."""
+    vectors = vectors_per_sample(tables, spec)
+    return round(sum(table.embedding_dim * vectors[table.name] for table in tables))
 
 
 def table_name(feature: str) -> str:

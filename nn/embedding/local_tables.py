@@ -1,14 +1,18 @@
 """Inputs of lookup and update: local tables, sorted ids, and the scalars of a step."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
+from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import table_rule
 
-# D: columns of a local table, N: total number of ids
+# G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H over
+# lookups), D: columns of a local table, T: columns of all lookups
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,20 +20,73 @@ class LocalTable:
     """A table, or a range of its columns, on this rank.
 
     Attributes:
-        feature: feature whose ids are row numbers of the table.
-        hotness: ids per sample.
+        lookups: in the order of their columns in the embeddings of a sample; at least one.
         weight: [rows, D], contiguous.
         state: optimizer state by name, float32; the optimizer's `TableRule` has names and shapes.
         first_column: column of the table at which `weight` begins; even.
         rounding_key: key of the table (`nn.ops.stochastic_rounding`); ignored for float32 weights.
     """
 
-    feature: str
-    hotness: int
+    lookups: tuple[Lookup, ...]
     weight: Tensor
     state: dict[str, Tensor]
     first_column: int = 0
     rounding_key: int = 0
+
+    @property
+    def ids_per_sample(self) -> int:
+        """Ids per sample of all lookups."""
+        return sum(lookup.hotness for lookup in self.lookups)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of all lookups in the embeddings of a sample."""
+        return self.weight.shape[1] * sum(lookup.num_vectors for lookup in self.lookups)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLookup:
+    """A lookup and its positions.
+
+    Attributes:
+        table: position of its table.
+        lookup: the lookup.
+        first_id: position of its first id in the ids, [N].
+        first_key: position of its first key in the keys, [K].
+        first_column: first column in the embeddings, [G, T].
+        width: D.
+    """
+
+    table: int
+    lookup: Lookup
+    first_id: int
+    first_key: int
+    first_column: int
+    width: int
+
+
+def place_lookups(
+    tables: Sequence[LocalTable], hotness: Mapping[str, int], num_samples: int
+) -> list[PlacedLookup]:
+    """Return the lookups of all tables with their positions: keys and columns lie table after table.
+
+    Args:
+        tables: in order.
+        hotness: feature -> ids per sample, in the order of the ids.
+        num_samples: G.
+    """
+    counts = [num_samples * count for count in hotness.values()]
+    first_ids = dict(zip(hotness, accumulate(counts, initial=0), strict=False))
+    placed, first_key, first_column = [], 0, 0
+    for position, table in enumerate(tables):
+        for lookup in table.lookups:
+            assert lookup.hotness == hotness[lookup.feature], (lookup, hotness)
+            first_id = first_ids[lookup.feature]
+            width = table.weight.shape[1]
+            placed.append(PlacedLookup(position, lookup, first_id, first_key, first_column, width))
+            first_key += num_samples * lookup.hotness
+            first_column += lookup.num_vectors * width
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +94,8 @@ class SortedIds:
     """Ids in ascending order, ready for an update.
 
     Attributes:
-        keys: row + rows of all tables before, [N].
-        order: position of each id before sorting, [N].
+        keys: row + rows of all tables before, one per id and table that it is looked up in, [N].
+        order: position of each key before sorting, [N].
     """
 
     keys: Tensor

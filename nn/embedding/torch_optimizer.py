@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable
@@ -60,6 +60,19 @@ class TableOptimizer(torch.optim.Optimizer):
                         gradient.add_(torch.where(touched, table, 0), alpha=self._l2)
                 update(tables, gradients, [self.state[table] for table in tables], group)
 
+    def prepare(self, step: int, lr: float) -> None:
+        """Set learning rate and step count of the next update.
+
+        Args:
+            step: updates made so far.
+            lr: learning rate.
+        """
+        for group in self.param_groups:
+            group["lr"] = lr
+        if self._rule.uses_step:
+            for state in self.state.values():
+                state["iter"].fill_(step)
+
     def _update_touched(
         self,
         tables: list[Tensor],
@@ -79,6 +92,16 @@ class TableOptimizer(torch.optim.Optimizer):
             for tensor, old in zip(tensors, old_tensors, strict=True):
                 rows = untouched.view(-1, *[1] * (tensor.dim() - 1))
                 tensor.copy_(torch.where(rows, old, tensor))
+
+
+def table_optimizer(
+    tables: Iterable[nn.Parameter], config: OptimizerConfig
+) -> TableOptimizer | None:
+    """Return the optimizer of tables with dense gradients, or None without tables."""
+    tables = list(tables)
+    if not tables:
+        return None
+    return TableOptimizer(tables, config)
 
 
 @torch.no_grad()

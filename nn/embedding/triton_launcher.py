@@ -1,7 +1,7 @@
 """Launches of the kernels of `nn.ops.triton.embedding_bag` for one group of tables: addresses, blocks, levels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
@@ -13,13 +13,18 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from configs.schema import OptimizerConfig
-from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
+from nn.embedding.local_tables import LocalTable, PlacedLookup, SortedIds, UpdateScalars
 from nn.embedding.optimizer import TableRule, table_rule
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
 from nn.user_objects import load_user_object
 
 SAMPLES_PER_PROGRAM = 32
-"""Samples per program of the lookup."""
+"""Fewest samples per program of the lookup."""
+
+MOST_SAMPLES_PER_PROGRAM = 256
+
+ELEMENTS_PER_PROGRAM = 4096
+"""Elements per program of the lookup, if tables are narrow."""
 
 WARPS = 4
 """Blocks of ids per program of the update, one block per warp."""
@@ -47,12 +52,12 @@ class _Level:
 class TritonLauncher:
     """Launcher of the lookup and the update of one group of local tables.
 
+    Tables of one width class (the next power of two) share their launches: a program has as many columns as its class.
+
     Args:
         tables: in order; all of one dtype.
+        lookups: of all tables, with their positions.
         num_samples: G.
-        id_starts: position of each table's first id.
-        columns: first column of each table, and the total number of columns at the end.
-        key_bases: rows of all tables before each table.
         config: optimizer of the tables.
 
     Raises:
@@ -62,54 +67,140 @@ class TritonLauncher:
     def __init__(
         self,
         tables: Sequence[LocalTable],
-        *,
+        lookups: Sequence[PlacedLookup],
         num_samples: int,
-        id_starts: Sequence[int],
-        columns: Sequence[int],
-        key_bases: Sequence[int],
         config: OptimizerConfig,
     ) -> None:
-        device = tables[0].weight.device
-        self._num_samples = num_samples
+        assert all(table.weight.dtype == tables[0].weight.dtype for table in tables)
+        key_bases = list(accumulate((len(table.weight) for table in tables), initial=0))
+        classes = [triton.next_power_of_2(table.weight.shape[1]) for table in tables]
+        self._classes = [
+            _WidthClass(
+                tables,
+                [position for position, kind in enumerate(classes) if kind == block_d],
+                lookups,
+                key_bases,
+                num_samples,
+                config,
+            )
+            for block_d in sorted(set(classes), reverse=True)
+        ]
+
+    def look_up(self, ids: Tensor, out: Tensor) -> None:
+        """See `LocalEmbeddingBags.look_up`."""
+        for width_class in self._classes:
+            width_class.look_up(ids, out)
+
+    def update(
+        self, ids: SortedIds, gradients: Tensor, scalars: UpdateScalars, is_good: Tensor
+    ) -> None:
+        """See `LocalEmbeddingBags.update`."""
+        for width_class in self._classes:
+            width_class.update(ids, gradients, scalars, is_good)
+
+
+class _WidthClass:
+    """Launcher for the tables of one width class.
+
+    Args:
+        tables: all tables of the group.
+        members: positions of those of this class.
+        lookups: of all tables.
+        key_bases: rows of all tables before each table.
+        num_samples: G.
+        config: optimizer of the tables.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[LocalTable],
+        members: Sequence[int],
+        lookups: Sequence[PlacedLookup],
+        key_bases: Sequence[int],
+        num_samples: int,
+        config: OptimizerConfig,
+    ) -> None:
+        own = [tables[position] for position in members]
+        self._placed = [placed for placed in lookups if placed.table in members]
+        self._all_lookups, self._num_samples = lookups, num_samples
+        self._weights = own[0].weight
         self._config, self._rule = config, table_rule(config.table_name)
         self._branch = branch_of(self._rule)
-        self._weights = tables[0].weight
-        assert all(table.weight.dtype == self._weights.dtype for table in tables)
-        self._weight_offset = _offsets([table.weight for table in tables])
+        self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
-        names = [name for name in self._rule.state_names if name in tables[0].state]
-        self._state = [tables[0].state[name] for name in names]
-        self._state_offset = [_offsets([table.state[name] for table in tables]) for name in names]
+        names = [name for name in self._rule.state_names if name in own[0].state]
+        self._state = [own[0].state[name] for name in names]
+        self._state_offset = [_offsets([table.state[name] for table in own]) for name in names]
         # The kernel has two state arguments; the weights fill those that the optimizer lacks, and are not read there.
         while len(self._state) < 2:
             self._state.append(self._weights)
             self._state_offset.append(self._weight_offset)
 
-        def on_device(values: Sequence[int], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=device)
+        self._set_positions(tables, members, key_bases)
 
-        widths = [table.weight.shape[1] for table in tables]
-        self._id_start = on_device(id_starts[: len(tables)], torch.int64)
-        self._column = on_device(columns[: len(tables)], torch.int64)
-        self._key_base = on_device(key_bases[: len(tables)], torch.int64)
-        self._width = on_device(widths, torch.int32)
-        self._hotness = on_device([table.hotness for table in tables], torch.int32)
-        self._rounding_key = on_device([table.rounding_key for table in tables], torch.int32)
+    def _set_positions(
+        self, tables: Sequence[LocalTable], members: Sequence[int], key_bases: Sequence[int]
+    ) -> None:
+        """Describe the positions of keys, columns and vectors on the device."""
+        own = [tables[position] for position in members]
+        widths = [table.weight.shape[1] for table in own]
+        firsts = [
+            next(placed for placed in self._placed if placed.table == position)
+            for position in members
+        ]
+        self._first_keys = [placed.first_key for placed in firsts]
+        self._counts = [self._num_samples * table.ids_per_sample for table in own]
+        self._first_key = self._on_device(self._first_keys, torch.int64)
+        self._column = self._on_device([placed.first_column for placed in firsts], torch.int64)
+        self._key_base = self._on_device([key_bases[index] for index in members], torch.int64)
+        self._width = self._on_device(widths, torch.int32)
+        # Negative for a lookup without pooling; see `_source`.
+        hotness = [
+            placed.lookup.hotness * (1 if placed.lookup.num_vectors == 1 else -1)
+            for placed in firsts
+        ]
+        self._hotness = self._on_device(hotness, torch.int32)
+        factors = [placed.lookup.factor for placed in firsts]
+        self._factor = self._on_device(factors, torch.float32)
+        self._rounding_key = self._on_device([table.rounding_key for table in own], torch.int32)
         # Two columns share their random bits, so a shard must begin at an even column.
-        assert all(table.first_column % 2 == 0 for table in tables)
-        self._first_pair = on_device([table.first_column // 2 for table in tables], torch.int32)
+        assert all(table.first_column % 2 == 0 for table in own)
+        self._first_pair = self._on_device([table.first_column // 2 for table in own], torch.int32)
+        self._vectors = _vectors(
+            self._placed, self._weight_offset.tolist(), members, self._weights.device
+        )
         # Every address is a multiple of this number of elements, so a thread can load as many at once.
         self._align = gcd(
-            16, *widths, *(offset.item() % 16 or 16 for offset in self._aligned_offsets())
+            16,
+            *widths,
+            *(placed.first_column for placed in self._placed),
+            *(offset.item() % 16 or 16 for offset in self._aligned_offsets()),
         )
-        self._one_hot = all(table.hotness == 1 for table in tables)
+        self._one_hot = all(count == 1 for count in hotness)
         self._block_d = triton.next_power_of_2(max(widths))
-        self._counts = [num_samples * table.hotness for table in tables]
+        if any(len(table.lookups) > 1 for table in own):
+            self._source = "listed"
+        elif all(count > 0 for count in hotness) and all(factor == 1 for factor in factors):
+            self._source = "sum"
+        else:
+            self._source = "one"
+
+    def _on_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=self._weights.device)
 
     @cached_property
     def _levels(self) -> list[_Level]:
         """Levels of the update, allocated at the first one; `nn.sharding.memory_estimate` counts their size."""
-        return _levels(self._counts, IDS_PER_BLOCK, self._block_d, self._weights.device)
+        return _levels(
+            self._first_keys, self._counts, IDS_PER_BLOCK, self._block_d, self._weights.device
+        )
+
+    @cached_property
+    def _listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, first column and factor of the gradient of each key, where tables have several lookups."""
+        if self._source != "listed":
+            return self._width, self._width, self._factor  # not read
+        return _listed_sources(self._all_lookups, self._num_samples, self._weights.device)
 
     def _aligned_offsets(self) -> Tensor:
         """Return the offsets of weights and states; a state with one number per row requires no alignment."""
@@ -119,29 +210,30 @@ class TritonLauncher:
         )
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
-        """See `LocalEmbeddingBags.look_up`."""
-        grid = (triton.cdiv(self._num_samples, SAMPLES_PER_PROGRAM), len(self._width))
+        """Look up this class' tables."""
+        samples = min(
+            max(ELEMENTS_PER_PROGRAM // self._block_d, SAMPLES_PER_PROGRAM),
+            MOST_SAMPLES_PER_PROGRAM,
+        )
+        grid = (triton.cdiv(self._num_samples, samples), len(self._vectors.columns))
         _pooled_lookup[grid](
             self._weights,
             ids,
             out,
-            self._weight_offset,
-            self._id_start,
-            self._column,
-            self._width,
-            self._hotness,
+            *self._vectors.tensors,
             self._num_samples,
             out.stride(0),
-            ALIGN=self._align,
-            BLOCK=SAMPLES_PER_PROGRAM,
+            ALIGN=gcd(self._align, out.stride(0), out.storage_offset()),
+            BLOCK=samples,
             BLOCK_D=self._block_d,
         )
 
     def update(
         self, ids: SortedIds, gradients: Tensor, scalars: UpdateScalars, is_good: Tensor
     ) -> None:
-        """See `LocalEmbeddingBags.update`."""
+        """Update this class' tables."""
         keys, values, counts = ids.keys, gradients, is_good
+        align = gcd(self._align, gradients.stride(0), gradients.storage_offset())
         for number, level in enumerate(self._levels):
             num_blocks = level.blocks.shape[1]
             _segment_update[(triton.cdiv(num_blocks, WARPS),)](
@@ -159,12 +251,14 @@ class TritonLauncher:
                 self._weight_offset,
                 *self._state_offset,
                 self._key_base,
-                self._id_start,
+                self._first_key,
                 self._column,
                 self._width,
                 self._hotness,
+                self._factor,
                 self._rounding_key,
                 self._first_pair,
+                *self._listed,
                 gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,
                 scalars.step,
@@ -179,13 +273,95 @@ class TritonLauncher:
                 L2=self._config.embedding_l2 > 0,
                 LEVEL=min(number, 1),
                 ONE_HOT=self._one_hot,
-                ALIGN=self._align,
+                SOURCE=self._source,
+                ALIGN=align,
                 WARPS=WARPS,
                 LENGTH=IDS_PER_BLOCK,
                 BLOCK_D=self._block_d,
                 num_warps=WARPS,
             )
             keys, values, counts = level.sums_keys, level.sums, level.sums_counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """The vectors of all lookups, on the device: one program of the lookup each.
+
+    Attributes:
+        weight_offset: first element of the table.
+        first_id: position of the first sample's first id.
+        id_stride: ids from a sample to the next.
+        num_ids: ids whose rows are added.
+        factor: of the sum.
+        out_column: first column in the embeddings.
+        columns: D.
+    """
+
+    weight_offset: Tensor
+    first_id: Tensor
+    id_stride: Tensor
+    num_ids: Tensor
+    factor: Tensor
+    out_column: Tensor
+    columns: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All, in the order of the kernel's arguments."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+def _vectors(
+    lookups: Sequence[PlacedLookup],
+    weight_offsets: Sequence[int],
+    members: Sequence[int],
+    device: torch.device,
+) -> _Vectors:
+    offset_of = dict(zip(members, weight_offsets, strict=True))
+    rows = [
+        (
+            offset_of[placed.table],
+            placed.first_id + vector * placed.lookup.ids_per_vector,
+            placed.lookup.hotness,
+            placed.lookup.ids_per_vector,
+            placed.lookup.factor,
+            placed.first_column + vector * placed.width,
+            placed.width,
+        )
+        for placed in lookups
+        for vector in range(placed.lookup.num_vectors)
+    ]
+    dtypes = [
+        torch.int64,
+        torch.int64,
+        torch.int32,
+        torch.int32,
+        torch.float32,
+        torch.int64,
+        torch.int32,
+    ]
+    return _Vectors(
+        *(
+            torch.tensor(values, dtype=dtype, device=device)
+            for values, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
+        )
+    )
+
+
+def _listed_sources(
+    lookups: Sequence[PlacedLookup], num_samples: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of each key: its row, int32, its first column, int32, and its factor, float32, all [K]."""
+    rows, columns, factors = [], [], []
+    for placed in lookups:
+        lookup, width = placed.lookup, placed.width
+        count = num_samples * lookup.hotness
+        rows.append(torch.arange(num_samples, dtype=torch.int32).repeat_interleave(lookup.hotness))
+        vector = torch.arange(lookup.hotness, dtype=torch.int32) // lookup.ids_per_vector
+        columns.append((placed.first_column + vector * width).repeat(num_samples))
+        factors.append(torch.full((count,), lookup.factor))
+    listed = torch.cat(rows), torch.cat(columns), torch.cat(factors)
+    return listed[0].to(device), listed[1].to(device), listed[2].to(device)
 
 
 def branch_of(rule: TableRule) -> dict[str, Any]:
@@ -219,10 +395,16 @@ def _offsets(tensors: Sequence[Tensor]) -> Tensor:
     return torch.tensor(offsets, dtype=torch.int64, device=tensors[0].device)
 
 
-def _levels(counts: Sequence[int], length: int, block_d: int, device: torch.device) -> list[_Level]:
-    """Cut the ids of each table into blocks, then the two partial sums per block, until every table is one block."""
+def _levels(
+    first_keys: Sequence[int],
+    counts: Sequence[int],
+    length: int,
+    block_d: int,
+    device: torch.device,
+) -> list[_Level]:
+    """Cut the keys of each table into blocks, then the two partial sums per block, until every table is one block."""
     levels = []
-    ranges = list(zip(accumulate(counts, initial=0), accumulate(counts), strict=False))
+    ranges = [(first, first + count) for first, count in zip(first_keys, counts, strict=True)]
     while any(stop > start for start, stop in ranges):
         blocks: list[tuple[int, ...]] = []
         next_ranges: list[tuple[int, int]] = []

@@ -81,7 +81,7 @@ def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int
     from nn.ops.triton.dot_interaction import fused_dot_interaction
 
     if embeddings.layout.has_column_shards:
-        embeddings = PooledEmbeddings.of(embeddings.matrix(), embeddings.layout.num_features)
+        embeddings = PooledEmbeddings.of(embeddings.matrix(), embeddings.layout.num_vectors)
     return fused_dot_interaction(bottom, embeddings.wait(), embeddings.layout, num_outputs)
 
 

@@ -31,8 +31,8 @@ class PooledEmbeddings:
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
         """Wrap a contiguous matrix [B, F * D]."""
-        dim = matrix.shape[1] // num_features
-        return cls(EmbeddingLayout.dense(num_features, dim, matrix.device), lambda: matrix)
+        widths = (matrix.shape[1] // num_features,) * num_features
+        return cls(EmbeddingLayout.dense(widths, matrix.device), lambda: matrix)
 
     @torch.compiler.disable
     def matrix(self, prefix: Tensor | None = None) -> Tensor:
@@ -117,12 +117,11 @@ def _copy_segments(
         copy_segments(values, matrix, layout, to_matrix=to_matrix)
         return
     start = values.storage_offset()
-    for segment in layout.segments:
+    for block in layout.copied:
         in_values = torch.as_strided(
-            values, (len(matrix), segment.columns), (segment.stride, 1), start + segment.offset
+            values, (len(matrix), block.columns), (block.stride, 1), start + block.offset
         )
-        first = segment.feature * layout.embedding_dim + segment.first_column
-        in_matrix = matrix[:, first : first + segment.columns]
+        in_matrix = matrix[:, block.first_column : block.first_column + block.columns]
         if to_matrix:
             in_matrix.copy_(in_values)
         else:

@@ -1,26 +1,61 @@
-"""Tables and dense component as one module for one device; with several ranks the training step combines them."""
+"""Tables and dense component as one plain module for one device: what the sharded training step equals."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torch.nn.functional import embedding_bag
 
 from dataloading.batch import Batch
-from nn.embedding.collection import embeddings_of
+from nn.embedding.declared_tables import initial_bound
+from nn.layers.initialization import fill_uniform_
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 
 class RankingModel(nn.Module):
-    """Tables and dense component on one device.
+    """Tables and dense component on one device, with the seed's weights in the tables.
 
     Args:
-        embeddings: tables in the order of the dense component's features, one feature per table.
+        declared: the tables, as the dense component's model declares them.
         dense: a `Model`, or a module with the same `forward`.
+        seed: seed of the tables' initial weights.
+
+    Attributes:
+        tables: weight of each table, float32 [rows, columns].
     """
 
-    def __init__(self, embeddings: EmbeddingBagCollection, dense: nn.Module) -> None:
+    def __init__(
+        self, declared: "Sequence[EmbeddingBagConfig]", dense: nn.Module, seed: int = 0
+    ) -> None:
         super().__init__()
-        self.embeddings = embeddings
+        self._declared = list(declared)
+        self.tables = nn.ParameterDict()
+        for table in self._declared:
+            weight = torch.empty(table.num_embeddings, table.embedding_dim)
+            fill_uniform_(weight, seed=seed, table=table.name, bound=initial_bound(table))
+            self.tables[table.name] = nn.Parameter(weight)
         self.dense = dense
-        self.names = [table.feature_names[0] for table in embeddings.embedding_bag_configs()]
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [B] of a batch that lies on the model's device."""
-        return self.dense(batch.numerical, embeddings_of(self.embeddings(batch.ids), self.names))
+        """Return the logits of a batch that lies on the model's device: [B], or [B, T] of several tasks."""
+        return self.dense(batch.numerical, self.embeddings(batch))
+
+    def embeddings(self, batch: Batch) -> Tensor:
+        """Return the embeddings of a batch, [B, T]: table after table, feature after feature."""
+        vectors = [
+            self._look_up(table, feature, batch)
+            for table in self._declared
+            for feature in table.feature_names
+        ]
+        return torch.cat(vectors, dim=1)
+
+    def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
+        """Return the embeddings of one feature: [B, D], or [B, H * D] without pooling."""
+        weight, ids = self.tables[table.name], batch.ids[feature]
+        if table.pooling.name == "NONE":
+            return weight[ids.values()].view(len(batch.labels), -1)
+        mode = table.pooling.name.lower()
+        return embedding_bag(ids.values().long(), weight, ids.offsets()[:-1].long(), mode=mode)

@@ -1,98 +1,125 @@
-"""Memory layout of the pooled embeddings of a batch."""
+"""Memory layout of the embeddings of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import accumulate
 from math import gcd
 
 import torch
 from torch import Tensor
 
-# B: samples, F: features, D: columns of an embedding
+# B: samples, T: columns of all vectors of a sample. A vector is the result of a lookup, or one of those of a lookup without
+# pooling.
+
+
+MOST_COPIED_COLUMNS = 128
+"""Columns that one program of the copy kernel takes of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSegment:
-    """Strided block of memory with some columns of one feature's embeddings, for all samples.
+    """Strided block of memory with some columns of one vector, for all samples.
 
     Attributes:
-        feature: position of the feature in the model's order.
-        first_column: first column of the embedding in this segment.
+        vector: position of the vector in the model's order.
+        first_column: first column of the vector in this segment.
         columns: number of columns.
         offset: start of the first sample in memory, in elements.
         stride: elements from one sample to the next.
     """
 
-    feature: int
+    vector: int
     first_column: int
     columns: int
     offset: int
     stride: int
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedColumns:
+    """Adjacent columns of a sample that are adjacent in memory too, whatever vectors they are of.
+
+    Attributes:
+        offset: start of the first sample in memory, in elements.
+        stride: elements from one sample to the next.
+        first_column: first column in [B, T].
+        columns: number of columns.
+    """
+
+    offset: int
+    stride: int
+    first_column: int
+    columns: int
+
+
 class EmbeddingLayout:
-    """Layout of the embeddings of all features.
+    """Layout of all vectors.
 
     Args:
-        segments: segments that cover every column of every feature exactly once.
-        num_features: F.
-        embedding_dim: D.
+        segments: segments that cover every column of every vector exactly once.
+        widths: columns of each vector.
         device: device of the memory.
         prefix_columns: unused columns before the embeddings of every sample; the model writes its own columns there.
 
     Attributes:
-        width: F * D.
+        width: T.
     """
 
     def __init__(
         self,
         segments: Sequence[LayoutSegment],
-        num_features: int,
-        embedding_dim: int,
+        widths: Sequence[int],
         device: torch.device,
         prefix_columns: int = 0,
     ) -> None:
-        self.segments = sorted(
-            segments, key=lambda segment: (segment.feature, segment.first_column)
-        )
-        self.num_features = num_features
-        self.embedding_dim = embedding_dim
+        self.segments = sorted(segments, key=lambda segment: (segment.vector, segment.first_column))
+        self.widths = tuple(widths)
         self.device = device
         self.prefix_columns = prefix_columns
-        self.width = num_features * embedding_dim
+        self._starts = list(accumulate(widths, initial=0))
+        self.width = self._starts[-1]
         covered = [segment.columns for segment in self.segments]
         assert sum(covered) == self.width, (covered, self.width)
 
     @staticmethod
     @cache
-    def dense(num_features: int, embedding_dim: int, device: torch.device) -> "EmbeddingLayout":
-        """Return the layout of a matrix [B, F * D].
+    def dense(widths: tuple[int, ...], device: torch.device) -> "EmbeddingLayout":
+        """Return the layout of a matrix [B, T].
 
         The result is cached, so that `table` exists before a CUDA graph is captured.
         """
-        stride = num_features * embedding_dim
+        starts = list(accumulate(widths, initial=0))
         segments = [
-            LayoutSegment(feature, 0, embedding_dim, feature * embedding_dim, stride)
-            for feature in range(num_features)
+            LayoutSegment(vector, 0, width, starts[vector], starts[-1])
+            for vector, width in enumerate(widths)
         ]
-        return EmbeddingLayout(segments, num_features, embedding_dim, device)
+        return EmbeddingLayout(segments, widths, device)
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors per sample."""
+        return len(self.widths)
+
+    @property
+    def embedding_dim(self) -> int:
+        """Columns of every vector, of a model whose vectors are equally wide."""
+        assert len(set(self.widths)) == 1, self.widths
+        return self.widths[0]
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the memory is a matrix [B, prefix_columns + F * D]."""
+        """Return whether the memory is a matrix [B, prefix_columns + T]."""
         return all(
             (segment.stride, segment.offset)
-            == (
-                self.prefix_columns + self.width,
-                self.prefix_columns + segment.feature * self.embedding_dim + segment.first_column,
-            )
+            == (self.prefix_columns + self.width, self.prefix_columns + self._column_of(segment))
             for segment in self.segments
         )
 
     @property
     def has_column_shards(self) -> bool:
-        """Return whether a feature is split by columns into several segments."""
-        return len(self.segments) != self.num_features
+        """Return whether a vector is split by columns into several segments."""
+        return len(self.segments) != self.num_vectors
 
     @property
     def alignment(self) -> int:
@@ -113,14 +140,54 @@ class EmbeddingLayout:
 
     @cached_property
     def table(self) -> Tensor:
-        """Offset, stride, first column in [F * D] and number of columns of every segment, int64 [4, segments]."""
+        """Offset, stride, first column in [T] and number of columns of every segment, int64 [4, segments]."""
         rows = [
-            (
-                segment.offset,
-                segment.stride,
-                segment.feature * self.embedding_dim + segment.first_column,
-                segment.columns,
-            )
+            (segment.offset, segment.stride, self._column_of(segment), segment.columns)
             for segment in self.segments
         ]
         return torch.tensor(rows, dtype=torch.int64, device=self.device).t().contiguous()
+
+    @cached_property
+    def copied(self) -> list[CopiedColumns]:
+        """The layout as few blocks of adjacent columns."""
+        blocks: list[CopiedColumns] = []
+        for segment in self.segments:
+            column = self._column_of(segment)
+            last = blocks[-1] if blocks else None
+            if last is not None and (
+                last.stride == segment.stride
+                and last.offset + last.columns == segment.offset
+                and last.first_column + last.columns == column
+            ):
+                blocks[-1] = replace(last, columns=last.columns + segment.columns)
+            else:
+                blocks.append(
+                    CopiedColumns(segment.offset, segment.stride, column, segment.columns)
+                )
+        return blocks
+
+    @cached_property
+    def copied_table(self) -> tuple[Tensor, int, int]:
+        """`copied` in pieces of at most `MOST_COPIED_COLUMNS`, for the copy kernel.
+
+        Returns:
+            Offset, stride, first column and number of columns of every piece, int64 [4, pieces]; the largest number of
+            columns; and the largest divisor of all numbers, at most 16.
+        """
+        rows = [
+            (
+                block.offset + start,
+                block.stride,
+                block.first_column + start,
+                min(MOST_COPIED_COLUMNS, block.columns - start),
+            )
+            for block in self.copied
+            for start in range(0, block.columns, MOST_COPIED_COLUMNS)
+        ]
+        table = torch.tensor(rows, dtype=torch.int64, device=self.device).t().contiguous()
+        most = max((row[3] for row in rows), default=1)
+        return table, most, gcd(16, *(number for row in rows for number in row))
+
+    def _column_of(self, segment: LayoutSegment) -> int:
+        """Return the segment's first column in [T]."""
+        return self._starts[segment.vector] + segment.first_column

@@ -47,8 +47,7 @@ class IdAllToAll:
     """All-to-all of the ids of full batches.
 
     Args:
-        owned_by_rank: features that each rank looks up, in its order; a feature of a column-wise table goes to several
-            ranks, or twice to one.
+        owned_by_rank: features that each rank looks up, each once, in its order; a feature may go to several ranks.
         replicated: features of replicated tables.
         hotness: feature -> ids per row, in the order of the batch.
         batch_size: rows of this rank, B.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from configs.schema import Amp, Config
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import pooled_columns
+from nn.embedding.declared_tables import embedding_columns
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
 from nn.sharding.plan import TablePlan
@@ -82,8 +82,7 @@ def plan_memory(
     row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * sum(
         x.mean_hotness for x in spec.categorical
     )
-    # Bytes per sample of its own embeddings.
-    embedding_bytes = pooled_columns(declared_tables(config.model, spec)) * _sent_bytes(config)
+    embedding_bytes = _embedding_bytes(config, spec)
     local = batch * embedding_bytes
     dense_pass = _dense_pass(config, model, batch * activation_bytes, local)
     eval_batch = config.eval.batch_size // world_size
@@ -130,6 +129,11 @@ def update_bytes(num_ids: int, columns: int) -> int:
     return round(blocks * block_bytes) + 4 * num_ids
 
 
+def _embedding_bytes(config: Config, spec: FeatureSpec) -> int:
+    """Return the bytes per sample of its own embeddings."""
+    return embedding_columns(declared_tables(config.model, spec), spec) * _sent_bytes(config)
+
+
 def _sent_bytes(config: Config) -> int:
     """Return the bytes of an element of an embedding that is looked up; fp16 is sent as fp32."""
     return 2 if config.train.amp is Amp.bf16 else 4
@@ -147,7 +151,7 @@ def _work_of(
         rows = batch if is_replicated else global_batch
         split = len(table.ranks)
         columns = table.embedding_dim / (split if table.sharding == "column_wise" else 1)
-        elements += 0 if is_replicated else rows * columns
+        elements += 0 if is_replicated else rows * columns * table.num_vectors
         is_row_wise = table.sharding in ("row_wise", "table_row_wise")
         ids += rows * table.hotness / (split if is_row_wise else 1)
     return round(elements) * _sent_bytes(config), round(ids)

@@ -9,15 +9,16 @@ class TablePlan:
     """The plan of one table.
 
     Attributes:
-        table: table name, the feature's name in the dataset's spec.
+        table: table name.
         num_embeddings: rows of the complete table.
         embedding_dim: columns of the complete table.
-        hotness: mean number of ids per sample.
+        hotness: mean number of ids per sample, of all features that look the table up.
         sharding: `table_wise`, `column_wise`, `row_wise`, `table_row_wise` or `data_parallel`.
         kernel: `fused` (optimizer inside backward) or `dense` (stepped after backward).
         ranks: ranks that hold a shard of it.
         bytes_per_rank: weight and optimizer bytes on each of `ranks`.
         expansion_bytes: further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes.
+        num_vectors: mean number of vectors per sample: one per feature, or one per id without pooling.
     """
 
     table: str
@@ -29,6 +30,7 @@ class TablePlan:
     ranks: tuple[int, ...]
     bytes_per_rank: tuple[int, ...]
     expansion_bytes: int = 0
+    num_vectors: float = 1.0
 
 
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:

@@ -8,6 +8,7 @@ links, the hotness and optimizer state of each table, and only the kernels that 
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torchrec import EmbeddingBagCollection
@@ -27,12 +28,21 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
+from torchrec.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    PoolingType,
+    data_type_to_dtype,
+)
 
 from configs.schema import MOST_RANKS, ShardingConfig, ShardingType
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.collection import keep_float32
-from nn.embedding.declared_tables import ids_per_sample, table_of_feature
+from nn.embedding.collection import build_embeddings, keep_float32
+from nn.embedding.declared_tables import (
+    ids_per_sample,
+    not_simple,
+    tables_of_feature,
+    vectors_per_sample,
+)
 from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
 from nn.sharding.plan import Hardware, TablePlan
 
@@ -55,6 +65,7 @@ EXPANDED = (
     "data.multi_hot expands its ids on the rank that holds its rows, and further ids would be "
     "rows of other ranks"
 )
+NOT_FOR_KIND = "{}, and row-wise tables must have one feature each, and one width, and sum"
 NOT_FUSED = "FBGEMM, which updates row-wise tables, has no {}"
 
 REPLICATED_FROM = 32_768
@@ -126,8 +137,31 @@ class TableEnumerator(EmbeddingEnumerator):
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
 
 
+def planned_tables(
+    declared: Sequence[EmbeddingBagConfig], rule: TableRule
+) -> EmbeddingBagCollection:
+    """Return the tables as TorchRec's planner takes them: on the meta device, with their optimizer, all pooled.
+
+    The planner's own module knows no lookup without pooling; `_constraints` counts what it looks up.
+    """
+    pooled = [replace(table, pooling=PoolingType.SUM) for table in declared]
+    embeddings = build_embeddings(pooled, torch.device("meta"))
+    register_optimizer(embeddings, rule)
+    return embeddings
+
+
+def register_optimizer(embeddings: EmbeddingBagCollection, rule: TableRule) -> None:
+    """Set the optimizer of the unsharded tables, so that the planner counts its state.
+
+    TorchRec's own helper would also create an optimizer per table, and passes arguments by torch's names, some of which
+    FBGEMM does not accept (`betas`).
+    """
+    for table in embeddings.parameters():
+        table._optimizer_classes = [rule.planner_class]
+
+
 def plan_tables(
-    embeddings: EmbeddingBagCollection,
+    declared: Sequence[EmbeddingBagConfig],
     spec: FeatureSpec,
     config: ShardingConfig,
     rule: TableRule,
@@ -138,8 +172,7 @@ def plan_tables(
     """Plan the sharding of all tables.
 
     Args:
-        embeddings: the unsharded tables, on the meta device, with their optimizer registered; those that are to be
-            replicated become float32.
+        declared: the tables as the model declares them.
         spec: feature spec with the hotness of each feature, after expansion.
         config: allowed layouts and overrides.
         rule: optimizer of the tables.
@@ -154,10 +187,13 @@ def plan_tables(
     Raises:
         ValueError: the tables do not fit, or an override is invalid.
     """
-    table_of = table_of_feature(embeddings.embedding_bag_configs())
-    expansion_bytes = {table_of[feature]: size for feature, size in expansion_bytes.items()}
+    tables_of = tables_of_feature(declared)
+    expansion_bytes = {
+        table: size for feature, size in expansion_bytes.items() for table in tables_of[feature]
+    }
+    embeddings = planned_tables(declared, rule)
     constraints = _constraints(
-        embeddings, spec, config, rule, hardware, batch_size, set(expansion_bytes)
+        declared, spec, config, rule, hardware, batch_size, set(expansion_bytes)
     )
     replicated = [ShardingType.data_parallel.value]
     keep_float32(
@@ -165,18 +201,9 @@ def plan_tables(
         [name for name, limits in constraints.items() if limits.sharding_types == replicated],
     )
     topology = _topology(hardware, config, update_passes(embeddings, rule))
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        constraints=constraints,
-        enumerator=TableEnumerator(topology, batch_size, constraints, expansion_bytes, rule),
-        # `_topology` subtracts the reserve already: TorchRec's reserve has no effect on CPUs.
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        debug=False,
-        stats=[],
-    )
+    enumerator = TableEnumerator(topology, batch_size, constraints, expansion_bytes, rule)
     try:
-        plan = _run_planner(planner, embeddings)
+        plan = _run_planner(enumerator, topology, batch_size, constraints, embeddings)
     except PlannerError as error:
         raise ValueError(
             _does_not_fit(embeddings, config, rule, hardware, expansion_bytes, error)
@@ -185,12 +212,26 @@ def plan_tables(
         # After planning: the planner accepts the dense kernel for replicated tables only, the sharded module for all.
         for sharding in plan.plan["embeddings"].values():
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
-    return plan, _rows(plan, embeddings, spec, rule, expansion_bytes)
+    return plan, _rows(plan, embeddings, declared, spec, rule, expansion_bytes)
 
 
 def _run_planner(
-    planner: EmbeddingShardingPlanner, embeddings: EmbeddingBagCollection
+    enumerator: TableEnumerator,
+    topology: Topology,
+    batch_size: int,
+    constraints: dict[str, ParameterConstraints],
+    embeddings: EmbeddingBagCollection,
 ) -> ShardingPlan:
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        enumerator=enumerator,
+        # `_topology` subtracts the reserve already: TorchRec's reserve has no effect on CPUs.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        debug=False,
+        stats=[],
+    )
     # The planner takes a module that contains the tables, and names them by their path.
     holder = torch.nn.Module()
     holder.embeddings = embeddings
@@ -243,7 +284,7 @@ def _topology(hardware: Hardware, config: ShardingConfig, update_passes: float) 
 
 
 def _constraints(
-    embeddings: EmbeddingBagCollection,
+    declared: Sequence[EmbeddingBagConfig],
     spec: FeatureSpec,
     config: ShardingConfig,
     rule: TableRule,
@@ -251,21 +292,28 @@ def _constraints(
     batch_size: int,
     expanded: set[str],
 ) -> dict[str, ParameterConstraints]:
-    tables = embeddings.embedding_bag_configs()
-    hotness, table_of = ids_per_sample(tables, spec), table_of_feature(tables)
-    # A table may be named by a feature of it.
-    overrides = {table_of.get(name, name): kind for name, kind in config.tables.items()}
-    unknown = sorted(name for name in config.tables if table_of.get(name, name) not in hotness)
+    hotness, tables_of = ids_per_sample(declared, spec), tables_of_feature(declared)
+    of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
+    # A name that is no table's names all tables of the feature.
+    overrides = {
+        table: kind
+        for name, kind in config.tables.items()
+        for table in ([name] if name in hotness else tables_of.get(name, ()))
+    }
+    unknown = sorted(
+        name for name in config.tables if name not in tables_of and name not in hotness
+    )
     if unknown:
         raise ValueError(
             f"sharding.tables names {', '.join(unknown)}, but the tables are "
             f"{', '.join(hotness)}; correct the names"
         )
+    never_by_rows = _rows_cut_blockers(declared, spec, rule)
     # A rank may have no memory, and features no ids.
     most_bytes = max(_usable_bytes(hardware, config) * CUT_ABOVE, 1)
     most_lookups = sum(hotness.values()) / hardware.world_size or 1
     constraints = {}
-    for table in tables:
+    for table in declared:
         chosen = overrides.get(table.name)
         if chosen is not None:
             types = [chosen]
@@ -274,12 +322,8 @@ def _constraints(
         else:
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
         if any(kind in types for kind in ROWS_CUT):
-            if table.name in expanded:
-                types = _without_rows_cut(
-                    table.name, types, EXPANDED, overridden=chosen is not None
-                )
-            if rule.fbgemm is None:
-                reason = NOT_FUSED.format(rule.name)
+            reasons = [EXPANDED] if table.name in expanded else []
+            for reason in [*reasons, *never_by_rows]:
                 types = _without_rows_cut(table.name, types, reason, overridden=chosen is not None)
         if not rule.columns_may_be_cut and ShardingType.column_wise in types:
             types = _without_column_cuts(table.name, types, rule, overridden=chosen is not None)
@@ -288,16 +332,42 @@ def _constraints(
         parts = max(size / most_bytes, hotness[table.name] / most_lookups)
         only = types == [ShardingType.column_wise]
         cut = ShardingType.column_wise in types and (only or parts > 1)
-        if not cut:
-            types = [kind for kind in types if kind is not ShardingType.column_wise]
-        assert types, "TorchRec reads an empty list as all layouts"
         width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
+        if width is None:
+            types = _uncut(table, types, only=only)
         constraints[table.name] = ParameterConstraints(
             sharding_types=[kind.value for kind in types],
             min_partition=width,
-            pooling_factors=[hotness[table.name]],
+            pooling_factors=[of_feature[feature] for feature in table.feature_names],
         )
     return constraints
+
+
+def _rows_cut_blockers(
+    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, rule: TableRule
+) -> list[str]:
+    """Return the reasons why no table may be sharded by rows."""
+    reasons = [] if rule.fbgemm is not None else [NOT_FUSED.format(rule.name)]
+    kind = not_simple(declared, spec)
+    return reasons if kind is None else [*reasons, NOT_FOR_KIND.format(kind)]
+
+
+def _uncut(
+    table: EmbeddingBagConfig, types: list[ShardingType], *, only: bool
+) -> list[ShardingType]:
+    """Return the layouts of a table that keep all its columns on one rank.
+
+    Raises:
+        ValueError: only column-wise was allowed.
+    """
+    if only:
+        raise ValueError(
+            f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, and shards have a multiple "
+            "of 4 columns; choose another sharding type, or another width"
+        )
+    rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.column_wise]
+    assert rest, "TorchRec reads an empty list as all layouts"
+    return rest
 
 
 def _replicated_or_not(
@@ -359,13 +429,18 @@ def _without_rows_cut(
     return rest
 
 
-def _column_width(embedding_dim: int, parts: float, world_size: int) -> int:
-    """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up, at most one per rank."""
+def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | None:
+    """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up, at most one per rank.
+
+    None: the table has no such shards.
+    """
     counts = [
         count
         for count in range(1, world_size + 1)
         if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
     ]
+    if not counts:
+        return None
     return embedding_dim // next((count for count in counts if count >= max(parts, 2)), counts[-1])
 
 
@@ -400,11 +475,12 @@ def update_passes(embeddings: EmbeddingBagCollection, rule: TableRule) -> float:
 def _rows(
     plan: ShardingPlan,
     embeddings: EmbeddingBagCollection,
+    declared: Sequence[EmbeddingBagConfig],
     spec: FeatureSpec,
     rule: TableRule,
     expansion_bytes: Mapping[str, int],
 ) -> list[TablePlan]:
-    hotness = ids_per_sample(embeddings.embedding_bag_configs(), spec)
+    hotness, vectors = ids_per_sample(declared, spec), vectors_per_sample(declared, spec)
     rows = []
     for table in embeddings.embedding_bag_configs():
         sharding = plan.plan["embeddings"][table.name]
@@ -423,6 +499,7 @@ def _rows(
                 num_embeddings=table.num_embeddings,
                 embedding_dim=table.embedding_dim,
                 hotness=hotness[table.name],
+                num_vectors=vectors[table.name],
                 sharding=sharding.sharding_type,
                 kernel=sharding.compute_kernel,
                 ranks=tuple(used),

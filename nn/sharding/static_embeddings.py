@@ -1,10 +1,9 @@
 """Sharded lookup and update with known shapes: all-to-all of ids, lookup, all-to-all of embeddings and back, update.
 
-It uses the memory of TorchRec's sharded modules, so plan, checkpoints and the dynamic path work on the same tables.
 Buffers are allocated once per batch size; the host reads nothing back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,20 +17,39 @@ from nn.distributed.process_group import Ranks
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_expansion import IdExpansion
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
+from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
 
-# B: rows of this rank, W: ranks, F: features, D: columns of an embedding, T: columns of a rank's own parts
+# B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnShard:
-    """A range of a table's columns on one rank."""
+    """A range of a table's columns on one rank.
 
-    feature: str
+    Attributes:
+        lookups: of the table.
+        first_vector: position of the first lookup's first vector in the model's order; the others follow.
+        first_column: of the table.
+        columns: number of columns.
+    """
+
+    lookups: tuple[Lookup, ...]
+    first_vector: int
     first_column: int
     columns: int
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of all lookups."""
+        return sum(lookup.num_vectors for lookup in self.lookups)
+
+    @property
+    def width(self) -> int:
+        """Columns of all vectors."""
+        return self.num_vectors * self.columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +58,15 @@ class Placement:
 
     Attributes:
         owned_by_rank: column shards per rank, in the rank's order.
+        replicated: the replicated tables, as shards with all columns.
         owned: this rank's entries of `owned_by_rank`, with weights.
-        replicated: this rank's replicas of the replicated tables.
-        replicated_tables: names of the replicated tables.
+        replicas: this rank's replicas of the replicated tables.
     """
 
     owned_by_rank: list[list[ColumnShard]]
+    replicated: list[ColumnShard]
     owned: list[LocalTable]
-    replicated: list[LocalTable]
-    replicated_tables: list[str]
+    replicas: list[LocalTable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +83,9 @@ class RankTables:
 
     Attributes:
         placement: tables per rank.
-        features: names in the model's order.
+        widths: columns of every vector, in the model's order.
         hotness: feature -> ids per row before expansion, in the order of the batch.
         expansions: feature -> further ids of each id, for expanded features that this rank looks up.
-        embedding_dim: D.
         config: optimizer of the tables.
         scalars: of the update of this rank's own tables.
         dtype: of embeddings and gradients in the all-to-all.
@@ -77,10 +94,9 @@ class RankTables:
     """
 
     placement: Placement
-    features: Sequence[str]
+    widths: Sequence[int]
     hotness: dict[str, int]
     expansions: dict[str, Tensor]
-    embedding_dim: int
     config: OptimizerConfig
     scalars: UpdateScalars
     dtype: torch.dtype
@@ -114,8 +130,8 @@ class StaticEmbeddings:
         num_samples = batch_size * ranks.world_size
         self._ranks, self._channel = ranks, tables.channels.embeddings
         self._exchange = IdAllToAll(
-            [[shard.feature for shard in shards] for shards in placement.owned_by_rank],
-            [table.feature for table in placement.replicated],
+            [_features(shards) for shards in placement.owned_by_rank],
+            _features(placement.replicated),
             tables.hotness,
             batch_size=batch_size,
             rank=ranks.rank,
@@ -123,21 +139,21 @@ class StaticEmbeddings:
             channel=tables.channels.ids,
         )
         self._owned_sizes = [
-            num_samples * tables.hotness[table.feature] for table in placement.owned
+            num_samples * tables.hotness[feature] for feature in _features(placement.owned)
         ]
         self._expand_owned = _expansion(tables, placement.owned, num_samples)
-        self._expand_replicated = _expansion(tables, placement.replicated, batch_size)
+        self._expand_replicated = _expansion(tables, placement.replicas, batch_size)
         self._owned = _embedding_bags(tables, placement.owned, num_samples)
-        self._replicated = _embedding_bags(tables, placement.replicated, batch_size)
+        self._replicated = _embedding_bags(tables, placement.replicas, batch_size)
         self._replicated_sums = _gradient_sums(tables, replicated_gradients, batch_size)
         self._set_sizes(tables, batch_size, prefix_columns)
 
     def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
-        """Allocate the buffers of the embeddings' all-to-all, and describe the positions of features in them."""
+        """Allocate the buffers of the embeddings' all-to-all, and describe the positions of vectors in them."""
         placement, ranks = tables.placement, tables.ranks
         world_size = ranks.world_size
-        widths = [sum(shard.columns for shard in shards) for shards in placement.owned_by_rank]
-        replicated_columns = len(placement.replicated) * tables.embedding_dim
+        widths = [sum(shard.width for shard in shards) for shards in placement.owned_by_rank]
+        replicated_columns = sum(shard.width for shard in placement.replicated)
         self._prefix_columns = prefix_columns if world_size == 1 and not replicated_columns else 0
         self._local_sizes = [batch_size * (self._prefix_columns + width) for width in widths]
         self._owned_sizes_by_rank = [batch_size * widths[ranks.rank]] * world_size
@@ -183,7 +199,7 @@ class StaticEmbeddings:
         """Look up the ids and send the embeddings to the ranks of their samples.
 
         Returns:
-            The memory [B * F * D] that `layout` describes; the next call overwrites it.
+            The memory that `layout` describes; the next call overwrites it.
         """
         self._owned.look_up(ids.owned, self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
@@ -235,15 +251,30 @@ class StaticEmbeddings:
 def _expansion(
     tables: RankTables, local_tables: Sequence[LocalTable], num_samples: int
 ) -> IdExpansion:
-    features = [table.feature for table in local_tables]
-    return IdExpansion(features, num_samples, tables.hotness, tables.expansions)
+    return IdExpansion(_features(local_tables), num_samples, tables.hotness, tables.expansions)
+
+
+def _features(tables: Iterable[LocalTable | ColumnShard]) -> list[str]:
+    """Return the features of tables, each once, in the order in which their ids are sent."""
+    return list(_looked_up_hotness(tables))
+
+
+def _looked_up_hotness(tables: Iterable[LocalTable | ColumnShard]) -> dict[str, int]:
+    """Return feature -> ids per sample after expansion."""
+    return {lookup.feature: lookup.hotness for table in tables for lookup in table.lookups}
 
 
 def _embedding_bags(
     tables: RankTables, local_tables: Sequence[LocalTable], num_samples: int
 ) -> LocalEmbeddingBags:
     return LocalEmbeddingBags(
-        local_tables, num_samples, tables.config, tables.scalars, tables.dtype, tables.ranks.device
+        local_tables,
+        _looked_up_hotness(local_tables),
+        num_samples,
+        tables.config,
+        tables.scalars,
+        tables.dtype,
+        tables.ranks.device,
     )
 
 
@@ -254,36 +285,40 @@ def _gradient_sums(
     minus_one = UpdateScalars(ADDITION, 1.0, tables.ranks.device)
     minus_one.set(0, -1.0)
     sums = [
-        LocalTable(table.feature, table.hotness, gradient, {})
-        for table, gradient in zip(tables.placement.replicated, gradients, strict=True)
+        LocalTable(table.lookups, gradient, {})
+        for table, gradient in zip(tables.placement.replicas, gradients, strict=True)
     ]
     return LocalEmbeddingBags(
-        sums, batch_size, ADDITION, minus_one, tables.dtype, tables.ranks.device
+        sums,
+        _looked_up_hotness(sums),
+        batch_size,
+        ADDITION,
+        minus_one,
+        tables.dtype,
+        tables.ranks.device,
     )
 
 
 def _layout(
     tables: RankTables, starts: Sequence[int], widths: Sequence[int], prefix_columns: int
 ) -> EmbeddingLayout:
-    """Describe the positions of features: a block per rank, then one of the replicated tables."""
-    placement, embedding_dim = tables.placement, tables.embedding_dim
-    replicated = [ColumnShard(table.feature, 0, embedding_dim) for table in placement.replicated]
-    position = {feature: index for index, feature in enumerate(tables.features)}
+    """Describe the positions of vectors: a block per rank, then one of the replicated tables."""
+    placement = tables.placement
     segments = []
     for start, width, shards in zip(
-        starts, widths, [*placement.owned_by_rank, replicated], strict=True
+        starts, widths, [*placement.owned_by_rank, placement.replicated], strict=True
     ):
-        columns = accumulate((shard.columns for shard in shards), initial=prefix_columns)
-        segments += [
-            LayoutSegment(
-                position[shard.feature],
-                shard.first_column,
-                shard.columns,
-                start + column,
-                prefix_columns + width,
-            )
-            for shard, column in zip(shards, columns, strict=False)
-        ]
-    return EmbeddingLayout(
-        segments, len(tables.features), embedding_dim, tables.ranks.device, prefix_columns
-    )
+        column = prefix_columns
+        for shard in shards:
+            for vector in range(shard.num_vectors):
+                segments.append(
+                    LayoutSegment(
+                        shard.first_vector + vector,
+                        shard.first_column,
+                        shard.columns,
+                        start + column,
+                        prefix_columns + width,
+                    )
+                )
+                column += shard.columns
+    return EmbeddingLayout(segments, tables.widths, tables.ranks.device, prefix_columns)

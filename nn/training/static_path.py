@@ -10,7 +10,7 @@ from configs.schema import Config, Mode
 from dataloading.batch import Batch
 from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.id_all_to_all import CapturedIdAllToAll, LocalIds
-from nn.sharding.sharded_embeddings import ShardedEmbeddings
+from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.static_embeddings import StaticEmbeddings
 from nn.training.sparse_path import PassContext
 from nn.training.static_pass import StaticForward, StaticPass
@@ -80,7 +80,7 @@ class StaticPath:
     """
 
     def __init__(
-        self, tables: ShardedEmbeddings, context: PassContext, config: Config, *, capture: bool
+        self, tables: ShardedTables, context: PassContext, config: Config, *, capture: bool
     ) -> None:
         self._tables = tables
         self._context = context

@@ -18,7 +18,9 @@ from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.observability.annotations import annotate
-from nn.sharding.sharded_embeddings import ShardedEmbeddings, local_tensors
+from nn.sharding.sharded_embeddings import ShardedEmbeddings
+from nn.sharding.sharded_tables import ShardedTables
+from nn.sharding.tables import Tables, local_tensors
 from nn.training.dense_optimizer import build_dense_optimizer
 from nn.training.dynamic_path import DynamicPath
 from nn.training.gradient_bucket import GradientBucket
@@ -51,7 +53,7 @@ def loss_scale(config: Config) -> float:
     return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
 
 
-def capture_blocker(config: Config, tables: ShardedEmbeddings, ranks: Ranks) -> str | None:
+def capture_blocker(config: Config, tables: Tables, ranks: Ranks) -> str | None:
     """Return the reason why the step is no CUDA graph, or None."""
     if ranks.device.type != "cuda":
         return "no GPU"
@@ -89,7 +91,7 @@ class TrainStep:
 
     def __init__(
         self,
-        tables: ShardedEmbeddings,
+        tables: ShardedTables | ShardedEmbeddings,
         dense: Model,
         tasks: Sequence[Task],
         config: Config,
@@ -106,12 +108,13 @@ class TrainStep:
         dense.requires_grad_(Component.dense not in self.frozen)
         self._config = config
         self._ranks = ranks
-        replicated = [table.weight.shape for table in tables.placement.replicated]
         self._readback = LossReadback(ranks.device)
         context = PassContext(
             dense=dense,
             tasks=tasks,
-            gradients=GradientBucket(dense.parameters(), replicated, config.train.clip_norm),
+            gradients=GradientBucket(
+                dense.parameters(), tables.replicated_shapes, config.train.clip_norm
+            ),
             readback=self._readback,
             ranks=ranks,
             autocast=self._autocast,
@@ -123,7 +126,7 @@ class TrainStep:
         self.capture_blocker = capture_blocker(config, tables, ranks)
         self.path: SparsePath = (
             StaticPath(tables, context, config, capture=self.capture_blocker is None)
-            if tables.static_blocker is None
+            if isinstance(tables, ShardedTables)
             else DynamicPath(tables, context)
         )
 

@@ -29,6 +29,7 @@ from nn.distributed.process_group import Ranks, process_group, ranks_from_enviro
 from nn.embedding.declared_tables import table_of_feature
 from nn.layers.initialization import fill_uniform_
 from nn.models.registry import declared_tables, typed_config
+from nn.sharding.sharded_tables import ShardedTables
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 
@@ -176,7 +177,7 @@ def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list
     """
     tables = built.step.tables
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.names)}
-    replicated = set(tables.placement.replicated_tables) if tables.static_blocker is None else set()
+    replicated = set(tables.replicated_names) if isinstance(tables, ShardedTables) else set()
     for shard, old in zip(tables.shards(), before, strict=True):
         change = shard.weight.double() - old.double()
         numbers = [change.square().sum()]

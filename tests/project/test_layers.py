@@ -151,6 +151,8 @@ MOST_MODULES = 15
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.sharding.sharded_embeddings",
+    "nn.sharding.sharded_tables",
+    "nn.sharding.tables",
     "nn.sharding.id_all_to_all",
     "nn.sharding.static_embeddings",
     "nn.sharding.planner",

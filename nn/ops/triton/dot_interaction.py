@@ -74,7 +74,7 @@ class _FusedDotInteraction(torch.autograd.Function):
 
 
 def _shape(bottom: Tensor | None, layout: EmbeddingLayout) -> dict[str, Any]:
-    num_vectors = layout.num_features + (bottom is not None)
+    num_vectors = layout.num_vectors + (bottom is not None)
     columns = layout.embedding_dim
     block_v = max(triton.next_power_of_2(num_vectors), 16)
     block_d = max(triton.next_power_of_2(columns), 16)

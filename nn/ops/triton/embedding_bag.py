@@ -4,7 +4,7 @@ FBGEMM has both as well, but its update takes the learning rate and Adam's step 
 CUDA graph would repeat the captured values. It also sums the gradients of a frequent row with atomic additions. Here every
 scalar comes from device memory and every sum has one order, so a step can be replayed and is deterministic.
 
-The update sums the gradients of equal ids. The ids are sorted. A warp reads a block of `LENGTH` neighbours, with a few
+The update sums the gradients of equal keys. The keys are sorted. A warp reads a block of `LENGTH` neighbours, with a few
 columns per thread, and keeps one running sum. At the end of a run of equal ids the row is updated. A run that crosses an
 edge of the block leaves a partial sum, at most two per block. The partial sums, still sorted, are the next level's input,
 until one block is left.
@@ -17,8 +17,8 @@ import triton.language as tl
 
 from nn.ops.triton.stochastic_rounding import random_bits, round_stochastically, step_bits
 
-# G: samples, H: hotness of a local table, N: total number of ids (sum of G * H), D: columns of a local table,
-# T: columns of all local tables
+# G: samples, H: hotness of a lookup, N: total number of ids, K: number of keys (an id and a table that it is looked up in),
+# D: columns of a local table, T: columns of all lookups
 
 
 @triton.jit
@@ -27,30 +27,34 @@ def _pooled_lookup(
     ids,
     out,
     weight_offset,
-    id_offset,
+    first_id,
+    id_stride,
+    num_ids,
+    factor,
     out_column,
     columns,
-    hotness,
     num_samples,
     out_stride,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    table_index = tl.program_id(1)
-    width = tl.multiple_of(tl.load(columns + table_index), ALIGN)
-    hot = tl.load(hotness + table_index)
-    table = weights + tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
+    # A program computes one vector of some samples. A lookup without pooling has several vectors, of one id each.
+    vector = tl.program_id(1)
+    width = tl.multiple_of(tl.load(columns + vector), ALIGN)
+    count = tl.load(num_ids + vector)
+    table = weights + tl.multiple_of(tl.load(weight_offset + vector), ALIGN)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (sample < num_samples)[:, None] & (column < width)
-    first = tl.load(id_offset + table_index) + sample.to(tl.int64) * hot
+    first = tl.load(first_id + vector) + sample.to(tl.int64) * tl.load(id_stride + vector)
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    for k in range(hot):
+    for k in range(count):
         row = tl.load(ids + first + k, mask=sample < num_samples, other=0).to(tl.int64)
         pointer = table + (row * width)[:, None] + column
         total += tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
-    first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
+    total *= tl.load(factor + vector)
+    first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
     pointer = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
     tl.store(pointer, total.to(out.dtype.element_ty), mask=inside)
 
@@ -60,20 +64,45 @@ def _source(
     order,
     index,
     inside,
-    id_offset,
+    first_key,
     hotness,
+    width,
     stride,
     out_column,
+    listed_rows,
+    listed_columns,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
+    SOURCE: tl.constexpr,
 ):
-    """Return the offset of the gradient of the `index`-th sorted id: that of its sample, or a partial sum."""
+    """Return the offset of the gradient of the `index`-th sorted key: that of its vector, or a partial sum.
+
+    SOURCE is `sum` if every table has one lookup that sums, `one` if every table has one lookup, and `listed` otherwise.
+    """
     if LEVEL > 0:
         return index.to(tl.int64) * stride
-    sample = (tl.load(order + index, mask=inside, other=0) - id_offset).to(tl.int32)
+    key = tl.load(order + index, mask=inside, other=0)
+    if SOURCE == "listed":
+        row = tl.load(listed_rows + key, mask=inside, other=0).to(tl.int64)
+        first_column = tl.load(listed_columns + key, mask=inside, other=0)
+        return row * stride + first_column
+    sample = (key - first_key).to(tl.int32)
+    if SOURCE == "one":
+        # The hotness of a lookup without pooling is stored as a negative number.
+        position = sample % tl.abs(hotness)
+        sample = sample // tl.abs(hotness)
+        first_column = out_column + tl.where(hotness < 0, position * width, 0)
+        return sample.to(tl.int64) * stride + first_column
     if not ONE_HOT:
         sample = sample // hotness
     return sample.to(tl.int64) * stride + out_column
+
+
+@triton.jit
+def _listed_factor(order, index, inside, listed_factors):
+    """Return the factor of the gradient of the `index`-th sorted key."""
+    key = tl.load(order + index, mask=inside, other=0)
+    return tl.load(listed_factors + key, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -120,12 +149,16 @@ def _segment_update(
     state1_offset,
     state2_offset,
     key_base,
-    id_offset,
+    first_keys,
     out_column,
     columns,
     hotness,
+    factors,
     rounding_key,
     first_pair,
+    listed_rows,
+    listed_columns,
+    listed_factors,
     gradient_stride,
     scalars,
     updates_before,
@@ -141,6 +174,7 @@ def _segment_update(
     L2: tl.constexpr,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
+    SOURCE: tl.constexpr,
     ALIGN: tl.constexpr,
     WARPS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -160,7 +194,9 @@ def _segment_update(
     width = tl.load(columns + table_index)
     hot = tl.load(hotness + table_index)
     base = tl.load(key_base + table_index)
-    first_id = tl.load(id_offset + table_index)
+    table_first_key = tl.load(first_keys + table_index)
+    if SOURCE == "one":
+        factor = tl.load(factors + table_index)[:, None]
     first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
     table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -199,12 +235,31 @@ def _segment_update(
         has_gradient = exists & (start < 0)
         next_counts = tl.load(counts + start, mask=ahead, other=0) != 0
     source = _source(
-        order, start, ahead, first_id, hot, gradient_stride, first_column, LEVEL, ONE_HOT
+        order,
+        start,
+        ahead,
+        table_first_key,
+        hot,
+        width,
+        gradient_stride,
+        first_column,
+        listed_rows,
+        listed_columns,
+        LEVEL,
+        ONE_HOT,
+        SOURCE,
     )
+    if LEVEL == 0 and SOURCE == "listed":
+        next_factor = _listed_factor(order, start, ahead, listed_factors)
     gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
     next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
     for step in range(LENGTH):
         here, key, gradient = ahead, next_key, next_gradient
+        # A partial sum has its factors already.
+        if LEVEL == 0 and SOURCE == "one":
+            gradient = gradient.to(tl.float32) * factor
+        if LEVEL == 0 and SOURCE == "listed":
+            gradient = gradient.to(tl.float32) * next_factor[:, None]
         if LEVEL > 0:
             has_gradient = has_gradient | next_counts
         following = start + step + 1
@@ -214,8 +269,22 @@ def _segment_update(
         if LEVEL > 0:
             next_counts = tl.load(counts + following, mask=ahead, other=0) != 0
         source = _source(
-            order, following, ahead, first_id, hot, gradient_stride, first_column, LEVEL, ONE_HOT
+            order,
+            following,
+            ahead,
+            table_first_key,
+            hot,
+            width,
+            gradient_stride,
+            first_column,
+            listed_rows,
+            listed_columns,
+            LEVEL,
+            ONE_HOT,
+            SOURCE,
         )
+        if LEVEL == 0 and SOURCE == "listed":
+            next_factor = _listed_factor(order, following, ahead, listed_factors)
         gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
         next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
 

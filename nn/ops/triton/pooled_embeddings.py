@@ -12,26 +12,27 @@ BLOCK = 16
 def copy_segments(
     values: Tensor, matrix: Tensor, layout: EmbeddingLayout, *, to_matrix: bool
 ) -> None:
-    """Copy every segment of `values` to its columns of `matrix`, or back.
+    """Copy the columns of `values` to those of `matrix`, or back.
 
     Args:
         values: output blocks of the all-to-all.
-        matrix: [B, F * D]; its row stride may be larger.
+        matrix: [B, T]; its row stride may be larger.
         layout: layout of `values`.
         to_matrix: True copies from `values` to `matrix`, False from `matrix` to `values`.
     """
-    grid = (triton.cdiv(len(matrix), BLOCK), len(layout.segments))
+    table, most_columns, alignment = layout.copied_table
+    grid = (triton.cdiv(len(matrix), BLOCK), table.shape[1])
     _join_copy[grid](
         values,
         matrix,
-        layout.table,
-        len(layout.segments),
+        table,
+        table.shape[1],
         len(matrix),
         matrix.stride(0),
         TO_MATRIX=to_matrix,
-        ALIGN=layout.alignment,
+        ALIGN=alignment,
         BLOCK=BLOCK,
-        BLOCK_D=triton.next_power_of_2(layout.embedding_dim),
+        BLOCK_D=triton.next_power_of_2(most_columns),
     )
 
 

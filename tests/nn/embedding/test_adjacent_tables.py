@@ -1,14 +1,16 @@
 """Adjacent tables are looked up and updated together, with the results of separate tables."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.embedding.adjacent_tables import adjacent_tables
+from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
 from nn.embedding.embedding_bags import RADIX_SORT_IDS, LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.lookups import Lookup
 
 CPU = torch.device("cpu")
 # Rows and hotness: the second and third are alike and adjacent, and so are the last two.
@@ -22,7 +24,7 @@ def adjacent(dtype: torch.dtype = torch.float32) -> list[LocalTable]:
     weights = torch.randn(sum(rows), DIM).to(dtype).split(rows)
     sums = torch.rand(sum(rows)).split(rows)
     return [
-        LocalTable(f"c{index}", hotness, weight, {"momentum1": total})
+        LocalTable((Lookup(f"c{index}", hotness),), weight, {"momentum1": total})
         for index, ((_, hotness), weight, total) in enumerate(
             zip(TABLES, weights, sums, strict=True)
         )
@@ -40,12 +42,28 @@ def separate(tables: list[LocalTable]) -> list[LocalTable]:
     ]
 
 
+def group_of(
+    tables: list[LocalTable],
+    num_samples: int,
+    config: OptimizerConfig,
+    scalars: UpdateScalars | None,
+) -> LocalEmbeddingBags:
+    hotness = {f"c{index}": hotness for index, (_, hotness) in enumerate(TABLES)}
+    return LocalEmbeddingBags(tables, hotness, num_samples, config, scalars, torch.float32, CPU)
+
+
+def joined_of(tables: list[LocalTable]) -> list[AdjacentTables]:
+    """Join tables whose ids lie one after the other, of one sample."""
+    counts = [table.ids_per_sample for table in tables]
+    return adjacent_tables(tables, list(accumulate(counts, initial=0))[:-1], 1)
+
+
 def trained(tables: list[LocalTable], num_samples: int) -> list[torch.Tensor]:
     """Return the pooled embeddings of two steps, and weights and states after them."""
     config = OptimizerConfig(name=OptimizerName.rowwise_adagrad, lr=0.1)
     scalars = UpdateScalars(config, 0.5, CPU)
     scalars.set(0, 0.1)
-    group = LocalEmbeddingBags(tables, num_samples, config, scalars, torch.float32, CPU)
+    group = group_of(tables, num_samples, config, scalars)
     generator = torch.Generator().manual_seed(2)
     results = []
     for _ in range(2):
@@ -65,15 +83,17 @@ def trained(tables: list[LocalTable], num_samples: int) -> list[torch.Tensor]:
 
 def test_adjacent_tables_of_one_hotness_are_joined():
     tables = adjacent()
-    joined = adjacent_tables(tables)
+    joined = joined_of(tables)
     assert [(group.first, group.end) for group in joined] == [(0, 1), (1, 3), (3, 5)]
     assert torch.equal(joined[1].joined.weight[300:], tables[2].weight)
-    assert len(adjacent_tables(separate(tables))) == len(tables)
-    assert len(adjacent_tables([tables[1], tables[0], tables[2]])) == 3
+    assert len(joined_of(separate(tables))) == len(tables)
+    assert len(joined_of([tables[1], tables[0], tables[2]])) == 3
     own_state = replace(tables[2], state=separate(tables)[2].state)
-    assert len(adjacent_tables([tables[1], own_state])) == 2
-    assert len(adjacent_tables(adjacent(torch.bfloat16))) == len(tables)
-    assert adjacent_tables([]) == []
+    assert len(joined_of([tables[1], own_state])) == 2
+    assert len(joined_of(adjacent(torch.bfloat16))) == len(tables)
+    assert joined_of([]) == []
+    apart = adjacent_tables(tables[1:3], [0, 2], 1)
+    assert len(apart) == 2, "ids of another feature lie between theirs"
 
 
 @pytest.mark.parametrize("num_samples", [50, 2000], ids=["few ids", "many ids"])
@@ -85,7 +105,7 @@ def test_adjacent_tables_train_as_separate_ones(num_samples):
 
 def test_padded_ids_are_sorted_as_others():
     tables = separate(adjacent())
-    group = LocalEmbeddingBags(tables, 3000, OptimizerConfig(), None, torch.float32, CPU)
+    group = group_of(tables, 3000, OptimizerConfig(), None)
     assert group.num_ids < RADIX_SORT_IDS
     ids = torch.cat([torch.randint(rows, (3000 * hotness,)) for rows, hotness in TABLES]).int()
     ids[-1] = TABLES[-1][0] - 1

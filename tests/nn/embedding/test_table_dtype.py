@@ -16,6 +16,7 @@ from nn.build import build_plan, hardware_of, open_source
 from nn.checkpoint import state as checkpoint
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.lookups import Lookup
 from nn.export.tables import export_tables
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
@@ -42,8 +43,10 @@ def one_table(dtype: torch.dtype, rows: int, lr: float) -> tuple[LocalEmbeddingB
     config = OptimizerConfig(name=OptimizerName.sgd)
     scalars = UpdateScalars(config, 1.0, torch.device("cpu"))
     scalars.set(0, lr)
-    table = LocalTable("a", 1, torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
-    group = LocalEmbeddingBags([table], rows, config, scalars, torch.float32, torch.device("cpu"))
+    table = LocalTable((Lookup("a", 1),), torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
+    group = LocalEmbeddingBags(
+        [table], {"a": 1}, rows, config, scalars, torch.float32, torch.device("cpu")
+    )
     return group, scalars
 
 

@@ -8,6 +8,7 @@ import torch
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import table_rule
 
 # Rows, columns and hotness of each table: runs of equal ids over many blocks, within one block, and none.
@@ -42,10 +43,15 @@ def make_group(
         weight = torch.randn(rows, columns, generator=generator)
         state = {name: values.to(device) for name, values in shape(weight).items()}
         weight = weight.to(device, stored)
-        tables.append(LocalTable(f"c{index}", hotness, weight, state, 4 * index, 77 + index))
+        tables.append(
+            LocalTable((Lookup(f"c{index}", hotness),), weight, state, 4 * index, 77 + index)
+        )
     scalars = UpdateScalars(config, 0.5, torch.device(device))
     scalars.set(3, 0.1)
-    group = LocalEmbeddingBags(tables, num_samples, config, scalars, dtype, torch.device(device))
+    hotness = {lookup.feature: lookup.hotness for table in tables for lookup in table.lookups}
+    group = LocalEmbeddingBags(
+        tables, hotness, num_samples, config, scalars, dtype, torch.device(device)
+    )
     return group, scalars
 
 
@@ -76,14 +82,7 @@ def results(
     if fused and group._kernels is None:
         from nn.embedding.triton_launcher import TritonLauncher
 
-        group._kernels = TritonLauncher(
-            group.tables,
-            num_samples=num_samples,
-            id_starts=group._id_starts,
-            columns=group._columns,
-            key_bases=group._key_bases,
-            config=group._config,
-        )
+        group._kernels = TritonLauncher(group.tables, group._lookups, num_samples, group._config)
     if not fused:
         group._kernels = None
     looked_up = []
@@ -160,14 +159,7 @@ def test_replicated_tables_which_have_no_state_here_are_looked_up(rule):
     group._kernels = None
     ids, plain, fused = draw_ids(40, 0), *(torch.empty(40, group.num_columns) for _ in range(2))
     group.look_up(ids, plain)
-    launcher = TritonLauncher(
-        group.tables,
-        num_samples=40,
-        id_starts=group._id_starts,
-        columns=group._columns,
-        key_bases=group._key_bases,
-        config=group._config,
-    )
+    launcher = TritonLauncher(group.tables, group._lookups, 40, group._config)
     launcher.look_up(ids, fused)
     assert torch.equal(plain, fused)
 
@@ -175,7 +167,7 @@ def test_replicated_tables_which_have_no_state_here_are_looked_up(rule):
 def test_equal_ids_of_many_blocks_are_summed_level_by_level():
     from nn.embedding.triton_launcher import _levels
 
-    levels = _levels([5 * 16**2, 3], 16, 4, torch.device("cpu"))
+    levels = _levels([0, 5 * 16**2], [5 * 16**2, 3], 16, 4, torch.device("cpu"))
     assert [level.blocks.shape[1] for level in levels] == [5 * 16 + 1, 10, 2, 1]
 
 

@@ -12,7 +12,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.state import plain_config
-from nn.embedding.collection import build_embeddings, embeddings_of, initialise_tables
+from nn.embedding.collection import build_embeddings, embeddings_of
 from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
@@ -57,6 +57,7 @@ def config_of(name, projection_dim=2, structure=STACKED, **changes):
 
 
 def tables_of(config, spec, device=CPU):
+    """TorchRec's tables."""
     return build_embeddings(declared_tables(config, spec), device)
 
 
@@ -79,7 +80,7 @@ def batch_of(spec, size=6):
 
 
 def model_of(config, spec=SPEC):
-    return RankingModel(tables_of(config, spec), build_dense(config, spec))
+    return RankingModel(declared_tables(config, spec), build_dense(config, spec))
 
 
 @torch.no_grad()
@@ -92,9 +93,8 @@ def copy_into(reference: Reference, model: RankingModel):
             to.weight.copy_(layer.weight[:, : to.in_features])
             to.bias.copy_(layer.bias)
 
-    bags = model.embeddings.embedding_bags
     for table, feature in zip(reference.tables, SPEC.categorical, strict=True):
-        table.weight.copy_(bags[table_name(feature.name)].weight)
+        table.weight.copy_(model.tables[table_name(feature.name)])
     copy_mlp(reference.bottom, model.dense.bottom)
     copy_mlp(reference.top, model.dense.top)
     if reference.structure is None:
@@ -135,7 +135,7 @@ def test_logits_and_gradients_equal_the_plain_reference(config, arguments):
     for output in (logits, wanted):
         nn.functional.binary_cross_entropy_with_logits(output, torch.ones(6)).backward()
     for feature, table in zip(SPEC.categorical, reference.tables, strict=True):
-        grad = model.embeddings.embedding_bags[table_name(feature.name)].weight.grad
+        grad = model.tables[table_name(feature.name)].grad
         torch.testing.assert_close(grad, table.weight.grad.to_dense(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(
         model.dense.bottom.layers[0].weight.grad[:, :3], reference.bottom[0].weight.grad
@@ -169,7 +169,7 @@ def test_dlrm_without_numerical_features_interacts_the_embeddings():
     model = model_of(config_of("dlrm"), spec)
     assert model.dense.bottom is None
     batch = batch_of(spec)
-    vectors = embeddings_of(model.embeddings(batch.ids), ["a", "b", "c"])
+    vectors = model.embeddings(batch)
     pairs = DotInteraction(3, DIM, has_bottom=False)(None, vectors)
     torch.testing.assert_close(model(batch), model.dense.top(pairs).squeeze(1))
 
@@ -179,7 +179,7 @@ def test_dcnv2_without_numerical_features_crosses_the_embeddings(structure):
     spec = spec_of("a", "b", "c", num_numerical=0)
     model = model_of(config_of("dcnv2", structure=structure), spec)
     batch = batch_of(spec)
-    x0 = embeddings_of(model.embeddings(batch.ids), ["a", "b", "c"]).matrix()
+    x0 = model.embeddings(batch)
     crossed = model.dense.cross(x0)
     assert crossed.shape == (6, 3 * DIM)
     if structure is PARALLEL:
@@ -261,17 +261,15 @@ def test_two_features_with_one_table_name_are_refused():
 
 def test_initial_tables_depend_on_seed_and_name_and_lie_within_the_bound():
     config = config_of("dlrm")
-    first, second, third = (tables_of(config, SPEC) for _ in range(3))
-    for embeddings, seed in ((first, 1), (second, 1), (third, 2)):
-        initialise_tables(embeddings, seed)
-    for name, bag in first.embedding_bags.items():
-        assert torch.equal(bag.weight, second.embedding_bags[name].weight)
-        assert not torch.equal(bag.weight, third.embedding_bags[name].weight)
-        bound = bag.num_embeddings**-0.5
-        assert 0.5 * bound < bag.weight.abs().max().item() <= bound
-    assert not torch.equal(
-        first.embedding_bags["cat_0_bin"].weight[:5], first.embedding_bags["cat_1_bin"].weight[:5]
+    first, second, third = (
+        RankingModel(declared_tables(config, SPEC), nn.Module(), seed).tables for seed in (1, 1, 2)
     )
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name])
+        assert not torch.equal(weight, third[name])
+        bound = len(weight) ** -0.5
+        assert 0.5 * bound < weight.abs().max().item() <= bound
+    assert not torch.equal(first["cat_0_bin"][:5], first["cat_1_bin"][:5])
 
 
 @pytest.mark.parametrize("name", list(MODELS))

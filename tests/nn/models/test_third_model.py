@@ -283,14 +283,6 @@ def changed(**changes):
     return lambda tables: [replace(tables[0], **changes), *tables[1:]]
 
 
-def share(tables):
-    return [replace(tables[0], feature_names=["cat_4", "cat_3"]), *tables[2:]]
-
-
-def look_up_twice(tables):
-    return [*tables, replace(tables[0], name="wide")]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -299,16 +291,14 @@ def look_up_twice(tables):
         (changed(name="type"), "no module can have the table name 'type'; use 'type_'"),
         (changed(feature_names=["cat_9"]), "is of feature 'cat_9', which the dataset lacks"),
         (changed(num_embeddings=999), "has 999 rows, and ids of feature 'cat_4' need 1000"),
-        (share, "is shared by 2 features, which is not supported yet"),
-        (look_up_twice, "feature 'cat_4' has 2 tables, and several are not supported yet"),
-        (changed(embedding_dim=16), "8 columns and 'factors_cat_4' 16; different widths are not"),
-        (changed(num_embeddings=1001), "further rows are not supported yet"),
-        (changed(pooling=PoolingType.MEAN), "has pooling mean; only sum is supported yet"),
+        (changed(embedding_dim=0), "has 0 columns; give it at least 1"),
+        (changed(feature_names=[]), "has no feature; name the features that look it up"),
+        (changed(feature_names=["cat_4", "cat_4"]), "names a feature twice"),
         (
             changed(data_type=DataType.BF16),
             "is bf16; a dtype other than model.embedding_dtype=fp32",
         ),
-        (changed(weight_init_max=0.5), "initial weights of its own, which are not supported yet"),
+        (changed(weight_init_min=0.5), "initial weights that are not symmetric"),
     ],
 )
 def test_invalid_tables_are_refused(change, message):
@@ -321,12 +311,36 @@ def test_invalid_tables_are_refused(change, message):
     assert message in str(error.value)
 
 
-def test_an_unsupported_width_is_refused():
+def shared(tables):
+    return [replace(tables[0], feature_names=["cat_4", "cat_3"]), *tables[2:]]
+
+
+def looked_up_twice(tables):
+    return [*tables, replace(tables[0], name="wide")]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (shared, "is shared by 2 features"),
+        (looked_up_twice, "feature 'cat_4' has 2 tables"),
+        (changed(embedding_dim=16), "8 columns and 'factors_cat_4' 16"),
+        (changed(num_embeddings=1001), "has 1001 rows for 1000 ids"),
+        (changed(pooling=PoolingType.MEAN), "has pooling mean"),
+        (lambda tables: [replace(t, embedding_dim=6) for t in tables], "6 columns, no multiple"),
+        (changed(weight_init_max=0.5), "has initial weights of its own"),
+    ],
+)
+def test_ragged_features_require_simple_tables(change, reason):
     config = compose_config(*CASE)
     spec = open_source(config).spec
-    tables = [replace(table, embedding_dim=6) for table in declared_tables(config.model, spec)]
-    with pytest.raises(ValueError, match="has 6 columns; only multiples of 4 are supported"):
-        check_tables(tables, config.model, spec)
+    tables = change(declared_tables(config.model, spec))
+    check_tables(tables, config.model, spec)
+    features = [replace(spec.categorical[0], hotness=None), *spec.categorical[1:]]
+    ragged = replace(spec, categorical=tuple(features))
+    with pytest.raises(ValueError, match=r"'cat_0' is ragged; use a fixed number of ids") as error:
+        check_tables(tables, config.model, ragged)
+    assert reason in str(error.value)
 
 
 def test_initial_weights_depend_on_the_seed_alone():

@@ -34,7 +34,7 @@ def worst_difference(
         LayoutSegment(half + f, 0, dim, batch_size * half * dim + f * dim, rest * dim)
         for f in range(rest)
     ]
-    layout = EmbeddingLayout(pieces, num_embeddings, dim, torch.device(device))
+    layout = EmbeddingLayout(pieces, [dim] * num_embeddings, torch.device(device))
     inputs = [draw(batch_size * num_embeddings * dim)]
     if has_bottom:
         inputs.insert(0, draw(batch_size, dim))

@@ -113,7 +113,7 @@ def test_the_update_takes_as_much_as_its_levels(columns):
     counts = [40_000, 3, 500, 9_000]
     made = [
         tensor
-        for level in _levels(counts, 32, columns, torch.device("cpu"))
+        for level in _levels([0, 40_000, 40_003, 40_503], counts, 32, columns, torch.device("cpu"))
         for tensor in (level.blocks, level.sums, level.sums_keys, level.sums_counts)
     ]
     total = sum(each.nbytes for each in made) + 4 * sum(counts)

@@ -13,12 +13,10 @@ import torch
 from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingType, TableDtype
 from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
-from nn.embedding.collection import build_embeddings
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.embedding.optimizer import TABLE_RULES, TableRule
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 from nn.sharding.planner import plan_tables, table_bytes
-from nn.sharding.sharded_embeddings import register_optimizer
 from tests.helpers.composed import TINY, compose_config, losses_of_cases
 
 GIB = 2**30
@@ -63,8 +61,7 @@ def plan_of(
         seed=0,
     ).spec
     model = ModelConfig(embedding_dim=dim, embedding_dtype=dtype)
-    tables = build_embeddings(one_table_per_feature(model, spec), torch.device("meta"))
-    register_optimizer(tables, rule)
+    tables = one_table_per_feature(model, spec)
     local = local_world_size or world_size
     on_gpu = device == "cuda"
     hardware = Hardware(

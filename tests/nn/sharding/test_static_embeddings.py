@@ -35,9 +35,7 @@ def trained_both_ways(cases: list[list[str]]) -> list[list[tuple[list[float], to
         for each in cases:
             pair = []
             for reason in (None, "asked for"):
-                with patch(
-                    "nn.sharding.sharded_embeddings.ShardedEmbeddings.static_blocker", reason
-                ):
+                with patch("nn.build.static_blocker", lambda *_, reason=reason: reason):
                     built = build(compose_config(*each))
                     losses = built.train(0, NUM_STEPS)
                 weights = [shard.weight.flatten() for shard in built.step.tables.shards()]
@@ -81,7 +79,7 @@ def scattered(num_samples: int, prefix_columns: int = 0) -> tuple[torch.Tensor, 
             LayoutSegment(f, 0, 4, prefix_columns + 4 * f, prefix_columns + 12) for f in range(3)
         ]
         values = torch.cat([torch.zeros(num_samples, prefix_columns), wanted], dim=1).flatten()
-        return values, EmbeddingLayout(pieces, 3, 4, torch.device("cpu"), prefix_columns)
+        return values, EmbeddingLayout(pieces, [4] * 3, torch.device("cpu"), prefix_columns)
     first, second = wanted[:, [4, 5, 8, 9, 10, 11]], wanted[:, [6, 7, 0, 1, 2, 3]]
     start = first.numel()
     pieces = [
@@ -91,7 +89,7 @@ def scattered(num_samples: int, prefix_columns: int = 0) -> tuple[torch.Tensor, 
         LayoutSegment(0, 0, 4, start + 2, 6),
     ]
     values = torch.cat([first.flatten(), second.flatten()])
-    return values, EmbeddingLayout(pieces, 3, 4, torch.device("cpu"))
+    return values, EmbeddingLayout(pieces, [4] * 3, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("prefix_columns", [0, 2])

@@ -364,7 +364,8 @@ class FusedAdam:
         self.lr = lr
 
 
-def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
+def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes(monkeypatch):
+    monkeypatch.setattr("nn.build.static_blocker", lambda *_: "asked for")
     kernel = FusedAdam()
     with ranks_of_cpu():
         tables = build(compose_config(*TINY, *rule("adam"))).step.tables
@@ -376,9 +377,7 @@ def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes():
 
 @pytest.mark.parametrize("static_blocker", [None, "asked for"])
 def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, static_blocker):
-    monkeypatch.setattr(
-        "nn.sharding.sharded_embeddings.ShardedEmbeddings.static_blocker", static_blocker
-    )
+    monkeypatch.setattr("nn.build.static_blocker", lambda *_: static_blocker)
     with ranks_of_cpu():
         plain = build(compose_config(*TINY)).train(0, 4)
         for name in ("nn.training.train_step.loss_scale", "nn.build.loss_scale"):

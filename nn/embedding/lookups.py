@@ -1,0 +1,42 @@
+"""Lookups of tables: the feature whose ids they take, and what they do with the rows."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Pooling(StrEnum):
+    """Pooling of the rows of a sample's ids."""
+
+    sum = "sum"
+    mean = "mean"
+    none = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A lookup in a table by the ids of one feature.
+
+    Attributes:
+        feature: feature whose ids are row numbers of the table.
+        hotness: ids per sample.
+        pooling: `sum` and `mean` give one vector per sample, `none` one per id.
+    """
+
+    feature: str
+    hotness: int
+    pooling: Pooling = Pooling.sum
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors per sample."""
+        return self.hotness if self.pooling is Pooling.none else 1
+
+    @property
+    def ids_per_vector(self) -> int:
+        """Ids whose rows are added to one vector."""
+        return 1 if self.pooling is Pooling.none else self.hotness
+
+    @property
+    def factor(self) -> float:
+        """The number by which a row is multiplied before it is added."""
+        return 1 / self.hotness if self.pooling is Pooling.mean else 1.0

@@ -1,0 +1,320 @@
+"""The tables of the static path, sharded as planned, in memory of this rank.
+
+TorchRec plans, and its `ShardedTensor` describes the shards to checkpoints. Memory, lookup and update are the project's own:
+tables of one width and dtype are adjacent in one memory, so that plain torch makes one call for all of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.distributed.process_group import Ranks, open_channel
+from nn.embedding.declared_tables import initial_bound, lookups_of
+from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.multi_hot import MultiHot
+from nn.embedding.optimizer import table_rule
+from nn.embedding.torch_optimizer import table_optimizer
+from nn.layers.initialization import fill_uniform_
+from nn.ops.stochastic_rounding import rounding_key
+from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
+from nn.sharding.tables import TableSettings, TableShard
+
+
+class ShardedTables:
+    """All tables, sharded as planned, with the seed's weights.
+
+    Args:
+        declared: the tables as the model declares them.
+        spec: feature spec of the dataset as stored, of fixed hotness.
+        plan: TorchRec's plan for them, without row-wise tables.
+        ranks: this process.
+        settings: how they are trained.
+        multi_hot: expansion of ids, on the ranks that hold the tables.
+
+    Attributes:
+        rank_tables: what `StaticEmbeddings` looks up and updates.
+    """
+
+    static_blocker = None
+
+    def __init__(
+        self,
+        declared: Sequence[EmbeddingBagConfig],
+        spec: FeatureSpec,
+        plan: ShardingPlan,
+        ranks: Ranks,
+        settings: TableSettings,
+        multi_hot: MultiHot,
+    ) -> None:
+        config = settings.optimizer
+        self._declared = {table.name: table for table in declared}
+        self._rule = table_rule(config.table_name)
+        self._ranks = ranks
+        self._seed = settings.seed
+        self._lookups = lookups_of(declared, multi_hot.expanded_spec(spec))
+        num_vectors = [
+            sum(lookup.num_vectors for lookup in self._lookups[name]) for name in self._declared
+        ]
+        first_vectors = accumulate(num_vectors, initial=0)
+        self._first_vector = dict(zip(self._declared, first_vectors, strict=False))
+        table_plan = plan.plan["embeddings"]
+        self._shards: dict[str, list[ShardMetadata]] = {
+            name: list(table_plan[name].sharding_spec.shards)
+            for name in self._declared
+            if table_plan[name].sharding_spec is not None
+        }
+        self._replicated = [name for name in self._declared if name not in self._shards]
+        self._allocate()
+        self.scalars = UpdateScalars(config, 1 / settings.loss_scale, ranks.device)
+        self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
+        placement = self._placement()
+        hotness = {feature.name: feature.hotness or 0 for feature in spec.categorical}
+        self.rank_tables = RankTables(
+            placement=placement,
+            widths=[
+                table.embedding_dim
+                for table, count in zip(declared, num_vectors, strict=True)
+                for _ in range(count)
+            ],
+            hotness=hotness,
+            expansions=self._expansions(multi_hot, placement),
+            config=config,
+            scalars=self.scalars,
+            dtype=settings.sent_dtype(ranks.device),
+            ranks=ranks,
+            channels=Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings")),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tables, as the model declares them."""
+        return list(self._declared)
+
+    def _allocate(self) -> None:
+        """Allocate this rank's weights and optimizer state, and fill the weights with the seed's."""
+        device = self._ranks.device
+        own = [
+            (name, shard)
+            for name, shards in self._shards.items()
+            for shard in shards
+            if shard.placement is not None and shard.placement.rank() == self._ranks.rank
+        ]
+        # By width, which aligns the columns of wide tables; alone, in the model's order: then embeddings are one matrix.
+        if self._ranks.world_size > 1:
+            own.sort(key=lambda entry: -entry[1].shard_sizes[1])
+        self._own = own
+        shapes = [torch.Size(shard.shard_sizes) for _, shard in own]
+        dtypes = [data_type_to_dtype(self._declared[name].data_type) for name, _ in own]
+        kinds = [(shape[1], dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self._weights = _adjacent(shapes, kinds, dtypes, device)
+        states = {field.name: field.per_row for field in self._rule.states}
+        floats = [torch.float32] * len(own)
+        self._states = {
+            name: _adjacent(
+                [shape[:1] if per_row else shape for shape in shapes], kinds, floats, device
+            )
+            for name, per_row in states.items()
+        }
+        for tensors in self._states.values():
+            for tensor in tensors:
+                tensor.zero_()
+        shapes = [self._shape_of(name) for name in self._replicated]
+        floats = [torch.float32] * len(shapes)
+        replicas = _adjacent(shapes, [shape[1] for shape in shapes], floats, device)
+        self._replicas = {
+            name: nn.Parameter(replica)
+            for name, replica in zip(self._replicated, replicas, strict=True)
+        }
+        for shard in self.shards():
+            fill_uniform_(
+                shard.weight,
+                seed=self._seed,
+                table=shard.table,
+                row_offset=shard.row_offset,
+                col_offset=shard.column_offset,
+                bound=initial_bound(self._declared[shard.table]),
+            )
+
+    def _shape_of(self, name: str) -> torch.Size:
+        table = self._declared[name]
+        return torch.Size((table.num_embeddings, table.embedding_dim))
+
+    def shards(self) -> Iterator[TableShard]:
+        """Yield the shards of tables that this rank holds."""
+        for (name, shard), weight in zip(self._own, self._weights, strict=True):
+            yield TableShard(name, weight, *shard.shard_offsets)
+        for name, replica in self._replicas.items():
+            yield TableShard(name, replica.detach(), 0, 0)
+
+    def _placement(self) -> Placement:
+        """Return the tables that each rank looks up, wide ones first, or in the model's order for a single rank."""
+        by_rank: list[list[ColumnShard]] = [[] for _ in range(self._ranks.world_size)]
+        for name, shards in self._shards.items():
+            for shard in shards:
+                assert shard.placement is not None, "TorchRec places every shard on a rank"
+                by_rank[shard.placement.rank()].append(
+                    ColumnShard(
+                        self._lookups[name],
+                        self._first_vector[name],
+                        shard.shard_offsets[1],
+                        shard.shard_sizes[1],
+                    )
+                )
+        if self._ranks.world_size > 1:
+            for column_shards in by_rank:
+                column_shards.sort(key=lambda shard: -shard.columns)
+        owned = [
+            LocalTable(
+                self._lookups[name],
+                weight,
+                {state: tensors[index] for state, tensors in self._states.items()},
+                shard.shard_offsets[1],
+                rounding_key(self._seed, name),
+            )
+            for index, ((name, shard), weight) in enumerate(
+                zip(self._own, self._weights, strict=True)
+            )
+        ]
+        replicated = [
+            ColumnShard(self._lookups[name], self._first_vector[name], 0, self._shape_of(name)[1])
+            for name in self._replicated
+        ]
+        replicas = [
+            LocalTable(self._lookups[name], replica.detach(), {})
+            for name, replica in self._replicas.items()
+        ]
+        return Placement(by_rank, replicated, owned, replicas)
+
+    def _expansions(self, multi_hot: MultiHot, placement: Placement) -> dict[str, Tensor]:
+        """Return the further ids of each id, of the features that this rank looks up."""
+        here = {
+            lookup.feature
+            for table in (*placement.owned, *placement.replicas)
+            for lookup in table.lookups
+        }
+        return {
+            feature: multi_hot.lookup_table(feature, self._ranks.device)
+            for feature in multi_hot.hotness
+            if feature in here
+        }
+
+    @property
+    def replicated_shapes(self) -> list[torch.Size]:
+        """Shapes of the replicated tables."""
+        return [self._shape_of(name) for name in self._replicated]
+
+    @property
+    def replicated_names(self) -> list[str]:
+        """Names of the replicated tables."""
+        return list(self._replicated)
+
+    def prepare_update(self, step: int, lr: float) -> None:
+        """Set learning rate and step count of the next update; call it before the forward pass.
+
+        Args:
+            step: updates made so far.
+            lr: learning rate.
+        """
+        self.scalars.set(step, lr)
+        if self._replicas_optimizer is not None:
+            self._replicas_optimizer.prepare(step, lr)
+
+    def update_replicated(self, gradients: Sequence[Tensor]) -> None:
+        """Update the replicated tables.
+
+        Args:
+            gradients: sums over all ranks, in the order of `replicated_shapes`.
+        """
+        if self._replicas_optimizer is None:
+            return
+        for replica, gradient in zip(self._replicas.values(), gradients, strict=True):
+            replica.grad = gradient
+        self._replicas_optimizer.step()
+
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: lookups are the same in training and evaluation."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return `<table>.weight` of every table: sharded tensors, or plain ones for replicated tables."""
+        return {
+            f"{name}.weight": self._sharded(name, self._weights)
+            if name in self._shards
+            else self._replicas[name].detach()
+            for name in self._declared
+        }
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return `<table>.<state>` of every table, such as `cat_0.momentum1`, laid out as its weight."""
+        state: dict[str, Tensor] = {}
+        for name in self._declared:
+            for field in self._rule.states:
+                if name in self._shards:
+                    state[f"{name}.{field.name}"] = self._sharded(
+                        name, self._states[field.name], is_state=True, per_row=field.per_row
+                    )
+                else:
+                    assert self._replicas_optimizer is not None, "there are replicas"
+                    of_replica = self._replicas_optimizer.state[self._replicas[name]]
+                    state[f"{name}.{field.name}"] = of_replica[field.name]
+        return state
+
+    def optimizer_shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of `optimizer_state`."""
+        return {
+            f"{name}.{state}": shape
+            for name in self._declared
+            for state, shape in self._rule.state_shapes(self._shape_of(name)).items()
+        }
+
+    def _sharded(
+        self, name: str, tensors: Sequence[Tensor], *, is_state: bool = False, per_row: bool = False
+    ) -> ShardedTensor:
+        """Return this rank's shards of a table, or of its optimizer state, as a part of the complete one."""
+        dims = 1 if per_row else 2
+        shards = [
+            replace(
+                shard,
+                shard_offsets=shard.shard_offsets[:dims],
+                shard_sizes=shard.shard_sizes[:dims],
+            )
+            for shard in self._shards[name]
+        ]
+        position = {id(shard): index for index, shard in enumerate(self._shards[name])}
+        local = [
+            Shard(tensor, shards[position[id(shard)]])
+            for (owner, shard), tensor in zip(self._own, tensors, strict=True)
+            if owner == name
+        ]
+        dtype = data_type_to_dtype(self._declared[name].data_type)
+        metadata = ShardedTensorMetadata(
+            shards_metadata=shards,
+            size=self._shape_of(name)[:dims],
+            tensor_properties=TensorProperties(dtype=torch.float32 if is_state else dtype),
+        )
+        return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+def _adjacent(
+    shapes: Sequence[torch.Size],
+    kinds: Sequence[object],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> list[Tensor]:
+    """Allocate tensors; those of one kind, which have one dtype, lie one after the other in one memory."""
+    tensors: list[Tensor] = [torch.empty(0)] * len(shapes)
+    for kind in dict.fromkeys(kinds):
+        members = [index for index, other in enumerate(kinds) if other == kind]
+        sizes = [shapes[index].numel() for index in members]
+        memory = torch.empty(sum(sizes), dtype=dtypes[members[0]], device=device)
+        for index, flat in zip(members, memory.split(sizes), strict=True):
+            tensors[index] = flat.view(shapes[index])
+    return tensors

@@ -1,0 +1,144 @@
+"""Lookups of every kind against autograd: shared tables, several tables per feature, mean, no pooling, widths from 1."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.schema import OptimizerConfig, OptimizerName
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.lookups import Lookup, Pooling
+from nn.embedding.optimizer import table_rule
+from nn.embedding.torch_optimizer import update_rows
+
+HOTNESS = {"item": 1, "history": 5, "genres": 3, "user": 1}
+ROWS = {"item": 40, "history": 40, "genres": 7, "user": 3}
+SUM, MEAN, NONE = Pooling.sum, Pooling.mean, Pooling.none
+# Columns, and features with their pooling. Tables of a width class differ in kind within a case, or have all one kind.
+CASES: dict[str, list[tuple[int, list[tuple[str, Pooling]]]]] = {
+    "one_lookup_each": [(16, [("item", SUM)]), (1, [("user", SUM)]), (16, [("genres", SUM)])],
+    "mean_and_no_pooling": [
+        (16, [("genres", MEAN)]),
+        (16, [("history", NONE)]),
+        (12, [("item", SUM)]),
+        (3, [("user", NONE)]),
+    ],
+    "shared_table": [(8, [("item", SUM), ("history", NONE)]), (8, [("genres", MEAN)])],
+    "several_tables_per_feature": [
+        (16, [("item", SUM)]),
+        (1, [("item", SUM)]),
+        (1, [("history", MEAN), ("item", SUM)]),
+        (5, [("genres", SUM)]),
+        (16, [("genres", SUM)]),
+    ],
+}
+RULES = [OptimizerName.sgd, OptimizerName.rowwise_adagrad, OptimizerName.adam]
+
+
+def make_group(
+    case: str, rule: OptimizerName, num_samples: int, device: str
+) -> tuple[LocalEmbeddingBags, UpdateScalars]:
+    config = OptimizerConfig(name=rule, lr=0.1, eps=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    tables = []
+    for columns, features in CASES[case]:
+        rows = max(ROWS[feature] for feature, _ in features)
+        weight = torch.randn(rows, columns, generator=generator)
+        state = table_rule(rule).new_state(weight)
+        state = {name: value.to(device) for name, value in state.items() if name != "iter"}
+        lookups = tuple(Lookup(name, HOTNESS[name], pooling) for name, pooling in features)
+        tables.append(LocalTable(lookups, weight.to(device), state))
+    used = {lookup.feature for table in tables for lookup in table.lookups}
+    hotness = {name: count for name, count in HOTNESS.items() if name in used}
+    scalars = UpdateScalars(config, 0.5, torch.device(device))
+    scalars.set(3, 0.1)
+    group = LocalEmbeddingBags(
+        tables, hotness, num_samples, config, scalars, torch.float32, torch.device(device)
+    )
+    return group, scalars
+
+
+def draw_ids(group: LocalEmbeddingBags) -> dict[str, Tensor]:
+    """Draw ids [G, H] of each feature, some rows often."""
+    generator = torch.Generator().manual_seed(5)
+    used = {lookup.feature for table in group.tables for lookup in table.lookups}
+    return {
+        name: (
+            (ROWS[name] ** torch.rand(group.num_samples, count, generator=generator)).long() - 1
+        ).clamp(0, ROWS[name] - 1)
+        for name, count in HOTNESS.items()
+        if name in used
+    }
+
+
+def expected(group: LocalEmbeddingBags, ids: dict[str, Tensor]) -> list[Tensor]:
+    """Return embeddings, then weights after an update, in plain torch with autograd."""
+    weights = [table.weight.clone().requires_grad_() for table in group.tables]
+    columns = []
+    for table, weight in zip(group.tables, weights, strict=True):
+        for lookup in table.lookups:
+            rows = weight[ids[lookup.feature]]  # [G, H, D]
+            pooled = {"sum": rows.sum(1), "mean": rows.mean(1), "none": rows.flatten(1)}
+            columns.append(pooled[lookup.pooling])
+    out = torch.cat(columns, dim=1)
+    (out * gradients_of(group) * 0.5).sum().backward()
+    results = [out.detach()]
+    for table, weight in zip(group.tables, weights, strict=True):
+        rows = torch.cat([ids[lookup.feature].flatten() for lookup in table.lookups]).unique()
+        state = {name: value.clone() for name, value in table.state.items()}
+        copied = LocalTable(table.lookups, weight.detach().clone(), state)
+        update_rows(copied, rows, weight.grad[rows], group._config, lr=0.1, step=torch.tensor([3]))
+        results += [copied.weight, *copied.state.values()]
+    return results
+
+
+def gradients_of(group: LocalEmbeddingBags) -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(group.num_samples, group.num_columns, generator=generator)
+
+
+def measured(group: LocalEmbeddingBags, ids: dict[str, Tensor], device: str) -> list[Tensor]:
+    flat = torch.cat([values.flatten() for values in ids.values()]).int().to(device)
+    # As the first columns of a wider matrix, which is what a prefix leaves.
+    wide = torch.full((group.num_samples, group.num_columns + 3), 7.0, device=device)
+    out = wide[:, 3:]
+    group.look_up(flat, out)
+    assert (wide[:, :3] == 7).all()
+    is_good = torch.ones(1, dtype=torch.int32, device=device)
+    group.update(group.sort(flat), gradients_of(group).to(device), is_good)
+    state = [tensor for table in group.tables for tensor in (table.weight, *table.state.values())]
+    return [tensor.cpu().clone() for tensor in (out, *state)]
+
+
+def compare(case: str, rule: OptimizerName, num_samples: int, device: str, *, fused: bool) -> None:
+    reference, _ = make_group(case, rule, num_samples, "cpu")
+    ids = draw_ids(reference)
+    group, _ = make_group(case, rule, num_samples, device)
+    if fused and group._kernels is None:
+        from nn.embedding.triton_launcher import TritonLauncher
+
+        group._kernels = TritonLauncher(group.tables, group._lookups, num_samples, group._config)
+    results = measured(group, ids, device)
+    for actual, wanted in zip(results, expected(reference, ids), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("case", "rule"), list(product(CASES, RULES)))
+def test_plain_lookups_and_updates_equal_autograd(case, rule):
+    compare(case, rule, 33, "cpu", fused=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted_kernels_equal_autograd(case):
+    pytest.importorskip("triton")
+    compare(case, OptimizerName.rowwise_adagrad, 20, "cpu", fused=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("case", "rule"), list(product(CASES, RULES)))
+def test_kernels_equal_autograd_on_a_gpu(case, rule):
+    compare(case, rule, 5_000, "cuda", fused=True)
