@@ -35,6 +35,7 @@ class BatchNorm(PassLayer):
 
     running_mean: Tensor
     running_var: Tensor
+    _latest: Tensor
     sums_over_ranks = True
 
     def __init__(self, columns: int, eps: float = 1e-5, momentum: float = 0.1) -> None:

@@ -1,11 +1,13 @@
 """Layers whose work depends on the step, in training: equal for numbers of ranks, on both paths, captured and resumed."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from nn.build import device_type
+from nn.checkpoint import state as checkpoint
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.command import run_command
@@ -168,6 +170,27 @@ def test_a_saved_model_is_evaluated_with_its_running_statistics(tmp_path):
     evaluated = summary(tmp_path / "eval")
     for key in ("steps", "test_auc", "test_log_loss", "test_rows"):
         assert evaluated[key] == wanted[key], key
+
+
+MOVED = options("both", "dlrm", "table_wise")
+
+
+def saved_after_training(directory: Path) -> dict[str, torch.Tensor]:
+    with ranks_of_cpu() as ranks:
+        built = build(compose_config(*MOVED))
+        built.train(0, 3)
+        checkpoint.save(directory, built.step, 3, built.source.spec, ranks)
+        return buffers(built)
+
+
+def test_one_rank_loads_the_running_statistics_of_two(tmp_path):
+    saved, _ = run_distributed(saved_after_training, 2, tmp_path)
+    with ranks_of_cpu():
+        built = build(compose_config(*MOVED))
+        checkpoint.restore(tmp_path / "step_3", built.step, with_optimizer=False)
+        restored = buffers(built)
+    assert restored.keys() == saved.keys()
+    assert all(torch.equal(value, restored[name]) for name, value in saved.items())
 
 
 def test_a_checkpoint_without_batch_normalization_is_refused(tmp_path):
