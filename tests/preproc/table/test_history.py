@@ -191,6 +191,20 @@ def test_a_user_with_one_row_and_a_table_without_items(tmp_path):
     check(tmp_path / "none", [[]] * 7, 3)
 
 
+def test_bad_rows_are_in_no_history(tmp_path):
+    rows = random_rows(18)
+    lines = write_rows(tmp_path / "t.csv", rows).read_text().splitlines()
+    lines.insert(20, "x,u,a,5,5")
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    table = described(tmp_path / "t.csv", filter="CAST(rating AS DOUBLE) >= 4")
+    table["split"] = {"by": "last_file"}
+    table["sources"]["t"]["files"] = [str(tmp_path / "t.csv"), str(tmp_path / "last.csv")]
+    write_rows(tmp_path / "last.csv", random_rows(19, 6))
+    build(tmp_path / "two", table, "on_bad=skip")
+    wanted = reference([*rows, *random_rows(19, 6)], 3, lambda _, row: row.rating in ("4", "5"))
+    check(tmp_path / "two", wanted[:83], 3)
+
+
 def test_two_histories_of_a_hashed_and_a_sharing_feature(tmp_path):
     rows = random_rows(13)
     table = described(write_rows(tmp_path / "t.csv", rows))
