@@ -96,6 +96,13 @@ class TableDtype(Enum):
     fp16 = "fp16"
 
 
+class DecayShape(Enum):
+    """Curve of the learning rate's decay."""
+
+    polynomial = "polynomial"
+    cosine = "cosine"
+
+
 class OptimizerName(StrEnum):
     """Built-in optimizers: all of them for tables, all but `ftrl` for the dense component."""
 
@@ -425,14 +432,20 @@ def _check_optimizer_name(key: str, name: str) -> str:
     return str(name)
 
 
+POLYNOMIAL_POWER = 2.0
+
+
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig:
-    """Linear warm-up, hold, polynomial decay to zero; after the decay the rate stays at zero."""
+    """Linear warm-up, hold, decay to zero; after the decay the rate stays at zero."""
 
     warmup_steps: int = option(0, "steps of linear warm-up; 0 starts at the peak")
     decay_start_step: int | None = option(None, "first step of the decay; null never decays")
     decay_steps: int = option(0, "length of the decay")
-    decay_power: float = option(2.0, "exponent of the decay")
+    decay: DecayShape = option(
+        DecayShape.polynomial, "curve of the decay: polynomial, or cosine (half a period)"
+    )
+    decay_power: float = option(POLYNOMIAL_POWER, "exponent of the polynomial decay")
 
     def __post_init__(self) -> None:
         require(
@@ -442,6 +455,16 @@ class SchedulerConfig:
         require(
             self.decay_power > 0,
             f"scheduler.decay_power must be positive, got {self.decay_power}",
+        )
+        is_cosine = self.decay is DecayShape.cosine
+        require(
+            not is_cosine or self.decay_power == POLYNOMIAL_POWER,
+            f"scheduler.decay_power={self.decay_power} is of scheduler.decay=polynomial, and cosine would ignore it; leave "
+            "it out",
+        )
+        require(
+            not is_cosine or self.decay_start_step is not None,
+            "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too",
         )
         if self.decay_start_step is None:
             require(

@@ -1,6 +1,8 @@
 """The learning rate schedule, as a factor on the peak rates of tables and dense component."""
 
-from configs.schema import SchedulerConfig
+import math
+
+from configs.schema import DecayShape, SchedulerConfig
 
 
 def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
@@ -11,6 +13,9 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
     (DeepLearningExamples, `LearningRateScheduler`), whose counter starts at 1. Their TensorFlow 2 recipe starts at 0,
     so that its first update does nothing, and follows the parabola up again after D + N.
 
+    The cosine decay is (1 + cos(pi * (s - D) / N)) / 2 instead (Loshchilov and Hutter, SGDR, 2017, equation 5, without
+    restarts).
+
     Args:
         step: updates made before this one; 0 for the first.
         config: lengths of the phases; without `decay_start_step` the rate is held forever.
@@ -20,5 +25,7 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
         return count / config.warmup_steps
     if config.decay_start_step is None or count <= config.decay_start_step:
         return 1.0
-    left = config.decay_start_step + config.decay_steps - count
-    return (max(left, 0) / config.decay_steps) ** config.decay_power
+    left = max(config.decay_start_step + config.decay_steps - count, 0) / config.decay_steps
+    if config.decay is DecayShape.cosine:
+        return (1 - math.cos(math.pi * left)) / 2
+    return left**config.decay_power

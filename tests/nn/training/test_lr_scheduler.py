@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from configs.schema import SchedulerConfig
+from configs.schema import DecayShape, SchedulerConfig
 from nn.training.lr_scheduler import learning_rate_factor
 
 NVIDIA = SchedulerConfig(warmup_steps=8000, decay_start_step=48_000, decay_steps=24_000)
@@ -48,3 +49,21 @@ def test_without_a_decay_the_rate_is_held():
 def test_the_first_step_of_the_decay_is_the_one_named():
     config = SchedulerConfig(decay_start_step=5, decay_steps=10, decay_power=1)
     assert [learning_rate_factor(step, config) for step in (4, 5, 6)] == [1, 0.9, 0.8]
+
+
+def test_the_cosine_decay_is_that_of_torch():
+    config = SchedulerConfig(
+        warmup_steps=3, decay_start_step=5, decay_steps=10, decay=DecayShape.cosine
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    wanted = []
+    for _ in range(11):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        cosine.step()
+    # Update 4 is the last before the decay, update 14 the first at zero; the rate stays there.
+    factors = [learning_rate_factor(step, config) for step in range(4, 18)]
+    assert factors == pytest.approx([*wanted, 0, 0, 0], abs=1e-12)
+    assert factors[10:] == [0, 0, 0, 0]
+    assert [learning_rate_factor(step, config) for step in range(4)] == [1 / 3, 2 / 3, 1, 1]
