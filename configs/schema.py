@@ -510,6 +510,11 @@ class TrainConfig:
         "largest norm of the dense component's gradient: a longer one is shortened to it; null: any. Gradients of "
         "tables are not clipped",
     )
+    ema_decay: float | None = option(
+        None,
+        "decay per step of an exponential moving average of the dense component's weights, such as 0.999; evaluation and "
+        "inference use the average; null: none",
+    )
 
     def __post_init__(self) -> None:
         require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
@@ -535,6 +540,15 @@ class TrainConfig:
             self.clip_norm is None or Component.dense not in self.freeze,
             f"train.clip_norm={self.clip_norm} clips the gradient of the dense component, which train.freeze keeps from "
             "being trained; set train.clip_norm=null, or train it",
+        )
+        require(
+            self.ema_decay is None or 0 < self.ema_decay < 1,
+            f"train.ema_decay must lie between 0 and 1 or be null, got {self.ema_decay}",
+        )
+        require(
+            self.ema_decay is None or Component.dense not in self.freeze,
+            f"train.ema_decay={self.ema_decay} averages the weights of the dense component, which train.freeze keeps as they "
+            "are; set train.ema_decay=null, or train it",
         )
 
 

@@ -135,7 +135,7 @@ def finished_run(
     )
 
 
-def load(config: Config, start: ResumePoint, step: Trained) -> None:
+def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> None:
     """Load the checkpoint that a run starts from; one of its own is always loaded completely.
 
     Raises:
@@ -146,7 +146,7 @@ def load(config: Config, start: ResumePoint, step: Trained) -> None:
     parts = config.checkpoint
     is_training = config.mode is Mode.train
     try:
-        restore(
+        note = restore(
             start.path,
             step,
             with_optimizer=is_training and (start.is_continuation or parts.takes_optimizer),
@@ -156,6 +156,8 @@ def load(config: Config, start: ResumePoint, step: Trained) -> None:
         )
     except ValueError as error:
         raise SharedError(str(error)) from error
+    if note is not None:
+        logger.info(f"note: {note}")
 
 
 def kept_records(

@@ -242,7 +242,7 @@ def _open_session(
             if ranks.device.type == "cuda":
                 blocker = step.capture_blocker
                 logger.info(f"step: {f'no CUDA graph, {blocker}' if blocker else 'a CUDA graph'}")
-            load(config, start, step)
+            load(config, start, step, logger)
             yield Session(
                 config=config,
                 source=source,
@@ -576,6 +576,10 @@ def _header_facts(
         if not start.is_continuation:
             facts[how] += ", " + ", ".join(part.name for part in config.checkpoint.parts)
             facts[how] += "; training starts at step 0" if starts_at_zero else ""
+    if config.train.ema_decay is not None:
+        facts["average"] = (
+            f"dense component, decay {config.train.ema_decay:g}; evaluation and inference use it"
+        )
     if config.mode is not Mode.train:
         return facts
     facts |= {
@@ -596,4 +600,6 @@ def _header_facts(
 
 
 def _dense_states(config: Config) -> int:
-    return dense_rule(config.effective_optimizer).states_per_weight
+    """Return the numbers per weight that the dense component keeps beside weight and gradient."""
+    has_average = config.train.ema_decay is not None
+    return dense_rule(config.effective_optimizer).states_per_weight + has_average

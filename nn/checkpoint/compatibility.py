@@ -8,6 +8,9 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 
+AVERAGE = "dense_ema."
+"""Prefix of the average of a weight of the dense component."""
+
 
 def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
     """Read the index of a checkpoint of this recipe or of the TF2 recipe.
@@ -42,20 +45,53 @@ def select_tensors(
     }
 
 
+def match_average(
+    stored: Mapping[str, StoredTensor], wanted: Collection[str]
+) -> tuple[dict[str, StoredTensor], str | None]:
+    """Return the tensors to load if only the checkpoint or only the run has an average of the dense component.
+
+    A run that begins an average takes the weights for it. A run without one leaves it out.
+
+    Args:
+        stored: tensors of the components that are loaded.
+        wanted: names in the run.
+
+    Returns:
+        The tensors, and a note for the user if they differ from `stored`.
+    """
+    tensors = dict(stored)
+    averages = [name for name in tensors if name.startswith(AVERAGE)]
+    wanted_averages = [name for name in wanted if name.startswith(AVERAGE)]
+    if averages and not wanted_averages:
+        for name in averages:
+            del tensors[name]
+        return tensors, (
+            "has an average of the dense component, which train.ema_decay=null leaves out: the weights themselves are used"
+        )
+    if not averages and wanted_averages:
+        for name in wanted_averages:
+            weight = f"dense.{name.removeprefix(AVERAGE)}"
+            if weight in tensors:
+                tensors[name] = tensors[weight]
+        return tensors, "has no average of the dense component: it starts at the restored weights"
+    return tensors, None
+
+
 def component_of(name: str) -> Component | None:
     """Return the component of a tensor; None for tensors of the training loop."""
     kind = name.partition(".")[0]
     return {
         "tables": Component.tables,
         "dense": Component.dense,
+        "dense_ema": Component.dense,
         "dense_optimizer": Component.dense,
     }.get(kind)
 
 
 def is_weight(name: str) -> bool:
-    """Return whether a tensor is a weight; False for optimizer state."""
+    """Return whether a tensor is a weight or the average of one; False for optimizer state."""
     kind, last = name.partition(".")[0], name.rpartition(".")[2]
-    return kind == "dense" or (kind == "tables" and last == "weight")
+    return kind in ("dense", "dense_ema") or (kind == "tables" and last == "weight")
 
 
 def differences(

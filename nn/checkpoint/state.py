@@ -1,9 +1,8 @@
 """Content of a checkpoint, and its restore into both components and their optimizers with any sharding.
 
 Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
-`dense.<buffer>`, `dense_optimizer.<parameter>.<state>`. A table may therefore be sharded differently, or replicated, when
-it is restored.
-`trainer.<name>` is state of the training loop.
+`dense.<buffer>`, `dense_ema.<parameter>` (with `train.ema_decay`), `dense_optimizer.<parameter>.<state>`. A table may
+therefore be sharded differently, or replicated, when it is restored. `trainer.<name>` is state of the training loop.
 
 No generator has state to save. Initial weights, the order of rows and synthetic clicks are functions of the seed and of
 counters, and the schedule is a function of the step. The loader's position is the step.
@@ -29,6 +28,7 @@ from nn.checkpoint.compatibility import (
     component_of,
     differences,
     feature_mismatch,
+    match_average,
     open_index,
     remedy,
     select_tensors,
@@ -210,7 +210,7 @@ def restore(
     components: Collection[Component] = tuple(Component),
     grow: bool = False,
     is_own: bool = False,
-) -> None:
+) -> str | None:
     """Load a checkpoint into a step, in place; call `check` first.
 
     Args:
@@ -220,6 +220,9 @@ def restore(
         components: components to load; the other is not changed.
         grow: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state.
         is_own: whether the checkpoint is the run's own, which no option names.
+
+    Returns:
+        What the user should know about the average of the dense component (`match_average`), or None.
 
     Raises:
         ValueError: the tensors are not those of this model or cannot be read; raised on all ranks.
@@ -237,6 +240,7 @@ def restore(
     shapes = step.state_shapes(with_optimizer=with_optimizer)
     wanted = {name: value for name, value in wanted.items() if component_of(name) in components}
     shapes = {name: size for name, size in shapes.items() if component_of(name) in components}
+    tensors, note = match_average(tensors, shapes)
     stored = {name: tensor.size for name, tensor in tensors.items()}
     differing = differences(stored, shapes, grow=grow)
     if differing:
@@ -257,6 +261,7 @@ def restore(
         advice = "" if REMEDY in problem else f"; {REMEDY}"
         raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
     step.load_state_dict(wanted)
+    return None if note is None else f"{named} {note}"
 
 
 def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:

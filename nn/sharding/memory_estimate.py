@@ -70,7 +70,7 @@ def plan_memory(
         spec: the dataset as stored; `plan` knows what is looked up.
         plan: of the tables.
         world_size: ranks.
-        dense_states: numbers of state that the dense component's optimizer keeps per weight.
+        dense_states: numbers per weight that the dense component keeps: its optimizer's state, and its average.
     """
     global_batch = config.train.batch_size
     batch = global_batch // world_size

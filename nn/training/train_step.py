@@ -14,6 +14,7 @@ from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks, open_channel
+from nn.layers.parameter_average import ParameterAverage
 from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
 from nn.models.tasks import Task
@@ -106,6 +107,10 @@ class TrainStep:
         self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.effective_optimizer)
         self.frozen = frozenset(config.train.freeze)
         dense.requires_grad_(Component.dense not in self.frozen)
+        decay = config.train.ema_decay
+        self._average = (
+            None if decay is None else ParameterAverage(dict(dense.named_parameters()), decay)
+        )
         self._config = config
         self._ranks = ranks
         self._readback = LossReadback(ranks.device)
@@ -166,9 +171,11 @@ class TrainStep:
         return self.path.predict(batch, ids)
 
     def set_training(self, mode: bool) -> None:
-        """Switch tables and dense component between training and evaluation."""
+        """Switch tables and dense component between training and evaluation, which uses the average if there is one."""
         self.tables.train(mode)
         self.dense.train(mode)
+        if self._average is not None:
+            self._average.use(not mode)
 
     def close(self) -> None:
         """Release the CUDA graphs; NCCL would wait for them forever when its group is closed."""
@@ -183,11 +190,14 @@ class TrainStep:
         """Return this rank's shards of weights and optimizer state, without copying them.
 
         Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
-        `dense.<buffer>`, `dense_optimizer.<parameter>.<state>`.
+        `dense.<buffer>`, `dense_ema.<parameter>` if there is an average,
+        `dense_optimizer.<parameter>.<state>`.
         """
         state = {f"tables.{name}": value for name, value in self.tables.weights().items()}
         state |= {f"dense.{name}": value.detach() for name, value in self.dense.named_parameters()}
         state |= {f"dense.{name}": value for name, value in self.dense.saved_buffers().items()}
+        if self._average is not None:
+            state |= {f"dense_ema.{name}": value for name, value in self._average.state().items()}
         if not with_optimizer:
             return state
         state |= {f"tables.{name}": value for name, value in self.tables.optimizer_state().items()}
@@ -247,6 +257,8 @@ class TrainStep:
             self.dense_optimizer.step()
             for layer in self._pass_layers:
                 layer.update()
+            if self._average is not None:
+                self._average.update()
 
     def _what_diverged(self, step: int, loss: float) -> str:
         if math.isfinite(loss):

@@ -124,6 +124,10 @@ REFUSED = [
     (TrainConfig, {"clip_norm": 1.0, "freeze": [Component.dense]},
      "train.clip_norm=1.0 clips the gradient of the dense component, which train.freeze keeps from being trained; set "
      "train.clip_norm=null, or train it"),
+    (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay must lie between 0 and 1 or be null, got 1.0"),
+    (TrainConfig, {"ema_decay": 0.9, "freeze": [Component.dense]},
+     "train.ema_decay=0.9 averages the weights of the dense component, which train.freeze keeps as they are; set "
+     "train.ema_decay=null, or train it"),
     (EvalConfig, {"batch_size": 0}, "eval.batch_size must be positive, got 0"),
     (EvalConfig, {"per_epoch": 0}, "eval.per_epoch must be positive, got 0"),
     (EvalConfig, {"auc_threshold": 1.0}, "eval.auc_threshold must lie between 0 and 1, got 1.0"),

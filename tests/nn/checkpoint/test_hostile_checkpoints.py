@@ -114,7 +114,7 @@ def resume(path: Path, built: Built) -> tuple[list[str], bool]:
             start = own_resume_point(config, open_source(config), ranks, logger)
             assert start is not None
             if start.is_continuation:
-                load(config, start, built.step)
+                load(config, start, built.step, logger)
     except (ValueError, SharedError) as error:
         return [one_line(str(error))], False
     return messages, start.is_continuation

@@ -1,0 +1,47 @@
+"""Exponential moving average of a module's parameters, which evaluation uses instead of them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class ParameterAverage:
+    """The average of parameters over the steps: average = decay * average + (1 - decay) * parameter (Polyak averaging).
+
+    It starts at the parameters as they are. Buffers are not averaged.
+
+    Args:
+        parameters: by name, float32.
+        decay: between 0 and 1; the average spans about 1 / (1 - decay) steps.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._parameters = {name: parameter.detach() for name, parameter in parameters.items()}
+        self._others = {name: value.clone() for name, value in self._parameters.items()}
+        self._decay = decay
+        self._is_used = False
+
+    def update(self) -> None:
+        """Take the parameters of one more step into the average; call it after their update."""
+        torch._foreach_lerp_(
+            list(self._others.values()), list(self._parameters.values()), 1 - self._decay
+        )
+
+    def use(self, mode: bool) -> None:
+        """Let the parameters have the values of the average, or their own again, bit by bit.
+
+        Values are exchanged in place, so a captured CUDA graph reads them at the addresses that it knows.
+        """
+        if mode == self._is_used:
+            return
+        for name, parameter in self._parameters.items():
+            own = parameter.clone()
+            parameter.copy_(self._others[name])
+            self._others[name].copy_(own)
+        self._is_used = mode
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the average by name, without copying it; not while it is used."""
+        assert not self._is_used, "the memory of the average holds the parameters' own values"
+        return dict(self._others)
