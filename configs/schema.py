@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING as DATACLASS_MISSING
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, StrEnum
+from math import isfinite
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING
@@ -553,6 +554,68 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TaskConfig:
+    """Options of one label, in the section `tasks` under the label's name."""
+
+    weight: float = option(1.0, "factor of its loss in the sum over all labels")
+    label_smoothing: float = option(0.0, "s: labels 1 and 0 become 1 - s/2 and s/2")
+    focal_gamma: float = option(0.0, "gamma of the focal loss; 0: cross entropy")
+    focal_alpha: float | None = option(
+        None, "alpha of the focal loss: factor of positive rows, and 1 - alpha of negative ones"
+    )
+    positive_weight: float = option(1.0, "factor of the loss of positive rows")
+    keep_rate: float | None = option(
+        None,
+        "fraction of the negatives that the training rows have; predictions are corrected for it",
+    )
+
+    @property
+    def changes_loss(self) -> bool:
+        """Return whether the loss of a row differs from the plain one."""
+        changes = (self.label_smoothing, self.focal_gamma, self.positive_weight - 1)
+        return any(changes) or self.focal_alpha is not None
+
+    @classmethod
+    def of(cls, where: str, values: Any) -> "TaskConfig":
+        """Return the checked options under the key `where`; ValueError names the key that is wrong."""
+        names = [declared.name for declared in fields(cls)]
+        require(
+            isinstance(values, dict) and bool(values),
+            f"{where}: got {values}, want options of a label, such as {{weight: 2}}",
+        )
+        for name, value in values.items():
+            require(
+                name in names, f"{where}.{name}: no such option; want one of {', '.join(names)}"
+            )
+            may_be_null = name in ("focal_alpha", "keep_rate")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(
+                (value is None and may_be_null) or (is_number and isfinite(value)),
+                f"{where}.{name}: got {value}, want a number{' or null' if may_be_null else ''}",
+            )
+        made = cls(**values)
+        alpha, rate = made.focal_alpha, made.keep_rate
+        for name, good, want in (
+            ("weight", made.weight >= 0, "not be negative"),
+            ("label_smoothing", 0 <= made.label_smoothing < 1, "lie in [0, 1)"),
+            ("focal_gamma", made.focal_gamma >= 0, "not be negative"),
+            ("focal_alpha", alpha is None or 0 < alpha < 1, "lie between 0 and 1, or be null"),
+            ("positive_weight", made.positive_weight > 0, "be positive"),
+            ("keep_rate", rate is None or 0 < rate <= 1, "lie in (0, 1], or be null"),
+        ):
+            require(good, f"{where}.{name} must {want}, got {getattr(made, name)}")
+        require(
+            alpha is None or made.positive_weight == 1,
+            f"{where}: focal_alpha and positive_weight both weigh positive rows; set one of them",
+        )
+        return made
+
+
+METRICS = ("normalised_entropy", "calibration", "mae")
+"""Names that `eval.metrics` may have."""
+
+
+@dataclass(kw_only=True, slots=True)
 class EvalConfig:
     """Evaluation on the test split."""
 
@@ -583,7 +646,17 @@ class EvalConfig:
     split: str = option("test", "split of the dataset to evaluate on")
     best_metric: str | None = option(
         None,
-        "metric that tells which evaluation and checkpoint is the best: auc or log_loss; null: auc",
+        "metric that tells which evaluation and checkpoint is the best, such as log_loss, or auc.click of one of "
+        "several labels; null: the first label's first metric, auc or rmse",
+    )
+    metrics: list[str] = option(
+        [],
+        "metrics beyond auc and log_loss of binary labels and rmse of regression labels: normalised_entropy, "
+        "calibration, mae",
+    )
+    group: str | None = option(
+        None,
+        "categorical feature of one id per row, such as user_id: measures gauc, the AUC within its ids",
     )
 
     def __post_init__(self) -> None:
@@ -593,6 +666,11 @@ class EvalConfig:
             self.auc_threshold is None or 0 < self.auc_threshold < 1,
             f"eval.auc_threshold must lie between 0 and 1, got {self.auc_threshold}",
         )
+        for name in self.metrics:
+            require(
+                name in METRICS,
+                f"eval.metrics names {name}, which is none of {', '.join(METRICS)}",
+            )
         for name in ("every", "max_steps", "final_max_steps", "patience"):
             value = getattr(self, name)
             require(
@@ -787,6 +865,12 @@ class Config:
     scheduler: SchedulerConfig = MISSING
     train: TrainConfig = MISSING
     eval: EvalConfig = MISSING
+    # Any, since a dataset names its labels; checked below.
+    tasks: Any = option(
+        None,
+        "options per label, such as {click: {weight: 2}}: weight, label_smoothing, focal_gamma, focal_alpha, "
+        "positive_weight, keep_rate (docs/tasks_and_metrics.md)",
+    )
     inference: InferenceConfig = MISSING
     sharding: ShardingConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
@@ -799,6 +883,12 @@ class Config:
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
         )
+        require(
+            self.tasks is None or isinstance(self.tasks, dict),
+            f"tasks must map labels to options, such as {{click: {{weight: 2}}}}, got {self.tasks}",
+        )
+        self.tasks = self.tasks or None
+        _ = self.task_options  # which checks them
         require(
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
@@ -822,6 +912,14 @@ class Config:
             "looks up; take row_wise and table_row_wise out of sharding.types and sharding.tables, or set "
             "optimizer.embedding_l2=0",
         )
+
+    @property
+    def task_options(self) -> dict[str, TaskConfig]:
+        """`tasks` as typed options by label; labels that it does not name have the defaults."""
+        return {
+            str(name): TaskConfig.of(f"tasks.{name}", values)
+            for name, values in (self.tasks or {}).items()
+        }
 
     @property
     def effective_optimizer(self) -> OptimizerConfig:

@@ -21,7 +21,7 @@ from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import fused_rules, table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
-from nn.models.tasks import binary_tasks
+from nn.models.tasks import tasks_of_run
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
 from nn.sharding.sharded_embeddings import ShardedEmbeddings
@@ -237,7 +237,7 @@ def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks)
     tables = _build_tables(config, source, plan, ranks)
     dense = build_dense(config.model, model_spec(config, source), config.seed)
     initialise_dense(dense, config.seed)
-    tasks = binary_tasks([label.name for label in source.spec.labels])
+    tasks = tasks_of_run(config, source.spec)
     return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks)
 
 

@@ -479,7 +479,14 @@ def _differences(before: dict[str, Any], config: Config) -> list[str]:
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return recorded options by dotted key; those of later versions have their default, which changes nothing."""
-    return default_values(config) | _flat(before)
+    recorded = _flat(before)
+    # A section of names that the user chooses, such as `tasks`, has no default beside its values.
+    defaults = {
+        key: value
+        for key, value in default_values(config).items()
+        if not any(name.startswith(f"{key}.") for name in recorded)
+    }
+    return defaults | recorded
 
 
 def _short(value: Any) -> str:

@@ -44,7 +44,7 @@ from nn.distributed.process_group import (
 )
 from nn.embedding.optimizer import table_rule
 from nn.models.registry import check_model
-from nn.models.tasks import Metric, best_metric, binary_tasks, metrics_of
+from nn.models.tasks import Metric, metrics_of, tasks_of_run
 from nn.observability.console import (
     Progress,
     make_console,
@@ -108,7 +108,7 @@ def run(config: Config, config_yaml: str) -> None:
     check_model(config.model, source.spec)
     check_table_dtype(config, source.spec)
     check_optimizers(config, source.spec)
-    best_metric(binary_tasks([label.name for label in source.spec.labels]), config.eval.best_metric)
+    tasks_of_run(config, source.spec)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
         _show_plan(config, source, console)
@@ -326,7 +326,7 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
             saving,
         )
         if start.is_continuation:
-            rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else None
+            rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else {}
             trainer.resume_from(start.num_steps, start.facts["trainer"], rows)
         else:
             trainer.start_at(start.num_steps, is_restored=start.path is not None)

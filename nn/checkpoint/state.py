@@ -43,7 +43,13 @@ from nn.checkpoint.directory import (
     wait_for,
 )
 from nn.checkpoint.staging import State
-from nn.checkpoint.tensor_index import REMEDY, blocks, read_index
+from nn.checkpoint.tensor_index import (
+    REMEDY,
+    TRAINER_ROWS,
+    TRAINER_WEIGHTS,
+    blocks,
+    read_index,
+)
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.process_group import HostChannel, Ranks
 
@@ -264,14 +270,15 @@ def restore(
     return None if note is None else f"{named} {note}"
 
 
-def trainer_rows(path: Path) -> tuple[Tensor, Tensor] | None:
-    """Return the logits and labels that the training loop has collected for its next record, or None."""
+def trainer_rows(path: Path) -> dict[str, Tensor]:
+    """Return the logits, labels and, if rows have them, weights that the training loop has collected for its next record."""
     tensors = read_index(path).tensors
-    names = [f"{TRAINER}{name}" for name in ("logits", "labels")]
-    if names[0] not in tensors or not tensors[names[0]].size[0]:
-        return None
-    logits, labels = (np.concatenate(list(blocks(tensors[name]))) for name in names)
-    return torch.from_numpy(logits), torch.from_numpy(labels)
+    names = [name for name in (*TRAINER_ROWS, TRAINER_WEIGHTS) if name in tensors]
+    return {
+        name.removeprefix(TRAINER): torch.from_numpy(np.concatenate(list(blocks(tensors[name]))))
+        for name in names
+        if tensors[name].size[0]
+    }
 
 
 def _first_problem(error: dcp.CheckpointException) -> str:

@@ -58,6 +58,7 @@ MAX_BLOCKS = 1000
 MAX_EMPTY_ROWS = 2**24
 """A tensor without elements has no checksum that bounds its size."""
 TRAINER_ROWS = ("trainer.logits", "trainer.labels")
+TRAINER_WEIGHTS = "trainer.weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +235,15 @@ def _overlap(one: Chunk, two: Chunk) -> bool:
 
 
 def _check_trainer_rows(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError unless the rows that the training loop has collected, if any, have a logit and a label each."""
+    """Raise ValueError unless the rows that the training loop has collected, if any, have a logit and a label per task."""
     sizes = [tensors[name].size for name in TRAINER_ROWS if name in tensors]
-    if sizes and (len(sizes) < 2 or sizes[0] != sizes[1] or len(sizes[0]) != 1):
+    if sizes and (len(sizes) < 2 or sizes[0] != sizes[1] or len(sizes[0]) not in (1, 2)):
         raise ValueError(f"{' and '.join(TRAINER_ROWS)} have the sizes {sizes}; want one length")
+    weights = tensors[TRAINER_WEIGHTS].size if TRAINER_WEIGHTS in tensors else None
+    if weights is not None and (not sizes or weights != sizes[0][:1]):
+        raise ValueError(
+            f"{TRAINER_WEIGHTS} have the size {weights} for rows of {sizes}; want one length"
+        )
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -1,15 +1,21 @@
 """Tasks of a model: the labels that it learns, with the loss and the metrics of each."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from configs.schema import Config, TaskConfig
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
+from nn.layers.task_losses import binary_losses, mean_share, squared_errors
 
-Loss = Callable[[Tensor, Tensor, int, int], Tensor]
-"""A rank's share of a mean loss: logits [B], labels [B], valid rows of this rank and over all ranks."""
+# B: samples, T: tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,18 +23,20 @@ class Metric:
     """A number that tells how well a task is learnt.
 
     Attributes:
-        name: as `RankingMetrics` and the records call it.
+        name: of the metric.
         title: of its value on the test split, on the terminal.
         undefined: printed where it has no value although there are rows.
         while_training: whether it is also measured on training rows.
-        larger_is_better: whether a model with a larger value is the better one.
+        larger_is_better: whether a model with a larger value is the better one; None if neither is.
+        task: the task it is of, where a dataset has several.
     """
 
     name: str
     title: str
     undefined: str = "n/a"
     while_training: bool = False
-    larger_is_better: bool = True
+    larger_is_better: bool | None = True
+    task: str | None = None
 
     def improves(self, value: float, best: float) -> bool:
         """Return whether `value` is better than the best one so far, which is nan before the first; nan never is."""
@@ -36,10 +44,19 @@ class Metric:
             return False
         return math.isnan(best) or (value > best if self.larger_is_better else value < best)
 
+    def of(self, task: str) -> "Metric":
+        """Return this metric of one of several tasks."""
+        return replace(self, task=task, title=f"{task} {self.title.removeprefix('test ')}")
+
+    @property
+    def key(self) -> str:
+        """Its name among the metrics of all tasks, such as `auc`, or `auc.click` of several."""
+        return self.name if self.task is None else f"{self.name}.{self.task}"
+
     @property
     def test_key(self) -> str:
         """Key of its value on the test split, in records and in the summary."""
-        return f"test_{self.name}"
+        return f"test_{self.key}"
 
     @property
     def best_key(self) -> str:
@@ -49,24 +66,7 @@ class Metric:
     @property
     def train_key(self) -> str:
         """Key of its value on training rows."""
-        return f"train_{self.name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A label that a model learns.
-
-    Attributes:
-        name: of the task.
-        label: its column in the dataset.
-        loss: that is trained.
-        metrics: that are measured, in the order of the records.
-    """
-
-    name: str
-    label: str
-    loss: Loss
-    metrics: tuple[Metric, ...]
+        return f"train_{self.key}"
 
 
 AUC = Metric(
@@ -76,23 +76,176 @@ AUC = Metric(
     while_training=True,
 )
 LOG_LOSS = Metric(name="log_loss", title="log loss", larger_is_better=False)
+GAUC = Metric(name="gauc", title="GAUC", undefined="undefined (no group has both labels)")
+NORMALISED_ENTROPY = Metric(
+    name="normalised_entropy",
+    title="normalised entropy",
+    undefined="undefined (all labels are the same)",
+    larger_is_better=False,
+)
+CALIBRATION = Metric(
+    name="calibration",
+    title="calibration",
+    undefined="undefined (no label is 1)",
+    larger_is_better=None,
+)
+RMSE = Metric(name="rmse", title="test RMSE", while_training=True, larger_is_better=False)
+MAE = Metric(name="mae", title="MAE", larger_is_better=False)
+
+DEFAULT_METRICS = {True: (AUC, LOG_LOSS), False: (RMSE,)}
+"""Metrics of a label, by whether it is binary."""
+FURTHER_METRICS = {True: (NORMALISED_ENTROPY, CALIBRATION), False: (MAE,)}
+"""Metrics that `eval.metrics` may name."""
 
 
-def binary_tasks(labels: Sequence[str]) -> list[Task]:
-    """Return a task per binary label.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A label that a model learns.
+
+    Attributes:
+        name: of the task and of its label.
+        is_binary: whether the label is 0 or 1; else it is a number, and the model predicts that number.
+        metrics: that are measured, in the order of the records.
+        options: of its loss and of its predictions.
+    """
+
+    name: str
+    is_binary: bool = True
+    metrics: tuple[Metric, ...] = DEFAULT_METRICS[True]
+    options: TaskConfig = field(default_factory=TaskConfig)
+
+    def loss_share(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        num_valid: int,
+        global_valid: int,
+        weights: Tensor | None = None,
+        total_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Compute this rank's share of the mean loss; `nn.models.tasks.loss_share` describes the arguments."""
+        if self.is_binary and weights is None and not self.options.changes_loss:
+            return bce_loss_share(logits, labels, num_valid, global_valid)
+        losses = squared_errors
+        if self.is_binary:
+            losses = partial(
+                binary_losses,
+                label_smoothing=self.options.label_smoothing,
+                focal_gamma=self.options.focal_gamma,
+                focal_alpha=self.options.focal_alpha,
+                positive_weight=self.options.positive_weight,
+            )
+        return mean_share(
+            losses(logits[:num_valid], labels[:num_valid]),
+            None if weights is None else weights[:num_valid],
+            global_valid if total_weight is None else total_weight,
+        )
+
+    def shifted(self, logits: Tensor, keep_rates: Tensor | None) -> Tensor:
+        """Return the logits of predictions: those of a model that was trained on all negatives.
+
+        With a fraction r of the negatives kept, the odds in the training rows are 1 / r times too large, so ln r is added (He
+        et al. 2014, section 6.3, in terms of logits).
+
+        Args:
+            logits: [B], as trained.
+            keep_rates: [B] of the rows; None without such a column, which leaves the task's constant, if any.
+        """
+        if not self.is_binary:
+            return logits
+        if keep_rates is not None:
+            return logits + keep_rates.log()
+        rate = self.options.keep_rate
+        return logits if rate is None else logits + math.log(rate)
+
+
+def tasks_of(
+    labels: Sequence[RowColumn],
+    options: Mapping[str, TaskConfig] | None = None,
+    *,
+    further: Iterable[str] = (),
+    has_groups: bool = False,
+) -> list[Task]:
+    """Return a task per label.
+
+    Args:
+        labels: of the dataset.
+        options: by label; labels without have the defaults.
+        further: names of metrics beyond the default ones.
+        has_groups: whether the AUC within groups is measured too.
 
     Raises:
-        ValueError: there is not exactly one label; several are not supported yet.
+        ValueError: an option names a label that the dataset lacks or that has no use for it, or a metric has no task.
     """
-    if len(labels) != 1:
-        raise ValueError(
-            f"the dataset has {len(labels)} labels ({', '.join(labels)}), and exactly one binary label is supported "
-            "yet; keep one of them in the feature spec's channel_spec.label"
+    options = options or {}
+    names = [label.name for label in labels]
+    for name in options:
+        if name not in names:
+            raise ValueError(
+                f"tasks.{name}: the dataset has no label '{name}', only {', '.join(names)}"
+            )
+    tasks = []
+    for label in labels:
+        own = options.get(label.name, TaskConfig())
+        if not label.is_binary and (own.changes_loss or own.keep_rate is not None):
+            raise ValueError(
+                f"tasks.{label.name}: '{label.name}' is a regression label, of which weight alone may be set; the other "
+                "options are of binary labels (dtype bool)"
+            )
+        metrics = DEFAULT_METRICS[label.is_binary] + (
+            (GAUC,) if has_groups and label.is_binary else ()
         )
-    return [
-        Task(name=label, label=label, loss=bce_loss_share, metrics=(AUC, LOG_LOSS))
-        for label in labels
-    ]
+        metrics += tuple(m for m in FURTHER_METRICS[label.is_binary] if m.name in further)
+        if len(labels) > 1:
+            metrics = tuple(metric.of(label.name) for metric in metrics)
+        tasks.append(Task(name=label.name, is_binary=label.is_binary, metrics=metrics, options=own))
+    if not any(task.options.weight for task in tasks):
+        raise ValueError(
+            "tasks: the weight of every label is 0, and nothing would be learnt; raise one"
+        )
+    measured = {metric.name for metric in metrics_of(tasks)}
+    for name in further:
+        if name not in measured:
+            kind = "regression" if name == MAE.name else "binary"
+            raise ValueError(f"eval.metrics={name} is of {kind} labels, and the dataset has none")
+    if has_groups and GAUC.name not in measured:
+        raise ValueError("eval.group is of binary labels, and the dataset has none")
+    return tasks
+
+
+def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
+    """Return the tasks of a run.
+
+    Raises:
+        ValueError: options and dataset contradict each other.
+    """
+    tasks = tasks_of(
+        spec.labels,
+        config.task_options,
+        further=config.eval.metrics,
+        has_groups=config.eval.group is not None,
+    )
+    best_metric(tasks, config.eval.best_metric)
+    group = config.eval.group
+    if group is not None:
+        found = next((f for f in spec.categorical if f.name == group), None)
+        if found is None:
+            raise ValueError(f"eval.group={group}: the dataset has no such categorical feature")
+        if found.hotness != 1:
+            ids = "several ids" if found.hotness else "any number of ids"
+            raise ValueError(
+                f"eval.group={group}: the feature has {ids} per row, and a row belongs to one group; name a feature of "
+                "hotness 1"
+            )
+    for task in tasks:
+        if task.options.keep_rate is not None and spec.keep_rate is not None:
+            raise ValueError(
+                f"tasks.{task.name}.keep_rate={task.options.keep_rate:g}: the dataset has a column of keep rates, "
+                f"'{spec.keep_rate.name}'; leave one of the two out"
+            )
+    if config.eval.auc_threshold is not None and not any(task.is_binary for task in tasks):
+        raise ValueError("eval.auc_threshold is of binary labels, and the dataset has none")
+    return tasks
 
 
 def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
@@ -105,31 +258,85 @@ def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
 
     Args:
         tasks: of the model.
-        name: of one of their metrics; None for the first.
+        name: key of one of their metrics; None for the first.
 
     Raises:
-        ValueError: no task has such a metric.
+        ValueError: no task has such a metric, or no value of it is better than another.
     """
-    metrics = metrics_of(tasks)
+    metrics = [metric for metric in metrics_of(tasks) if metric.larger_is_better is not None]
     for metric in metrics:
-        if name in (None, metric.name):
+        if name in (None, metric.key):
             return metric
     raise ValueError(
-        f"eval.best_metric={name} is not measured; choose one of {', '.join(metric.name for metric in metrics)}"
+        f"eval.best_metric={name} is not measured, or says not which model is better; choose one of "
+        f"{', '.join(metric.key for metric in metrics)}"
     )
 
 
-def loss_share(
-    tasks: Sequence[Task], logits: Tensor, labels: Tensor, num_valid: int, global_valid: int
-) -> Tensor:
-    """Compute this rank's share of the loss of all tasks; the sum of the shares over ranks is the loss.
+def auc_key(record: Mapping[str, Any], best: str | None) -> str | None:
+    """Return the key of the AUC that stands for a run: `eval.auc_threshold` compares it.
+
+    It is the AUC that `eval.best_metric` names, else that of the first binary label; None without one.
 
     Args:
-        tasks: one.
-        logits: [B], float32.
-        labels: [B], float32.
+        record: of an evaluation.
+        best: `eval.best_metric`.
+    """
+    keys = [key for key in record if key.partition(".")[0] == AUC.test_key]
+    named = f"test_{best}"
+    return named if named in keys else next(iter(keys), None)
+
+
+def loss_share(
+    tasks: Sequence[Task],
+    logits: Tensor,
+    labels: Tensor,
+    num_valid: int,
+    global_valid: int,
+    weights: Tensor | None = None,
+    total_weight: Tensor | None = None,
+) -> Tensor:
+    """Compute this rank's share of the loss, the weighted sum of all tasks' losses; the shares' sum over ranks is the loss.
+
+    Args:
+        tasks: in the order of the labels.
+        logits: [B], or [B, T] of several tasks, float32.
+        labels: of the same shape, float32.
         num_valid: number of valid rows on this rank; they come first, the others are padding.
         global_valid: number of valid rows over all ranks.
+        weights: [B] of the rows; None counts every row once.
+        total_weight: sum of the weights of valid rows over all ranks, a scalar; None without weights.
+
+    Raises:
+        ValueError: the model does not return one logit per task.
     """
-    (task,) = tasks  # A single label is a vector, not a matrix of one column.
-    return task.loss(logits, labels, num_valid, global_valid)
+    check_logits(tasks, logits, labels)
+    shares = []
+    for index, task in enumerate(tasks):
+        share = task.loss_share(
+            column_of(logits, index),
+            column_of(labels, index),
+            num_valid,
+            global_valid,
+            weights,
+            total_weight,
+        )
+        shares.append(share if task.options.weight == 1 else share * task.options.weight)
+    return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+
+
+def column_of(values: Tensor, index: int) -> Tensor:
+    """Return the numbers [B] of one task among those of all: [B] of a single task, [B, T] of several."""
+    return values if values.dim() == 1 else values[:, index].contiguous()
+
+
+def check_logits(tasks: Sequence[Task], logits: Tensor, labels: Tensor) -> None:
+    """Raise `ValueError` unless there is one logit per row and task."""
+    if logits.shape != labels.shape:
+        names = ", ".join(task.name for task in tasks)
+        want = "[B]" if labels.dim() == 1 else f"[B, {labels.shape[1]}]"
+        got = "[B]" if logits.dim() == 1 else f"[B, {', '.join(map(str, logits.shape[1:]))}]"
+        raise ValueError(
+            f"the model returns logits {got}, and the dataset's labels ({names}) need {want}, one logit per label; choose a "
+            "model of as many tasks with model.name, or list other labels in the spec's channel_spec.label"
+        )

@@ -25,7 +25,7 @@ from rich.text import Text
 from configs.console import LiteralConsole
 from configs.messages import printable
 from configs.schema import Config
-from nn.models.tasks import AUC, Metric
+from nn.models.tasks import AUC, Metric, auc_key
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     LAST_AUC,
@@ -242,10 +242,12 @@ def print_summary(
         if summary.get(name) is not None
     ]
     lines: dict[str, str | Text] = {}
+    best = next((metric.key for metric in metrics if metric.best_key in summary), None)
+    auc = auc_key(summary, best)
     for metric in metrics:
         if summary[metric.test_key] is None:
             continue
-        bounds_text = f"  ({', '.join(bounds)})" if bounds and metric == AUC else ""
+        bounds_text = f"  ({', '.join(bounds)})" if bounds and metric.test_key == auc else ""
         lines[metric.title] = _number(summary[metric.test_key]) + bounds_text
     if RESULT_STEP in summary:
         lines["result of"] = (
@@ -294,10 +296,10 @@ def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> di
     last = summary.get(LAST_AUC, summary[metric.test_key])
     # A fall within the sampling error of the AUC, which is below 1 / sqrt(rows), says nothing.
     noise = max(CLEAR_FALL, 1 / math.sqrt(max(summary["test_rows"] or 0, 1)))
-    if metric == AUC and _is_number(last) and best - last > noise and not is_of_best:
+    if metric.name == AUC.name and _is_number(last) and best - last > noise and not is_of_best:
         lines["note"] = (
-            f"the test AUC has fallen by {best - last:.4f} since step {step:,}: the model over-fits, or the learning rate is "
-            "too high. Use the best checkpoint, train fewer steps (train.epochs, train.max_steps), or lower optimizer.lr"
+            f"the {metric.title} has fallen by {best - last:.4f} since step {step:,}: the model over-fits, or the learning rate "
+            "is too high. Use the best checkpoint, train fewer steps (train.epochs, train.max_steps), or lower optimizer.lr"
         )
     return lines
 
@@ -447,7 +449,7 @@ def _number(value: float | None, form: str = ".4f", missing: str = "n/a") -> str
 
 def _quality(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
     values = [
-        f"{metric.name} {_number(record[metric.train_key])}"
+        f"{metric.key} {_number(record[metric.train_key])}"
         for metric in metrics
         if metric.while_training
     ]

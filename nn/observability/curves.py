@@ -67,7 +67,8 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
 
     header, records = read_records(metrics_jsonl)
     loss, test_loss = series(records, "loss"), series(records, "test_log_loss")
-    auc, test_auc = series(records, "train_auc"), series(records, "test_auc")
+    metric, name, larger_is_better = _main_metric(records)
+    auc, test_auc = series(records, f"train_{metric}"), series(records, f"test_{metric}")
     speed, rate = series(records, "samples_per_s"), series(records, "lr")
     ceiling = np.array([header["teacher_auc"]] if _is_finite(header.get("teacher_auc")) else [])
 
@@ -78,16 +79,16 @@ def draw_curves(metrics_jsonl: Path, out_png: Path) -> None:
         panels = figure.subplots(2, 2, height_ratios=(1.7, 1), sharex=True)
 
         axes = panels[0, 0]
-        axes.set_title("log loss", loc="left")
+        axes.set_title("log loss" if metric == "auc" else "loss", loc="left")
         _draw_train(axes, loss, TRAIN, "train")
         _draw_test(axes, test_loss)
         _finish(axes, loss, test_loss)
 
         axes = panels[0, 1]
-        axes.set_title("ROC AUC", loc="left")
+        axes.set_title("ROC AUC" if metric == "auc" else name, loc="left")
         _draw_train(axes, auc, TRAIN, "train, the latest rows")
         _draw_test(axes, test_auc)
-        _mark_best(axes, test_auc)
+        _mark_best(axes, test_auc, name, larger_is_better=larger_is_better)
         _mark_restored(axes, header, test_auc)
         _draw_ceiling(axes, ceiling)
         _finish(axes, auc, test_auc, (ceiling, ceiling))
@@ -179,9 +180,10 @@ def _title(header: dict[str, Any], records: list[dict[str, Any]]) -> str:
     parts = [header.get("recipe", "run")]
     if records:
         parts.append(f"{max(record['step'] for record in records):,} steps")
-    for name, text in (("test_auc", "test AUC {:.4f}"), ("test_log_loss", "log loss {:.4f}")):
-        _, values = series(records, name)
-        parts += [text.format(value) for value in values[-1:]]
+    metric, name, _ = _main_metric(records)
+    for key, text in ((f"test_{metric}", f"test {name}"), ("test_log_loss", "log loss")):
+        _, values = series(records, key)
+        parts += [f"{text} {value:.4f}" for value in values[-1:]]
     _, speeds = series(records, "samples_per_s")
     if len(speeds):
         parts.append(f"median {np.median(speeds):,.0f} samples/s")
@@ -214,11 +216,22 @@ def _draw_ceiling(axes: Any, ceiling: np.ndarray) -> None:
         axes.axhline(value, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label=label)
 
 
-def _mark_best(axes: Any, line: Series) -> None:
+def _main_metric(records: list[dict[str, Any]]) -> tuple[str, str, bool]:
+    """Return key, title and direction of the metric to plot: of several labels the first AUC, else the first RMSE."""
+    keys = [key for record in records for key in record if key.startswith("test_")]
+    for name, title, larger_is_better in (("auc", "AUC", True), ("rmse", "RMSE", False)):
+        for key in keys:
+            metric, dot, task = key.removeprefix("test_").partition(".")
+            if metric == name:
+                return f"{name}{dot}{task}", f"{task} {title}".strip(), larger_is_better
+    return "auc", "AUC", True
+
+
+def _mark_best(axes: Any, line: Series, name: str, *, larger_is_better: bool) -> None:
     steps, values = line
     if not len(values):
         return
-    best = int(values.argmax())
+    best = int(values.argmax() if larger_is_better else values.argmin())
     axes.plot(
         *(steps[best], values[best]),
         color=TEST,
@@ -226,7 +239,7 @@ def _mark_best(axes: Any, line: Series) -> None:
         marker="*",
         markersize=16,
         markeredgecolor="white",
-        label=f"best test AUC: {values[best]:.4f} at step {steps[best]:,.0f}",
+        label=f"best test {name}: {values[best]:.4f} at step {steps[best]:,.0f}",
         zorder=4,
     )
 

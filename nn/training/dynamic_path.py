@@ -50,7 +50,15 @@ class DynamicPath:
         with context.autocast():
             embeddings = self._tables.output_dist(ids.context, leaves)
             logits = context.dense(batch.numerical, embeddings)
-        share = loss_share(context.tasks, logits, batch.labels, batch.num_valid, batch.global_valid)
+        share = loss_share(
+            context.tasks,
+            logits,
+            batch.labels,
+            batch.num_valid,
+            batch.global_valid,
+            batch.weights,
+            context.total_weight(batch.weights),
+        )
         loss = context.ranks.all_reduce_sum(share.detach().clone())
         is_good = torch.isfinite(loss)
         # TorchRec divides the gradients that it sends back by the number of ranks.

@@ -1,6 +1,5 @@
-"""Evaluation of the model on a split: exact AUC and log loss over all ranks."""
+"""Evaluation of the model on a split: exact metrics over all ranks."""
 
-import math
 import time
 
 import numpy as np
@@ -11,8 +10,8 @@ from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
 from nn.models.tasks import metrics_of
-from nn.training.metrics import RankingMetrics
 from nn.training.prefetch import Prefetcher
+from nn.training.task_metrics import TaskMetrics
 from nn.training.train_step import TrainStep
 
 
@@ -43,6 +42,7 @@ class Evaluator:
         self._loader = loader
         self._ranks = ranks
         self._heartbeat = heartbeat or Heartbeat()
+        self._group = config.group
         self.problem: str | None = None
         self._num_batches = self._available(config.max_steps)
         final = config.final_max_steps
@@ -54,7 +54,7 @@ class Evaluator:
         return self._final_batches != self._num_batches
 
     def run(self, *, is_final: bool = False) -> dict[str, float | int]:
-        """Return the metrics (`test_auc`, `test_log_loss`), `test_rows` and `eval_s`.
+        """Return the metrics of all tasks (such as `test_auc`, `test_log_loss`), `test_rows` and `eval_s`.
 
         All but `eval_s` are the same numbers on all ranks.
 
@@ -62,7 +62,13 @@ class Evaluator:
             is_final: whether to score the batches of the final evaluation.
         """
         started = time.perf_counter()
-        metrics = RankingMetrics(self._ranks.device, self._ranks)
+        metrics = TaskMetrics(
+            self._step.tasks,
+            self._ranks.device,
+            self._ranks,
+            has_weights=self._loader.source.spec.weight is not None,
+            group=self._group,
+        )
         self._step.set_training(False)
         num_batches = self._final_batches if is_final else self._num_batches
         batches = self._loader.batches(0, num_batches)
@@ -70,15 +76,15 @@ class Evaluator:
         for batch, ids in prefetcher:
             logits = self._step.predict(batch, ids)
             prefetcher.start_next()
-            metrics.update(logits, batch.labels, batch.num_valid)
+            metrics.update(logits, batch)
             self._heartbeat.beat()
         self._step.set_training(True)
         measured = metrics.compute()
         self.problem = None
-        if measured["rows"] and not math.isfinite(measured["log_loss"]):
+        if measured["rows"] and not measured["is_finite"]:
             self.problem = self._what_is_not_finite(metrics, int(measured["rows"]))
         return {
-            **{metric.test_key: measured[metric.name] for metric in metrics_of(self._step.tasks)},
+            **{metric.test_key: measured[metric.key] for metric in metrics_of(self._step.tasks)},
             "test_rows": measured["rows"],
             "eval_s": time.perf_counter() - started,
         }
@@ -88,7 +94,7 @@ class Evaluator:
         available = self._loader.steps_per_epoch
         return available if max_steps is None else min(max_steps, available)
 
-    def _what_is_not_finite(self, metrics: RankingMetrics, num_rows: int) -> str:
+    def _what_is_not_finite(self, metrics: TaskMetrics, num_rows: int) -> str:
         """Name the first row whose prediction is not finite; all ranks must call it."""
         found = metrics.first_not_finite()
         here = None
@@ -101,9 +107,11 @@ class Evaluator:
             bad = [rank for rank in ranks if rank is not None]
             row, _, largest = min(bad)
             count = sum(number for _, number, _ in bad)
+            are_binary = all(task.is_binary for task in self._step.tasks)
+            metrics_text = "AUC and log loss are" if are_binary else "the metrics are"
             problem = (
                 f"the predictions of {count:,} of {num_rows:,} rows of split '{self._loader.split}' are not finite, the first "
-                f"of row {row:,}{largest}; AUC and log loss are undefined. "
+                f"of row {row:,}{largest}; {metrics_text} undefined. "
             ) + (
                 "The weights have grown too large: lower optimizer.lr or lengthen scheduler.warmup_steps"
                 if count == num_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from configs.schema import Config
-from nn.models.tasks import AUC
+from nn.models.tasks import auc_key
 
 MAX_STEPS = 2**53
 """Up to here floats count every step; at a thousand steps per second it takes 285,000 years."""
@@ -25,7 +25,7 @@ def early_stop(
     if test.get("step") != num_steps:
         return None
     threshold, patience = config.eval.auc_threshold, config.eval.patience
-    auc = test.get(AUC.test_key)
+    auc = test.get(auc_key(test, config.eval.best_metric) or "")
     if threshold is not None and auc is not None and auc >= threshold:
         return "eval.auc_threshold reached"
     if patience is not None and evals_since_best >= patience:

@@ -1,6 +1,7 @@
 """Exact ROC AUC and log loss over the rows of all ranks, both from logits: neither needs the sigmoid."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -86,6 +87,15 @@ def _log_loss_sum(positives: Tensor, negatives: Tensor) -> Tensor:
     return total
 
 
+def first_not_finite(calls: Sequence[Tensor]) -> tuple[int, int, int] | None:
+    """Return the first number that is not finite: its tensor, its place there, and how many there are; None without any."""
+    counts = [int((~numbers.isfinite()).sum()) for numbers in calls]
+    for call, count in enumerate(counts):
+        if count:
+            return call, int(calls[call].isfinite().int().argmin()), sum(counts)
+    return None
+
+
 class RankingMetrics:
     """AUC and log loss of the rows of all `update` calls on all ranks since the last `reset`.
 
@@ -119,7 +129,7 @@ class RankingMetrics:
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """Return the logits and labels (bool) of all ranks' rows so far, on rank 0; all must call it."""
-        kept = self._kept()
+        kept = self.kept()
         if self.collectives is None:
             return kept
         counts = torch.zeros(self.collectives.world_size, dtype=torch.int64, device=self.device)
@@ -135,7 +145,7 @@ class RankingMetrics:
             `auc` (nan as in `roc_auc`), `log_loss` (mean over rows), `rows` and `label_mean`. With
             no rows the three numbers are nan; with labels of one class only `auc` is.
         """
-        logits, is_positive = self._kept()
+        logits, is_positive = self.kept()
         positives, negatives = logits[is_positive], logits[~is_positive]
         sums = self._sums_of_ranks(positives, negatives)
         log_loss_sum = math.fsum(log_loss for log_loss, _, _ in sums)
@@ -151,13 +161,9 @@ class RankingMetrics:
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
         """Return the first of this rank's logits that is not finite: its `update` call, its place there, and their number."""
-        counts = [int((~logits.isfinite()).sum()) for logits in self._logits]
-        for call, count in enumerate(counts):
-            if count:
-                return call, int(self._logits[call].isfinite().int().argmin()), sum(counts)
-        return None
+        return first_not_finite(self._logits)
 
-    def _kept(self) -> tuple[Tensor, Tensor]:
+    def kept(self) -> tuple[Tensor, Tensor]:
         """Return this rank's rows: logits, and whether the label is 1."""
         no_logits = torch.empty(0, device=self.device)
         no_labels = torch.empty(0, dtype=torch.bool, device=self.device)

@@ -74,3 +74,7 @@ class PassContext:
     autocast: Callable[[], AbstractContextManager]
     loss_scale: float
     update_tables: bool
+
+    def total_weight(self, weights: Tensor | None) -> Tensor | None:
+        """Return the sum of the rows' weights over all ranks, a scalar; padding rows have weight 0. None without weights."""
+        return None if weights is None else self.ranks.all_reduce_sum(weights.sum())

@@ -48,13 +48,16 @@ class StaticPass:
         self._enabled = torch.ones(1, dtype=torch.int32, device=device)
         self._stream = _tables_stream(device) if device.type == "cuda" else None
 
-    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Run forward and backward pass, and return the logits [B], detached.
+    def run(
+        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Run forward and backward pass, and return the logits, [B] or [B, T] of T tasks, detached.
 
         Args:
             ids: on the ranks that own their tables.
             numerical: [B, N].
-            labels: [B].
+            labels: of the shape of the logits.
+            weights: [B] of the rows; None without such a column.
         """
         context, loss_scale = self._context, self._context.loss_scale
         values, arrived, sorted_owned, sorted_replicated = self._look_up(ids)
@@ -83,7 +86,9 @@ class StaticPass:
         owned_gradients: list[Tensor] = []
         with context.autocast(), annotate("dense"):
             logits = context.dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
-        share = loss_share(context.tasks, logits, labels, *self._counts(len(labels)))
+        total_weight = context.total_weight(weights)
+        counts = self._counts(len(labels))
+        share = loss_share(context.tasks, logits, labels, *counts, weights, total_weight)
         with self._beside():
             loss = context.ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
@@ -177,8 +182,10 @@ class StaticForward:
         self._context = context
 
     @torch.no_grad()
-    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Return the logits [B]; `labels` are not used."""
+    def run(
+        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits; `labels` and `weights` are not used."""
         values = self._tables.look_up(ids)
         with self._context.autocast():
             embeddings = PooledEmbeddings(self._tables.layout, lambda: values)

@@ -23,8 +23,10 @@ class Pass(Protocol):
     def graph(self) -> CudaGraph | None:
         """Its CUDA graph, if it is captured."""
 
-    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
-        """Return the logits [B], and release the ids."""
+    def run(
+        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits, and release the ids."""
 
 
 class PlainPass(Pass, Protocol):
@@ -52,13 +54,17 @@ class CapturedPass:
             *ids.tensors,
             batch.numerical,
             batch.labels,
+            *([] if batch.weights is None else [batch.weights]),
             warm_up=plain.without_updates(),
             beside=beside,
         )
 
-    def run(self, ids: LocalIds, numerical: Tensor, labels: Tensor) -> Tensor:
+    def run(
+        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""
-        self.graph.load(ids.owned, ids.replicated, numerical, labels)
+        more = () if weights is None else (weights,)
+        self.graph.load(ids.owned, ids.replicated, numerical, labels, *more)
         # Before the replay, so that the next batch's exchange need not wait for it.
         if ids.release is not None:
             ids.release()
@@ -125,7 +131,8 @@ class StaticPath:
 
     def forward_backward(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
-        return self._pass(batch, ids).run(ids, batch.numerical, batch.labels)
+        run = self._pass(batch, ids).run
+        return run(ids, batch.numerical, batch.labels, batch.weights)
 
     def update(self) -> None:
         """Update the replicated tables."""
@@ -133,7 +140,8 @@ class StaticPath:
 
     def predict(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B]; the next call overwrites them."""
-        return self._forward(batch, ids).run(ids, batch.numerical, batch.labels)
+        run = self._forward(batch, ids).run
+        return run(ids, batch.numerical, batch.labels, batch.weights)
 
     def close(self) -> None:
         """Release the CUDA graphs."""

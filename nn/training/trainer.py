@@ -16,7 +16,7 @@ from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
-from nn.models.tasks import AUC, best_metric, metrics_of
+from nn.models.tasks import AUC, auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
@@ -34,8 +34,9 @@ from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps, early_stop, total_steps
-from nn.training.metrics import TRAIN_AUC_ROWS, RankingMetrics
+from nn.training.metrics import TRAIN_AUC_ROWS
 from nn.training.prefetch import Prefetcher
+from nn.training.task_metrics import TaskMetrics
 from nn.training.train_step import StepResult, TrainStep
 
 
@@ -106,7 +107,13 @@ class Trainer:
         self._last_step = total_steps(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
         self.best_metric = best_metric(step.tasks, config.eval.best_metric)
-        self._train_metrics = RankingMetrics(ranks.device, ranks)
+        self._train_metrics = TaskMetrics(
+            step.tasks,
+            ranks.device,
+            ranks,
+            has_weights=train_loader.source.spec.weight is not None,
+            while_training=True,
+        )
         self._loss_sum = 0.0
         self._loss_steps = 0
         self._saving = saving
@@ -131,14 +138,14 @@ class Trainer:
         self._is_restored = is_restored
 
     def resume_from(
-        self, num_steps: int, state: Mapping[str, Any], rows: tuple[Tensor, Tensor] | None
+        self, num_steps: int, state: Mapping[str, Any], rows: Mapping[str, Tensor]
     ) -> None:
         """Resume the run that saved `state` after `num_steps`.
 
         Args:
             num_steps: updates made so far.
             state: from the checkpoint.
-            rows: logits and labels of all ranks since the last record, on one rank.
+            rows: logits, labels and weights of all ranks since the last record, on one rank; empty on the others.
         """
         # Earlier versions called the AUC of a restored model untrained too.
         is_restored = self._config.checkpoint.restore is not None
@@ -151,15 +158,14 @@ class Trainer:
         self._test, self._first_auc = state["test"], first
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
         # Checkpoints of earlier versions have the best AUC only. The best by another metric is not known.
-        if state.get("best_metric", AUC.name) == self.best_metric.name:
+        if state.get("best_metric", AUC.name) == self.best_metric.key:
             self._best_step = state["best_step"]
             self.best_value = math.nan if state["best_auc"] is None else state["best_auc"]
             self._evals_since_best = state.get("evals_since_best", 0)
         # Checkpoints of earlier versions lack it.
         self._last_record = state.get("last_record")
-        if rows is not None:
-            logits, labels = (values.to(self._ranks.device) for values in rows)
-            self._train_metrics.update(logits, labels, len(logits))
+        if rows:
+            self._train_metrics.restore(rows)
 
     def save(self, *, is_last: bool = False) -> None:
         """Start saving a checkpoint."""
@@ -171,17 +177,14 @@ class Trainer:
             "loss_steps": self._loss_steps,
             "test": plain_numbers(self._test),
             **self._first_auc,
-            "best_metric": self.best_metric.name,
+            "best_metric": self.best_metric.key,
             "best_auc": None if math.isnan(self.best_value) else self.best_value,
             "best_step": self._best_step,
             "evals_since_best": self._evals_since_best,
             "last_record": self._last_record,
             "first_step": self._first_step,
         }
-        tensors = {}
-        if rows is not None and len(rows[0]):
-            tensors = dict(zip(("logits", "labels"), rows, strict=True))
-        self._saving.manager.save(self.num_steps, state, tensors, is_last=is_last)
+        self._saving.manager.save(self.num_steps, state, rows, is_last=is_last)
 
     def train(self) -> None:
         """Train to the end.
@@ -194,7 +197,7 @@ class Trainer:
         if self._config.eval.at_start and not self._is_continuation:
             first = self.evaluate()
             name = RESTORED_AUC if self._is_restored else UNTRAINED_AUC
-            self._first_auc[name] = plain_numbers(first)[AUC.test_key]
+            self._first_auc[name] = plain_numbers(first).get(self._auc_key(first))
         was_stopped = self._is_continuation and self._early_stop() is not None
         is_done = start_step >= last_step or was_stopped
         batches = self._train_loader.batches(start_step, max(last_step - start_step, 0))
@@ -248,8 +251,12 @@ class Trainer:
         self._recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
         name = "final" if model_step == self.num_steps else "final, best model"
         self._progress.show_test(record, model=name, problem=problem)
-        last_auc = self._test.get(AUC.test_key)
+        last_auc = self._test.get(self._auc_key(self._test))
         return self._summary(record) | {RESULT_STEP: model_step, LAST_AUC: last_auc}
+
+    def _auc_key(self, test: Mapping[str, Any]) -> str:
+        """Return the key of the AUC that stands for the run; that of a single label where there is none."""
+        return auc_key(test, self._config.eval.best_metric) or AUC.test_key
 
     def _early_stop(self) -> str | None:
         return early_stop(self._config, self._test, self.num_steps, self._evals_since_best)
@@ -321,7 +328,7 @@ class Trainer:
         steps_to_record = min(-self.num_steps % every, self._last_step - self.num_steps)
         if steps_to_record * self._config.train.batch_size < TRAIN_AUC_ROWS:
             batch = trained.batch
-            self._train_metrics.update(trained.logits, batch.labels, batch.num_valid)
+            self._train_metrics.update(trained.logits, batch)
 
     def _record(self, speed: ThroughputMeter, prefetcher: Prefetcher) -> None:
         measured = self._train_metrics.compute()
@@ -331,7 +338,7 @@ class Trainer:
             "epoch": self._epoch(),
             "loss": self._loss_sum / self._loss_steps,
             **{
-                metric.train_key: measured[metric.name]
+                metric.train_key: measured[metric.key]
                 for metric in self._metrics
                 if metric.while_training
             },

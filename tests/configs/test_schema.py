@@ -26,6 +26,7 @@ from configs.schema import (
     ShardingConfig,
     ShardingType,
     SyntheticConfig,
+    TaskConfig,
     TrainConfig,
     describe,
 )
@@ -136,6 +137,8 @@ REFUSED = [
     (EvalConfig, {"every": 0}, "eval.every must be positive or null, got 0"),
     (EvalConfig, {"final_max_steps": 0}, "eval.final_max_steps must be positive or null, got 0"),
     (EvalConfig, {"patience": 0}, "eval.patience must be positive or null, got 0"),
+    (EvalConfig, {"metrics": ["ndcg"]},
+     "eval.metrics names ndcg, which is none of normalised_entropy, calibration, mae"),
     (InferenceConfig, {"batch_sizes": []}, "inference.batch_sizes must name positive sizes, got []"),
     (InferenceConfig, {"batch_sizes": [64, 0]}, "inference.batch_sizes must name positive sizes, got [64, 0]"),
     (InferenceConfig, {"steps": 0}, "inference.steps must be positive, got 0"),
@@ -184,7 +187,7 @@ def test_every_check_is_tried():
     checks = len(
         re.findall(r"^ +require(_widths)?\($|^ +require(_widths)?\(\S", text, re.MULTILINE)
     )
-    assert len(REFUSED) >= checks
+    assert len(REFUSED) + len(TASK_PROBLEMS) >= checks
 
 
 def test_the_tables_have_the_dense_optimizer_by_default():
@@ -340,3 +343,32 @@ def test_help_runs_nothing(tmp_path, monkeypatch):
 
 def test_the_default_mode_trains():
     assert compose_config().mode is Mode.train
+
+
+TASK_PROBLEMS = [
+    ({"weight": -1}, "weight must not be negative, got -1"),
+    ({"label_smoothing": 1}, "label_smoothing must lie in [0, 1), got 1"),
+    ({"focal_gamma": -0.5}, "focal_gamma must not be negative, got -0.5"),
+    ({"focal_alpha": 1}, "focal_alpha must lie between 0 and 1, or be null, got 1"),
+    ({"positive_weight": 0}, "positive_weight must be positive, got 0"),
+    ({"keep_rate": 0}, "keep_rate must lie in (0, 1], or be null, got 0"),
+    ({"keep_rate": "all"}, "keep_rate: got all, want a number or null"),
+    ({"weight": None}, "weight: got None, want a number"),
+    ({"weight": True}, "weight: got True, want a number"),
+    ({"weight": float("nan")}, "weight: got nan, want a number"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), TASK_PROBLEMS)
+def test_an_invalid_option_of_a_task_is_refused_by_name(values, message):
+    with pytest.raises(ValueError, match=re.escape(f"tasks.click.{message}")):
+        TaskConfig.of("tasks.click", values)
+
+
+def test_both_factors_of_positive_rows_are_refused():
+    with pytest.raises(ValueError, match="focal_alpha and positive_weight both"):
+        TaskConfig.of("tasks.click", {"focal_alpha": 0.25, "positive_weight": 2})
+    with pytest.raises(ValueError, match=r"tasks\.click: got 2, want options of a label"):
+        TaskConfig.of("tasks.click", 2)
+    assert TaskConfig.of("tasks.click", {"keep_rate": None, "weight": 2}) == TaskConfig(weight=2)
+    assert not TaskConfig(weight=2, keep_rate=0.5).changes_loss

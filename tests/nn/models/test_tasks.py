@@ -1,52 +1,129 @@
 """A dataset's labels as tasks: what is trained and measured is read from them."""
 
 import math
-from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from configs.schema import TaskConfig
+from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
 from nn.models.tasks import (
     AUC,
+    CALIBRATION,
     LOG_LOSS,
+    MAE,
+    RMSE,
     Metric,
+    Task,
+    auc_key,
     best_metric,
-    binary_tasks,
     loss_share,
     metrics_of,
+    tasks_of,
 )
 from nn.observability.console import format_test, format_train
 from nn.observability.run_directory import SUMMARY_KEYS, empty_summary
 
 MRR = Metric(name="mrr", title="test MRR", while_training=True)
+CLICK = RowColumn("click")
+RATING = RowColumn("rating", dtype=np.dtype(np.float32))
 
 
 def test_a_binary_label_is_one_task():
-    (task,) = binary_tasks(["clicked"])
-    assert (task.name, task.label, task.loss) == ("clicked", "clicked", bce_loss_share)
+    (task,) = tasks_of([CLICK])
+    assert (task.name, task.is_binary, task.options) == ("click", True, TaskConfig())
     assert metrics_of([task]) == [AUC, LOG_LOSS]
     assert [metric.test_key for metric in task.metrics] == ["test_auc", "test_log_loss"]
     assert [metric.train_key for metric in task.metrics if metric.while_training] == ["train_auc"]
 
 
-@pytest.mark.parametrize("labels", [[], ["clicked", "bought"]])
-def test_another_number_of_labels_is_refused(labels):
-    with pytest.raises(ValueError, match=rf"has {len(labels)} labels .*exactly one"):
-        binary_tasks(labels)
+def test_a_regression_label_has_the_root_mean_squared_error():
+    (task,) = tasks_of([RATING])
+    assert metrics_of([task]) == [RMSE]
+    assert metrics_of(tasks_of([RATING], further=["mae"])) == [RMSE, MAE]
 
 
-def test_the_loss_is_the_tasks():
+def test_metrics_of_several_tasks_have_the_names_of_both():
+    tasks = tasks_of([CLICK, RATING], further=["calibration"], has_groups=True)
+    assert [metric.test_key for metric in metrics_of(tasks)] == [
+        *("test_auc.click", "test_log_loss.click", "test_gauc.click", "test_calibration.click"),
+        "test_rmse.rating",
+    ]
+    assert [metric.title for metric in metrics_of(tasks)][0::4] == ["click AUC", "rating RMSE"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "arguments", "message"),
+    [
+        ([CLICK], {"options": {"bought": TaskConfig()}}, "no label 'bought', only click"),
+        (
+            [RATING],
+            {"options": {"rating": TaskConfig(focal_gamma=2)}},
+            "'rating' is a regression label",
+        ),
+        (
+            [RATING],
+            {"options": {"rating": TaskConfig(keep_rate=0.5)}},
+            "'rating' is a regression label",
+        ),
+        ([CLICK], {"options": {"click": TaskConfig(weight=0)}}, "the weight of every label is 0"),
+        ([CLICK], {"further": ["mae"]}, "eval.metrics=mae is of regression labels"),
+        ([RATING], {"further": ["calibration"]}, "eval.metrics=calibration is of binary labels"),
+        ([RATING], {"has_groups": True}, "eval.group is of binary labels"),
+    ],
+)
+def test_options_without_use_are_refused(labels, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tasks_of(labels, **arguments)
+
+
+def test_the_plain_loss_of_one_label_is_the_cross_entropy_bit_by_bit():
     logits, labels = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([1.0, 0.0, 0.0])
-    (task,) = tasks = binary_tasks(["clicked"])
-    assert torch.equal(loss_share(tasks, logits, labels, 2, 4), task.loss(logits, labels, 2, 4))
-    squared = replace(task, loss=lambda logits, labels, num, total: logits.square().sum() / total)
-    assert loss_share([squared], logits, labels, 2, 4).item() == 5.25 / 4
+    assert torch.equal(
+        loss_share(tasks_of([CLICK]), logits, labels, 2, 4), bce_loss_share(logits, labels, 2, 4)
+    )
+
+
+def test_the_loss_is_the_weighted_sum_of_the_tasks():
+    options = {"click": TaskConfig(weight=3.0), "rating": TaskConfig(weight=0.5)}
+    logits = torch.tensor([[0.5, 1.0], [-1.0, 2.0], [9.0, 9.0]])
+    labels = torch.tensor([[1.0, 3.0], [0.0, 2.5], [0.0, 0.0]])
+    share = loss_share(tasks_of([CLICK, RATING], options), logits, labels, 2, 4)
+    clicks = math.log1p(math.exp(-0.5)) + math.log1p(math.exp(-1.0))
+    assert share.item() == pytest.approx(3 * clicks / 4 + 0.5 * (4 + 0.25) / 4)
+    weights = torch.tensor([2.0, 0.0, 0.0])
+    weighted = loss_share(
+        tasks_of([CLICK, RATING], options), logits, labels, 2, 4, weights, torch.tensor(5.0)
+    )
+    assert weighted.item() == pytest.approx(
+        3 * 2 * math.log1p(math.exp(-0.5)) / 5 + 0.5 * 2 * 4 / 5
+    )
+
+
+@pytest.mark.parametrize(("logits", "got"), [((4,), r"\[B\]"), ((4, 3), r"\[B, 3\]")])
+def test_a_model_with_another_number_of_logits_is_refused(logits, got):
+    tasks = tasks_of([CLICK, RATING])
+    with pytest.raises(ValueError, match=rf"logits {got}, .* \(click, rating\) need \[B, 2\]"):
+        loss_share(tasks, torch.zeros(logits), torch.zeros(4, 2), 4, 4)
+
+
+def test_predictions_are_shifted_by_the_logarithm_of_the_keep_rate():
+    logits = torch.tensor([0.0, 1.0])
+    (task,) = tasks_of([CLICK], {"click": TaskConfig(keep_rate=0.1)})
+    # Odds of 1 among a tenth of the negatives are odds of 1 in 10.
+    assert task.shifted(logits, None)[0].sigmoid().item() == pytest.approx(1 / 11)
+    (plain,) = tasks_of([CLICK])
+    assert plain.shifted(logits, None) is logits
+    rates = torch.tensor([0.5, 1.0])
+    assert plain.shifted(logits, rates).tolist() == pytest.approx([math.log(0.5), 1.0])
+    (rating,) = tasks_of([RATING])
+    assert rating.shifted(logits, rates) is logits
 
 
 def test_records_and_terminal_have_the_metrics_of_the_tasks():
-    (task,) = binary_tasks(["clicked"])
-    metrics = metrics_of([replace(task, metrics=(LOG_LOSS, MRR))])
+    metrics = metrics_of([Task(name="click", metrics=(LOG_LOSS, MRR))])
     assert list(empty_summary(metrics)) == [
         SUMMARY_KEYS[0],
         "test_log_loss",
@@ -60,11 +137,25 @@ def test_records_and_terminal_have_the_metrics_of_the_tasks():
 
 
 def test_the_best_metric_is_the_first_unless_another_is_named():
-    tasks = binary_tasks(["clicked"])
+    tasks = tasks_of([CLICK], further=["calibration"])
     assert best_metric(tasks, None) == best_metric(tasks, "auc") == AUC
     assert best_metric(tasks, "log_loss") == LOG_LOSS
-    with pytest.raises(ValueError, match=r"eval.best_metric=ndcg is not measured; .*auc, log_loss"):
-        best_metric(tasks, "ndcg")
+    assert CALIBRATION in metrics_of(tasks)
+    for name in ("ndcg", "calibration"):
+        with pytest.raises(ValueError, match=rf"eval.best_metric={name} .*auc, log_loss"):
+            best_metric(tasks, name)
+    several = tasks_of([RATING, CLICK])
+    assert best_metric(several, None).key == "rmse.rating"
+    assert best_metric(several, "auc.click").test_key == "test_auc.click"
+
+
+def test_the_auc_of_a_run_is_the_named_or_the_first_one():
+    record = {"step": 1, "test_rmse.r": 1.0, "test_auc.a": 0.6, "test_auc.b": 0.7}
+    assert auc_key(record, None) == "test_auc.a"
+    assert auc_key(record, "rmse.r") == "test_auc.a"
+    assert auc_key(record, "auc.b") == "test_auc.b"
+    assert auc_key({"step": 1, "test_auc": 0.5}, "log_loss") == "test_auc"
+    assert auc_key({"test_rmse": 0.5}, None) is None
 
 
 @pytest.mark.parametrize("metric", [AUC, LOG_LOSS])

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from configs.console import LiteralConsole
-from nn.models.tasks import binary_tasks, metrics_of
+from dataloading.dataset.row_columns import RowColumn
+from nn.models.tasks import metrics_of, tasks_of
 from nn.observability.console import (
     Progress,
     format_test,
@@ -26,7 +27,7 @@ from nn.observability.console import (
 from nn.sharding.plan import TablePlan
 
 MIB = 1 << 20
-METRICS = metrics_of(binary_tasks(["clicked"]))
+METRICS = metrics_of(tasks_of([RowColumn("clicked")]))
 TRAIN = {
     "step": 200,
     "loss": 0.49312,

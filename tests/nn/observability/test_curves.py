@@ -147,3 +147,30 @@ def test_a_final_evaluation_is_no_point_of_a_curve():
     records = [{"step": 8, "test_auc": 0.7}, {"step": 4, "test_auc": 0.8, "final": True}]
     steps, values = series(records, "test_auc")
     assert (steps.tolist(), values.tolist()) == ([8], [0.7])
+
+
+def test_the_first_auc_of_several_labels_is_drawn_and_else_the_first_rmse(tmp_path, monkeypatch):
+    titles, labels = [], []
+    plot, set_title = Axes.plot, Axes.set_title
+    monkeypatch.setattr(
+        Axes,
+        "plot",
+        lambda *arguments, **options: (
+            labels.append(options.get("label")) or plot(*arguments, **options)
+        ),
+    )
+    monkeypatch.setattr(
+        Axes,
+        "set_title",
+        lambda self, title, **options: titles.append(title) or set_title(self, title, **options),
+    )
+    several = [
+        {"step": step, "test_rmse.r": 2.0 - step, "test_auc.b": 0.6, "test_auc.c": 0.9}
+        for step in (0, 1)
+    ]
+    alone = [{"step": step, "test_rmse": 2.0 - step} for step in (0, 1)]
+    for records in (several, alone):
+        metrics = write(tmp_path / "metrics.jsonl", records)
+        draw_curves(metrics, tmp_path / "curves.png")
+    assert titles[1::4] == ["b AUC", "RMSE"]
+    assert {"best test b AUC: 0.6000 at step 0", "best test RMSE: 1.0000 at step 1"} <= set(labels)

@@ -10,7 +10,8 @@ import pytest
 
 from configs.overrides import drop_replaced
 from configs.schema import Config
-from nn.models.tasks import binary_tasks, metrics_of
+from dataloading.dataset.row_columns import RowColumn
+from nn.models.tasks import metrics_of, tasks_of
 from nn.observability.console import format_train
 from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
@@ -113,7 +114,7 @@ def test_a_run_of_any_length_takes_no_memory_for_its_steps():
     assert 7 * 10**12 + 10**6 in at
     assert 7 * 10**12 + 10**6 + 1 not in at
     record = {"step": 1, "loss": 1.0, "train_auc": 0.5, "samples_per_s": 1, "step_ms": 9e9}
-    left = format_train(record, metrics_of(binary_tasks(["label"])), 10**15)
+    left = format_train(record, metrics_of(tasks_of([RowColumn("label")])), 10**15)
     assert "left more than 10,000 days" in left
     with pytest.raises(ValueError, match="a run has at most"):
         total_steps(compose_config("train.epochs=2000000000"), 10**9)
