@@ -9,9 +9,9 @@ from dataloading.dataset.gather import Selection
 from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
+from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import metrics_of
 from nn.training.prefetch import Prefetcher
-from nn.training.task_metrics import TaskMetrics
 from nn.training.train_step import TrainStep
 
 

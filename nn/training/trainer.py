@@ -16,6 +16,8 @@ from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
+from nn.metrics.ranking import TRAIN_AUC_ROWS
+from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import AUC, auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
@@ -34,9 +36,7 @@ from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps, early_stop, total_steps
-from nn.training.metrics import TRAIN_AUC_ROWS
 from nn.training.prefetch import Prefetcher
-from nn.training.task_metrics import TaskMetrics
 from nn.training.train_step import StepResult, TrainStep
 
 

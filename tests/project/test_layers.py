@@ -57,10 +57,12 @@ ROOMS = {
     "nn.sharding": {"nn.distributed", "nn.embedding", "nn.layers", "nn.models", "nn.ops"},
     "nn.checkpoint": {"nn.distributed"},
     "nn.observability": {"nn.distributed", "nn.models", "nn.sharding"},
+    "nn.metrics": {"nn.models"},
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",
         "nn.layers",
+        "nn.metrics",
         "nn.models",
         "nn.observability",
         "nn.ops",

@@ -11,7 +11,7 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import killed_at
-from tests.helpers.two_heads import TWO_HEADS, plain_losses, write_two_labels
+from tests.nn.training.two_heads import TWO_HEADS, plain_losses, write_two_labels
 
 ROWS = {"train": 100, "test": 60}
 STEPS = 8
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(root, tmp_path, more, message):
 
 
 def test_evaluation_shifts_predictions_and_training_does_not(tmp_path):
-    from tests.helpers.two_heads import LABELS
+    from tests.nn.training.two_heads import LABELS
 
     root = write_two_labels(
         tmp_path / "data", ROWS, has_weights=False, has_rates=False, labels=LABELS[:1]

@@ -15,7 +15,7 @@ from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Model
 
-TWO_HEADS = "model.name=tests.helpers.two_heads:TwoHeads"
+TWO_HEADS = "model.name=tests.nn.training.two_heads:TwoHeads"
 LABELS = (RowColumn("click"), RowColumn("rating", dtype=np.dtype(np.float32)))
 CARDINALITIES = {"user": 20, "item": 50}
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from dataloading.batch import Batch
+from nn.metrics.grouped_auc import grouped_auc, weighted_auc
+from nn.metrics.ranking import BLOCK_ROWS, Collectives, RankingMetrics, first_not_finite
 from nn.models.tasks import (
     AUC,
     CALIBRATION,
@@ -25,8 +27,6 @@ from nn.models.tasks import (
     check_logits,
     column_of,
 )
-from nn.training.grouped_auc import grouped_auc, weighted_auc
-from nn.training.metrics import BLOCK_ROWS, Collectives, RankingMetrics, first_not_finite
 
 
 class TaskMetrics:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nn.training.metrics import RankingMetrics, roc_auc
+from nn.metrics.ranking import RankingMetrics, roc_auc
 from tests.helpers.composed import ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 

@@ -10,9 +10,9 @@ from sklearn.metrics import log_loss, mean_absolute_error, mean_squared_error, r
 
 from configs.schema import TaskConfig
 from dataloading.dataset.row_columns import RowColumn
+from nn.metrics.grouped_auc import grouped_auc, weighted_auc
+from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import tasks_of
-from nn.training.grouped_auc import grouped_auc, weighted_auc
-from nn.training.task_metrics import TaskMetrics
 from tests.helpers.composed import ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 
