@@ -11,13 +11,14 @@ pytest.importorskip("triton")
 POINTERS = {
     "*i32": ["keys", "is_good", "blocks", "columns", "hotness", "rounding_key", "updates_before"],
     "*i64": ["order", "sums_keys", "weight_offset", "state1_offset", "state2_offset", "key_base"],
-    "*fp32": ["state1", "state2", "sums", "scalars", "partial_sums"],
+    "*fp32": ["state1", "state2", "sums", "scalars", "partial_sums", "listed_factors", "factor"],
     "*i8": ["sums_counts"],
     "*bf16": ["gradients", "grad", "products", "x0", "factors", "grad_factor", "activation", "out"],
 }
 SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names} | {
-    **dict.fromkeys(["id_offset", "out_column"], "*i64"),
-    **dict.fromkeys(["counts", "first_pair", "ids"], "*i32"),
+    **dict.fromkeys(["first_keys", "first_id", "out_column"], "*i64"),
+    **dict.fromkeys(["counts", "first_pair", "ids", "id_stride", "num_ids"], "*i32"),
+    **dict.fromkeys(["listed_rows", "listed_columns"], "*i32"),
     **dict.fromkeys(["eps", "beta1", "rest1", "beta2", "rest2"], "fp32"),
     "masked": "*bf16",
 }
@@ -53,23 +54,27 @@ def run() -> None:
     from nn.ops.triton.mlp import _relu_backward
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
-    for weights, name, level in (
-        ("*fp32", "adam", 0),
-        ("*fp32", "rowwise_adagrad", 1),
-        ("*bf16", "sgd", 0),
-        ("*bf16", "adagrad", 1),
-        ("*fp16", "adam", 0),
-        ("*fp16", "rowwise_adagrad", 0),
-        ("*bf16", "ftrl", 1),
+    for weights, name, level, source in (
+        ("*fp32", "adam", 0, "sum"),
+        ("*fp32", "rowwise_adagrad", 1, "one"),
+        ("*bf16", "sgd", 0, "one"),
+        ("*bf16", "adagrad", 1, "sum"),
+        ("*fp16", "adam", 0, "listed"),
+        ("*fp16", "rowwise_adagrad", 0, "sum"),
+        ("*bf16", "ftrl", 1, "listed"),
     ):
         branch = branch_of(TABLE_RULES[OptimizerName[name]])
-        build(_segment_update, {"weights": weights}, **update, **branch, LEVEL=level, L2=level == 1)
+        dtypes = {"weights": weights, "factors": "*fp32"}
+        constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source}
+        build(_segment_update, dtypes, **update, **branch, **constants)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
         {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},
     ):
         try:
-            build(_segment_update, {"weights": "*fp32"}, **update, **branch, LEVEL=0, L2=False)
+            constants = {"LEVEL": 0, "L2": False, "SOURCE": "sum"}
+            dtypes = {"weights": "*fp32", "factors": "*fp32"}
+            build(_segment_update, dtypes, **update, **branch, **constants)
         except CompilationError as error:
             print("refused", "table optimizer" in str(error.__cause__ or error))
     for weights in ("*fp32", "*bf16"):
