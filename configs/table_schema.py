@@ -49,9 +49,29 @@ class Source:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Label:
-    """The label: an SQL expression that is 0 or 1, true or false."""
+    """A label: an SQL expression.
+
+    Attributes:
+        name: of the label.
+        expression: SQL over the source's columns; by default the column called `name`.
+        kind: binary (0 or 1, true or false) or regression (any finite number, stored as float32).
+    """
 
     name: str = "label"
+    expression: str = ""
+    kind: str = "binary"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RowNumber:
+    """A number per row that is no feature: its weight, or its keep rate.
+
+    Attributes:
+        name: of the column.
+        expression: SQL over the source's columns; by default the column called `name`.
+    """
+
+    name: str
     expression: str = ""
 
 
@@ -165,15 +185,17 @@ class TableConfig:
         query: SQL over the sources; by default all rows of the only source.
         order_by: expressions that order the rows of a query, which are unordered otherwise.
         missing: texts that are missing values when they are all of a field, such as NA, in every column of text.
-        label: the label.
+        label: the labels; a single one needs no list.
         numerical: numerical features in channel order.
         categorical: categorical features in the model's order.
         history: histories of categorical features, which follow these in the model's order.
         split: division into splits.
+        weight: the weight of a row.
+        keep_rate: the rate at which negatives such as a row were kept.
     """
 
     sources: dict[str, Source]
-    label: Label
+    label: list[Label]
     query: str = ""
     order_by: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -181,6 +203,19 @@ class TableConfig:
     categorical: list[Categorical] = field(default_factory=list)
     history: list[History] = field(default_factory=list)
     split: SplitRule = field(default_factory=SplitRule)
+    weight: RowNumber | None = None
+    keep_rate: RowNumber | None = None
+
+    @property
+    def row_numbers(self) -> dict[str, tuple[str, Label | RowNumber]]:
+        """Labels, weight and keep rate by the names of their columns in SQL, with their keys in the description."""
+        named: dict[str, tuple[str, Label | RowNumber]] = {
+            f"label{i or ''}_": ("label", label) for i, label in enumerate(self.label)
+        }
+        for key in ("weight", "keep_rate"):
+            if (number := getattr(self, key)) is not None:
+                named[f"{key}_"] = (key, number)
+        return named
 
     @classmethod
     def of(cls, content: Any) -> "TableConfig":
@@ -200,7 +235,9 @@ class TableConfig:
             query=content.get("query") or "",
             order_by=[order_by] if isinstance(order_by, str) else _list(content, "order_by"),
             missing=_list(content, "missing"),
-            label=_make(Label, content.get("label") or {}, "table.label"),
+            label=_labels(content.get("label") or {}),
+            weight=_row_number(content, "weight"),
+            keep_rate=_row_number(content, "keep_rate"),
             numerical=[
                 _make(Numerical, feature, f"table.numerical[{i}]")
                 for i, feature in enumerate(_list(content, "numerical"))
@@ -240,7 +277,13 @@ class TableConfig:
             "table.order_by: the rows of a query have no order; set it to columns that give one",
         )
         require(bool(self.categorical), "table.categorical: none; want at least one")
-        _check_text("table.label.expression", self.label.expression)
+        for key, number in self.row_numbers.values():
+            _check_text(f"table.{key}.expression", number.expression)
+        for label in self.label:
+            require(
+                label.kind in ("binary", "regression"),
+                f"table.label.kind: got {shown(label.kind)}, want binary or regression",
+            )
         for numerical in self.numerical:
             where = f"table.numerical: {shown(numerical.name)}"
             _check_text(f"{where}: expression", numerical.expression)
@@ -262,7 +305,7 @@ class TableConfig:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
         names = [feature.name for feature in self.categorical]
         names += [history.name for history in self.history]
-        names += [*self.numerical_names, self.label.name]
+        names += [*self.numerical_names, *(n.name for _, n in self.row_numbers.values())]
         for name in names:
             require(
                 isinstance(name, str),
@@ -284,7 +327,7 @@ class TableConfig:
             )
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"table: feature {shown(twice[:1])} is named twice")
-        taken = {"label": "the labels"}
+        taken = {"label": "the labels"} if len(self.label) == 1 else {}
         if self.numerical_names:
             taken["numerical"] = "the numericals"
         for categorical in self.categorical:
@@ -295,6 +338,12 @@ class TableConfig:
                 categorical.name not in taken,
                 f"table.categorical: {shown(categorical.name)} would share a file with "
                 f"{taken.get(categorical.name)}; rename it, and set expression to the column",
+            )
+        for key, number in list(self.row_numbers.values())[len(self.label) == 1 :]:
+            require(
+                number.name not in taken,
+                f"table.{key}: {shown(number.name)} would share a file with {taken.get(number.name)}; rename it, and set "
+                "expression to the column",
             )
         for history in self.history:
             require(
@@ -533,8 +582,19 @@ def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
     return content
 
 
+def _labels(content: Any) -> list[Label]:
+    if not isinstance(content, list):
+        return [_make(Label, content, "table.label")]
+    require(bool(content), "table.label: got [], want one label or several")
+    return [_make(Label, label, f"table.label[{i}]") for i, label in enumerate(content)]
+
+
+def _row_number(content: Mapping[str, Any], key: str) -> RowNumber | None:
+    return _make(RowNumber, content[key], f"table.{key}") if content.get(key) else None
+
+
 def _make(kind: type, content: Any, where: str) -> Any:
-    if isinstance(content, str) and kind in (Numerical, Categorical):
+    if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
         content = {"name": content}
     content = _mapping(content, where, kind)
     try:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from configs.preproc_schema import PreprocConfig
-from configs.table_schema import TableConfig
+from configs.table_schema import Label, TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.split_files import SplitFiles
 from preproc.dataset_writer import finish_dataset
 from preproc.fitted_state import save_fitted
@@ -49,6 +49,16 @@ class WrittenColumns:
     bad_rows: int
 
 
+def row_columns(table: TableConfig) -> list[RowColumn]:
+    """Return labels, weight and keep rate of a table, as they are stored."""
+    columns = []
+    for key, number in table.row_numbers.values():
+        binary = isinstance(number, Label) and number.kind == "binary"
+        dtype = np.dtype(bool if binary else np.float32)
+        columns.append(RowColumn(number.name, Channel(key), dtype))
+    return columns
+
+
 def complete_dataset(
     written: WrittenColumns,
     config: PreprocConfig,
@@ -75,14 +85,19 @@ def complete_dataset(
     }
     if config.shuffle:
         metadata["shuffle_seed"] = config.seed
+    columns = row_columns(table)
     spec = FeatureSpec(
         directory,
         tuple(table.numerical_names),
         np.dtype(config.numerical_dtype.name),
-        (RowColumn(table.label.name),),
+        tuple(column for column in columns if column.channel is Channel.label),
         tuple(written.categorical),
         {split: SplitFiles(summary.rows) for split, summary in written.splits.items()},
         metadata,
+        *(
+            next((column for column in columns if column.channel is channel), None)
+            for channel in (Channel.weight, Channel.keep_rate)
+        ),
     )
     # Again, hours later: whatever lies there now is replaced.
     output = check_output(config.output, config.overwrite)

@@ -105,7 +105,7 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
     return SplitFiles(
         spec.splits[split].num_rows,
         folder / "numerical.bin" if spec.numerical else None,
-        {c.name: folder / column_file_name(spec, c) for c in spec.row_columns},
+        {c.name: folder / column_file_name(spec.labels, c) for c in spec.row_columns},
         {feature.name: folder / f"{feature.name}.bin" for feature in spec.categorical},
         {
             feature.name: folder / f"{feature.name}.offsets.bin"

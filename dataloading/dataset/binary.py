@@ -10,7 +10,7 @@ Every file is a plain little-endian array without header, padding or index. Row 
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,14 @@ class SplitWriter:
         names += [
             f"{file_name(f.name)[:-4]}.offsets.bin" for f in spec.categorical if f.hotness is None
         ]
-        names += [column_file_name(spec, column) for column in spec.row_columns]
+        names += [column_file_name(spec.labels, column) for column in spec.row_columns]
         names += ["numerical.bin"] * bool(spec.numerical)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two features would share the file {twice[0]}; rename one of them")
         folder = directory / split
         self._columns = {
-            column.name: self.file_type(folder / column_file_name(spec, column))
+            column.name: self.file_type(folder / column_file_name(spec.labels, column))
             for column in spec.row_columns
         }
         self._numerical = self.file_type(folder / "numerical.bin") if spec.numerical else None
@@ -277,9 +277,9 @@ def file_name(name: str) -> str:
     return name if name.endswith(".bin") else f"{name}.bin"
 
 
-def column_file_name(spec: FeatureSpec, column: RowColumn) -> str:
+def column_file_name(labels: Sequence[RowColumn], column: RowColumn) -> str:
     """Return the file name of a label, of the weight or of the keep rate; NVIDIA's recipes have one label, `label.bin`."""
-    return "label.bin" if spec.labels == (column,) else file_name(column.name)
+    return "label.bin" if list(labels) == [column] else file_name(column.name)
 
 
 class BinarySource:

@@ -19,7 +19,7 @@ def criteo_table(config: PreprocConfig) -> TableConfig:
     assert config.split in (Split.fraction, Split.last_file)
     return TableConfig(
         sources={"logs": Source(files=files, format="tsv", header=False, columns=list(COLUMNS))},
-        label=Label(name=LABEL),
+        label=[Label(name=LABEL)],
         numerical=[
             Numerical(name=name, transforms=[{"log": 3}, {"fill": 0}]) for name in NUMERICAL
         ],

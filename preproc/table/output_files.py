@@ -1,14 +1,16 @@
 """Writer of the files of a table dataset from the Parquet files of an engine: the same bytes from any engine."""
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import numpy as np
 
+from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.row_columns import Channel, RowColumn
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
 from preproc.table.expressions import text
@@ -58,16 +60,30 @@ class TableFiles:
                 ).fetchnumpy(),
             )
 
-    def write_labels(self, relation: str) -> dict[str, int]:
-        """Write the labels of relation `rows_`; return the clicks per split."""
+    def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, int]:
+        """Write labels, weight and keep rate of relation `rows_`; return the clicks per split, by the first binary label.
+
+        Args:
+            columns: by their names in the relation.
+        """
+        labels = [column for column in columns.values() if column.channel is Channel.label]
+        first = next((label for label in labels if label.is_binary), None)
+        clicks = dict.fromkeys(self._splits, 0)
+        for name, column in columns.items():
+            sums = self._write_row_column(name, column, column_file_name(labels, column))
+            clicks = sums if column == first else clicks
+        return clicks
+
+    def _write_row_column(self, name: str, column: RowColumn, file_name: str) -> dict[str, int]:
+        """Write one of them; return the number of ones per split."""
         clicks = {}
         for split, rows in self._splits.items():
             clicks[split] = 0
-            with GrowingFile(self._dataset, f"{split}/label.bin") as file:
-                for part, chunk in self._chunks(self._rows_in, "label_", rows):
-                    values = np.asarray(chunk["label_"], np.uint8)
-                    assert len(values) == len(part), relation
-                    clicks[split] += int(values.sum())
+            with GrowingFile(self._dataset, f"{split}/{file_name}") as file:
+                for part, chunk in self._chunks(self._rows_in, name, rows):
+                    values = np.asarray(chunk[name], column.stored)
+                    assert len(values) == len(part), name
+                    clicks[split] += int(np.count_nonzero(values == 1))
                     file.append(values)
             self.records |= file.record
         return clicks

@@ -20,7 +20,7 @@ from configs.messages import printable, shortened, shown
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, History, Numerical, Source, TableConfig, transform_of
 from dataloading.dataset.feature_spec import CategoricalFeature
-from preproc.complete_dataset import WrittenColumns, complete_dataset
+from preproc.complete_dataset import WrittenColumns, complete_dataset, row_columns
 from preproc.fitted_state import AGAIN, FittedState, load_fitted, vocabulary_name
 from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
@@ -259,7 +259,8 @@ class _Run:
             self.progress.stage("write"),
             TableFiles(self.work, dataset, self.splits) as files,
         ):
-            clicks, ranges = files.write_labels("rows_"), {}
+            named = dict(zip(table.row_numbers, row_columns(table), strict=True))
+            clicks, ranges = files.write_row_columns(named), {}
             if names := table.numerical_names:
                 ranges = files.write_numericals("numerical_", names, config.numerical_dtype.name)
             zeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
@@ -348,7 +349,7 @@ class _Run:
     def _columns(self, *more: str) -> str:
         numbers = [f"n{i}" for i in range(len(self.table.numerical))]
         values = [f"c{i}" for i in range(len(self.table.categorical))]
-        return ", ".join(["file_", "label_", *numbers, *values, *more])
+        return ", ".join(["file_", *self.table.row_numbers, *numbers, *values, *more])
 
     def _refuse_bad(self) -> None:
         (row, file, reason), *_ = self.engine.rows(
@@ -361,7 +362,7 @@ class _Run:
         if value.lower() in USUAL_MISSING:
             remedy += f"; if {value!r} means a missing value, set table.missing: ['{value}']"
         elif reason.startswith("the label is ") and value:
-            name = printable(quoted(self.table.label.name))
+            name = printable(quoted(self.table.label[0].name))
             remedy += (
                 "; or map values to 0 and 1 by table.label.expression, such as "
                 f"CASE {name} WHEN 'yes' THEN 1 WHEN 'no' THEN 0 END"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 from configs.messages import shown
-from configs.table_schema import TableConfig
+from configs.table_schema import Label, TableConfig
 from preproc.table.duckdb_engine import Engine, QueryError
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
@@ -31,6 +31,7 @@ FLOAT_TYPES = ("float", "double")
 TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
 EXACT_TYPE = re.compile(r"u?(tiny|small|big|huge)?int(eger)?|boolean|decimal.*")
 NAN = "'nan'"
+LARGEST_FLOAT = "3.4028234663852886e38"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +157,16 @@ class Staging:
         )
         if numbers:
             values = f"SELECT *, {numbers} FROM ({values})"
-        label = "lower(CAST(label_ AS STRING))"
         columns = ["file_"] if table.query else ["file_", "order_"]
-        columns.append(
-            f"CASE WHEN {label} IN ('1', '1.0', 'true') THEN 1 "
-            f"WHEN {label} IN ('0', '0.0', 'false') THEN 0 END AS label_"
-        )
-        reasons = [
-            f"WHEN {label} IS NULL THEN 'the label is missing'",
-            f"WHEN {label} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
-            f"THEN 'the label is ' || {shown_value(label)} || ', wanted 0 or 1'",
-        ]
+        reasons: list[str] = []
+        for name, (key, row_number) in table.row_numbers.items():
+            title = (
+                "the label" if list(table.row_numbers) == [name] else f"the {key} {row_number.name}"
+            )
+            binary = isinstance(row_number, Label) and row_number.kind == "binary"
+            value, mistakes = (_binary if binary else _number)(name, key, title)
+            columns.append(f"{value} AS {name}")
+            reasons += mistakes
         for i, numerical in enumerate(table.numerical):
             number, kind = f"number{i}_", kinds[f"n{i}"]
             if kind in FLOAT_TYPES:
@@ -235,9 +235,43 @@ class Staging:
             raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(names)}")
 
 
+def _binary(name: str, key: str, title: str) -> tuple[str, list[str]]:
+    """Return the SQL of a binary label, and of the mistakes of its column."""
+    label = f"lower(CAST({name} AS STRING))"
+    value = (
+        f"CASE WHEN {label} IN ('1', '1.0', 'true') THEN 1 "
+        f"WHEN {label} IN ('0', '0.0', 'false') THEN 0 END"
+    )
+    return value, [
+        f"WHEN {label} IS NULL THEN {text(f'{title} is missing')}",
+        f"WHEN {label} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
+        f"THEN {text(f'{title} is ')} || {shown_value(label)} || ', wanted 0 or 1'",
+    ]
+
+
+def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
+    """Return the SQL of a regression label, weight or keep rate as float32, and of the mistakes of its column."""
+    number = f"try_cast({name} AS FLOAT)"
+    good, wanted = {
+        "label": (f"abs({number}) <= {LARGEST_FLOAT}", "a finite number"),
+        "weight": (
+            f"{number} BETWEEN 0 AND {LARGEST_FLOAT}",
+            "a finite number that is not negative",
+        ),
+        "keep_rate": (f"{number} > 0 AND {number} <= 1", "a number above 0 and at most 1"),
+    }[key]
+    return number, [
+        f"WHEN coalesce(CAST({name} AS STRING), '') = '' THEN {text(f'{title} is missing')}",
+        f"WHEN NOT coalesce({good}, false) "
+        f"THEN {text(f'{title} is ')} || {shown_value(name)} || {text(f', wanted {wanted}')}",
+    ]
+
+
 def _expressions_of(table: TableConfig) -> list[_Expression]:
-    label = table.label
-    expressions = [_expression("label_", "table.label: ", label.name, label.expression or "")]
+    expressions = [
+        _expression(column, f"table.{key}: ", number.name, number.expression or "")
+        for column, (key, number) in table.row_numbers.items()
+    ]
     for i, numerical in enumerate(table.numerical):
         expressions.append(
             _expression(f"n{i}", "table.numerical: ", numerical.name, numerical.expression or "")

@@ -76,7 +76,7 @@ def at_the_end(patch):
 
 
 def of_a_table(patch):
-    patch.setattr(TableFiles, "write_labels", stop)
+    patch.setattr(TableFiles, "write_row_columns", stop)
 
 
 def flip(path: Path) -> None:

@@ -385,7 +385,9 @@ def test_a_stopped_table_run_resumes(tmp_path, people, monkeypatch):
 
     wanted = build(tmp_path / "wanted", described(people))
     with monkeypatch.context() as patch:
-        patch.setattr(TableFiles, "write_labels", lambda *_: (_ for _ in ()).throw(OSError("stop")))
+        patch.setattr(
+            TableFiles, "write_row_columns", lambda *_: (_ for _ in ()).throw(OSError("stop"))
+        )
         with pytest.raises(Refused, match="stop"):
             build(tmp_path / "out", described(people))
     monkeypatch.setattr(

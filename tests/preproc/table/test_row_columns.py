@@ -1,0 +1,117 @@
+"""Tables with several labels, a weight and a keep rate."""
+
+import numpy as np
+import pytest
+
+from configs.table_schema import TableConfig
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.row_columns import Channel, RowColumn
+from tests.helpers.preproc_command import Refused
+from tests.preproc.table.test_pipeline import build
+
+ROWS = [
+    # user, click, stars, importance, share
+    ("a", "1", "4.5", "1", "0.25"),
+    ("b", "false", "-2", "0", "1"),
+    ("a", "0", "0.125", "2.5", "1"),
+    ("c", "true", "3", "1", "0.5"),
+]
+COLUMNS = {
+    "label": [
+        {"name": "click"},
+        {"name": "rating", "kind": "regression", "expression": "stars"},
+    ],
+    "weight": {"name": "importance"},
+    "keep_rate": {"name": "kept", "expression": "share"},
+}
+
+
+def table(path, rows=ROWS, **more):
+    lines = ["user,click,stars,importance,share", *(",".join(row) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return {
+        "sources": {"rows": {"files": str(path)}},
+        "categorical": ["user"],
+        "split": {"by": "fraction", "train": 0.5},
+        **COLUMNS,
+        **more,
+    }
+
+
+def test_every_column_is_written_and_named(tmp_path):
+    files = build(tmp_path / "out", table(tmp_path / "rows.csv"))
+    spec = FeatureSpec.load(tmp_path / "out")
+    number = np.dtype(np.float32)
+    assert spec.labels == (RowColumn("click"), RowColumn("rating", dtype=number))
+    assert spec.weight == RowColumn.of("importance", Channel.weight)
+    assert spec.keep_rate == RowColumn.of("kept", Channel.keep_rate)
+    wanted = {
+        "click": np.array([1, 0, 0, 1], "u1"),
+        "rating": np.array([4.5, -2, 0.125, 3], "<f4"),
+        "importance": np.array([1, 0, 2.5, 1], "<f4"),
+        "kept": np.array([0.25, 1, 1, 0.5], "<f4"),
+    }
+    for name, values in wanted.items():
+        stored = files[f"train/{name}.bin"] + files[f"test/{name}.bin"]
+        assert stored == values.tobytes()
+    assert "train/label.bin" not in files
+
+
+def test_one_regression_label_is_the_file_of_labels(tmp_path):
+    rating = {"name": "stars", "kind": "regression"}
+    files = build(
+        tmp_path / "out", table(tmp_path / "rows.csv", label=rating, weight=None, keep_rate=None)
+    )
+    assert files["train/label.bin"] == np.array([4.5, -2], "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (1, "2", "row 2: the label click is 2, wanted 0 or 1"),
+        (
+            2,
+            "much",
+            "row 2: the label rating is much, wanted a finite number",
+        ),
+        (2, "", "row 2: the label rating is missing"),
+        (
+            3,
+            "-1",
+            "row 2: the weight importance is -1.*, wanted a finite number that is not negative",
+        ),
+        (4, "0", "row 2: the keep_rate kept is 0.*, wanted a number above 0 and at most 1"),
+        (4, "1.5", "row 2: the keep_rate kept is 1.5, wanted a number above 0 and at most 1"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_row(tmp_path, column, value, message):
+    rows = [list(row) for row in ROWS]
+    rows[1][column] = value
+    with pytest.raises((Refused, ValueError), match=message):
+        build(tmp_path / "out", table(tmp_path / "rows.csv", rows))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"label": [{"name": "x", "kind": "ordinal"}]},
+            "table.label.kind: got 'ordinal', want binary or",
+        ),
+        ({"label": []}, None),
+        ({"label": [{"name": "user"}]}, "feature .'user'. is named twice"),
+        (
+            {"label": ["x", "numerical"], "numerical": ["n"]},
+            "table.label: 'numerical' would share a file",
+        ),
+        ({"weight": {"expression": "1"}}, "table.weight: .*name"),
+        ({"keep_rate": {"name": "k", "rate": 1}}, "table.keep_rate.rate: no such key"),
+    ],
+)
+def test_a_contradictory_description_is_refused(content, message):
+    base = {"sources": {"rows": {"files": "rows.csv"}}, "categorical": ["user"]}
+    if message is None:
+        assert [label.name for label in TableConfig.of(base | content).label] == ["label"]
+        return
+    with pytest.raises(ValueError, match=message):
+        TableConfig.of(base | content)
