@@ -14,6 +14,8 @@ from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
+from configs.messages import shown
+
 
 def option(
     default: Any,
@@ -177,6 +179,9 @@ class SyntheticConfig:
     hotness: list[int] = option(
         [], "ids per row and table; empty means 1 for every table", most=MOST_COLUMNS
     )
+    names: list[str] = option(
+        [], "names of the categorical features, one per table; empty: cat_0, cat_1 and so on"
+    )
     exponent: float = option(1.05, "power-law exponent of the ids; 0 draws them uniformly", most=64)
 
     def __post_init__(self) -> None:
@@ -200,10 +205,29 @@ class SyntheticConfig:
             all(h > 0 for h in self.hotness),
             f"data.synthetic.hotness must all be positive, got {self.hotness}",
         )
+        names = self.names
+        require(
+            not names or len(names) == len(self.cardinalities),
+            f"data.synthetic.names has {len(names)} entries for {len(self.cardinalities)} "
+            "data.synthetic.cardinalities; give one per table, or none",
+        )
+        taken = {"", "label", *(f"num_{number}" for number in range(self.num_numerical))}
+        for name in names:
+            require(
+                name not in taken,
+                f"data.synthetic.names has {shown(name)}, which is empty or the name of another column",
+            )
+            taken.add(name)
         require(
             self.exponent >= 0,
             f"data.synthetic.exponent must not be negative, got {self.exponent}",
         )
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """Rows per table by the name of its feature."""
+        names = self.names or [f"cat_{number}" for number in range(len(self.cardinalities))]
+        return dict(zip(names, self.cardinalities, strict=True))
 
 
 @dataclass(kw_only=True, slots=True)

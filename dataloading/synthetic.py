@@ -4,7 +4,7 @@ Every value is a function of (seed, split, column, row). Any rank can therefore 
 and nothing is stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,7 +28,8 @@ class SyntheticSource:
         train_rows: rows of split `train`.
         test_rows: rows of split `test`.
         num_numerical: numerical features, each uniform with mean 0 and variance 1.
-        cardinalities: rows of each table.
+        cardinalities: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on. Names
+            change no value.
         hotness: ids per row of each feature; empty: one for all features.
         exponent: of the ids' power law; 0 is uniform.
         seed: of the rows and of the teacher.
@@ -39,20 +40,22 @@ class SyntheticSource:
         train_rows: int,
         test_rows: int,
         num_numerical: int,
-        cardinalities: Sequence[int],
+        cardinalities: Sequence[int] | Mapping[str, int],
         hotness: Sequence[int] = (),
         exponent: float = 1.05,
         seed: int = 0,
     ) -> None:
         hotness = list(hotness) or [1] * len(cardinalities)
+        if not isinstance(cardinalities, Mapping):
+            cardinalities = {f"cat_{index}": rows for index, rows in enumerate(cardinalities)}
         self.spec = FeatureSpec(
             root=None,
             numerical=tuple(f"num_{i}" for i in range(num_numerical)),
             numerical_dtype=np.dtype(np.float32),
             labels=(RowColumn("label"),),
             categorical=tuple(
-                CategoricalFeature.of(f"cat_{i}", rows, count)
-                for i, (rows, count) in enumerate(zip(cardinalities, hotness, strict=True))
+                CategoricalFeature.of(name, rows, count)
+                for (name, rows), count in zip(cardinalities.items(), hotness, strict=True)
             ),
             splits={"train": SplitFiles(train_rows), "test": SplitFiles(test_rows)},
             metadata={},

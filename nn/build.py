@@ -45,7 +45,7 @@ def open_source(config: Config) -> Source:
         train_rows=data.synthetic.train_rows,
         test_rows=data.synthetic.test_rows,
         num_numerical=data.synthetic.num_numerical,
-        cardinalities=data.synthetic.cardinalities,
+        cardinalities=data.synthetic.tables,
         hotness=data.synthetic.hotness,
         exponent=data.synthetic.exponent,
         seed=config.seed,

@@ -31,7 +31,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
         stream.train_rows,
         stream.test_rows,
         stream.num_numerical,
-        stream.cardinalities,
+        stream.tables,
         stream.hotness,
         stream.exponent,
         config.seed,

@@ -186,3 +186,13 @@ def test_the_labels_can_be_learned_but_not_from_shuffled_ones(source):
 def test_an_unknown_split_is_named(source):
     with pytest.raises(ValueError, match="the synthetic stream: no split 'dev', only train, test"):
         source.num_rows("dev")
+
+
+def test_names_change_no_value(source):
+    names = ("user", "item", "kind", "page", "day")
+    named = make(cardinalities=dict(zip(names, CARDINALITIES, strict=True)))
+    assert tuple(feature.name for feature in named.spec.categorical) == names
+    one, other = read(source, (5, 900)), read(named, (5, 900))
+    assert np.array_equal(one.numerical, other.numerical)
+    assert np.array_equal(one.labels, other.labels)
+    assert all(np.array_equal(*ids) for ids in zip(one.ids, other.ids, strict=True))
