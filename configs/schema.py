@@ -14,8 +14,6 @@ from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
-from configs.messages import shown
-
 
 def option(
     default: Any,
@@ -215,7 +213,7 @@ class SyntheticConfig:
         for name in names:
             require(
                 name not in taken,
-                f"data.synthetic.names has {shown(name)}, which is empty or the name of another column",
+                f"data.synthetic.names has '{name}', which is empty or the name of another column",
             )
             taken.add(name)
         require(
@@ -294,8 +292,12 @@ class DataConfig:
 class ModelConfig:
     """Options that every model has; a model's own are declared with it, in `nn/models/`."""
 
-    name: str = option("dlrm", "dlrm, dcnv2, or package.module:Class for a model of your own")
-    embedding_dim: int = option(128, "columns of every table; a multiple of 4", most=MOST_COLUMNS)
+    name: str = option(
+        "dlrm",
+        "dlrm, dcnv2, wide_deep, deepfm, embedding_mlp, finalmlp, masknet, wukong, din, shared_bottom, mmoe, ple, or "
+        "package.module:Class for a model of your own",
+    )
+    embedding_dim: int = option(128, "columns of every table", most=MOST_COLUMNS)
     embedding_dtype: TableDtype = option(
         TableDtype.fp32,
         "what table weights are stored in: fp32, or bf16 or fp16 with stochastic rounding, at fp32's "
@@ -304,8 +306,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.embedding_dim > 0 and self.embedding_dim % 4 == 0,
-            f"model.embedding_dim must be a positive multiple of 4, got {self.embedding_dim}",
+            self.embedding_dim > 0,
+            f"model.embedding_dim must be positive, got {self.embedding_dim}",
         )
 
 

@@ -23,6 +23,7 @@ class BatchNorm(PassLayer):
         columns: of the input.
         eps: added to the variance.
         momentum: share of a batch in the running mean and variance.
+        affine: whether columns are scaled and shifted after that; False has no parameters.
 
     Attributes:
         running_mean: [columns], float32; a part of checkpoints.
@@ -33,12 +34,16 @@ class BatchNorm(PassLayer):
         ValueError: `columns` or `eps` is not positive, or `momentum` is not above 0 and at most 1.
     """
 
+    weight: Tensor
+    bias: Tensor
     running_mean: Tensor
     running_var: Tensor
     _latest: Tensor
     sums_over_ranks = True
 
-    def __init__(self, columns: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(
+        self, columns: int, eps: float = 1e-5, momentum: float = 0.1, *, affine: bool = True
+    ) -> None:
         super().__init__()
         if columns < 1 or not eps > 0 or not 0 < momentum <= 1:
             raise ValueError(
@@ -47,8 +52,11 @@ class BatchNorm(PassLayer):
             )
         self.eps, self.momentum = eps, momentum
         self.kept_columns = columns
-        self.weight = nn.Parameter(torch.ones(columns))
-        self.bias = nn.Parameter(torch.zeros(columns))
+        for name, values in (("weight", torch.ones(columns)), ("bias", torch.zeros(columns))):
+            if affine:
+                self.register_parameter(name, nn.Parameter(values))
+            else:
+                self.register_buffer(name, values, persistent=False)
         self.register_buffer("running_mean", torch.zeros(columns))
         self.register_buffer("running_var", torch.ones(columns))
         # Mean and unbiased variance of the latest pass. A captured pass writes them, also while it is captured, and

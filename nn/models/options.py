@@ -3,12 +3,29 @@
 The options of any other model are in the module of the model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from configs.schema import ModelConfig, option, require, require_rate, require_widths
+from configs.schema import (
+    MOST_COLUMNS,
+    ModelConfig,
+    option,
+    require,
+    require_rate,
+    require_widths,
+)
 
 MOST_WIDTH = 2**20
+
+
+def require_hidden(name: str, widths: Sequence[int]) -> None:
+    """Raise `ValueError` unless `widths`, of the option `name`, are those of hidden layers; there may be none."""
+    require(
+        all(width > 0 for width in widths),
+        f"{name} must name positive widths, or none for no hidden layer, got {widths}",
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,3 +107,285 @@ class DCNv2Options(_TwoMLPOptions):
     """Options of DCNv2."""
 
     cross: CrossConfig = field(default_factory=CrossConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class _DeepOptions(ModelConfig):
+    """Options of the hidden layers of a model's MLPs."""
+
+    hidden: list[int] = option(
+        [400, 400, 400], "widths of the MLP's hidden layers", most=MOST_WIDTH
+    )
+    dropout: float = option(0.0, "rate of the dropout after every hidden layer")
+    batch_norm: bool = option(
+        False, "normalise hidden layers over the rows of the global batch, before their ReLU"
+    )
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_hidden("model.hidden", self.hidden)
+        require_rate("model.dropout", self.dropout)
+
+
+@dataclass(kw_only=True, slots=True)
+class WideDeepOptions(_DeepOptions):
+    """Options of Wide & Deep."""
+
+    embedding_dim: int = option(16, "columns of every deep table", most=MOST_COLUMNS)
+    hidden: list[int] = option([1024, 1024], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+    dropout: float = option(0.5, "rate of the dropout after every hidden layer")
+    wide_features: list[str] | None = option(
+        None, "features of the linear part, such as crosses: [C1_C2, C3_C4]; null: all"
+    )
+    deep_features: list[str] | None = option(
+        None, "features of the MLP; null: those that wide_features leaves, or all"
+    )
+    wide_numerical: bool = option(False, "whether the linear part reads the numerical features too")
+
+
+@dataclass(kw_only=True, slots=True)
+class DeepFMOptions(_DeepOptions):
+    """Options of DeepFM."""
+
+    embedding_dim: int = option(
+        10, "columns of every feature's vector; its weight is one more", most=MOST_COLUMNS
+    )
+    dropout: float = option(0.5, "rate of the dropout after every hidden layer")
+
+
+SUGGESTED = "suggested"
+"""Value of model.embedding_dims that derives the columns from the rows of each table."""
+
+
+class Pooling(Enum):
+    """Pooling of the embeddings of a feature's ids."""
+
+    sum = "sum"
+    mean = "mean"
+    none = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class EmbeddingMLPOptions(_DeepOptions):
+    """Options of the MLP over embeddings."""
+
+    embedding_dim: int = option(
+        16, "columns of the tables that embedding_dims does not name", most=MOST_COLUMNS
+    )
+    hidden: list[int] = option([128, 128], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+    pooling: Pooling = option(
+        Pooling.sum, "sum or mean of the embeddings of a feature's ids, or none: side by side"
+    )
+    # Any, since Hydra lets nobody add keys to a typed dictionary; checked below.
+    embedding_dims: Any = option(
+        None,
+        "columns of single tables, by feature: {genres: 16}; suggested: 16 to 512 by each table's rows, as NVTabular "
+        "suggests them",
+    )
+
+    def __post_init__(self) -> None:
+        _DeepOptions.__post_init__(self)
+        widths = self.embedding_dims = self.embedding_dims or {}
+        if widths == SUGGESTED:
+            return
+        require(
+            isinstance(widths, dict)
+            and all(type(n) is int and 0 < n <= MOST_COLUMNS for n in widths.values()),
+            f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
+            f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class FinalMLPOptions(ModelConfig):
+    """Options of FinalMLP."""
+
+    embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
+    hidden_1: list[int] = option([400, 400, 400], "widths of the first stream", most=MOST_WIDTH)
+    hidden_2: list[int] = option([800], "widths of the second stream", most=MOST_WIDTH)
+    gate_hidden: list[int] = option([800], "widths of a gate's hidden layers", most=MOST_WIDTH)
+    gate_features_1: list[str] = option(
+        [], "features that control the gate of the first stream; []: a learned constant"
+    )
+    gate_features_2: list[str] = option([], "the same for the second stream")
+    heads: int = option(10, "heads of the fusion; they divide both streams' last widths", most=1024)
+    dropout: float = option(0.0, "rate of the dropout after every layer of the streams")
+    batch_norm: bool = option(False, "normalise the streams' layers over the global batch")
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_widths("model.hidden_1", self.hidden_1)
+        require_widths("model.hidden_2", self.hidden_2)
+        require_hidden("model.gate_hidden", self.gate_hidden)
+        require_rate("model.dropout", self.dropout)
+        last = self.hidden_1[-1], self.hidden_2[-1]
+        require(
+            self.heads > 0 and not any(width % self.heads for width in last),
+            f"model.heads must divide the last widths of both streams, {last[0]} and {last[1]}, got {self.heads}",
+        )
+
+
+class MaskStructure(Enum):
+    """Order of MaskNet's blocks (figure 3)."""
+
+    serial = "serial"
+    parallel = "parallel"
+
+
+@dataclass(kw_only=True, slots=True)
+class MaskNetOptions(ModelConfig):
+    """Options of MaskNet."""
+
+    embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
+    structure: MaskStructure = option(
+        MaskStructure.serial, "serial: block after block; parallel: side by side, then an MLP"
+    )
+    blocks: list[int] = option([400, 400, 400], "width of every mask block", most=MOST_WIDTH)
+    reduction_ratio: float = option(
+        2.0, "columns of a mask's first layer, as a multiple of its second's", most=1024
+    )
+    hidden: list[int] = option(
+        [400, 400], "widths of the hidden layers after parallel blocks", most=MOST_WIDTH
+    )
+    dropout: float = option(0.0, "rate of the dropout after those hidden layers")
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_widths("model.blocks", self.blocks)
+        require_hidden("model.hidden", self.hidden)
+        require_rate("model.dropout", self.dropout)
+        require(
+            self.reduction_ratio > 0 and round(min(self.blocks) * self.reduction_ratio) > 0,
+            "model.reduction_ratio must leave at least one column of every block's width, got "
+            f"{self.reduction_ratio}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class WuKongOptions(ModelConfig):
+    """Options of WuKong."""
+
+    embedding_dim: int = option(16, "columns of every vector", most=MOST_COLUMNS)
+    layers: int = option(2, "interaction layers, the paper's l", most=1024)
+    fm_vectors: int = option(8, "vectors of a factorization machine block, n_F", most=MOST_COLUMNS)
+    linear_vectors: int = option(8, "vectors of a linear compression block, n_L", most=MOST_COLUMNS)
+    compression: int = option(8, "columns of the compressed products, k", most=MOST_COLUMNS)
+    fm_hidden: list[int] = option(
+        [256], "widths of the hidden layers of a factorization machine block", most=MOST_WIDTH
+    )
+    numerical_hidden: list[int] = option(
+        [256], "widths of the hidden layers before the vector of the numericals", most=MOST_WIDTH
+    )
+    hidden: list[int] = option([256], "widths of the last MLP's hidden layers", most=MOST_WIDTH)
+    dropout: float = option(0.0, "rate of the dropout after the hidden layers of blocks and top")
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        for name in ("layers", "fm_vectors", "linear_vectors", "compression"):
+            value = getattr(self, name)
+            require(value > 0, f"model.{name} must be positive, got {value}")
+        for name in ("fm_hidden", "numerical_hidden", "hidden"):
+            require_hidden(f"model.{name}", getattr(self, name))
+        require_rate("model.dropout", self.dropout)
+
+
+class AdaptiveActivation(Enum):
+    """Learned activations of DIN's MLP (section 5.2)."""
+
+    prelu = "prelu"
+    dice = "dice"
+
+
+@dataclass(kw_only=True, slots=True)
+class DINOptions(ModelConfig):
+    """Options of DIN."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    item_features: list[str] = option([], "features of the candidate item, such as [movieId]")
+    history_features: list[str] = option(
+        [], "their histories, in the same order; each shares its item's table"
+    )
+    history_length: str | None = option(
+        "history_length",
+        "numerical feature with the number of items in the history; the positions behind are padding; "
+        "null: all histories are full",
+    )
+    attention_hidden: list[int] = option(
+        [80, 40], "widths of the attention's hidden layers", most=MOST_WIDTH
+    )
+    hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+    activation: AdaptiveActivation = option(
+        AdaptiveActivation.prelu,
+        "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",
+    )
+    dropout: float = option(0.0, "rate of the dropout after every hidden layer of the MLP")
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_hidden("model.attention_hidden", self.attention_hidden)
+        require_hidden("model.hidden", self.hidden)
+        require_rate("model.dropout", self.dropout)
+
+
+@dataclass(kw_only=True, slots=True)
+class _TaskOptions(ModelConfig):
+    """Options of a model of several tasks."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    tower_hidden: list[int] = option(
+        [64], "widths of the hidden layers of every task's tower", most=MOST_WIDTH
+    )
+    dropout: float = option(0.0, "rate of the dropout after every hidden layer")
+    batch_norm: bool = option(
+        False, "normalise hidden layers over the rows of the global batch, before their ReLU"
+    )
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require_hidden("model.tower_hidden", self.tower_hidden)
+        require_rate("model.dropout", self.dropout)
+
+
+@dataclass(kw_only=True, slots=True)
+class SharedBottomOptions(_TaskOptions):
+    """Options of the shared-bottom model."""
+
+    hidden: list[int] = option([256, 128], "widths of the shared layers", most=MOST_WIDTH)
+
+    def __post_init__(self) -> None:
+        _TaskOptions.__post_init__(self)
+        require_widths("model.hidden", self.hidden)
+
+
+@dataclass(kw_only=True, slots=True)
+class MMoEOptions(_TaskOptions):
+    """Options of MMoE."""
+
+    experts: int = option(8, "number of experts", most=1024)
+    expert_hidden: list[int] = option(
+        [256, 128], "widths of every expert's layers", most=MOST_WIDTH
+    )
+
+    def __post_init__(self) -> None:
+        _TaskOptions.__post_init__(self)
+        require(self.experts > 0, f"model.experts must be positive, got {self.experts}")
+        require_widths("model.expert_hidden", self.expert_hidden)
+
+
+@dataclass(kw_only=True, slots=True)
+class PLEOptions(_TaskOptions):
+    """Options of PLE."""
+
+    levels: int = option(2, "levels of extraction; 1 is CGC", most=1024)
+    task_experts: int = option(4, "experts of every task in a level", most=1024)
+    shared_experts: int = option(4, "experts in a level that all tasks share", most=1024)
+    expert_hidden: list[int] = option(
+        [256, 128], "widths of every expert's layers", most=MOST_WIDTH
+    )
+
+    def __post_init__(self) -> None:
+        _TaskOptions.__post_init__(self)
+        for name in ("levels", "task_experts", "shared_experts"):
+            value = getattr(self, name)
+            require(value > 0, f"model.{name} must be positive, got {value}")
+        require_widths("model.expert_hidden", self.expert_hidden)

@@ -14,7 +14,20 @@ from omegaconf import DictConfig, OmegaConf
 from configs.overrides import no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.models.options import DCNv2Options, DLRMOptions
+from nn.models.options import (
+    DCNv2Options,
+    DeepFMOptions,
+    DINOptions,
+    DLRMOptions,
+    EmbeddingMLPOptions,
+    FinalMLPOptions,
+    MaskNetOptions,
+    MMoEOptions,
+    PLEOptions,
+    SharedBottomOptions,
+    WideDeepOptions,
+    WuKongOptions,
+)
 from nn.user_objects import load_user_object
 
 if TYPE_CHECKING:
@@ -22,8 +35,34 @@ if TYPE_CHECKING:
 
     from nn.models.model import Model
 
-MODELS = {"dlrm": "nn.models.dlrm:DLRM", "dcnv2": "nn.models.dcnv2:DCNv2"}
-OPTIONS: dict[str, type[ModelConfig]] = {"dlrm": DLRMOptions, "dcnv2": DCNv2Options}
+MODELS = {
+    "dlrm": "nn.models.dlrm:DLRM",
+    "dcnv2": "nn.models.dcnv2:DCNv2",
+    "wide_deep": "nn.models.wide_deep:WideDeep",
+    "deepfm": "nn.models.deepfm:DeepFM",
+    "embedding_mlp": "nn.models.embedding_mlp:EmbeddingMLP",
+    "finalmlp": "nn.models.finalmlp:FinalMLP",
+    "masknet": "nn.models.masknet:MaskNet",
+    "wukong": "nn.models.wukong:WuKong",
+    "din": "nn.models.din:DIN",
+    "shared_bottom": "nn.models.shared_bottom:SharedBottom",
+    "mmoe": "nn.models.mmoe:MMoE",
+    "ple": "nn.models.ple:PLE",
+}
+OPTIONS: dict[str, type[ModelConfig]] = {
+    "dlrm": DLRMOptions,
+    "dcnv2": DCNv2Options,
+    "wide_deep": WideDeepOptions,
+    "deepfm": DeepFMOptions,
+    "embedding_mlp": EmbeddingMLPOptions,
+    "finalmlp": FinalMLPOptions,
+    "masknet": MaskNetOptions,
+    "wukong": WuKongOptions,
+    "din": DINOptions,
+    "shared_bottom": SharedBottomOptions,
+    "mmoe": MMoEOptions,
+    "ple": PLEOptions,
+}
 """Options of models of the project that are known without torch; those of other models are in `Model.Options`."""
 
 

@@ -31,9 +31,21 @@ from configs.schema import (
     describe,
 )
 from nn.embedding.optimizer import TABLE_RULES
-from nn.models.dcnv2 import CrossConfig, DCNv2Options
-from nn.models.dlrm import DLRMOptions
-from nn.models.registry import typed_config
+from nn.models.options import (
+    CrossConfig,
+    DCNv2Options,
+    DeepFMOptions,
+    DLRMOptions,
+    EmbeddingMLPOptions,
+    FinalMLPOptions,
+    MaskNetOptions,
+    MMoEOptions,
+    PLEOptions,
+    SharedBottomOptions,
+    WideDeepOptions,
+    WuKongOptions,
+)
+from nn.models.registry import OPTIONS, typed_config
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra
 
@@ -76,10 +88,31 @@ REFUSED = [
     (DCNv2Options, {"top_mlp": [8, 2]}, "model.top_mlp must end in 1 (the logit), got [8, 2]"),
     (DLRMOptions, {"bottom_mlp": [64]},
      "model.bottom_mlp must end in model.embedding_dim=128 for dlrm (the dot interaction needs equal widths), got [64]"),
-    (DLRMOptions, {"embedding_dim": 0}, "model.embedding_dim must be a positive multiple of 4, got 0"),
-    (DCNv2Options, {"embedding_dim": 18}, "model.embedding_dim must be a positive multiple of 4, got 18"),
-    (ModelConfig, {"embedding_dim": 0}, "model.embedding_dim must be a positive multiple of 4, got 0"),
-    (ModelConfig, {"embedding_dim": 18}, "model.embedding_dim must be a positive multiple of 4, got 18"),
+    (WideDeepOptions, {"hidden": [8, 0]},
+     "model.hidden must name positive widths, or none for no hidden layer, got [8, 0]"),
+    (DeepFMOptions, {"dropout": 1.0},
+     "model.dropout must be at least 0 and below 1 (the probability that an element becomes 0), got 1"),
+    (EmbeddingMLPOptions, {"embedding_dims": {"kind": 0}},
+     "model.embedding_dims must map features to columns from 1 to 65536, such as {genres: 16}, or be suggested, got "
+     "{'kind': 0}"),
+    (EmbeddingMLPOptions, {"embedding_dims": "auto"},
+     "model.embedding_dims must map features to columns from 1 to 65536, such as {genres: 16}, or be suggested, got auto"),
+    (FinalMLPOptions, {"hidden_1": []}, "model.hidden_1 must name at least one positive width, got []"),
+    (FinalMLPOptions, {"hidden_2": [0]}, "model.hidden_2 must name at least one positive width, got [0]"),
+    (FinalMLPOptions, {"heads": 3}, "model.heads must divide the last widths of both streams, 400 and 800, got 3"),
+    (MaskNetOptions, {"blocks": []}, "model.blocks must name at least one positive width, got []"),
+    (MaskNetOptions, {"reduction_ratio": 0.001},
+     "model.reduction_ratio must leave at least one column of every block's width, got 0.001"),
+    (WuKongOptions, {"fm_vectors": 0}, "model.fm_vectors must be positive, got 0"),
+    (SharedBottomOptions, {"hidden": []}, "model.hidden must name at least one positive width, got []"),
+    (MMoEOptions, {"experts": 0}, "model.experts must be positive, got 0"),
+    (MMoEOptions, {"expert_hidden": []}, "model.expert_hidden must name at least one positive width, got []"),
+    (PLEOptions, {"levels": 0}, "model.levels must be positive, got 0"),
+    (PLEOptions, {"expert_hidden": []}, "model.expert_hidden must name at least one positive width, got []"),
+    (PLEOptions, {"tower_hidden": [-1]},
+     "model.tower_hidden must name positive widths, or none for no hidden layer, got [-1]"),
+    (DLRMOptions, {"embedding_dim": 0}, "model.embedding_dim must be positive, got 0"),
+    (ModelConfig, {"embedding_dim": 0}, "model.embedding_dim must be positive, got 0"),
     (
         OptimizerConfig,
         {"embedding_name": "lion"},
@@ -247,7 +280,7 @@ def test_no_override_means_an_empty_mapping():
         ("mode=trian", "Invalid value 'trian', expected one of [train, eval, inference, plan]"),
         (
             "model.name=dlm",
-            "error: there is no model.name=dlm; did you mean dlrm? the models are dlrm, dcnv2, and",
+            "error: there is no model.name=dlm; did you mean dlrm? the models are dlrm, dcnv2, wide_deep, ",
         ),
         (
             "model.top_mpl=[8,1]",
@@ -292,7 +325,7 @@ def test_only_dlrm_needs_equal_widths():
     assert DCNv2Options(bottom_mlp=[64]).bottom_mlp == [64]
 
 
-@pytest.mark.parametrize("config", [Config, PreprocConfig, DLRMOptions, DCNv2Options])
+@pytest.mark.parametrize("config", [Config, PreprocConfig, *OPTIONS.values()])
 def test_every_option_has_a_meaning(config):
     described = dict(describe(config))
     assert len(described) >= (20 if config in (Config, PreprocConfig) else 5)
@@ -317,8 +350,7 @@ def test_every_option_is_read():
     }
     # A table optimizer names the options of its own.
     read |= {name for rule in TABLE_RULES.values() for name in rule.options}
-    sections = all_sections(Config) | all_sections(DLRMOptions) | all_sections(DCNv2Options)
-    sections |= {PreprocConfig, StreamConfig}
+    sections = {PreprocConfig, StreamConfig}.union(*map(all_sections, [Config, *OPTIONS.values()]))
     options = {field.name for section in sections for field in fields(section)}
     # The schema's own `table_name` and `table_lr` read these two.
     assert options - read == {"embedding_name", "embedding_lr"}

@@ -19,7 +19,7 @@ from nn.layers.mlp import MLP
 from nn.models.dcnv2 import CrossConfig, CrossStructure, DCNv2Options
 from nn.models.dlrm import DLRMOptions
 from nn.models.ranking_model import RankingModel
-from nn.models.registry import MODELS, build_dense, declared_tables
+from nn.models.registry import build_dense, declared_tables
 from nn.resume import can_restart
 from tests.helpers.command import ROOT, start_command
 from tests.helpers.composed import TINY, compose_config
@@ -272,7 +272,7 @@ def test_initial_tables_depend_on_seed_and_name_and_lie_within_the_bound():
     assert not torch.equal(first["cat_0_bin"][:5], first["cat_1_bin"][:5])
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
 @pytest.mark.parametrize("structure", list(CrossStructure))
 def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(name, structure):
     torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(name, struct
     torch.testing.assert_close(logits, wanted, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
 @pytest.mark.parametrize("structure", list(CrossStructure))
 def test_the_dense_component_compiles_without_a_graph_break(name, structure):
     torch.compiler.reset()
@@ -296,7 +296,7 @@ def test_the_dense_component_compiles_without_a_graph_break(name, structure):
     torch.testing.assert_close(compiled(numerical, embeddings), dense(numerical, embeddings))
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
 def test_the_dense_component_exports_for_any_batch_size(name):
     dense = build_dense(config_of(name), SPEC).eval()
     any_size = {0: torch.export.Dim("batch")}

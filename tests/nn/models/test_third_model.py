@@ -266,7 +266,7 @@ class Buffered(DeepFM):
         (f"{HERE}:NoBuild", "it has no class method build(options, spec)"),
         (f"{HERE}:NoTables", "it has no class method tables(options, spec)"),
         (f"{HERE}:Buffered", "has a persistent buffer norm.num_batches_tracked, and only"),
-        (f"{HERE}:", "the models are dlrm, dcnv2, and package.module:Class"),
+        (f"{HERE}:", "the models are dlrm, dcnv2, wide_deep, "),
         ("dcn", "there is no model.name=dcn; did you mean dcnv2?"),
     ],
 )

@@ -1,0 +1,34 @@
+"""Vectors of all features: embeddings of numerical features, then those of categorical ones."""
+
+from torch import Tensor, nn
+
+from nn.layers.numerical_embedding import NumericalEmbedding
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.ops.fused_linear import as_autocast
+
+
+class FeatureVectors(nn.Module):
+    """Join the vectors of numerical and categorical features.
+
+    Args:
+        num_numerical: N.
+        num_categorical: F.
+        embedding_dim: D, columns of every vector.
+
+    Attributes:
+        num_features: N + F.
+        columns: (N + F) * D.
+        prefix_columns: N * D; see `nn.models.model.Model`.
+    """
+
+    def __init__(self, num_numerical: int, num_categorical: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.num_features = num_numerical + num_categorical
+        self.columns = self.num_features * embedding_dim
+        self.prefix_columns = num_numerical * embedding_dim
+        self.numerical = NumericalEmbedding(num_numerical, embedding_dim) if num_numerical else None
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D + R] or `PooledEmbeddings` to [B, (N + F)*D + R], N vectors first."""
+        prefix = None if self.numerical is None else as_autocast(self.numerical(numerical))
+        return join(prefix, embeddings)

@@ -1,0 +1,97 @@
+"""Experts, gates and towers of models with several tasks (MMoE, 10.1145/3219819.3220007; PLE, 10.1145/3383313.3412236)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nn.layers.mlp import MLP
+
+# B: samples, I: columns of an input, E: experts, W: columns of an expert's output, T: tasks
+
+
+class Experts(nn.Module):
+    """MLPs of the same widths with the same input.
+
+    Args:
+        num_inputs: I.
+        num_experts: E.
+        widths: of every expert, ReLU after each; the last is W.
+        dropout: rate after every layer.
+        batch_norm: normalise the output of every layer before its ReLU.
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_experts: int,
+        widths: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            MLP(num_inputs, widths, final_activation=True, dropout=dropout, batch_norm=batch_norm)
+            for _ in range(num_experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, I] to [B, E, W]."""
+        return torch.stack([expert(x) for expert in self.experts], dim=1)
+
+
+class Gate(nn.Module):
+    """Mean of experts, weighted by softmax(W x) (MMoE, equation 7; PLE, equation 2).
+
+    Args:
+        num_inputs: I.
+        num_experts: E.
+    """
+
+    def __init__(self, num_inputs: int, num_experts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_inputs, num_experts, bias=False)
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Map x [B, I] and the outputs of experts [B, E, W] to [B, W]."""
+        weights = torch.softmax(self.linear(x), dim=1).to(experts.dtype)
+        return torch.bmm(weights.unsqueeze(1), experts).squeeze(1)
+
+
+class Towers(nn.Module):
+    """A tower per task: an MLP that ends in the logit of the task.
+
+    Args:
+        num_inputs: I.
+        num_tasks: T.
+        hidden: widths of the hidden layers of every tower; may be empty.
+        dropout: rate after every hidden layer.
+        batch_norm: normalise the output of every hidden layer before its ReLU.
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_tasks: int,
+        hidden: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            MLP(
+                num_inputs,
+                [*hidden, 1],
+                final_activation=False,
+                dropout=dropout,
+                batch_norm=batch_norm,
+            )
+            for _ in range(num_tasks)
+        )
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Map an input [B, I] per task to logits in float32, [B, T], or [B] of a single task."""
+        logits = [tower(x) for tower, x in zip(self.towers, inputs, strict=True)]
+        return torch.cat(logits, dim=1).squeeze(1).float()

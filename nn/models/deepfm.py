@@ -1,0 +1,107 @@
+"""DeepFM: a factorization machine and an MLP on the same embeddings (arXiv:1703.04247)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.interactions.factorization_machine import factorization_machine
+from nn.layers.mlp import MLP
+from nn.layers.numerical_embedding import NumericalEmbedding
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.model import Activations, Model
+from nn.models.options import DeepFMOptions
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, N: numerical features, F: categorical features, D: columns of a vector
+
+
+class DeepFM(Model):
+    """Dense component of DeepFM (section 2.1, equations 1 to 4).
+
+    logit = sum_i w_i x_i + sum_{i<j} <v_i, v_j> x_i x_j + MLP([v_1 x_1, v_2 x_2, ...])
+
+    All N + F features have a weight w_i and a vector v_i. Those of a categorical feature are rows of two tables, of one
+    and of D columns, and x_i = 1. Those of a numerical feature are parameters, and x_i is its value. The bias is that of
+    the MLP's last layer. The paper gives no initial weights; HugeCTR's are those of `MLP` and `NumericalEmbedding`.
+
+    Args:
+        num_numerical: N.
+        num_categorical: F.
+        embedding_dim: D.
+        hidden: widths of the MLP's hidden layers.
+        dropout: rate after every hidden layer.
+        batch_norm: normalise the output of every hidden layer before its ReLU.
+    """
+
+    Options = DeepFMOptions
+
+    def __init__(
+        self,
+        *,
+        num_numerical: int,
+        num_categorical: int,
+        embedding_dim: int,
+        hidden: Sequence[int],
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.vectors = FeatureVectors(num_numerical, num_categorical, embedding_dim)
+        self.prefix_columns = self.vectors.prefix_columns
+        self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
+        self.deep = MLP(
+            self.vectors.columns,
+            [*hidden, 1],
+            final_activation=False,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
+
+    @classmethod
+    def tables(cls, options: DeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return the tables of the vectors, and those of the weights."""
+        return [
+            *one_table_per_feature(options, spec),
+            *one_table_per_feature(options, spec, columns=1, prefix="weight_"),
+        ]
+
+    @classmethod
+    def build(cls, options: DeepFMOptions, spec: FeatureSpec) -> DeepFM:
+        """Build the dense component for the features of a dataset."""
+        return cls(
+            num_numerical=len(spec.numerical),
+            num_categorical=len(spec.categorical),
+            embedding_dim=options.embedding_dim,
+            hidden=options.hidden,
+            dropout=options.dropout,
+            batch_norm=options.batch_norm,
+        )
+
+    def activations(self) -> Activations:
+        """Return the float32 copy of the vectors, which the squares need again, and the operations of the pairs."""
+        columns = self.vectors.columns
+        return Activations(
+            backward_columns=2 * columns,
+            reread_columns=columns - self.prefix_columns,
+            products={"factorization machine": 4 * columns},
+        )
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D + F] or `PooledEmbeddings` to logits [B] in float32."""
+        x = self.vectors(numerical, embeddings)
+        vectors, weights = x.tensor_split([self.vectors.columns], dim=1)
+        logits = self.deep(vectors).squeeze(1).float() + weights.float().sum(1)
+        logits = logits + factorization_machine(
+            vectors.unflatten(1, (self.vectors.num_features, -1))
+        )
+        if self.weights is not None:
+            logits = logits + self.weights(numerical).sum(1)
+        return logits.float()

@@ -1,0 +1,130 @@
+"""An MLP over pooled or unpooled embeddings, as HugeCTR's MovieLens example and SOK's dense demo have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from configs.messages import shown
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.models.features import chosen_features, suggested_columns
+from nn.models.model import Activations, Model
+from nn.models.options import SUGGESTED, EmbeddingMLPOptions, Pooling
+from nn.ops.fused_linear import as_autocast
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, N: numerical features, T: columns of all embeddings of a sample
+
+
+class EmbeddingMLP(Model):
+    """Dense component: logit = MLP([x, e_1, ..., e_F]).
+
+    x are the numerical features. e_i is the sum or the mean of the embeddings of a feature's ids, or, without pooling, the
+    embeddings of all its ids side by side.
+
+    Args:
+        num_numerical: N.
+        embedding_columns: T.
+        hidden: widths of the hidden layers.
+        dropout: rate after every hidden layer.
+        batch_norm: normalise the output of every hidden layer before its ReLU.
+    """
+
+    Options = EmbeddingMLPOptions
+
+    def __init__(
+        self,
+        *,
+        num_numerical: int,
+        embedding_columns: int,
+        hidden: Sequence[int],
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.prefix_columns = num_numerical
+        self._embedding_columns = embedding_columns
+        self.mlp = MLP(
+            num_numerical + embedding_columns,
+            [*hidden, 1],
+            final_activation=False,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
+
+    @classmethod
+    def tables(cls, options: EmbeddingMLPOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return a table per feature, with the pooling and the widths of the options.
+
+        Raises:
+            ValueError: the options name a feature that the dataset lacks, or two widths of one table.
+        """
+        from torchrec.modules.embedding_configs import PoolingType
+
+        tables = one_table_per_feature(options, spec)
+        for table, columns in zip(tables, _widths(options, spec), strict=True):
+            table.embedding_dim = columns
+            table.pooling = PoolingType[options.pooling.name.upper()]
+        return tables
+
+    @classmethod
+    def build(cls, options: EmbeddingMLPOptions, spec: FeatureSpec) -> EmbeddingMLP:
+        """Build the dense component for the features of a dataset.
+
+        Raises:
+            ValueError: as `tables`, or without pooling a feature has a varying number of ids.
+        """
+        total = 0
+        widths = _widths(options, spec)
+        for columns, features in zip(widths, spec.table_features.values(), strict=True):
+            for feature in features:
+                positions = feature.hotness if options.pooling is Pooling.none else 1
+                if positions is None:
+                    raise ValueError(
+                        f"model.pooling=none requires fixed hotness, but feature {shown(feature.name)} is ragged; use sum "
+                        "or mean"
+                    )
+                total += columns * positions
+        return cls(
+            num_numerical=len(spec.numerical),
+            embedding_columns=total,
+            hidden=options.hidden,
+            dropout=options.dropout,
+            batch_norm=options.batch_norm,
+        )
+
+    def activations(self) -> Activations:
+        """Return the columns of the MLP's input that are in memory already: those of the embeddings."""
+        return Activations(reread_columns=self._embedding_columns)
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
+        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        return self.mlp(x).squeeze(1).float()
+
+
+def _widths(options: EmbeddingMLPOptions, spec: FeatureSpec) -> list[int]:
+    """Return the columns of every table."""
+    if options.embedding_dims == SUGGESTED:
+        return [suggested_columns(first.cardinality) for first, *_ in spec.table_features.values()]
+    chosen_features(
+        "model.embedding_dims", list(options.embedding_dims), [x.name for x in spec.categorical]
+    )
+    widths = []
+    for features in spec.table_features.values():
+        names = [feature.name for feature in features]
+        named = [options.embedding_dims[name] for name in names if name in options.embedding_dims]
+        if len(set(named)) > 1:
+            raise ValueError(
+                f"model.embedding_dims gives {named} columns to features {', '.join(names)}, which share a table; name one "
+                "of them"
+            )
+        widths.append(named[0] if named else options.embedding_dim)
+    return widths

@@ -1,0 +1,45 @@
+"""Features and labels of a dataset as models need them."""
+
+from collections.abc import Sequence
+
+from configs.messages import shown
+from dataloading.dataset.feature_spec import FeatureSpec
+
+
+def chosen_features(
+    key: str,
+    names: Sequence[str] | None,
+    known: Sequence[str],
+    default: Sequence[str] | None = None,
+) -> list[str]:
+    """Return the features that an option names.
+
+    Args:
+        key: of the option.
+        names: its value; null chooses `default`.
+        known: features of the dataset.
+        default: features without the option; None is all.
+
+    Raises:
+        ValueError: the dataset lacks a feature, or it is named twice.
+    """
+    if names is None:
+        return list(known if default is None else default)
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"{key} names {shown(name)}, which the dataset lacks; it has {', '.join(known) or 'none'}"
+            )
+        if list(names).count(name) > 1:
+            raise ValueError(f"{key} names {shown(name)} twice; name each feature once")
+    return list(names)
+
+
+def num_tasks(spec: FeatureSpec) -> int:
+    """Return the number of tasks of a dataset: one per label."""
+    return len(spec.labels)
+
+
+def suggested_columns(num_rows: int) -> int:
+    """Return NVTabular's suggestion for the columns of a table (`get_embedding_sizes`): 1.6 rows^0.56, from 16 to 512."""
+    return min(max(16, round(1.6 * num_rows**0.56)), 512)

@@ -1,0 +1,93 @@
+"""FinalMLP: two MLPs with gated inputs and a bilinear fusion (arXiv:2304.00902)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.interactions.bilinear_fusion import BilinearFusion
+from nn.layers.interactions.feature_gate import FeatureGate
+from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.features import chosen_features
+from nn.models.model import Activations, Model
+from nn.models.options import FinalMLPOptions
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, N: numerical features
+
+
+class FinalMLP(Model):
+    """Dense component of FinalMLP: o_i = MLP_i(h_i), with a `FeatureGate` per stream and a `BilinearFusion`.
+
+    The vectors e are the embeddings, and `NumericalEmbedding` of the numerical features. The weights begin as those of
+    `MLP`; the fusion's as in the authors' program, normal with variance 2 / (in + out).
+
+    Args:
+        vectors: of all features.
+        gates: positions of the features that control the gate of each stream; empty for a learned constant.
+        options: widths, heads and rates.
+    """
+
+    Options = FinalMLPOptions
+
+    def __init__(
+        self, vectors: FeatureVectors, gates: Sequence[Sequence[int]], options: FinalMLPOptions
+    ) -> None:
+        super().__init__()
+        self.prefix_columns = vectors.prefix_columns
+        self.vectors = vectors
+        self.gates = nn.ModuleList(
+            FeatureGate(gate, vectors.num_features, options.embedding_dim, options.gate_hidden)
+            for gate in gates
+        )
+        self.streams = nn.ModuleList(
+            MLP(
+                vectors.columns,
+                widths,
+                final_activation=True,
+                dropout=options.dropout,
+                batch_norm=options.batch_norm,
+            )
+            for widths in (options.hidden_1, options.hidden_2)
+        )
+        self.fusion = BilinearFusion(options.hidden_1[-1], options.hidden_2[-1], options.heads)
+
+    @classmethod
+    def tables(cls, options: FinalMLPOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return one table per feature."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: FinalMLPOptions, spec: FeatureSpec) -> FinalMLP:
+        """Build the dense component; ValueError if an option names a feature that the dataset lacks."""
+        sizes = len(spec.numerical), len(spec.categorical)
+        vectors = FeatureVectors(*sizes, options.embedding_dim)
+        tables = spec.table_features.values()
+        every = [*spec.numerical, *(feature.name for features in tables for feature in features)]
+        named = {
+            "gate_features_1": options.gate_features_1,
+            "gate_features_2": options.gate_features_2,
+        }
+        gates = [chosen_features(f"model.{key}", names, every) for key, names in named.items()]
+        return cls(vectors, [[every.index(name) for name in names] for names in gates], options)
+
+    def activations(self) -> Activations:
+        """Return what the gates and the fusion keep: gates, their sigmoids and the gated vectors of both streams."""
+        return Activations(backward_columns=4 * self.vectors.columns)
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to logits [B] in float32."""
+        vectors = self.vectors(numerical, embeddings)
+        vectors = vectors.unflatten(1, (self.vectors.num_features, -1))
+        first, second = (
+            stream(gate(vectors)) for stream, gate in zip(self.streams, self.gates, strict=True)
+        )
+        return self.fusion(first, second).float()

@@ -1,0 +1,134 @@
+"""MaskNet: hidden layers multiplied by masks of the input (arXiv:2102.07619)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.model import Activations, Model
+from nn.models.options import MaskNetOptions, MaskStructure
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, F: features, numerical ones included, D: columns of a vector, C: F * D, I: columns of a block's input
+
+
+class MaskBlock(nn.Module):
+    """MaskBlock (section 3.3) with its instance-guided mask (section 3.2).
+
+    mask = W_2 (W_1 v + b_1) + b_2, v the vectors of the sample; output = ReLU(LN(W (mask * x)))
+
+    Args:
+        vector_columns: C.
+        inputs: I.
+        width: columns of the output.
+        aggregation: columns of the mask's first layer, the paper's t = r * I with the reduction ratio r.
+    """
+
+    def __init__(self, vector_columns: int, inputs: int, width: int, aggregation: int) -> None:
+        super().__init__()
+        self.aggregation = MLP(vector_columns, [aggregation], final_activation=False)
+        self.projection = MLP(aggregation, [inputs], final_activation=False)
+        self.hidden = MLP(inputs, [width], final_activation=False)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, vectors: Tensor, x: Tensor) -> Tensor:
+        """Map vectors [B, C] and x [B, I] to [B, width]."""
+        mask = self.projection(self.aggregation(vectors))
+        return torch.relu(self.norm(self.hidden(mask * x)))
+
+
+class FeatureNorm(nn.Module):
+    """Layer normalisation of every vector by itself, with a gain and a bias per element (section 3.3, LN_EMB).
+
+    Args:
+        num_features: F.
+        embedding_dim: D.
+    """
+
+    def __init__(self, num_features: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features, embedding_dim))
+        self.bias = nn.Parameter(torch.zeros(num_features, embedding_dim))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Map [B, C] to [B, C]."""
+        x = vectors.unflatten(1, self.weight.shape)
+        x = nn.functional.layer_norm(x, self.weight.shape[1:])
+        return torch.addcmul(self.bias, x, self.weight).flatten(1)
+
+
+class MaskNet(Model):
+    """Dense component of MaskNet (section 3.4).
+
+    Serial: the first block transforms the normalised vectors, and every further one the output of the block before.
+    Parallel: every block transforms the normalised vectors, and an MLP joins their outputs. A linear layer gives the logit
+    (section 3.5). The vectors are the embeddings, and numbers times vectors for numerical features (section 3.1). The paper
+    gives no initial weights; linear layers begin as those of `MLP`.
+
+    Args:
+        vectors: of all features.
+        options: structure, widths and rate.
+    """
+
+    Options = MaskNetOptions
+
+    def __init__(self, vectors: FeatureVectors, options: MaskNetOptions) -> None:
+        super().__init__()
+        self.prefix_columns = vectors.prefix_columns
+        self.vectors = vectors
+        self.norm = FeatureNorm(vectors.num_features, options.embedding_dim)
+        self.is_serial = options.structure is MaskStructure.serial
+        first, blocks = vectors.columns, options.blocks
+        inputs = [first, *blocks[:-1]] if self.is_serial else [first] * len(blocks)
+        made = nn.ModuleList(
+            MaskBlock(first, before, width, round(before * options.reduction_ratio))
+            for before, width in zip(inputs, blocks, strict=True)
+        )
+        self.blocks = cast(Sequence[MaskBlock], made)
+        hidden: Sequence[int] = () if self.is_serial else options.hidden
+        self.top = MLP(
+            blocks[-1] if self.is_serial else sum(blocks),
+            [*hidden, 1],
+            final_activation=False,
+            dropout=options.dropout,
+        )
+
+    @classmethod
+    def tables(cls, options: MaskNetOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return one table per feature."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: MaskNetOptions, spec: FeatureSpec) -> MaskNet:
+        """Build the dense component for the features of a dataset."""
+        sizes = len(spec.numerical), len(spec.categorical)
+        return cls(FeatureVectors(*sizes, options.embedding_dim), options)
+
+    def activations(self) -> Activations:
+        """Return what a block keeps beside the inputs of its linear layers: mask, block input, and input of its norm."""
+        columns = sum(
+            2 * block.hidden.layers[0].in_features + 2 * block.hidden.layers[0].out_features
+            for block in self.blocks
+        )
+        return Activations(backward_columns=columns + 2 * self.vectors.columns)
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to logits [B] in float32."""
+        vectors = self.vectors(numerical, embeddings)
+        x = self.norm(vectors).to(vectors.dtype)
+        if self.is_serial:
+            for block in self.blocks:
+                x = block(vectors, x)
+        else:
+            x = torch.cat([block(vectors, x) for block in self.blocks], dim=1)
+        return self.top(x).squeeze(1).float()

@@ -1,0 +1,82 @@
+"""MMoE: multi-gate mixture of experts for several tasks (Ma et al., KDD 2018, 10.1145/3219819.3220007)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.interactions.experts import Experts, Gate, Towers
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.models.features import num_tasks
+from nn.models.model import Activations, Model
+from nn.models.options import MMoEOptions
+from nn.ops.fused_linear import as_autocast
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, N: numerical features, F: categorical features, D: columns of a table, E: experts, T: tasks
+
+
+class MMoE(Model):
+    """Dense component of MMoE (section 4.2, equations 6 and 7).
+
+    y_k = tower_k(f_k(x)), f_k(x) = sum_i g_k(x)_i expert_i(x), g_k(x) = softmax(W_k x)
+
+    x are the numerical features and the embeddings. The paper gives no initial weights; experts and towers begin as `MLP`,
+    gates as PyTorch's linear layers.
+
+    Args:
+        num_numerical: N.
+        embedding_columns: F * D.
+        num_tasks: T.
+        options: experts, widths and rates.
+    """
+
+    Options = MMoEOptions
+
+    def __init__(
+        self, *, num_numerical: int, embedding_columns: int, num_tasks: int, options: MMoEOptions
+    ) -> None:
+        super().__init__()
+        self.prefix_columns = num_numerical
+        self._inputs = num_numerical + embedding_columns
+        self._embedding_columns = embedding_columns
+        rates: dict[str, Any] = {"dropout": options.dropout, "batch_norm": options.batch_norm}
+        self.experts = Experts(self._inputs, options.experts, options.expert_hidden, **rates)
+        self.gates = nn.ModuleList(Gate(self._inputs, options.experts) for _ in range(num_tasks))
+        self.towers = Towers(options.expert_hidden[-1], num_tasks, options.tower_hidden, **rates)
+        self._expert_columns = options.experts * options.expert_hidden[-1]
+
+    @classmethod
+    def tables(cls, options: MMoEOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return one table per feature."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: MMoEOptions, spec: FeatureSpec) -> MMoE:
+        """Build the dense component for the features and the labels of a dataset."""
+        return cls(
+            num_numerical=len(spec.numerical),
+            embedding_columns=len(spec.categorical) * options.embedding_dim,
+            num_tasks=num_tasks(spec),
+            options=options,
+        )
+
+    def activations(self) -> Activations:
+        """Return the stacked experts, and the inputs of experts and gates, which are one matrix."""
+        readers = len(self.experts.experts) + len(self.gates)
+        return Activations(
+            backward_columns=self._expert_columns,
+            reread_columns=self._embedding_columns + (readers - 1) * self._inputs,
+            products={"gates": 2 * len(self.gates) * self._expert_columns},
+        )
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
+        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        experts = self.experts(x)
+        return self.towers([gate(x, experts) for gate in self.gates])

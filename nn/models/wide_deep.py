@@ -1,0 +1,116 @@
+"""Wide & Deep: a linear model of features and crosses beside an MLP (arXiv:1606.07792)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.models.features import chosen_features
+from nn.models.model import Activations, Model
+from nn.models.options import WideDeepOptions
+from nn.ops.fused_linear import as_autocast
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, N: numerical features, D: columns of a deep table, W and F: wide and deep features
+
+
+class WideDeep(Model):
+    """Dense component of Wide & Deep (section 3.3, equation 3).
+
+    logit = sum of the wide weights of all ids + w^T x + MLP([x, e_1, ..., e_F])
+
+    x are the numerical features, e_i the embeddings of the deep features. The wide weights are tables of one column. The
+    bias of the MLP's last layer is the model's. The paper gives no initial weights; HugeCTR's are those of `MLP`.
+
+    Args:
+        num_numerical: N.
+        num_wide: W.
+        deep_columns: F * D.
+        hidden: widths of the MLP's hidden layers.
+        dropout: rate after every hidden layer.
+        batch_norm: normalise the output of every hidden layer before its ReLU.
+        wide_numerical: whether the wide part has the term w^T x.
+    """
+
+    Options = WideDeepOptions
+
+    def __init__(
+        self,
+        *,
+        num_numerical: int,
+        num_wide: int,
+        deep_columns: int,
+        hidden: Sequence[int],
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+        wide_numerical: bool = False,
+    ) -> None:
+        super().__init__()
+        self.prefix_columns = num_numerical
+        self._num_wide = num_wide
+        self._deep_columns = num_numerical + deep_columns
+        self.deep = MLP(
+            self._deep_columns,
+            [*hidden, 1],
+            final_activation=False,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
+        self.wide = nn.Linear(num_numerical, 1, bias=False) if wide_numerical else None
+
+    @classmethod
+    def tables(cls, options: WideDeepOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return the tables of the deep features, and tables of one column of the wide ones."""
+        wide, deep = _wide_and_deep(options, spec)
+        return [
+            *one_table_per_feature(options, spec, features=deep),
+            *one_table_per_feature(options, spec, columns=1, features=wide, prefix="wide_"),
+        ]
+
+    @classmethod
+    def build(cls, options: WideDeepOptions, spec: FeatureSpec) -> WideDeep:
+        """Build the dense component for the features of a dataset.
+
+        Raises:
+            ValueError: an option names a feature that the dataset lacks.
+        """
+        wide, deep = _wide_and_deep(options, spec)
+        return cls(
+            num_numerical=len(spec.numerical),
+            num_wide=len(wide),
+            deep_columns=len(deep) * options.embedding_dim,
+            hidden=options.hidden,
+            dropout=options.dropout,
+            batch_norm=options.batch_norm,
+            wide_numerical=options.wide_numerical and bool(spec.numerical),
+        )
+
+    def activations(self) -> Activations:
+        """Return the columns of the joined matrix that are in memory already: those of the embeddings."""
+        return Activations(reread_columns=self._deep_columns - self.prefix_columns)
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D + W] or `PooledEmbeddings` to logits [B] in float32."""
+        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        logits = self.deep(x[:, : self._deep_columns]).squeeze(1).float()
+        if self._num_wide:
+            logits = logits + x[:, self._deep_columns :].float().sum(1)
+        if self.wide is not None:
+            logits = logits + self.wide(numerical).squeeze(1)
+        return logits.float()
+
+
+def _wide_and_deep(options: WideDeepOptions, spec: FeatureSpec) -> tuple[list[str], list[str]]:
+    """Return the names of the wide and of the deep features, in the order of the options or of the dataset."""
+    every = [feature.name for feature in spec.categorical]
+    wide = chosen_features("model.wide_features", options.wide_features, every)
+    others = [name for name in every if name not in wide] or every
+    return wide, chosen_features("model.deep_features", options.deep_features, every, others)

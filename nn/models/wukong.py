@@ -1,0 +1,139 @@
+"""WuKong: stacked factorization machines (arXiv:2403.02545)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.initialization import truncated_normal_
+from nn.layers.mlp import MLP
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.models.model import Activations, Model
+from nn.models.options import WuKongOptions
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, D: columns of a vector, V: vectors of a layer's input, K: columns of the compressed products
+
+
+class Recombination(nn.Module):
+    """Linear combinations W X of vectors, without a bias: the linear compression block (LCB).
+
+    Args:
+        inputs: V.
+        outputs: vectors of the output.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weight from a CPU generator, with the standard deviation sqrt(2 / (in + out)) before truncation."""
+        truncated_normal_(self.weight, math.sqrt(2 / sum(self.weight.shape)), generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, V, D] to [B, outputs, D]."""
+        return torch.matmul(self.weight.to(x.dtype), x)
+
+
+class WuKongLayer(nn.Module):
+    """Interaction layer (section "Interaction Stack"): LN(concat(FMB(X), LCB(X)) + X).
+
+    FMB(X) = MLP(LN(X X^T Y)), as vectors, with Y of [V, K] (section "Optimized FM"), computed as X (X^T Y). Where the number
+    of vectors changes, the residual X is recombined to it.
+
+    Args:
+        inputs: V.
+        embedding_dim: D.
+        options: vectors of both blocks, K and widths.
+    """
+
+    def __init__(self, inputs: int, embedding_dim: int, options: WuKongOptions) -> None:
+        super().__init__()
+        num_fm, num_linear, rank = options.fm_vectors, options.linear_vectors, options.compression
+        self.num_outputs = num_fm + num_linear
+        self.compression = Recombination(inputs, rank)
+        self.product_norm = nn.LayerNorm(inputs * rank)
+        self.fm = MLP(
+            inputs * rank,
+            [*options.fm_hidden, num_fm * embedding_dim],
+            final_activation=False,
+            dropout=options.dropout,
+        )
+        self.linear = Recombination(inputs, num_linear)
+        self.residual = (
+            None if inputs == self.num_outputs else Recombination(inputs, self.num_outputs)
+        )
+        self.norm = nn.LayerNorm(embedding_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, V, D] to [B, num_outputs, D]."""
+        products = torch.bmm(x, self.compression(x).transpose(1, 2)).flatten(1)
+        fm = self.fm(self.product_norm(products)).unflatten(1, (-1, x.shape[2]))
+        both = torch.cat([fm, self.linear(x).to(fm.dtype)], dim=1)
+        return self.norm(both + (x if self.residual is None else self.residual(x)))
+
+
+class WuKong(Model):
+    """Dense component of WuKong: vectors of the features, a stack of `WuKongLayer`, and an MLP.
+
+    The numerical features become one vector through an MLP, as in the paper's embedding layer. The paper gives no initial
+    weights; linear layers begin as those of `MLP`.
+
+    Args:
+        num_numerical: N.
+        num_categorical: F.
+        options: layers, widths and rate.
+    """
+
+    Options = WuKongOptions
+
+    def __init__(self, num_numerical: int, num_categorical: int, options: WuKongOptions) -> None:
+        super().__init__()
+        dim = options.embedding_dim
+        widths: Sequence[int] = [*options.numerical_hidden, dim]
+        self.bottom = MLP(num_numerical, widths, final_activation=True) if num_numerical else None
+        self.prefix_columns = dim if num_numerical else 0
+        sizes = [num_categorical + bool(num_numerical)]
+        sizes += [options.fm_vectors + options.linear_vectors] * options.layers
+        self.layers = nn.ModuleList(WuKongLayer(size, dim, options) for size in sizes[:-1])
+        self.top = MLP(
+            sizes[-1] * dim, [*options.hidden, 1], final_activation=False, dropout=options.dropout
+        )
+        self._dim, self._sizes, self._rank = dim, sizes, options.compression
+
+    @classmethod
+    def tables(cls, options: WuKongOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return one table per feature."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: WuKongOptions, spec: FeatureSpec) -> WuKong:
+        """Build the dense component for the features of a dataset."""
+        return cls(len(spec.numerical), len(spec.categorical), options)
+
+    def activations(self) -> Activations:
+        """Return what a layer keeps: vectors, compressed vectors, products, recombinations, and inputs of both norms."""
+        columns = products = 0
+        for inputs, outputs in zip(self._sizes, self._sizes[1:], strict=False):
+            columns += self._dim * (inputs + self._rank + 2 * outputs) + 2 * inputs * self._rank
+            products += 4 * inputs * self._rank * self._dim
+            products += 2 * inputs * outputs * self._dim * (1 if inputs == outputs else 2)
+        return Activations(backward_columns=columns, products={"factorization machines": products})
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""
+        joined = join(None if self.bottom is None else self.bottom(numerical), embeddings)
+        x = joined.unflatten(1, (-1, self._dim))
+        for layer in self.layers:
+            x = layer(x).to(joined.dtype)
+        return self.top(x.flatten(1)).squeeze(1).float()

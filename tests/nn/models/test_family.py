@@ -1,0 +1,309 @@
+"""The models beside DLRM and DCNv2 against plain formulas: logits, gradients, sizes, padding, autocast and export."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from configs.schema import ModelConfig
+from nn.layers.adaptive_mlp import Dice
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.initialization import initialise_dense
+from nn.layers.pass_state import PassState, attach
+from nn.models.deepfm import DeepFM
+from nn.models.din import DIN
+from nn.models.embedding_mlp import EmbeddingMLP
+from nn.models.finalmlp import FinalMLP
+from nn.models.masknet import MaskNet
+from nn.models.mmoe import MMoE
+from nn.models.options import (
+    AdaptiveActivation,
+    DINOptions,
+    FinalMLPOptions,
+    MaskNetOptions,
+    MaskStructure,
+    MMoEOptions,
+    PLEOptions,
+    SharedBottomOptions,
+    WuKongOptions,
+)
+from nn.models.ple import PLE
+from nn.models.sequences import Sequences
+from nn.models.shared_bottom import SharedBottom
+from nn.models.wide_deep import WideDeep
+from nn.models.wukong import WuKong
+from tests.plain_models import PLAIN
+
+B, N, F, D, L = 5, 3, 4, 6, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A small model, the columns of its lookups, and the arguments of its plain formula."""
+
+    name: str
+    build: Any
+    widths: list[int]
+    plain: dict[str, Any] = field(default_factory=dict)
+    num_numerical: int = N
+
+
+def of_tasks(model: type, options: type[ModelConfig], num_tasks: int, **changes: Any):
+    return lambda: model(
+        num_numerical=N,
+        embedding_columns=F * D,
+        num_tasks=num_tasks,
+        options=options(embedding_dim=D, tower_hidden=[5], **changes),
+    )
+
+
+def masknet(structure: MaskStructure):
+    options = MaskNetOptions(
+        embedding_dim=D, structure=structure, blocks=[9, 8], reduction_ratio=1.5, hidden=[7]
+    )
+    return lambda: MaskNet(FeatureVectors(N, F, D), options)
+
+
+FINAL = FinalMLPOptions(embedding_dim=D, hidden_1=[9, 6], hidden_2=[8], gate_hidden=[5], heads=2)
+WUKONG = WuKongOptions(
+    embedding_dim=D,
+    fm_vectors=2,
+    linear_vectors=3,
+    compression=3,
+    fm_hidden=[7],
+    numerical_hidden=[5],
+    hidden=[9],
+)
+DIN_OPTIONS = DINOptions(embedding_dim=D, attention_hidden=[9, 5], hidden=[8, 6])
+PAIRS = Sequences(["item", "kind"], ["items", "kinds"], L, ["user"], 1)
+EXPERTS = {"experts": 3, "expert_hidden": [8, 6]}
+LEVELS = {"levels": 2, "task_experts": 2, "shared_experts": 3, "expert_hidden": [8, 6]}
+
+CASES = {
+    "wide_deep": Case(
+        "wide_deep",
+        lambda: WideDeep(num_numerical=N, num_wide=2, deep_columns=F * D, hidden=[9, 7]),
+        [D] * F + [1, 1],
+        {"num_wide": 2},
+    ),
+    "wide_deep with numbers": Case(
+        "wide_deep",
+        lambda: WideDeep(
+            num_numerical=N, num_wide=1, deep_columns=F * D, hidden=[9], wide_numerical=True
+        ),
+        [D] * F + [1],
+        {"num_wide": 1},
+    ),
+    "wide_deep without numbers": Case(
+        "wide_deep",
+        lambda: WideDeep(num_numerical=0, num_wide=F, deep_columns=F * D, hidden=[]),
+        [D] * F + [1] * F,
+        {"num_wide": F},
+        0,
+    ),
+    "deepfm": Case(
+        "deepfm",
+        lambda: DeepFM(num_numerical=N, num_categorical=F, embedding_dim=D, hidden=[9, 7]),
+        [D] * F + [1] * F,
+    ),
+    "deepfm without numbers": Case(
+        "deepfm",
+        lambda: DeepFM(num_numerical=0, num_categorical=F, embedding_dim=D, hidden=[9]),
+        [D] * F + [1] * F,
+        {},
+        0,
+    ),
+    "embedding_mlp": Case(
+        "embedding_mlp",
+        lambda: EmbeddingMLP(num_numerical=N, embedding_columns=12, hidden=[9, 7]),
+        [5, 7],
+    ),
+    "finalmlp": Case(
+        "finalmlp",
+        lambda: FinalMLP(FeatureVectors(N, F, D), [[1, 4], []], FINAL),
+        [D] * F,
+        {"gates": [[1, 4], []]},
+    ),
+    "serial masknet": Case("masknet", masknet(MaskStructure.serial), [D] * F, {"serial": True}),
+    "parallel masknet": Case(
+        "masknet", masknet(MaskStructure.parallel), [D] * F, {"serial": False}
+    ),
+    "wukong": Case("wukong", lambda: WuKong(N, F, WUKONG), [D] * F),
+    "wukong without numbers": Case("wukong", lambda: WuKong(0, F, WUKONG), [D] * F, {}, 0),
+    "din": Case(
+        "din",
+        lambda: DIN(N, PAIRS, DIN_OPTIONS),
+        [D, L * D, D, L * D, D],
+        {"pairs": 2, "length": 1},
+    ),
+    "din of full histories": Case(
+        "din",
+        lambda: DIN(0, Sequences(["item"], ["items"], L, [], None), DIN_OPTIONS),
+        [D, L * D],
+        {"pairs": 1, "length": None},
+        0,
+    ),
+    "shared_bottom": Case(
+        "shared_bottom",
+        of_tasks(SharedBottom, SharedBottomOptions, 2, hidden=[9, 7]),
+        [D] * F,
+        {"tasks": 2},
+    ),
+    "mmoe": Case("mmoe", of_tasks(MMoE, MMoEOptions, 3, **EXPERTS), [D] * F, {"tasks": 3}),
+    "mmoe of one task": Case(
+        "mmoe", of_tasks(MMoE, MMoEOptions, 1, **EXPERTS), [D] * F, {"tasks": 1}
+    ),
+    "ple": Case("ple", of_tasks(PLE, PLEOptions, 2, **LEVELS), [D] * F, {"tasks": 2}),
+    "cgc": Case(
+        "ple", of_tasks(PLE, PLEOptions, 2, **{**LEVELS, "levels": 1}), [D] * F, {"tasks": 2}
+    ),
+}
+
+
+DICE = Case(
+    "din",
+    lambda: DIN(N, PAIRS, replace(DIN_OPTIONS, activation=AdaptiveActivation.dice)),
+    [D, L * D, D, L * D, D],
+    {"pairs": 2, "length": 1},
+)
+
+
+def built(case: Case) -> nn.Module:
+    """Return a model whose parameters all matter: those that begin at zero are drawn too."""
+    torch.manual_seed(0)
+    model = case.build()
+    initialise_dense(model, 1)
+    state = PassState(1, torch.device("cpu"))
+    attach(model, state)
+    state.set(0, B, B, B)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.5)
+    return model
+
+
+def inputs_of(case: Case, size: int = B) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    numerical = torch.randn(size, case.num_numerical, generator=generator)
+    if case.plain.get("length") is not None:
+        numerical[:, case.plain["length"]] = torch.tensor([0, L, 1, 4, 2] * 9)[:size].float()
+    return numerical, [torch.randn(size, width, generator=generator) for width in case.widths]
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), DICE], ids=[*CASES, "dice"])
+def test_logits_and_gradients_equal_the_plain_formula(case):
+    model = built(case).double()
+    numerical, lookups = inputs_of(case)
+    numerical = numerical.double()
+    lookups = [lookup.double().requires_grad_() for lookup in lookups]
+    parameters = dict(model.named_parameters())
+    logits = model(numerical, torch.cat(lookups, 1))
+    wanted = PLAIN[case.name](parameters, numerical, lookups, **case.plain)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-6, atol=1e-6)
+
+    weights = torch.randn(logits.shape, dtype=torch.float64)
+    leaves = [*parameters.values(), *lookups]
+    gradients = torch.autograd.grad((logits.double() * weights).sum(), leaves)
+    expected = torch.autograd.grad((wanted * weights).sum(), leaves)
+    names = [*parameters, *(f"lookup {number}" for number in range(len(lookups)))]
+    for name, gradient, right in zip(names, gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-6, atol=1e-6, msg=f"gradient of {name}")
+        assert right.any() or "attention.layers.2.bias" in name, f"{name} is not used"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_initial_weights_depend_on_the_seed_alone(case):
+    torch.manual_seed(7)
+    first = case.build()
+    torch.manual_seed(7)
+    second = case.build()
+    initialise_dense(first, 3)
+    torch.randn(5)
+    initialise_dense(second, 3)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(case):
+    model = built(case)
+    numerical, lookups = inputs_of(case)
+    wanted = model(numerical, torch.cat(lookups, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(numerical, torch.cat(lookups, 1))
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, wanted, rtol=0.1, atol=0.2)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_dense_component_exports_for_any_batch_size(case):
+    model = built(case).eval()
+    any_size = {0: torch.export.Dim("batch")}
+    numerical, lookups = inputs_of(case)
+    example = (numerical, torch.cat(lookups, 1))
+    exported = torch.export.export(model, example, dynamic_shapes=(any_size, any_size)).module()
+    numerical, lookups = inputs_of(case, 9)
+    others = (numerical, torch.cat(lookups, 1))
+    torch.testing.assert_close(exported(*others), model(*others))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_dense_component_compiles_without_a_graph_break(case):
+    torch.compiler.reset()
+    model = built(case)
+    numerical, lookups = inputs_of(case)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    arguments = (numerical, torch.cat(lookups, 1))
+    torch.testing.assert_close(compiled(*arguments), model(*arguments))
+
+
+def test_padded_positions_of_a_history_are_not_read():
+    case = CASES["din"]
+    model = built(case)
+    numerical, lookups = inputs_of(case)
+    wanted = model(numerical, torch.cat(lookups, 1))
+    lengths = numerical[:, 1].long()
+    for history in (lookups[1], lookups[3]):
+        positions = history.view(B, L, D)
+        for row, length in enumerate(lengths):
+            positions[row, length:] = float("nan")
+    embeddings = torch.cat(lookups, 1).requires_grad_()
+    logits = model(numerical, embeddings)
+    assert torch.equal(logits, wanted)
+    logits.sum().backward()
+    gradients = embeddings.grad.split(case.widths, 1)
+    for gradient in (gradients[1], gradients[3]):
+        for row, length in enumerate(lengths):
+            assert not gradient.view(B, L, D)[row, length:].any()
+            assert gradient.view(B, L, D)[row, :length].any(1).all()
+
+
+def test_dice_is_evaluated_with_running_statistics():
+    layer = Dice(3)
+    state = PassState(1, torch.device("cpu"))
+    attach(layer, state)
+    x = torch.randn(40, 3) * 2 + 1
+    state.set(0, 40, 40, 40)
+    for _ in range(400):
+        layer(x)
+        layer.norm.update()
+    assert [name for name, _ in layer.named_parameters()] == ["alpha"]
+    layer.eval()
+    chance = torch.sigmoid((x - x.mean(0)) / x.std(0))
+    torch.testing.assert_close(layer(x), x * chance, rtol=1e-5, atol=1e-5)
+
+
+def test_the_length_of_a_history_is_no_input_of_the_mlp():
+    case = CASES["din of full histories"]
+    options = DINOptions(embedding_dim=D, attention_hidden=[9, 5], hidden=[8, 6])
+    sequences = Sequences(["item"], ["items"], L, [], 0)
+    model = DIN(1, sequences, options)
+    model.load_state_dict(built(case).state_dict())
+    numerical, lookups = inputs_of(case)
+    x = torch.cat(lookups, 1)
+    full = torch.full((B, 1), float(L))
+    torch.testing.assert_close(model(full, x), built(case)(numerical, x))

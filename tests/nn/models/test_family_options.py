@@ -1,0 +1,273 @@
+"""Options of the models beside DLRM and DCNv2: tables that they declare, defaults, and refusals."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from configs.overrides import to_section
+from configs.schema import ModelConfig
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
+from nn.layers.mlp import MLP
+from nn.models.deepfm import DeepFM
+from nn.models.embedding_mlp import EmbeddingMLP
+from nn.models.features import suggested_columns
+from nn.models.registry import MODELS, OPTIONS, build_meta, check_model, declared_tables
+from nn.models.wide_deep import WideDeep
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "models.md").read_text()
+FAMILY = [name for name in MODELS if name not in ("dlrm", "dcnv2")]
+
+
+def spec_of(
+    *features: CategoricalFeature, numerical: tuple[str, ...] = ("age", "history_length")
+) -> FeatureSpec:
+    return FeatureSpec(
+        None, numerical, np.dtype(np.float32), (RowColumn("label"),), tuple(features), {}, {}
+    )
+
+
+def feature(name: str, rows: int = 50, hotness: int | None = 1, table: str | None = None):
+    return CategoricalFeature.of(name, rows, hotness, table)
+
+
+SPEC = spec_of(
+    feature("user"), feature("item"), feature("history", 50, 7, "item"), feature("kind", 21)
+)
+CRITEO = spec_of(
+    *(feature(f"C{number}") for number in range(1, 27)),
+    numerical=tuple(f"I{number}" for number in range(1, 14)),
+)
+HISTORY = {"item_features": ["item"], "history_features": ["history"]}
+
+
+def options_of(name: str, **options: object) -> ModelConfig:
+    """Return typed options, converted as those of the command line."""
+    return to_section(OmegaConf.create({"name": name, **options}), OPTIONS[name], "model")
+
+
+def tables_of(name: str, spec: FeatureSpec = SPEC, **options: object):
+    return [
+        (
+            table.name,
+            table.feature_names,
+            table.num_embeddings,
+            table.embedding_dim,
+            table.pooling.name,
+        )
+        for table in declared_tables(options_of(name, **options), spec)
+    ]
+
+
+def num_used(model: nn.Module) -> int:
+    """Return the parameters of a model without the weights of MLPs that read padding only."""
+    mlps = [layer for layer in model.modules() if isinstance(layer, MLP)]
+    padding = sum(mlp.padding * mlp.layers[0].out_features for mlp in mlps)
+    return sum(parameter.numel() for parameter in model.parameters()) - padding
+
+
+def test_the_published_models_have_their_sizes():
+    with torch.device("meta"):
+        wide_deep = WideDeep(
+            num_numerical=13, num_wide=2, deep_columns=26 * 16, hidden=[1024, 1024]
+        )
+        deepfm = DeepFM(
+            num_numerical=13, num_categorical=26, embedding_dim=10, hidden=[400, 400, 400]
+        )
+        movielens = EmbeddingMLP(num_numerical=0, embedding_columns=48, hidden=[128, 128])
+        sok = EmbeddingMLP(num_numerical=0, embedding_columns=100 * 10 * 4, hidden=[1024] * 6)
+    assert num_used(wide_deep.deep) == num_used(wide_deep) == 1_490_945
+    assert num_used(deepfm.deep) == 477_601
+    assert num_used(deepfm) == 477_601 + 13 * (10 + 1)
+    assert num_used(movielens) == movielens.num_parameters() == 22_913
+    assert num_used(sok) == sok.num_parameters() == 9_346_049
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_model_is_one_short_file(name):
+    module = MODELS[name].partition(":")[0]
+    lines = (ROOT / (module.replace(".", "/") + ".py")).read_text().splitlines()
+    assert len(lines) <= 150
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page_has_every_model_with_its_parameters(name):
+    pair = {"item_features": ["C1"], "history_features": ["C2"], "history_length": None}
+    options = options_of(name, **(pair if name == "din" else {}))
+    check_model(options, CRITEO)
+    (row,) = re.findall(rf"^\| `{name}` \|.*", PAGE, re.MULTILINE)
+    assert f"| {num_used(build_meta(options, CRITEO)):,} |" in row
+
+
+def test_wide_and_deep_features_have_tables_of_their_own():
+    assert tables_of("wide_deep", wide_features=["kind", "user"], embedding_dim=6) == [
+        ("item", ["item", "history"], 50, 6, "SUM"),
+        ("wide_user", ["user"], 50, 1, "SUM"),
+        ("wide_kind", ["kind"], 21, 1, "SUM"),
+    ]
+    names = [name for name, *_ in tables_of("wide_deep")]
+    assert names == ["user", "item", "kind", "wide_user", "wide_item", "wide_kind"]
+    names = [
+        name
+        for name, *_ in tables_of(
+            "wide_deep", wide_features=["kind"], deep_features=["user", "item", "history", "kind"]
+        )
+    ]
+    assert names == ["user", "item", "kind", "wide_kind"]
+
+
+def test_deepfm_looks_every_feature_up_twice():
+    widths = [(name, columns) for name, _, _, columns, _ in tables_of("deepfm")]
+    assert widths == [
+        ("user", 10),
+        ("item", 10),
+        ("kind", 10),
+        ("weight_user", 1),
+        ("weight_item", 1),
+        ("weight_kind", 1),
+    ]
+
+
+def test_din_shares_the_table_of_an_item_with_its_history():
+    wanted = [
+        ("item", ["item", "history"], 50, 16, "NONE"),
+        ("user", ["user"], 50, 16, "SUM"),
+        ("kind", ["kind"], 21, 16, "SUM"),
+    ]
+    assert tables_of("din", **HISTORY) == wanted
+    apart = spec_of(*(feature(f.name, f.cardinality, f.hotness) for f in SPEC.categorical))
+    assert tables_of("din", apart, **HISTORY) == wanted
+
+
+def test_columns_are_suggested_as_in_the_movielens_example():
+    """Its notebook prints ({'userId': (162542, 512), 'movieId': (56595, 512)}, {'genres': (21, 16)})."""
+    assert [suggested_columns(rows) for rows in (162_542, 56_595, 21)] == [512, 512, 16]
+    assert suggested_columns(1000) == 77
+    columns = [columns for *_, columns, _ in tables_of("embedding_mlp", embedding_dims="suggested")]
+    assert columns == [16, 16, 16]
+
+
+def test_widths_of_single_tables_are_those_of_the_option():
+    tables = tables_of("embedding_mlp", embedding_dims={"history": 3, "kind": 1}, pooling="none")
+    assert [(name, columns, pooling) for name, _, _, columns, pooling in tables] == [
+        ("user", 16, "NONE"),
+        ("item", 3, "NONE"),
+        ("kind", 1, "NONE"),
+    ]
+    options = options_of(
+        "embedding_mlp", embedding_dims={"history": 3, "kind": 1}, pooling="none", hidden=[]
+    )
+    model = EmbeddingMLP.build(options, SPEC)
+    assert model.mlp.layers[0].in_features - model.mlp.padding == 2 + 16 + 3 * (1 + 7) + 1
+
+
+REFUSALS = {
+    "a wide feature that is not there": (
+        "wide_deep",
+        {"wide_features": ["kind", "C1_C2"]},
+        "model.wide_features names 'C1_C2', which the dataset lacks; it has user, item, history, kind",
+    ),
+    "a deep feature twice": (
+        "wide_deep",
+        {"deep_features": ["kind", "kind"]},
+        "model.deep_features names 'kind' twice; name each feature once",
+    ),
+    "a feature neither wide nor deep": (
+        "wide_deep",
+        {"wide_features": ["kind"], "deep_features": ["user", "item"]},
+        "feature 'history' has no table",
+    ),
+    "a width of 0": ("deepfm", {"embedding_dim": 0}, "model.embedding_dim must be positive, got 0"),
+    "columns of a feature that is not there": (
+        "embedding_mlp",
+        {"embedding_dims": {"genres": 16}},
+        "model.embedding_dims names 'genres', which the dataset lacks; it has user, item, history, kind",
+    ),
+    "two widths of one table": (
+        "embedding_mlp",
+        {"embedding_dims": {"item": 4, "history": 8}},
+        "model.embedding_dims gives [4, 8] columns to features item, history, which share a table; name one of them",
+    ),
+    "another pooling": ("embedding_mlp", {"pooling": "max"}, "model.pooling"),
+    "a gate of an unknown feature": (
+        "finalmlp",
+        {"gate_features_2": ["sex"]},
+        "model.gate_features_2 names 'sex', which the dataset lacks; it has age, history_length, user, item, history, kind",
+    ),
+    "no history": (
+        "din",
+        {},
+        "model.name=din needs a history per item feature, got model.item_features=[] and model.history_features=[]; name "
+        "features of user, item, history, kind",
+    ),
+    "an item without a history": (
+        "din",
+        {"item_features": ["item", "kind"], "history_features": ["history"]},
+        "needs a history per item feature",
+    ),
+    "an unknown history": (
+        "din",
+        {"item_features": ["item"], "history_features": ["past"]},
+        "model.history_features names 'past', which the dataset lacks",
+    ),
+    "no length": (
+        "din",
+        {**HISTORY, "history_length": "length"},
+        "model.history_length names 'length', which the dataset lacks; it has age, history_length",
+    ),
+    "histories of other items": (
+        "din",
+        {"item_features": ["kind"], "history_features": ["history"]},
+        "history 'history' has 50 ids and 'kind' 21; they share a table, so preprocess both with one vocabulary",
+    ),
+    "an item of several ids": (
+        "din",
+        {"item_features": ["history"], "history_features": ["item"]},
+        "item feature 'history' has 7 ids per row; din needs one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_does_not_fit_is_refused_on_one_line(name, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        check_model(options_of(name, **options), SPEC)
+    assert "\n" not in str(error.value)
+
+
+RAGGED = spec_of(feature("item"), feature("history", 50, None), feature("old", 50, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "embedding_mlp",
+            {"pooling": "none"},
+            "model.pooling=none requires fixed hotness, but feature 'history' is ragged; use sum or mean",
+        ),
+        (
+            "din",
+            HISTORY,
+            "history 'history' is ragged; din requires fixed hotness, and the true length as a numerical feature",
+        ),
+    ],
+)
+def test_positions_need_fixed_hotness(name, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_meta(options_of(name, **options), RAGGED)
+
+
+def test_histories_of_different_lengths_are_refused():
+    spec = spec_of(feature("item"), feature("new", 50, 4), feature("user"), feature("old", 50, 3))
+    options = {"item_features": ["item", "user"], "history_features": ["new", "old"]}
+    with pytest.raises(
+        ValueError, match="history 'old' has 3 positions and 'new' 4; all must be equal"
+    ):
+        declared_tables(options_of("din", **options), spec)

@@ -1,0 +1,270 @@
+"""The models beside DLRM and DCNv2, trained: one and two ranks against plain PyTorch, plans, memory, resuming and export."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nn.export.tables import export_tables
+from nn.models.registry import MODELS, OPTIONS, declared_tables, find_model
+from tests.helpers.command import run_command
+from tests.helpers.composed import build, compose_config, losses_of_cases, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import stored_bytes, summary
+from tests.plain_models import PLAIN, bce, pooled
+
+STEPS = 20
+DATA = [
+    "data.synthetic.train_rows=2048",
+    "data.synthetic.test_rows=256",
+    "data.synthetic.cardinalities=[50,40,40,30,100]",
+    "data.synthetic.names=[user,item,items,kind,page]",
+    "data.synthetic.num_numerical=3",
+    "train.batch_size=64",
+    "eval.batch_size=128",
+    "optimizer.name=sgd",
+    "optimizer.lr=0.1",
+    "device=cpu",
+]
+HOTNESS = "data.synthetic.hotness=[1,2,2,1,3]"
+HISTORY = "data.synthetic.hotness=[1,1,6,1,3]"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Options of a small model, and the arguments of its plain formula."""
+
+    name: str
+    options: list[str] = field(default_factory=list)
+    plain: dict[str, Any] = field(default_factory=dict)
+    hotness: str = HOTNESS
+    layout: str = "sharding.tables={kind:data_parallel}"
+
+    @property
+    def overrides(self) -> list[str]:
+        options = [f"model.{option}" for option in self.options]
+        return [*DATA, self.hotness, f"model.name={self.name}", *options]
+
+
+EXPERTS = ["expert_hidden=[8,6]", "tower_hidden=[5]", "embedding_dim=4"]
+CASES = {
+    "wide_deep": Case(
+        "wide_deep",
+        ["embedding_dim=6", "hidden=[8,6]", "dropout=0", "wide_features=[kind,user]"],
+        {"num_wide": 2},
+    ),
+    "wide_deep of all": Case(
+        "wide_deep",
+        ["embedding_dim=4", "hidden=[8]", "dropout=0", "wide_numerical=true"],
+        {"num_wide": 5},
+    ),
+    "deepfm": Case("deepfm", ["embedding_dim=10", "hidden=[8,6]", "dropout=0"]),
+    "embedding_mlp": Case(
+        "embedding_mlp",
+        ["embedding_dim=8", "hidden=[8,6]"],
+        layout="sharding.tables={user:column_wise,item:row_wise}",
+    ),
+    "embedding_mlp of means": Case(
+        "embedding_mlp",
+        ["embedding_dim=4", "hidden=[8]", "pooling=mean", "embedding_dims={kind:1,page:7}"],
+    ),
+    "embedding_mlp of positions": Case(
+        "embedding_mlp",
+        ["embedding_dim=8", "hidden=[8]", "pooling=none"],
+        layout="sharding.tables={user:column_wise,page:column_wise}",
+    ),
+    "finalmlp": Case(
+        "finalmlp",
+        [
+            "embedding_dim=4",
+            "hidden_1=[8,6]",
+            "hidden_2=[6]",
+            "gate_hidden=[5]",
+            "heads=2",
+            "gate_features_1=[item,num_1]",
+        ],
+        {"gates": [[4, 1], []]},
+    ),
+    "serial masknet": Case("masknet", ["embedding_dim=4", "blocks=[8,6]"], {"serial": True}),
+    "parallel masknet": Case(
+        "masknet",
+        ["embedding_dim=4", "blocks=[8,6]", "hidden=[7]", "structure=parallel"],
+        {"serial": False},
+    ),
+    "wukong": Case(
+        "wukong",
+        [
+            "embedding_dim=4",
+            "fm_vectors=2",
+            "linear_vectors=3",
+            "compression=3",
+            "fm_hidden=[7]",
+            "numerical_hidden=[5]",
+            "hidden=[9]",
+        ],
+    ),
+    "din": Case(
+        "din",
+        [
+            "embedding_dim=4",
+            "item_features=[item]",
+            "history_features=[items]",
+            "history_length=num_1",
+            "attention_hidden=[6]",
+            "hidden=[8]",
+        ],
+        {"pairs": 1, "length": 1},
+        HISTORY,
+    ),
+    "din with dice": Case(
+        "din",
+        [
+            "embedding_dim=4",
+            "item_features=[item]",
+            "history_features=[items]",
+            "history_length=null",
+            "attention_hidden=[6]",
+            "hidden=[8,6]",
+            "activation=dice",
+        ],
+        {"pairs": 1, "length": None},
+        HISTORY,
+    ),
+    "shared_bottom": Case(
+        "shared_bottom", ["hidden=[8,6]", "tower_hidden=[5]", "embedding_dim=4"], {"tasks": 1}
+    ),
+    "mmoe": Case("mmoe", [*EXPERTS, "experts=3"], {"tasks": 1}),
+    "ple": Case("ple", [*EXPERTS, "task_experts=2", "shared_experts=3"], {"tasks": 1}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Losses and final weights of a run and of its plain formula."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    plain_losses: list[float]
+    plain_weights: dict[str, Tensor]
+
+
+def train_both(case: Case) -> Trained:
+    """Train a model on one rank and its plain formula on the same batches, from the same weights."""
+    built = build(compose_config(*case.overrides))
+    weights = {shard.table: shard.weight for shard in built.step.tables.shards()}
+    parameters = dict(built.step.dense.named_parameters())
+    copies = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in {**weights, **parameters}.items()
+    }
+    batches = [
+        (batch.numerical.clone(), batch.labels.clone(), ids_of(batch))
+        for batch in built.train_loader.batches(0, STEPS)
+    ]
+    losses = built.train(0, STEPS)
+    tables = declared_tables(built.config.model, built.source.spec)
+    plain_losses = []
+    for numerical, labels, ids in batches:
+        lookups = [
+            pooled(copies[table.name][ids[feature]], table.pooling.name.lower())
+            for table in tables
+            for feature in table.feature_names
+        ]
+        dense = {name: copies[name] for name in parameters}
+        loss = bce(PLAIN[case.name](dense, numerical, lookups, **case.plain), labels)
+        gradients = torch.autograd.grad(loss, list(copies.values()), allow_unused=True)
+        with torch.no_grad():
+            for value, gradient in zip(copies.values(), gradients, strict=True):
+                if gradient is not None:
+                    value -= 0.1 * gradient
+        plain_losses.append(loss.item())
+    after = {shard.table: shard.weight for shard in built.step.tables.shards()} | parameters
+    built.step.close()
+    return Trained(losses, after, plain_losses, copies)
+
+
+def ids_of(batch) -> dict[str, Tensor]:
+    """Return the ids [B, hotness] of every feature of a complete batch."""
+    size = len(batch.numerical)
+    return {
+        name: feature.values().clone().view(size, -1).long()
+        for name, feature in batch.ids.to_dict().items()
+    }
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Trained]:
+    with ranks_of_cpu():
+        return {name: train_both(case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_trains_as_plain_pytorch(trained, name):
+    run = trained[name]
+    np.testing.assert_allclose(run.losses, run.plain_losses, rtol=1e-6, atol=1e-6)
+    for key, value in run.weights.items():
+        torch.testing.assert_close(
+            value,
+            run.plain_weights[key],
+            rtol=1e-6,
+            atol=1e-6,
+            msg=lambda text, key=key: f"{key}: {text}",
+        )
+    assert run.losses[0] != run.losses[-1]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, list[float]]:
+    """Return the losses of every model on two ranks."""
+    cases = [[*case.overrides, case.layout] for case in CASES.values()]
+    both = run_distributed(losses_of_cases, 2, cases, STEPS)
+    assert both[0] == both[1]
+    return dict(zip(CASES, both[0], strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_plain_pytorch(trained, two_ranks, name):
+    np.testing.assert_allclose(two_ranks[name], trained[name].plain_losses, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_is_planned_with_its_memory(name):
+    case = CASES[name]
+    ended = run_command(
+        *case.overrides, "device=cuda", "mode=plan", "sharding.hbm_gib=1", "sharding.world_size=2"
+    )
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert "GiB" in ended.out
+
+
+@pytest.mark.parametrize("name", ["wide_deep", "embedding_mlp of positions", "din", "ple"])
+def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, tmp_path):
+    case = CASES[name]
+    for run, steps in (("complete", [6]), ("resumed", [3, 6])):
+        for count in steps:
+            ended = run_command(
+                *case.overrides, f"run_dir={tmp_path / run}", f"train.max_steps={count}"
+            )
+            assert (ended.exit_code, ended.err) == (0, "")
+    assert summary(tmp_path / "complete")["steps"] == 6
+    assert stored_bytes(tmp_path / "resumed") == stored_bytes(tmp_path / "complete")
+    written = export_tables(tmp_path / "complete" / "checkpoints" / "step_6", tmp_path / "out")
+    config = compose_config(*case.overrides)
+    with ranks_of_cpu():
+        spec = build(config).source.spec
+    for table in declared_tables(config.model, spec):
+        assert table.name in written
+        weight = np.load(tmp_path / "out" / f"{table.name}.weight.npy")
+        assert weight.shape == (table.num_embeddings, table.embedding_dim)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_help_lists_the_options_of_every_model(name):
+    ended = run_command(f"model.name={name}", "--help")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert OPTIONS[name] is find_model(name).Options
+    for option in OPTIONS[name].__dataclass_fields__:
+        assert f"model.{option}" in ended.out

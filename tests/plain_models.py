@@ -1,0 +1,257 @@
+"""Plain PyTorch formulas of the models beside DLRM and DCNv2, as a reference for the recipe.
+
+No code of the recipe is imported: the formulas are written from the papers, with loops instead of batched products. A model is
+a function of its parameters by name, the numerical features [B, N], and one tensor per lookup in the order of the tables: [B, D],
+or [B, L * D] of a lookup without pooling. It returns logits [B], or [B, T] of several tasks.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Parameters = dict[str, Tensor]
+
+
+def linear(p: Parameters, name: str, x: Tensor) -> Tensor:
+    """Apply a linear layer; columns of its weight beyond those of x are padding."""
+    product = x @ p[f"{name}.weight"][:, : x.shape[1]].T
+    return product + p[f"{name}.bias"] if f"{name}.bias" in p else product
+
+
+def mlp(p: Parameters, name: str, x: Tensor, *, final_relu: bool = False) -> Tensor:
+    """Apply linear layers with ReLU between them."""
+    count = sum(key.startswith(f"{name}.layers.") and key.endswith("weight") for key in p)
+    for number in range(count):
+        x = linear(p, f"{name}.layers.{number}", x)
+        if final_relu or number < count - 1:
+            x = x.clamp(min=0)
+    return x
+
+
+def numerical_vectors(p: Parameters, name: str, numerical: Tensor) -> list[Tensor]:
+    """Scale the vector of every numerical feature by its value."""
+    if f"{name}.vectors" not in p:
+        return []
+    return [numerical[:, i : i + 1] * vector[None] for i, vector in enumerate(p[f"{name}.vectors"])]
+
+
+def wide_deep(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, num_wide: int):
+    """Add the wide weights and the MLP of the other vectors."""
+    deep, wide = lookups[: len(lookups) - num_wide], lookups[len(lookups) - num_wide :]
+    logits = mlp(p, "deep", torch.cat([numerical, *deep], 1))[:, 0]
+    for weight in wide:
+        logits = logits + weight[:, 0]
+    if "wide.weight" in p:
+        logits = logits + numerical @ p["wide.weight"][0]
+    return logits
+
+
+def deepfm(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]):
+    """Add first-order weights, products of all pairs, and the MLP."""
+    half = len(lookups) // 2
+    vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups[:half])
+    weights = numerical_vectors(p, "weights", numerical) + list(lookups[half:])
+    logits = mlp(p, "deep", torch.cat(vectors, 1))[:, 0]
+    for weight in weights:
+        logits = logits + weight[:, 0]
+    for i, first in enumerate(vectors):
+        for second in vectors[i + 1 :]:
+            logits = logits + (first * second).sum(1)
+    return logits
+
+
+def embedding_mlp(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]):
+    """Apply one MLP to everything."""
+    return mlp(p, "mlp", torch.cat([numerical, *lookups], 1))[:, 0]
+
+
+def finalmlp(
+    p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, gates: Sequence[Sequence[int]]
+):
+    """Fuse two gated streams; `gates` are the positions of the vectors that control each gate."""
+    vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups)
+    outputs = []
+    for stream, gate in enumerate(gates):
+        context = torch.cat([vectors[i] for i in gate], 1) if gate else None
+        if context is None:
+            context = p[f"gates.{stream}.constant"].expand(len(numerical), -1)
+        weights = 2 / (1 + torch.exp(-mlp(p, f"gates.{stream}.gate", context)))
+        outputs.append(
+            mlp(p, f"streams.{stream}", weights * torch.cat(vectors, 1), final_relu=True)
+        )
+    logits = linear(p, "fusion.linear", torch.cat(outputs, 1))[:, 0]
+    heads = p["fusion.product"]
+    lefts, rights = (torch.chunk(output, len(heads), dim=1) for output in outputs)
+    for weight, left, right in zip(heads, lefts, rights, strict=True):
+        logits = logits + ((left @ weight) * right).sum(1)
+    return logits
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    """Normalise the last dimension."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def masknet(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, serial: bool):
+    """Apply mask blocks one after another, or all to the normalised vectors."""
+    vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups)
+    start = torch.cat(
+        [
+            layer_norm(vector) * p["norm.weight"][i] + p["norm.bias"][i]
+            for i, vector in enumerate(vectors)
+        ],
+        1,
+    )
+    plain = torch.cat(vectors, 1)
+    outputs, x = [], start
+    for number in range(sum(key.endswith("hidden.layers.0.weight") for key in p)):
+        block = f"blocks.{number}"
+        mask = linear(
+            p, f"{block}.projection.layers.0", linear(p, f"{block}.aggregation.layers.0", plain)
+        )
+        hidden = linear(p, f"{block}.hidden.layers.0", mask * (x if serial else start))
+        hidden = layer_norm(hidden) * p[f"{block}.norm.weight"] + p[f"{block}.norm.bias"]
+        x = hidden.clamp(min=0)
+        outputs.append(x)
+    return mlp(p, "top", x if serial else torch.cat(outputs, 1))[:, 0]
+
+
+def wukong(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]):
+    """Stack factorization machines, with the complete matrix of products before it is compressed."""
+    vectors = list(lookups)
+    if "bottom.layers.0.weight" in p:
+        vectors.insert(0, mlp(p, "bottom", numerical, final_relu=True))
+    x = torch.stack(vectors, 1)
+    for number in range(sum(key.endswith("compression.weight") for key in p)):
+        layer = f"layers.{number}"
+        products = torch.stack([row @ row.T for row in x])
+        compressed = (products @ p[f"{layer}.compression.weight"].T).flatten(1)
+        normed = layer_norm(compressed) * p[f"{layer}.product_norm.weight"]
+        fm = mlp(p, f"{layer}.fm", normed + p[f"{layer}.product_norm.bias"])
+        recombined = torch.einsum("ov,bvd->bod", p[f"{layer}.linear.weight"], x)
+        both = torch.cat([fm.reshape(len(x), -1, x.shape[2]), recombined], 1)
+        if f"{layer}.residual.weight" in p:
+            x = torch.einsum("ov,bvd->bod", p[f"{layer}.residual.weight"], x)
+        x = layer_norm(both + x) * p[f"{layer}.norm.weight"] + p[f"{layer}.norm.bias"]
+    return mlp(p, "top", x.flatten(1))[:, 0]
+
+
+def din(
+    p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, pairs: int, length: int | None
+):
+    """Attend row by row over the items before the true length."""
+    items = torch.cat([lookups[2 * pair] for pair in range(pairs)], 1)
+    histories = [
+        lookups[2 * pair + 1].reshape(len(items), -1, lookups[2 * pair].shape[1])
+        for pair in range(pairs)
+    ]
+    history = torch.cat(histories, 2)
+    pooled = []
+    for row, item in enumerate(items):
+        count = history.shape[1] if length is None else math.ceil(numerical[row, length])
+        total = torch.zeros_like(item)
+        for past in history[row, : max(count, 0)]:
+            x = torch.cat([item, past, item - past, item * past])[None]
+            layers = sum(key.startswith("attention.layers.") for key in p) // 2
+            for number in range(layers - 1):
+                x = 1 / (1 + torch.exp(-linear(p, f"attention.layers.{number}", x)))
+            total = total + linear(p, f"attention.layers.{layers - 1}", x)[0, 0] * past
+        pooled.append(total)
+    numbers = [column for column in range(numerical.shape[1]) if column != length]
+    parts = [items, torch.stack(pooled), *lookups[2 * pairs :], numerical[:, numbers]]
+    x = torch.cat(parts, 1)
+    layers = sum(key.startswith("top.layers.") for key in p) // 2
+    for number in range(layers - 1):
+        x = linear(p, f"top.layers.{number}", x)
+        activation = f"top.activations.{number}"
+        if f"{activation}.alpha" in p:
+            deviation = (x.var(0, unbiased=False) + 1e-8).sqrt()
+            chance = 1 / (1 + torch.exp(-(x - x.mean(0)) / deviation))
+            x = chance * x + (1 - chance) * p[f"{activation}.alpha"] * x
+        else:
+            x = torch.where(x > 0, x, x * p[f"{activation}.weight"])
+    return linear(p, f"top.layers.{layers - 1}", x)[:, 0]
+
+
+def experts_of(p: Parameters, name: str, x: Tensor) -> list[Tensor]:
+    """Apply all experts of a group."""
+    numbers = {key.split(".")[-4] for key in p if key.startswith(f"{name}.experts.")}
+    return [
+        mlp(p, f"{name}.experts.{number}", x, final_relu=True)
+        for number in sorted(numbers, key=int)
+    ]
+
+
+def gated(weight: Tensor, x: Tensor, experts: Sequence[Tensor]) -> Tensor:
+    """Weigh experts by a softmax."""
+    powers = torch.exp(x @ weight.T)
+    weights = powers / powers.sum(1, keepdim=True)
+    return sum(weights[:, i : i + 1] * expert for i, expert in enumerate(experts))
+
+
+def towers(p: Parameters, inputs: Sequence[Tensor]) -> Tensor:
+    """Apply a tower per task; a single task is a vector."""
+    logits = [mlp(p, f"towers.towers.{task}", x) for task, x in enumerate(inputs)]
+    return torch.cat(logits, 1) if len(logits) > 1 else logits[0][:, 0]
+
+
+def shared_bottom(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int):
+    """Apply all towers to one MLP."""
+    x = mlp(p, "bottom", torch.cat([numerical, *lookups], 1), final_relu=True)
+    return towers(p, [x] * tasks)
+
+
+def mmoe(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int):
+    """Weigh the experts for every task."""
+    x = torch.cat([numerical, *lookups], 1)
+    experts = experts_of(p, "experts", x)
+    return towers(p, [gated(p[f"gates.{task}.linear.weight"], x, experts) for task in range(tasks)])
+
+
+def ple(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int):
+    """Extract level by level, with experts of every task and shared ones."""
+    x = torch.cat([numerical, *lookups], 1)
+    inputs = [x] * (tasks + 1)
+    for number in range(len({key.split(".")[1] for key in p if key.startswith("levels.")})):
+        level = f"levels.{number}"
+        groups = [experts_of(p, f"{level}.experts.{i}", inputs[i]) for i in range(tasks + 1)]
+        outputs = [
+            gated(p[f"{level}.gates.{task}.linear.weight"], inputs[task], groups[task] + groups[-1])
+            for task in range(tasks)
+        ]
+        if f"{level}.shared_gate.linear.weight" in p:
+            every = [expert for group in groups for expert in group]
+            outputs.append(gated(p[f"{level}.shared_gate.linear.weight"], inputs[-1], every))
+        inputs = outputs
+    return towers(p, inputs)
+
+
+PLAIN: dict[str, Callable[..., Tensor]] = {
+    "wide_deep": wide_deep,
+    "deepfm": deepfm,
+    "embedding_mlp": embedding_mlp,
+    "finalmlp": finalmlp,
+    "masknet": masknet,
+    "wukong": wukong,
+    "din": din,
+    "shared_bottom": shared_bottom,
+    "mmoe": mmoe,
+    "ple": ple,
+}
+
+
+def pooled(rows: Tensor, pooling: str) -> Tensor:
+    """Map rows of a table [B, L, D] to [B, D], or to [B, L * D] without pooling."""
+    if pooling == "none":
+        return rows.flatten(1)
+    return rows.sum(1) if pooling == "sum" else rows.mean(1)
+
+
+def bce(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean binary cross entropy per task, summed over tasks."""
+    losses = functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return losses.mean(0).sum()
