@@ -5,21 +5,25 @@ A table's size is exact. The rest is computed from shapes, as the step of `nn/tr
 CUDA context, NCCL's buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from configs.schema import Amp, Config
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import embedding_columns
+from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
 from nn.sharding.plan import TablePlan
+from nn.sharding.tables import ROWS_CUT
 
 ID_BYTES = 8
 BATCHES_ON_DEVICE = 3
 """The batch being trained, the next one, and the graph's own copy."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """Torch's default on Hopper, per stream; there are two, the step's and the graph's."""
+LISTED_BYTES = 12
+"""Row, column and factor of each key's gradient, listed for width classes with a table of several lookups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class RankMemory:
         batches: numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent.
         lookups: local embeddings, those that are sent, and the gradients that return.
         dense_pass: peak of activations and gradients, in the graph's own memory.
-        update: ids sorted out of place with their positions, and partial sums of rows that cross blocks.
+        update: keys sorted out of place with their positions, partial sums of rows that cross blocks, and the sources of the
+            gradients of tables with several lookups.
         evaluation: embeddings of an evaluation with another batch size, and its activations beyond the graph's memory.
         workspaces: workspaces of cuBLAS.
     """
@@ -67,7 +72,7 @@ def plan_memory(
 
     Args:
         config: configuration of the run.
-        spec: the dataset as stored; `plan` knows what is looked up.
+        spec: the dataset as stored.
         plan: of the tables.
         world_size: ranks.
         dense_states: numbers per weight that the dense component keeps: its optimizer's state, and its average.
@@ -76,26 +81,32 @@ def plan_memory(
     batch = global_batch // world_size
     amp = config.train.amp
     activation_bytes = 4 if amp is Amp.off else 2
-    model = build_meta(config.model, spec)
+    seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
+    model = build_meta(config.model, seen)
     activations = model.activations()
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * sum(
         x.mean_hotness for x in spec.categorical
     )
-    embedding_bytes = _embedding_bytes(config, spec)
+    sent_bytes = _sent_bytes(config)
+    declared = declared_tables(config.model, seen)
+    embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
     dense_pass = _dense_pass(config, model, batch * activation_bytes, local)
     eval_batch = config.eval.batch_size // world_size
     eval_columns = max((sum(layer) for layer in model.linear_layers()), default=0)
     eval_columns += activations.forward_columns
-    widest_table = max(table.embedding_dim for table in plan)
+    hotness = {feature.name: feature.mean_hotness for feature in seen.categorical}
+    features = {
+        table.name: {name: hotness[name] for name in table.feature_names} for table in declared
+    }
     memories = []
     for rank in range(world_size):
-        sent, ids = _work_of(config, rank, plan, global_batch, batch)
-        eval_sent, eval_ids = _work_of(config, rank, plan, config.eval.batch_size, eval_batch)
-        evaluation = eval_batch * embedding_bytes + 3 * eval_ids * ID_BYTES
+        work = _work_of(rank, plan, features, global_batch, batch)
+        eval_work = _work_of(rank, plan, features, config.eval.batch_size, eval_batch)
+        evaluation = eval_batch * embedding_bytes + 3 * eval_work.ids * ID_BYTES
         # Alone, a rank's lookups are at local already.
-        evaluation += eval_sent if world_size > 1 else 0
+        evaluation += eval_work.elements * sent_bytes if world_size > 1 else 0
         memories.append(
             RankMemory(
                 tables=_sum_of(rank, plan),
@@ -106,10 +117,10 @@ def plan_memory(
                     if table.sharding == "data_parallel" and rank in table.ranks
                 ),
                 dense_half=dense_half,
-                batches=int(BATCHES_ON_DEVICE * batch * row + 3 * ids * ID_BYTES),
-                lookups=local + (2 * sent if world_size > 1 else 0),
+                batches=int(BATCHES_ON_DEVICE * batch * row + 3 * work.ids * ID_BYTES),
+                lookups=local + (2 * work.elements * sent_bytes if world_size > 1 else 0),
                 dense_pass=dense_pass,
-                update=3 * ids * (ID_BYTES + 4) + update_bytes(ids, widest_table),
+                update=3 * work.keys * (ID_BYTES + 4) + work.update_bytes,
                 evaluation=(eval_batch != batch) * evaluation
                 + max(eval_columns * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
@@ -118,20 +129,19 @@ def plan_memory(
     return memories
 
 
-def update_bytes(num_ids: int, columns: int) -> int:
-    """Return the memory of the update's levels, and 4 bytes per id that tell tables apart.
+def update_bytes(num_keys: float, columns: int) -> int:
+    """Return the memory of the update's levels of one table, and 4 bytes per key that tell tables apart.
 
-    See `nn.embedding.triton_launcher`: a block of 32 ids has 5 numbers, and leaves two sums with 9 bytes beside them, which
-    are the ids of the next level.
+    See `nn.embedding.triton_launcher`: a block of 32 keys has 5 numbers, and leaves two sums with 9 bytes beside them, which
+    are the keys of the next level. Sums have as many columns as the table's width class, the next power of two.
+
+    Args:
+        num_keys: ids per step, over all lookups of the table.
+        columns: of the table on this rank.
     """
-    block_bytes = 4 * 5 + 2 * (4 * columns + 9)
-    blocks = num_ids / 32 * 16 / 15
-    return round(blocks * block_bytes) + 4 * num_ids
-
-
-def _embedding_bytes(config: Config, spec: FeatureSpec) -> int:
-    """Return the bytes per sample of its own embeddings."""
-    return embedding_columns(declared_tables(config.model, spec), spec) * _sent_bytes(config)
+    block_bytes = 4 * 5 + 2 * (4 * _width_class(columns) + 9)
+    blocks = num_keys / 32 * 16 / 15
+    return round(blocks * block_bytes + 4 * num_keys)
 
 
 def _sent_bytes(config: Config) -> int:
@@ -139,22 +149,80 @@ def _sent_bytes(config: Config) -> int:
     return 2 if config.train.amp is Amp.bf16 else 4
 
 
+@dataclass(frozen=True, slots=True)
+class _SparseWork:
+    """Lookups of one rank per step.
+
+    Attributes:
+        elements: elements of the embeddings that are looked up for all ranks; those of replicated tables do not count.
+        ids: ids that arrive: once per feature, whatever number of tables takes them.
+        keys: ids that are sorted: once per lookup.
+        update_bytes: memory of the update beside sorted keys.
+    """
+
+    elements: int
+    ids: int
+    keys: int
+    update_bytes: int
+
+
 def _work_of(
-    config: Config, rank: int, plan: Sequence[TablePlan], global_batch: int, batch: int
-) -> tuple[int, int]:
-    """Return the bytes that a rank looks up for all ranks per step, and its ids, those of replicated tables included."""
-    elements = ids = 0.0
-    for table in plan:
-        if rank not in table.ranks:
-            continue
-        is_replicated = table.sharding == "data_parallel"
-        rows = batch if is_replicated else global_batch
-        split = len(table.ranks)
-        columns = table.embedding_dim / (split if table.sharding == "column_wise" else 1)
-        elements += 0 if is_replicated else rows * columns * table.num_vectors
-        is_row_wise = table.sharding in ("row_wise", "table_row_wise")
-        ids += rows * table.hotness / (split if is_row_wise else 1)
-    return round(elements) * _sent_bytes(config), round(ids)
+    rank: int,
+    plan: Sequence[TablePlan],
+    features: Mapping[str, Mapping[str, float]],
+    global_batch: int,
+    batch: int,
+) -> _SparseWork:
+    """Return the lookups of a rank.
+
+    Args:
+        rank: the rank.
+        plan: of all tables.
+        features: table -> feature -> ids per sample.
+        global_batch: rows of all ranks, for which sharded tables are looked up.
+        batch: rows of one rank, for which replicated tables are.
+    """
+    held = [table for table in plan if rank in table.ranks]
+    replicated = [table for table in held if table.sharding == "data_parallel"]
+    sharded = [table for table in held if table.sharding != "data_parallel"]
+    elements = sum(global_batch * table.num_vectors * _local_columns(table) for table in sharded)
+    ids = keys = size = 0.0
+    # The tables of a group are looked up and updated by the same launches.
+    for tables, rows in ((sharded, global_batch), (replicated, batch)):
+        arriving: dict[str, float] = {}
+        keys_of = {table.table: rows * table.hotness * _row_share(table) for table in tables}
+        for table in tables:
+            for feature, hotness in features[table.table].items():
+                arriving[feature] = max(arriving.get(feature, 0), hotness * _row_share(table))
+            size += update_bytes(keys_of[table.table], _local_columns(table))
+        ids += rows * sum(arriving.values())
+        keys += sum(keys_of.values())
+        listed = {
+            _width_class(_local_columns(table))
+            for table in tables
+            if len(features[table.table]) > 1
+        }
+        size += LISTED_BYTES * len(listed) * sum(keys_of.values())
+    return _SparseWork(round(elements), round(ids), round(keys), round(size))
+
+
+def _local_columns(table: TablePlan) -> int:
+    """Return the columns of a table on each of its ranks."""
+    return (
+        -(-table.embedding_dim // len(table.ranks))
+        if table.sharding == "column_wise"
+        else table.embedding_dim
+    )
+
+
+def _row_share(table: TablePlan) -> float:
+    """Return the fraction of a table's rows, and of its ids, on each of its ranks."""
+    return 1 / len(table.ranks) if table.sharding in ROWS_CUT else 1.0
+
+
+def _width_class(columns: int) -> int:
+    """Return the next power of two: tables of one class share their launches."""
+    return 1 << (columns - 1).bit_length()
 
 
 def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:

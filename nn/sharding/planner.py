@@ -7,6 +7,7 @@ links, the hotness and optimizer state of each table, and only the kernels that 
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -188,31 +189,30 @@ def plan_tables(
         ValueError: the tables do not fit, or an override is invalid.
     """
     tables_of = tables_of_feature(declared)
-    expansion_bytes = {
-        table: size for feature, size in expansion_bytes.items() for table in tables_of[feature]
-    }
+    # A table may have several features.
+    expansions: Counter[str] = Counter()
+    for feature, size in expansion_bytes.items():
+        expansions.update(dict.fromkeys(tables_of[feature], size))
     embeddings = planned_tables(declared, rule)
-    constraints = _constraints(
-        declared, spec, config, rule, hardware, batch_size, set(expansion_bytes)
-    )
+    constraints = _constraints(declared, spec, config, rule, hardware, batch_size, set(expansions))
     replicated = [ShardingType.data_parallel.value]
     keep_float32(
         embeddings,
         [name for name, limits in constraints.items() if limits.sharding_types == replicated],
     )
     topology = _topology(hardware, config, update_passes(embeddings, rule))
-    enumerator = TableEnumerator(topology, batch_size, constraints, expansion_bytes, rule)
+    enumerator = TableEnumerator(topology, batch_size, constraints, expansions, rule)
     try:
         plan = _run_planner(enumerator, topology, batch_size, constraints, embeddings)
     except PlannerError as error:
         raise ValueError(
-            _does_not_fit(embeddings, config, rule, hardware, expansion_bytes, error)
+            _does_not_fit(embeddings, config, rule, hardware, expansions, error)
         ) from error
     if rule.needs_dense_kernel(hardware.device_type):
         # After planning: the planner accepts the dense kernel for replicated tables only, the sharded module for all.
         for sharding in plan.plan["embeddings"].values():
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
-    return plan, _rows(plan, embeddings, declared, spec, rule, expansion_bytes)
+    return plan, _rows(plan, embeddings, declared, spec, rule, expansions)
 
 
 def _run_planner(

@@ -10,9 +10,13 @@ from nn.build import build_plan, open_source, planned_hardware
 from nn.models.registry import build_meta
 from nn.sharding.memory_estimate import RankMemory, plan_memory, update_bytes
 from nn.sharding.plan import TablePlan
+from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import dense_rule
+from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY, compose_config
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.nn.models.test_kinds_of_tables import Kinds
 
 GIB = 2**30
 ON_H200 = ["device=cuda", "sharding.hbm_gib=139.8"]
@@ -60,10 +64,10 @@ def test_each_term_is_what_its_shapes_say():
     config = compose_config(*TINY, "data.synthetic.hotness=[1,2,1,1,3]", "train.amp=off")
     spec = open_source(config).spec
     tables = [
-        TablePlan("whole", 500, 8, 1.0, "table_wise", "fused", (0,), (1000,)),
-        TablePlan("cut", 40, 8, 2.0, "column_wise", "fused", (0, 1), (200, 200), 7),
-        TablePlan("rows", 300, 8, 3.0, "row_wise", "fused", (0, 1), (50, 50)),
-        TablePlan("copied", 7, 8, 1.0, "data_parallel", "dense", (0, 1), (9, 9)),
+        TablePlan("cat_0", 500, 8, 1.0, "table_wise", "fused", (0,), (1000,)),
+        TablePlan("cat_1", 40, 8, 2.0, "column_wise", "fused", (0, 1), (200, 200), 7),
+        TablePlan("cat_4", 300, 8, 3.0, "row_wise", "fused", (0, 1), (50, 50)),
+        TablePlan("cat_2", 7, 8, 1.0, "data_parallel", "dense", (0, 1), (9, 9)),
     ]
     first, second = plan_memory(config, spec, tables, 2, 1)
     assert (first.tables, second.tables) == (1259, 259)
@@ -77,8 +81,9 @@ def test_each_term_is_what_its_shapes_say():
     local = 32 * 5 * 8 * 4
     assert first.lookups == 2 * 4 * elements + local
     ids = 64 * 1 + 64 * 2 + 64 * 3 / 2 + 32 * 1
-    assert first.update == 3 * 12 * ids + update_bytes(ids, 8)
-    assert second.update == 3 * 12 * (ids - 64) + update_bytes(ids - 64, 8)
+    levels = update_bytes(64 * 2, 4) + update_bytes(64 * 3 / 2, 8) + update_bytes(32, 8)
+    assert first.update == pytest.approx(3 * 12 * ids + update_bytes(64, 8) + levels, abs=2)
+    assert second.update == pytest.approx(3 * 12 * (ids - 64) + levels, abs=2)
     # 3 numbers and a label, 8 ids per row
     assert first.batches == 3 * 32 * (4 * 4 + 8 * 8) + 3 * 8 * ids
     # the inputs of all layers, and two gradients of the widest
@@ -107,17 +112,95 @@ def test_evaluation_in_batches_of_the_same_size_needs_no_further_memory():
     assert ranks_of("dlrm", *TINY, *ON_H200, "eval.batch_size=64")[0].evaluation == 0
 
 
-@pytest.mark.parametrize("columns", [16, 128])
-def test_the_update_takes_as_much_as_its_levels(columns):
-    _levels = pytest.importorskip("nn.embedding.triton_launcher")._levels
-    counts = [40_000, 3, 500, 9_000]
-    made = [
-        tensor
-        for level in _levels([0, 40_000, 40_003, 40_503], counts, 32, columns, torch.device("cpu"))
-        for tensor in (level.blocks, level.sums, level.sums_keys, level.sums_counts)
-    ]
-    total = sum(each.nbytes for each in made) + 4 * sum(counts)
-    assert update_bytes(sum(counts), columns) == pytest.approx(total, rel=0.01)
+def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
+    """Return what a rank on a GPU would allocate for its update, in bytes, with its numbers of ids and keys."""
+    launcher = pytest.importorskip("nn.embedding.triton_launcher").TritonLauncher
+    static = StaticEmbeddings(
+        step.tables.rank_tables,
+        batch_size,
+        replicated_gradients=[torch.empty(shape) for shape in step.tables.replicated_shapes],
+        prefix_columns=0,
+    )
+    size = ids = keys = 0
+    for bags in (static._owned, static._replicated):
+        if not bags.tables:
+            continue
+        kernels = launcher(
+            bags.tables, bags._lookups, bags.num_samples, step.tables.rank_tables.config
+        )
+        for width_class in kernels._classes:
+            if width_class._source == "listed":
+                size += sum(tensor.nbytes for tensor in width_class._listed)
+            for level in width_class._levels:
+                parts = (level.blocks, level.sums, level.sums_keys, level.sums_counts)
+                size += sum(tensor.nbytes for tensor in parts)
+        size += bags._base_of_key.nbytes
+        ids += bags.num_ids
+        keys += sum(bags._counts)
+    return size, ids, keys
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["sharding.tables={cat_1: data_parallel, wide_cat_0: data_parallel}"],
+        ["model.name=dlrm", "model.embedding_dim=16", "model.bottom_mlp=[16]"],
+        ["model.name=dlrm", "model.embedding_dim=128", "model.bottom_mlp=[128]"],
+    ],
+)
+def test_the_update_takes_what_the_launcher_allocates(overrides):
+    batch_size = 4096
+    config = compose_config(
+        *TINY,
+        f"model.name={Kinds.__module__}:Kinds",
+        "data.synthetic.hotness=[3,1,2,5,1]",
+        f"train.batch_size={batch_size}",
+        f"data.synthetic.train_rows={batch_size}",
+        "train.amp=off",
+        *overrides,
+    )
+    with ranks_of_cpu():
+        built = build(config)
+        allocated, ids, keys = launched(built.step, batch_size)
+        tables = built.step.tables
+        weights = [shard.weight.nbytes for shard in tables.shards()]
+        states = [
+            part.nbytes
+            for tensor in tables.optimizer_state().values()
+            for part in local_tensors(tensor)
+        ]
+        hardware = planned_hardware(config)
+        _, plan = build_plan(config, built.source, hardware)
+        (planned,) = plan_memory(config, built.source.spec, plan, 1, 1)
+        built.step.close()
+    assert planned.update - 3 * 12 * keys == pytest.approx(allocated, rel=0.02)
+    assert planned.tables == sum(weights) + sum(states)
+    row = 4 * (3 + 1) + 8 * 12
+    assert planned.batches == 3 * batch_size * row + 3 * 8 * ids
+    assert (keys > ids) == (config.model.name != "dlrm")
+
+
+def test_ids_of_a_feature_count_once_for_all_its_tables():
+    def planned(*overrides: str) -> RankMemory:
+        kinds = ["data.synthetic.hotness=[3,1,2,5,1]", *TINY, *ON_H200, "train.amp=off"]
+        return ranks_of("dlrm", *kinds, *overrides)[0]
+
+    # 12 ids per row, in a batch of 64. Every feature has two tables there.
+    one, two = planned(), planned(f"model.name={Kinds.__module__}:Kinds")
+    assert one.batches == two.batches
+    # 3 vectors of 8 columns of one table without pooling, 8, 4 and 8 columns, and five of one column
+    assert two.lookups == 64 * 4 * (3 * 8 + 8 + 4 + 8 + 5)
+
+
+def test_a_shared_table_counts_the_expansions_of_all_its_features():
+    config = compose_config(
+        *TINY, f"model.name={Kinds.__module__}:Kinds", "data.multi_hot.hotness=[1,3,2,1,1]"
+    )
+    _, plan = build_plan(config, open_source(config), planned_hardware(config))
+    # Kinds shares the table of cat_1 with cat_2: 2 more ids for 40, 1 more for 7, of 4 bytes
+    counted = {table.table: table.expansion_bytes for table in plan if table.expansion_bytes}
+    assert counted == {"cat_1": 4 * (80 + 7), "wide_cat_1": 4 * 80, "wide_cat_2": 4 * 7}
 
 
 def test_16_bit_halves_activations_and_embeddings_and_keeps_a_copy_of_the_weights():
