@@ -1,6 +1,7 @@
 """The models beside DLRM and DCNv2, trained: one and two ranks against plain PyTorch, plans, memory, resuming and export."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.row_columns import RowColumn
 from nn.export.tables import export_tables
 from nn.models.registry import MODELS, OPTIONS, declared_tables, find_model
+from tests.end_to_end.test_gpu_capture import losses_around_an_evaluation
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import NUM_STEPS, ON_GPU, worlds
 from tests.helpers.runs import stored_bytes, summary
 from tests.plain_models import PLAIN, bce, pooled
 
@@ -43,10 +49,11 @@ class Case:
     hotness: str = HOTNESS
     layout: str = "sharding.tables={kind:data_parallel}"
 
-    @property
-    def overrides(self) -> list[str]:
+    def overrides(self, two_labels: Path) -> list[str]:
+        """Return the command; `two_labels` is a dataset for models of two tasks."""
         options = [f"model.{option}" for option in self.options]
-        return [*DATA, self.hotness, f"model.name={self.name}", *options]
+        data = [f"data.path={two_labels}"] if self.plain.get("tasks") == 2 else [self.hotness]
+        return [*DATA, *data, f"model.name={self.name}", *options]
 
 
 EXPERTS = ["expert_hidden=[8,6]", "tower_hidden=[5]", "embedding_dim=4"]
@@ -136,8 +143,13 @@ CASES = {
     "shared_bottom": Case(
         "shared_bottom", ["hidden=[8,6]", "tower_hidden=[5]", "embedding_dim=4"], {"tasks": 1}
     ),
+    "shared_bottom of two tasks": Case(
+        "shared_bottom", ["hidden=[8,6]", "tower_hidden=[5]", "embedding_dim=4"], {"tasks": 2}
+    ),
     "mmoe": Case("mmoe", [*EXPERTS, "experts=3"], {"tasks": 1}),
+    "mmoe of two tasks": Case("mmoe", [*EXPERTS, "experts=3"], {"tasks": 2}),
     "ple": Case("ple", [*EXPERTS, "task_experts=2", "shared_experts=3"], {"tasks": 1}),
+    "ple of two tasks": Case("ple", [*EXPERTS, "task_experts=2", "shared_experts=3"], {"tasks": 2}),
 }
 
 
@@ -151,9 +163,34 @@ class Trained:
     plain_weights: dict[str, Tensor]
 
 
-def train_both(case: Case) -> Trained:
+@pytest.fixture(scope="module")
+def two_labels(tmp_path_factory) -> Path:
+    """Return a dataset of two binary labels with the features of the synthetic clicks."""
+    root = tmp_path_factory.mktemp("labels") / "data"
+    sizes = {"user": (50, 1), "item": (40, 2), "items": (40, 2), "kind": (30, 1), "page": (100, 3)}
+    generator = np.random.default_rng(3)
+    with write_dataset(
+        root,
+        categorical=[CategoricalFeature.of(name, *size) for name, size in sizes.items()],
+        numerical=("num_0", "num_1", "num_2"),
+        numerical_dtype="float32",
+        label=(RowColumn("click"), RowColumn("buy")),
+    ) as dataset:
+        for split, rows in (("train", 2048), ("test", 256)):
+            ids = {
+                name: generator.integers(0, size, (rows, hotness)).squeeze()
+                for name, (size, hotness) in sizes.items()
+            }
+            labels = np.stack([ids["user"] % 2, ids["kind"] % 3 == 0], axis=1)
+            dataset[split].append(
+                numerical=generator.normal(size=(rows, 3)), labels=labels, ids=ids
+            )
+    return root
+
+
+def train_both(case: Case, two_labels: Path) -> Trained:
     """Train a model on one rank and its plain formula on the same batches, from the same weights."""
-    built = build(compose_config(*case.overrides))
+    built = build(compose_config(*case.overrides(two_labels)))
     weights = {shard.table: shard.weight for shard in built.step.tables.shards()}
     parameters = dict(built.step.dense.named_parameters())
     copies = {
@@ -196,9 +233,9 @@ def ids_of(batch) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, Trained]:
+def trained(two_labels) -> dict[str, Trained]:
     with ranks_of_cpu():
-        return {name: train_both(case) for name, case in CASES.items()}
+        return {name: train_both(case, two_labels) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -217,9 +254,9 @@ def test_one_rank_trains_as_plain_pytorch(trained, name):
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> dict[str, list[float]]:
+def two_ranks(two_labels) -> dict[str, list[float]]:
     """Return the losses of every model on two ranks."""
-    cases = [[*case.overrides, case.layout] for case in CASES.values()]
+    cases = [[*case.overrides(two_labels), case.layout] for case in CASES.values()]
     both = run_distributed(losses_of_cases, 2, cases, STEPS)
     assert both[0] == both[1]
     return dict(zip(CASES, both[0], strict=True))
@@ -230,29 +267,53 @@ def test_two_ranks_train_as_plain_pytorch(trained, two_ranks, name):
     np.testing.assert_allclose(two_ranks[name], trained[name].plain_losses, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("world_size", worlds(1, 2))
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_captured_steps_equal_launched_ones_and_plain_pytorch(trained, two_labels, amp, world_size):
+    cases = [
+        [*case.overrides(two_labels), *ON_GPU, f"train.amp={amp}", f"train.capture={capture}"]
+        for case in CASES.values()
+        for capture in ("true", "false")
+    ]
+    results = run_distributed(losses_around_an_evaluation, world_size, cases)[0]
+    for name, captured, launched in zip(CASES, results[::2], results[1::2], strict=True):
+        assert (captured[0], launched[0]) == (True, False), name
+        assert captured[1] == pytest.approx(launched[1], rel=2e-5), name
+        tolerance = {"rel": 2e-5} if amp == "off" else {"rel": 0.05, "abs": 0.02}
+        assert captured[1] == pytest.approx(trained[name].plain_losses[:NUM_STEPS], **tolerance), (
+            name
+        )
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_model_is_planned_with_its_memory(name):
+def test_the_model_is_planned_with_its_memory(name, two_labels):
     case = CASES[name]
     ended = run_command(
-        *case.overrides, "device=cuda", "mode=plan", "sharding.hbm_gib=1", "sharding.world_size=2"
+        *case.overrides(two_labels),
+        "device=cuda",
+        "mode=plan",
+        "sharding.hbm_gib=1",
+        "sharding.world_size=2",
     )
     assert (ended.exit_code, ended.err) == (0, "")
     assert "GiB" in ended.out
 
 
-@pytest.mark.parametrize("name", ["wide_deep", "embedding_mlp of positions", "din", "ple"])
-def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["wide_deep", "embedding_mlp of positions", "din", "ple of two tasks"]
+)
+def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_path):
     case = CASES[name]
     for run, steps in (("complete", [6]), ("resumed", [3, 6])):
         for count in steps:
             ended = run_command(
-                *case.overrides, f"run_dir={tmp_path / run}", f"train.max_steps={count}"
+                *case.overrides(two_labels), f"run_dir={tmp_path / run}", f"train.max_steps={count}"
             )
             assert (ended.exit_code, ended.err) == (0, "")
     assert summary(tmp_path / "complete")["steps"] == 6
     assert stored_bytes(tmp_path / "resumed") == stored_bytes(tmp_path / "complete")
     written = export_tables(tmp_path / "complete" / "checkpoints" / "step_6", tmp_path / "out")
-    config = compose_config(*case.overrides)
+    config = compose_config(*case.overrides(two_labels))
     with ranks_of_cpu():
         spec = build(config).source.spec
     for table in declared_tables(config.model, spec):
