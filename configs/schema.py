@@ -78,6 +78,7 @@ class Mode(Enum):
     train = "train"
     eval = "eval"
     inference = "inference"
+    importance = "importance"
     plan = "plan"
 
 
@@ -675,6 +676,9 @@ class EvalConfig:
         "metric that tells which evaluation and checkpoint is the best, such as log_loss, or auc.click of one of "
         "several labels; null: the first label's first metric, auc or rmse",
     )
+    importance_repeats: int = option(
+        3, "permutations per feature with mode=importance", most=10_000
+    )
     metrics: list[str] = option(
         [],
         "metrics beyond auc and log_loss of binary labels and rmse of regression labels: normalised_entropy, "
@@ -691,6 +695,10 @@ class EvalConfig:
         require(
             self.auc_threshold is None or 0 < self.auc_threshold < 1,
             f"eval.auc_threshold must lie between 0 and 1, got {self.auc_threshold}",
+        )
+        require(
+            self.importance_repeats > 0,
+            f"eval.importance_repeats must be positive, got {self.importance_repeats}",
         )
         for name in self.metrics:
             require(
@@ -879,7 +887,7 @@ class Config:
     """All options of one run."""
 
     recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
-    mode: Mode = option(Mode.train, "train, eval, inference or plan")
+    mode: Mode = option(Mode.train, "train, eval, inference, importance or plan")
     device: Device = option(Device.auto, "auto uses GPUs if there are any, else the CPU")
     seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks")
     run_dir: str | None = option(

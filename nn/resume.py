@@ -283,8 +283,10 @@ def _run_dir(config: Config) -> Path:
 
 def _named(config: Config, source: Source) -> ResumePoint:
     parts = config.checkpoint
-    if parts.restore is None and config.mode is Mode.eval:
-        raise ValueError(f"mode=eval needs a trained model: {_how_to_name_one(config.run_dir)}")
+    if parts.restore is None and config.mode in (Mode.eval, Mode.importance):
+        raise ValueError(
+            f"mode={config.mode.value} needs a trained model: {_how_to_name_one(config.run_dir)}"
+        )
     if parts.restore is None:
         return ResumePoint()
     path = Path(parts.restore)

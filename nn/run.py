@@ -14,6 +14,7 @@ from configs.messages import on_one_line
 from configs.schema import Config, Mode
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
+from dataloading.permuted_source import BLOCK_ROWS
 from dataloading.synthetic import SyntheticSource
 from nn.build import (
     TRAIN_SPLIT,
@@ -21,6 +22,7 @@ from nn.build import (
     build_loaders,
     build_plan,
     build_step,
+    build_test_loader,
     check_optimizers,
     check_table_dtype,
     device_type,
@@ -43,6 +45,7 @@ from nn.distributed.process_group import (
     ranks_from_environment,
 )
 from nn.embedding.optimizer import table_rule
+from nn.importance import as_csv, measure_importance
 from nn.models.registry import check_model
 from nn.models.tasks import Metric, metrics_of, tasks_of_run
 from nn.observability.console import (
@@ -51,6 +54,7 @@ from nn.observability.console import (
     make_logger,
     print_hardware,
     print_header,
+    print_importance,
     print_inference,
     print_memory,
     print_plan,
@@ -125,6 +129,8 @@ def run(config: Config, config_yaml: str) -> None:
                 summary, problem = _finish_training(session, trainer, saving)
         elif config.mode is Mode.eval:
             summary = _evaluate(session)
+        elif config.mode is Mode.importance:
+            summary = _importance(session)
         else:
             summary = _inference(session)
         print_summary(console, summary, session.metrics, session.recorder.run_dir)
@@ -439,6 +445,42 @@ def _evaluate(session: Session) -> dict[str, Any]:
         record[PROBLEM] = evaluator.problem
     session.recorder.write_test(record)
     summary = empty_summary(session.metrics) | {"steps": num_steps} | record
+    summary["teacher_auc"] = session.teacher_auc
+    session.recorder.finish(summary)
+    return summary
+
+
+def _importance(session: Session) -> dict[str, Any]:
+    """Measure the importance of every feature; print it, and write importance.json and importance.csv."""
+    config, ranks = session.config, session.ranks
+    split = config.eval.split
+    rows = session.source.num_rows(split)
+    if rows > BLOCK_ROWS:
+        session.logger.info(
+            f"note: split '{split}' has {rows:,} rows; features are permuted within blocks of {BLOCK_ROWS:,} rows"
+        )
+
+    def evaluate(source: Source) -> dict[str, Any]:
+        loader = build_test_loader(config, source, ranks)
+        evaluator = Evaluator(session.step, loader, ranks, config.eval)
+        record = evaluator.run()
+        if evaluator.problem is not None:
+            raise DivergedError(evaluator.problem)
+        return record
+
+    importance = measure_importance(
+        session.source,
+        split,
+        evaluate,
+        session.metrics,
+        seed=config.seed,
+        repeats=config.eval.importance_repeats,
+        report=lambda name, done, total: session.logger.info(f"feature {done + 1}/{total}: {name}"),
+    )
+    print_importance(session.console, importance)
+    session.recorder.write_importance(importance, as_csv(importance))
+    values = {metric.test_key: importance["unpermuted"][metric.key] for metric in session.metrics}
+    summary = empty_summary(session.metrics) | {"steps": session.start.num_steps} | values
     summary["teacher_auc"] = session.teacher_auc
     session.recorder.finish(summary)
     return summary

@@ -527,3 +527,22 @@ def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> N
             *(f"{result[name]:,.3f}" for name in ("p50_ms", "p90_ms", "p99_ms")),
         )
     _print_columns(console, table)
+
+
+def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
+    """Print one line per feature, the most important first.
+
+    Args:
+        console: from `make_console`.
+        importance: from `nn.importance.measure_importance`.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("feature permuted", overflow="fold")
+    for key in importance["unpermuted"]:
+        table.add_column(f"{key} change", justify="right", no_wrap=True)
+    for name, changes in importance["features"].items():
+        cells = [
+            f"{change['mean']:+.5f} ± {change['deviation']:.5f}" for change in changes.values()
+        ]
+        table.add_row(Text(printable(name)), *cells)
+    _print_columns(console, table)

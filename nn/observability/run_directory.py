@@ -8,6 +8,7 @@ restarts.jsonl  one object per resume: checkpoint step and environment
 tensorboard/    the numbers of the records, under train/ and test/
 summary.json    result; exists only after the run has finished
 curves.png      plot of the records
+importance.json importance of features, with mode=importance; importance.csv is the same as a table
 """
 
 import json
@@ -243,6 +244,13 @@ class RunDirectory:
     def write_final(self, record: Mapping[str, Any]) -> None:
         """Append the record of the final evaluation; `record["step"]` is the number of steps of its model."""
         self._write_record(FINAL, {**record, FINAL: True})
+
+    def write_importance(self, importance: Mapping[str, Any], table: str) -> None:
+        """Write `importance.json` and, as a table, `importance.csv`."""
+        if self._metrics is None:
+            return
+        _write_json(self.run_dir / "importance.json", to_json_value(importance))
+        _write(self.run_dir / "importance.csv", table)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Draw `curves.png`, after training, and write `summary.json`, whose existence shows that the results are complete.

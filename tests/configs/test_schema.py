@@ -176,6 +176,7 @@ REFUSED = [
     (EvalConfig, {"every": 0}, "eval.every must be positive or null, got 0"),
     (EvalConfig, {"final_max_steps": 0}, "eval.final_max_steps must be positive or null, got 0"),
     (EvalConfig, {"patience": 0}, "eval.patience must be positive or null, got 0"),
+    (EvalConfig, {"importance_repeats": 0}, "eval.importance_repeats must be positive, got 0"),
     (EvalConfig, {"metrics": ["ndcg"]},
      "eval.metrics names ndcg, which is none of normalised_entropy, calibration, mae"),
     (InferenceConfig, {"batch_sizes": []}, "inference.batch_sizes must name positive sizes, got []"),
@@ -277,7 +278,10 @@ def test_no_override_means_an_empty_mapping():
         ),
         ("+xyz=3", "error: there is no option xyz; --help lists them all"),
         ("train.batch_size=big", "Value 'big' of type 'str' could not be converted to Integer"),
-        ("mode=trian", "Invalid value 'trian', expected one of [train, eval, inference, plan]"),
+        (
+            "mode=trian",
+            "Invalid value 'trian', expected one of [train, eval, inference, importance, plan]",
+        ),
         (
             "model.name=dlm",
             "error: there is no model.name=dlm; did you mean dlrm? the models are dlrm, dcnv2, wide_deep, ",

@@ -41,6 +41,7 @@ ROOMS = {
         "dataloading.randomness",
         "dataloading.teacher",
     },
+    "dataloading.permuted_source": {"dataloading.dataset"},
     "dataloading.loader": {
         "dataloading.batch",
         "dataloading.batch_memory",
@@ -98,11 +99,13 @@ ROOMS = {
         "nn.observability",
         "nn.training",
     },
+    "nn.importance": {"nn.models"},
     "nn.run": {
         "nn.build",
         "nn.checkpoint",
         "nn.distributed",
         "nn.embedding",
+        "nn.importance",
         "nn.models",
         "nn.observability",
         "nn.resume",

@@ -1,0 +1,97 @@
+"""A source whose rows have one feature's values of other rows, drawn by a seeded permutation."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from dataloading.dataset.gather import expand
+from dataloading.dataset.source import Allocate, Columns, Source
+
+BLOCK_ROWS = 1 << 24
+"""Splits of more rows are permuted within blocks of so many consecutive rows, whose permutation takes 128 MiB."""
+
+
+class PermutedSource:
+    """Rows of another source in which one feature is permuted over the rows of a split.
+
+    The permutation is a function of seed and row alone, so every rank sees the same rows.
+
+    Args:
+        source: of the rows.
+        feature: name of a numerical or categorical feature.
+        seed: of the permutation.
+        block_rows: rows that are permuted among themselves.
+    """
+
+    def __init__(
+        self, source: Source, feature: str, seed: Sequence[int], block_rows: int = BLOCK_ROWS
+    ) -> None:
+        self.spec = source.spec
+        self._source = source
+        self._feature = feature
+        self._seed = seed
+        self._block_rows = block_rows
+        # The latest blocks alone: rows are read in the order on disk.
+        self._permutation = lru_cache(maxsize=2)(self._drawn)
+
+    def num_rows(self, split: str) -> int:
+        """Return the rows of `split`; ValueError if there is no such split."""
+        return self._source.num_rows(split)
+
+    def granule(self, split: str) -> int:
+        """Return 1: any row is read by itself."""
+        return 1
+
+    def before_fork(self, split: str, num_processes: int) -> None:
+        """Do nothing: threads read."""
+
+    def read(
+        self,
+        split: str,
+        runs: np.ndarray,
+        padded_to: int | None = None,
+        allocate: Allocate = np.empty,
+    ) -> Columns:
+        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`."""
+        rows = expand(runs)
+        own = self._source.read(split, runs)
+        starts = self._permuted(split, rows)
+        other = self._source.read(split, np.stack([starts, starts + 1], axis=1))
+        spec, feature = self.spec, self._feature
+        names = [categorical.name for categorical in spec.categorical]
+        ids, lengths = list(own.ids), list(own.lengths)
+        if feature in names:
+            index = names.index(feature)
+            ids[index], lengths[index] = other.ids[index], other.lengths[index]
+        else:
+            column = spec.numerical.index(feature)
+            own.numerical[:, column] = other.numerical[:, column]
+        num_rows = len(rows)
+        size = num_rows if padded_to is None else padded_to
+        out = Columns.empty(spec, num_rows, size, [len(values) for values in ids], allocate)
+        out.numerical[:num_rows] = own.numerical
+        for (_, target), (_, values) in zip(
+            out.row_columns(spec), own.row_columns(spec), strict=True
+        ):
+            target[:num_rows] = values
+        for target, values in zip(out.ids, ids, strict=True):
+            target[:] = values
+        for place, counts in zip(out.lengths, lengths, strict=True):
+            if place is not None:
+                place[:num_rows] = counts
+        return out
+
+    def _permuted(self, split: str, rows: np.ndarray) -> np.ndarray:
+        """Return the row that each of `rows` has the feature of."""
+        permuted = np.empty_like(rows)
+        blocks = rows // self._block_rows
+        for block in np.unique(blocks):
+            mine = blocks == block
+            first = int(block) * self._block_rows
+            permuted[mine] = first + self._permutation(split, int(block))[rows[mine] - first]
+        return permuted
+
+    def _drawn(self, split: str, block: int) -> np.ndarray:
+        size = min(self._block_rows, self.num_rows(split) - block * self._block_rows)
+        return np.random.default_rng([*self._seed, block]).permutation(size)
