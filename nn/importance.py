@@ -56,7 +56,7 @@ def measure_importance(
         ]
         features[name] = {}
         for metric in metrics:
-            changes = [each[metric.test_key] - unpermuted[metric.test_key] for each in measured]
+            changes = [record[metric.test_key] - unpermuted[metric.test_key] for record in measured]
             features[name][metric.key] = {"mean": fmean(changes), "deviation": pstdev(changes)}
     first = metrics[0]
     sign = 1 if first.larger_is_better else -1

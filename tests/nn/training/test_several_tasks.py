@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import worlds
 from tests.helpers.runs import killed_at
 from tests.nn.training.two_heads import TWO_HEADS, plain_losses, write_two_labels
 
@@ -163,3 +165,26 @@ def test_evaluation_shifts_predictions_and_training_does_not(tmp_path):
     assert kept["test_auc"] == pytest.approx(plain["test_auc"], abs=1e-3)
     assert kept["test_calibration"] < 0.5 * plain["test_calibration"]
     assert kept["test_log_loss"] > plain["test_log_loss"]
+
+
+def captured_losses(cases: list[list[str]]) -> list[tuple[str | None, list[float]]]:
+    """Return per case why the step is no CUDA graph, and its losses."""
+    results = []
+    with process_group(ranks_from_environment("cuda")):
+        for case in cases:
+            built = build(compose_config(*case))
+            results.append((built.step.capture_blocker, built.train(0, STEPS)))
+            built.step.close()
+    return results
+
+
+@pytest.mark.parametrize("world_size", worlds(1, 2))
+def test_a_captured_step_of_several_tasks_equals_a_launched_one(root, world_size):
+    cases = [
+        overrides(root, "device=cuda", f"train.capture={capture}") for capture in ("true", "false")
+    ]
+    captured, plain = run_distributed(captured_losses, world_size, cases)[0]
+    assert (captured[0], plain[0]) == (None, "train.capture=false")
+    assert captured[1] == pytest.approx(plain[1], rel=2e-5)
+    # One epoch has four steps, the last of four rows; weights and labels change from step to step.
+    assert len({round(loss, 3) for loss in captured[1]}) == STEPS
