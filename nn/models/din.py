@@ -47,7 +47,8 @@ class DIN(Model):
         self._pairs, self._columns = pairs, pairs * self._dim
         has_length = sequences.length is not None
         self._numbers = [column for column in range(num_numerical) if column != sequences.length]
-        self.attention = TargetAttention(self._columns, self._positions, options.attention_hidden)
+        self._attended = options.history_positions or self._positions
+        self.attention = TargetAttention(self._columns, self._attended, options.attention_hidden)
         self.top = AdaptiveMLP(
             2 * self._columns + len(sequences.others) * self._dim + num_numerical - has_length,
             options.hidden,
@@ -65,11 +66,13 @@ class DIN(Model):
         from torchrec.modules.embedding_configs import PoolingType
 
         sequences = find_sequences(options, spec)
-        shared = one_table_per_feature(options, spec, features=sequences.items)
-        for table, history in zip(shared, sequences.histories, strict=True):
+        tables = []
+        for item, history in zip(sequences.items, sequences.histories, strict=True):
+            (table,) = one_table_per_feature(options, spec, features=[item])
             table.feature_names.append(history)
             table.pooling = PoolingType.NONE
-        return shared + one_table_per_feature(options, spec, features=sequences.others)
+            tables.append(table)
+        return tables + one_table_per_feature(options, spec, features=sequences.others)
 
     @classmethod
     def build(cls, options: DINOptions, spec: FeatureSpec) -> DIN:
@@ -81,8 +84,8 @@ class DIN(Model):
         widths = [layer.in_features for layer in self.attention.layers]
         per_position = 2 * self._columns + widths[0] + 2 * sum(widths[1:]) + 1
         return Activations(
-            backward_columns=self._positions * per_position,
-            products={"attention": 2 * self._positions * self._columns},
+            backward_columns=self._attended * per_position,
+            products={"attention": 2 * self._attended * self._columns},
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
@@ -92,9 +95,9 @@ class DIN(Model):
         # Per pair the item comes first, then the positions of its history.
         pairs = x[:, :both].unflatten(1, (self._pairs, 1 + self._positions, self._dim))
         vectors = pairs.transpose(1, 2).flatten(2)  # [B, 1 + L, H * D]
-        item, history = vectors[:, 0], vectors[:, 1:]
+        item, history = vectors[:, 0], vectors[:, 1 : 1 + self._attended]
         if self._length is None:
-            lengths = numerical.new_full((x.shape[0],), self._positions)
+            lengths = numerical.new_full((x.shape[0],), self._attended)
         else:
             lengths = numerical[:, self._length]
         parts = [item, self.attention(item, history, lengths).to(x.dtype), x[:, both:]]

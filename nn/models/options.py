@@ -310,6 +310,9 @@ class DINOptions(ModelConfig):
         "numerical feature with the number of items in the history; the positions behind are padding; "
         "null: all histories are full",
     )
+    history_positions: int | None = option(
+        None, "positions of the history to attend to, the first ones; null: all", most=MOST_COLUMNS
+    )
     attention_hidden: list[int] = option(
         [80, 40], "widths of the attention's hidden layers", most=MOST_WIDTH
     )
@@ -323,6 +326,10 @@ class DINOptions(ModelConfig):
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
         require_hidden("model.attention_hidden", self.attention_hidden)
+        require(
+            self.history_positions is None or self.history_positions > 0,
+            f"model.history_positions must be positive or null, got {self.history_positions}",
+        )
         require_hidden("model.hidden", self.hidden)
         require_rate("model.dropout", self.dropout)
 

@@ -42,12 +42,19 @@ def find_sequences(options: DINOptions, spec: FeatureSpec) -> Sequences:
         )
     for item, history in zip(items, histories, strict=True):
         _check_pair(by_name[item], by_name[history], by_name[histories[0]])
+    first = by_name[histories[0]]
+    positions = first.hotness or 0
+    if options.history_positions is not None and options.history_positions > positions:
+        raise ValueError(
+            f"model.history_positions={options.history_positions} is longer than history {shown(first.name)}, which has "
+            f"{positions} positions; use at most {positions}, or null for all"
+        )
     length = None
     if options.history_length is not None:
         chosen_features("model.history_length", [options.history_length], spec.numerical)
         length = spec.numerical.index(options.history_length)
     others = [name for name in by_name if name not in (*items, *histories)]
-    return Sequences(items, histories, by_name[histories[0]].hotness or 0, others, length)
+    return Sequences(items, histories, positions, others, length)
 
 
 def _check_pair(

@@ -282,6 +282,18 @@ def test_padded_positions_of_a_history_are_not_read():
             assert gradient.view(B, L, D)[row, :length].any(1).all()
 
 
+def test_fewer_positions_are_as_a_shorter_history():
+    case = CASES["din"]
+    options = replace(DIN_OPTIONS, history_positions=3)
+    model, long = DIN(N, PAIRS, options), built(case)
+    model.load_state_dict(long.state_dict())
+    numerical, lookups = inputs_of(case)
+    x = torch.cat(lookups, 1)
+    logits = model(numerical, x)
+    numerical[:, 1].clamp_(max=3)
+    torch.testing.assert_close(logits, long(numerical, x))
+
+
 def test_dice_is_evaluated_with_running_statistics():
     layer = Dice(3)
     state = PassState(1, torch.device("cpu"))

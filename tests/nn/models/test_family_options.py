@@ -145,6 +145,17 @@ def test_din_shares_the_table_of_an_item_with_its_history():
     assert tables_of("din", apart, **HISTORY) == wanted
 
 
+def test_pairs_of_items_and_histories_have_the_order_of_the_options():
+    spec = spec_of(
+        feature("item"), feature("kind", 21), feature("kinds", 21, 7), feature("items", 50, 7)
+    )
+    options = {"item_features": ["kind", "item"], "history_features": ["kinds", "items"]}
+    assert [(name, features) for name, features, *_ in tables_of("din", spec, **options)] == [
+        ("kind", ["kind", "kinds"]),
+        ("item", ["item", "items"]),
+    ]
+
+
 def test_columns_are_suggested_as_in_the_movielens_example():
     """Its notebook prints ({'userId': (162542, 512), 'movieId': (56595, 512)}, {'genres': (21, 16)})."""
     assert [suggested_columns(rows) for rows in (162_542, 56_595, 21)] == [512, 512, 16]
@@ -220,6 +231,11 @@ REFUSALS = {
         "din",
         {**HISTORY, "history_length": "length"},
         "model.history_length names 'length', which the dataset lacks; it has age, history_length",
+    ),
+    "a history longer than its table's hotness": (
+        "din",
+        {**HISTORY, "history_positions": 8},
+        "model.history_positions=8 is longer than history 'history', which has 7 positions; use at most 7, or null for all",
     ),
     "histories of other items": (
         "din",
