@@ -10,15 +10,17 @@ the three may overlap completely. Work that a better program could avoid is not 
 
 import argparse
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rows import ROWS, Row
 from configs.schema import Amp, Config, TableDtype
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
-from nn.embedding.declared_tables import embedding_columns
+from nn.embedding.declared_tables import embedding_columns, ids_per_sample
 from nn.embedding.optimizer import table_rule
 from nn.models.registry import build_meta, declared_tables
 from nn.training.dense_optimizer import dense_rule
@@ -92,19 +94,18 @@ def floor_of(config: Config, spec: FeatureSpec, world_size: int, *, exponent: fl
     """
     expands = config.data.multi_hot.hotness is not None
     batch = config.train.batch_size / world_size
-    unique = sum(
-        unique_rows(
-            feature.cardinality,
-            config.train.batch_size,
-            feature.mean_hotness,
-            exponent,
-            expands=expands,
+    tables = declared_tables(config.model, spec)
+    ids, cardinality = ids_per_sample(tables, spec), table_cardinality(tables, spec)
+    unique = {
+        name: unique_rows(
+            cardinality[name], config.train.batch_size, ids[name], exponent, expands=expands
         )
-        for feature in spec.categorical
-    )
+        / world_size
+        for name in ids
+    }
     return Floor(
         flops=count_flops(config, spec, batch),
-        hbm=count_hbm(config, spec, batch, unique / world_size, world_size, expands=expands),
+        hbm=count_hbm(config, spec, batch, unique, world_size, expands=expands),
         all_to_all=count_all_to_all(config, spec, batch, world_size, expands=expands),
         flops_per_s=_flops_per_s(config),
         global_batch_size=config.train.batch_size,
@@ -135,7 +136,7 @@ def count_hbm(
     config: Config,
     spec: FeatureSpec,
     batch: float,
-    unique: float,
+    unique: Mapping[str, float],
     world_size: int,
     *,
     expands: bool = False,
@@ -146,17 +147,17 @@ def count_hbm(
         config: precisions, optimizers and widths.
         spec: features.
         batch: rows of the rank.
-        unique: distinct table rows that the global batch looks up, of this rank's share of the tables.
+        unique: table -> distinct rows that the global batch looks up, of this rank's share of the table.
         world_size: ranks.
         expands: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
 
     Counted per step:
 
     - batch: numericals, labels and ids are written once by the copy from the host. Numericals and labels are read once, ids
-      twice (lookup and update).
+      twice (lookup and update), whatever number of tables a feature has.
     - rows read: each distinct row once, in the table's dtype. Repetitions may come from the cache.
-    - pooled embeddings: written by the lookup, read forward and backward; their gradients are written and read. Those of other
-      ranks are written and read once more in each direction.
+    - embeddings: written by the lookup, a vector per feature of a table, or one per id without pooling; read forward and
+      backward; their gradients are written and read. Those of other ranks are written and read once more in each direction.
     - rows updated: each distinct row and its optimizer state, read and written. The row has left the cache since the lookup.
       The sum of a row's gradients stays on chip.
     - activations: the input of each matrix product but embeddings, written forward and read backward. Gradients of activations
@@ -166,7 +167,6 @@ def count_hbm(
     Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
     """
     tables = declared_tables(config.model, spec)
-    dim = tables[0].embedding_dim  # of all, as `check_tables` makes sure
     weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
     columns = embedding_columns(tables, spec)
     remote_share = (world_size - 1) / world_size
@@ -175,17 +175,18 @@ def count_hbm(
     saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
     states = dense_rule(config.effective_optimizer).states_per_weight
     rule = table_rule(config.effective_optimizer.table_name)
+    elements = sum(unique[table.name] * table.embedding_dim for table in tables)
+    updated = elements * (weight_bytes + rule.bytes_per_element)
+    updated += sum(unique.values()) * rule.bytes_per_row
     return {
         "batch": batch
         * (
             2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES)
             + 3 * ID_BYTES * _ids_per_row(spec, expands)
         ),
-        "rows read": unique * dim * weight_bytes,
-        "pooled embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * remote_share),
-        "rows updated": unique
-        * 2
-        * (dim * (weight_bytes + rule.bytes_per_element) + rule.bytes_per_row),
+        "rows read": elements * weight_bytes,
+        "embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * remote_share),
+        "rows updated": 2 * updated,
         "activations": batch * saved * _activation_bytes(config) * 2,
         "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
     }
@@ -209,6 +210,12 @@ def count_all_to_all(
     }
 
 
+def table_cardinality(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, int]:
+    """Return the number of different ids that the features of every table have; the largest if they share it."""
+    cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
+    return {table.name: max(cardinality[name] for name in table.feature_names) for table in tables}
+
+
 def unique_rows(
     cardinality: int, batch: int, hotness: float, exponent: float, *, expands: bool = False
 ) -> float:
@@ -219,8 +226,8 @@ def unique_rows(
 
     Args:
         cardinality: rows of the table.
-        batch: bags.
-        hotness: ids per bag.
+        batch: samples.
+        hotness: ids per sample, of all features of the table.
         exponent: as in `dataloading.randomness.power_law`.
         expands: as in `count_hbm`.
     """

@@ -1,12 +1,13 @@
 """The rows of the training benchmark: recipe, number of GPUs, tables and ids."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
 
 from configs.command_line import register
+from configs.overrides import drop_replaced
 from configs.schema import Config
 from nn.models.registry import typed_config
 
@@ -18,7 +19,7 @@ class Row:
     """One measurement.
 
     Attributes:
-        recipe: `dlrm` or `dcnv2`.
+        recipe: `dlrm`, `dcnv2` or `main`, whose experiments name their model.
         world_size: GPUs.
         experiment: configs/experiment/<experiment>.yaml.
         tables: configs/data/<tables>.yaml, the tables of the dataset.
@@ -41,6 +42,7 @@ class Row:
         return compose_row(
             self.recipe,
             f"experiment={self.experiment}",
+            f"data={self.tables}",
             f"data.synthetic.exponent={self.exponent}",
             *self.overrides,
         )
@@ -49,8 +51,11 @@ class Row:
 def compose_row(recipe: str, *overrides: str) -> Config:
     """Return the typed configuration of `<recipe>.py <overrides>`."""
     register(Config, "schema")
+    # main.py has DLRM's defaults.
     with initialize_config_module("configs", version_base="1.3"):
-        return typed_config(compose(recipe, list(overrides)))
+        composed = compose("dlrm" if recipe == "main" else recipe, list(overrides))
+    drop_replaced(composed, overrides, Config)
+    return typed_config(composed)
 
 
 def run_parser(description: str | None, *, out: str) -> ArgumentParser:
@@ -66,6 +71,30 @@ T15 = ("dlrm_criteo_t15", "criteo_t15")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
 MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
 BF16_TABLES = ("model.embedding_dtype=bf16",)
+BF16 = ("train.amp=bf16",)
+FEW_ROWS = 2_048_000
+"""Rows of a dataset for batches of at most 8,192; an epoch is 250 steps or more."""
+
+MOVIELENS = Row("main", 1, "embedding_mlp_movielens", "movielens", train_rows=FEW_ROWS)
+WIDE_DEEP = Row("main", 1, "wide_deep_criteo", "criteo_wdl", train_rows=FEW_ROWS)
+DEEPFM = Row(
+    "main",
+    1,
+    "deepfm_criteo",
+    "criteo_t15",
+    overrides=("train.batch_size=4096",),
+    train_rows=FEW_ROWS,
+)
+SOK = Row("main", 1, "embedding_mlp_sok", "sok", exponent=0, train_rows=50 * 65_536)
+DIN = Row(
+    "main",
+    1,
+    "din_movielens",
+    "movielens_history",
+    # Synthetic histories are full.
+    overrides=("train.batch_size=8192", "model.history_length=null"),
+    train_rows=FEW_ROWS,
+)
 
 ROWS = {
     # Strong scaling: a global batch of 65,536 for any number of GPUs.
@@ -118,4 +147,16 @@ ROWS = {
         train_rows=50 * 65_536,
     ),
     "dcnv2_mlperf_4": Row("dcnv2", 4, *MLPERF, train_rows=50 * 65_536),
+    # HugeCTR's examples in their own precision, fp32, and with a bf16 dense component.
+    "movielens_1": MOVIELENS,
+    "movielens_1_bf16": replace(MOVIELENS, overrides=(*MOVIELENS.overrides, *BF16)),
+    "wide_deep_1": WIDE_DEEP,
+    "wide_deep_1_bf16": replace(WIDE_DEEP, overrides=(*WIDE_DEEP.overrides, *BF16)),
+    "deepfm_1": DEEPFM,
+    "deepfm_1_bf16": replace(DEEPFM, overrides=(*DEEPFM.overrides, *BF16)),
+    "sok_1": SOK,
+    "sok_1_bf16": replace(SOK, overrides=(*SOK.overrides, *BF16)),
+    # DIN: 50 positions of history in the table of the item.
+    "din_1": DIN,
+    "din_1_bf16": replace(DIN, overrides=(*DIN.overrides, *BF16)),
 }

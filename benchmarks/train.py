@@ -79,7 +79,7 @@ def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str
         f"run_dir={run_dir}",
         *("train.epochs=1000", f"train.max_steps={steps}", f"log.every={RECORD_EVERY}"),
         *(f"profile.steps={PROFILED_STEPS}", f"profile.start_step={steps - PROFILED_STEPS}"),
-        *("eval.per_epoch=1", "eval.auc_threshold=null"),
+        *("eval.per_epoch=1", "eval.final_max_steps=null", "eval.auc_threshold=null"),
         *("checkpoint.save=false", "log.tensorboard=false"),
         *row.overrides,
     ]
@@ -211,7 +211,7 @@ def breakdown_table(results: list[dict[str, Any]]) -> str:
 
 def _dataset(row: Row, root: Path) -> Path:
     """Return the row's dataset directory; generate it if it does not exist."""
-    path = root / f"{row.tables}_{row.exponent:g}"
+    path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}"
     if (path / "feature_spec.yaml").exists():
         return path
     root.mkdir(parents=True, exist_ok=True)

@@ -122,7 +122,12 @@ def test_preprocessing_options_of_tests_are_set_as_hydra_sets_them():
 @pytest.mark.parametrize("data", sorted(path.stem for path in (CONFIGS / "data").glob("*.yaml")))
 def test_every_data_set_composes_with_every_recipe(recipe, data):
     synthetic = compose_config(f"data={data}", recipe=recipe).data.synthetic
-    sizes = {"criteo_wdl": (13, 28), "movielens": (0, 3), "sok": (0, 100)}
+    sizes = {
+        "criteo_wdl": (13, 28),
+        "movielens": (0, 3),
+        "movielens_history": (0, 4),
+        "sok": (0, 100),
+    }
     assert (synthetic.num_numerical, len(synthetic.cardinalities)) == sizes.get(data, (13, 26))
 
 

@@ -10,15 +10,17 @@ import pytest
 from benchmarks.checkpoint import measured
 from benchmarks.floors import floor_of
 from benchmarks.launch import launched, started_by
-from benchmarks.rows import ROOT, Row
+from benchmarks.rows import ROOT, ROWS, Row
 from benchmarks.scaling import PEERS, draw_scaling, read_results
 from benchmarks.train import _dataset, breakdown_table, command_of, read_result, speed_line
 from configs.arguments import Choices, hydra_arguments
 from configs.schema import Config
 from nn.build import build_train_loader, open_source
+from nn.models.registry import declared_tables
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.rank_processes import has_ended, wait_until
+from tests.helpers.runs import summary
 
 ROW = Row("dlrm", 1, "none", "none")
 
@@ -46,6 +48,41 @@ def test_the_command_of_a_row_sets_options_that_exist(tmp_path):
     assert command[5] == str(ROOT / "dlrm.py")
     hydra_arguments(command[6:], Choices(Config, groups=("experiment", "data")))
     assert {"profile.start_step=290", "train.max_steps=300"} <= set(command)
+
+
+# Row -> model, global batch, numerical features, hotness.
+FAMILY = {
+    "movielens_1": ("embedding_mlp", 2048, 0, [1, 1, 3]),
+    "wide_deep_1": ("wide_deep", 1024, 13, [1] * 28),
+    "deepfm_1": ("deepfm", 4096, 13, [1] * 26),
+    "sok_1": ("embedding_mlp", 65_536, 0, [10] * 100),
+    "din_1": ("din", 8192, 0, [1, 1, 10, 50]),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_row_of_the_family_has_its_features_and_trains(name, tmp_path):
+    row = ROWS[name]
+    config = row.config()
+    spec = open_source(config).spec
+    hotness = [feature.hotness for feature in spec.categorical]
+    shape = (config.model.name, config.train.batch_size, len(spec.numerical), hotness)
+    assert shape == FAMILY[name]
+    small = [
+        *command_of(row, tmp_path, tmp_path / "run", 20)[8:],
+        *(f"experiment={row.experiment}", f"data={row.tables}", f"run_dir={tmp_path / 'run'}"),
+        *("device=cpu", "train.batch_size=16", "eval.batch_size=16", "log.every=10"),
+        *("data.synthetic.train_rows=320", "data.synthetic.test_rows=32"),
+    ]
+    ended = run_command(*dict((text.split("=")[0], text) for text in small).values(), recipe="main")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert summary(tmp_path / "run")["steps"] == 20
+
+
+def test_items_and_histories_of_a_row_share_a_table():
+    config = ROWS["din_1"].config()
+    tables = declared_tables(config.model, open_source(config).spec)
+    assert tables[0].feature_names == ["movieId", "history"]
 
 
 def test_a_result_holds_speed_floor_and_breakdown(result):
@@ -104,7 +141,7 @@ def test_a_dataset_has_the_tables_of_the_row_and_is_generated_once(tmp_path, mon
     )
     row = Row("dlrm", 1, "none", "tiny", exponent=0, train_rows=640)
     path = _dataset(row, tmp_path / "data")
-    assert path == tmp_path / "data/tiny_0"
+    assert path == tmp_path / "data/tiny_0_640"
     assert {
         "data.synthetic.cardinalities=[50, 7]",
         "data.synthetic.hotness=[1, 3]",

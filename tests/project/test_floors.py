@@ -8,6 +8,8 @@ from benchmarks.rows import ROOT, ROWS, compose_row
 from benchmarks.train import RECORD_EVERY
 from dataloading.randomness import power_law
 from nn.build import model_spec, open_source
+from nn.models.registry import declared_tables
+from tests.nn.models.test_kinds_of_tables import Kinds
 
 # 3 numerical features, 2 tables of 100 and 50 rows, 8 columns, hotness 1 and 3.
 SMALL = [
@@ -21,6 +23,7 @@ SMALL = [
     "train.amp=bf16",
     "optimizer.name=sgd",
 ]
+UNIQUE = {"cat_0": 5, "cat_1": 2}
 MLPERF = [
     "data.synthetic.num_numerical=13",
     "data.synthetic.cardinalities=[40000000,39060,17295,7424,20265,3,7122,1543,63,40000000,3067956,"
@@ -54,23 +57,55 @@ def test_mlperfs_dcnv2_has_the_flops_of_its_rules():
 
 
 def test_bytes_of_a_small_dlrm():
-    counted = count_hbm(*composed(), batch=10, unique=7, world_size=1)
+    counted = count_hbm(*composed(), batch=10, unique=UNIQUE, world_size=1)
     parameters = (8 * 16 + 16) + (16 * 8 + 8) + (16 * 4 + 4) + (4 + 1)
     assert counted == {
         "batch": 10 * (2 * 4 * (3 + 1) + 3 * 4 * (1 + 3)),
         "rows read": 7 * 8 * 4,
-        "pooled embeddings": 5 * 10 * 2 * 8 * 2,
+        "embeddings": 5 * 10 * 2 * 8 * 2,
         "rows updated": 7 * 2 * 8 * 4,
         "activations": 2 * 10 * (8 + 16 + 16 + 4) * 2,
         "dense half": 4 * 4 * parameters,
     }
 
 
+def test_every_table_counts_with_its_own_width_lookups_and_vectors():
+    kinds = [
+        f"model.name={Kinds.__module__}:Kinds",
+        "data.synthetic.cardinalities=[50,40,7,300]",
+        "data.synthetic.hotness=[3,1,2,5]",
+        "train.amp=off",
+    ]
+    config, spec = composed(*kinds)
+    tables = declared_tables(config.model, spec)
+    # A table of two features without pooling, three others of one vector, and four of one column.
+    assert [table.embedding_dim for table in tables] == [8, 8, 4, 1, 1, 1, 1]
+    counted = count_hbm(
+        config,
+        spec,
+        batch=10,
+        unique={table.name: 2.0 + index for index, table in enumerate(tables)},
+        world_size=1,
+    )
+    assert counted["rows read"] == 4 * (2 * 8 + 3 * 8 + 4 * 4 + 5 + 6 + 7 + 8)
+    assert counted["rows updated"] == 2 * counted["rows read"]
+    assert counted["embeddings"] == 5 * 10 * 4 * (3 * 8 + 8 + 4 + 4)
+    # The ids of a feature come once.
+    assert counted["batch"] == 10 * (2 * 4 * (3 + 1) + 3 * 4 * 11)
+    floor = floor_of(config, spec, 1, exponent=0)
+    batch = config.train.batch_size
+    read = 8 * unique_rows(40, batch, 3, 0) + 8 * unique_rows(50, batch, 3, 0)
+    read += 4 * unique_rows(300, batch, 5, 0)
+    for cardinality, hotness in ((50, 3), (40, 1), (7, 2), (300, 5)):
+        read += unique_rows(cardinality, batch, hotness, 0)
+    assert floor.hbm["rows read"] == pytest.approx(4 * read)
+
+
 def test_16_bit_tables_halve_the_bytes_of_rows_and_not_of_their_state():
     rule = "optimizer.embedding_name=adagrad"
     full, half = (
         count_hbm(
-            *composed(rule, f"model.embedding_dtype={dtype}"), batch=10, unique=7, world_size=1
+            *composed(rule, f"model.embedding_dtype={dtype}"), batch=10, unique=UNIQUE, world_size=1
         )
         for dtype in ("fp32", "bf16")
     )
@@ -82,7 +117,7 @@ def test_16_bit_tables_halve_the_bytes_of_rows_and_not_of_their_state():
 
 def test_dcnv2_counts_its_input_once_as_embeddings():
     one = composed("model.cross.num_layers=1", "model.cross.projection_dim=5", recipe="dcnv2")
-    counted = count_hbm(*one, batch=10, unique=7, world_size=1)
+    counted = count_hbm(*one, batch=10, unique=UNIQUE, world_size=1)
     # the bottom's 8 and 16, its output in x0, the cross layer's 5, x1 of 24, the top's 4
     assert counted["activations"] == 2 * 10 * (8 + 16 + 8 + 5 + 24 + 4) * 2
     parallel = composed(
@@ -91,7 +126,7 @@ def test_dcnv2_counts_its_input_once_as_embeddings():
         "model.cross.structure=parallel",
         recipe="dcnv2",
     )
-    counted = count_hbm(*parallel, batch=10, unique=7, world_size=1)
+    counted = count_hbm(*parallel, batch=10, unique=UNIQUE, world_size=1)
     # the top sees x1 and the deep network's 4, padded to 32
     assert counted["activations"] == 2 * 10 * (8 + 16 + 8 + 5 + 32) * 2
 
@@ -101,14 +136,14 @@ def test_dcnv2_counts_its_input_once_as_embeddings():
 )
 def test_an_update_reads_and_writes_the_rules_state(rule, a_row):
     case = composed(f"optimizer.embedding_name={rule}")
-    assert count_hbm(*case, batch=10, unique=7, world_size=1)["rows updated"] == 7 * 2 * a_row
+    assert count_hbm(*case, batch=10, unique=UNIQUE, world_size=1)["rows updated"] == 7 * 2 * a_row
 
 
 def test_fp32_and_fp16_send_embeddings_in_four_bytes():
     for amp, size, activation in (("bf16", 2, 2), ("fp16", 4, 2), ("off", 4, 4)):
         case = composed(f"train.amp={amp}")
-        hbm = count_hbm(*case, batch=10, unique=7, world_size=1)
-        assert hbm["pooled embeddings"] == 5 * 10 * 2 * 8 * size
+        hbm = count_hbm(*case, batch=10, unique=UNIQUE, world_size=1)
+        assert hbm["embeddings"] == 5 * 10 * 2 * 8 * size
         assert hbm["activations"] == 2 * 10 * 44 * activation
         sent = count_all_to_all(*case, batch=10, world_size=2)
         assert sent["embeddings"] == sent["gradients"] == 10 * 2 * 8 * size / 2
@@ -125,9 +160,9 @@ def test_bytes_of_other_ranks_are_sent_and_received():
     }
     assert count_all_to_all(*case, batch=10, world_size=4, expands=True)["ids"] == 0.75 * 10 * 4 * 2
     alone, four = (
-        count_hbm(*case, batch=10, unique=7, world_size=world_size) for world_size in (1, 4)
+        count_hbm(*case, batch=10, unique=UNIQUE, world_size=world_size) for world_size in (1, 4)
     )
-    assert four["pooled embeddings"] == alone["pooled embeddings"] / 5 * 8
+    assert four["embeddings"] == alone["embeddings"] / 5 * 8
 
 
 @pytest.mark.parametrize(("exponent", "cardinality"), [(0, 3000), (1.0, 3000), (1.05, 50_000)])
