@@ -304,11 +304,19 @@ class ModelConfig:
         "what table weights are stored in: fp32, or bf16 or fp16 with stochastic rounding, at fp32's "
         "accuracy as far as measured; replicated tables and optimizer state stay fp32",
     )
+    embedding_init: float | None = option(
+        None,
+        "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
+    )
 
     def __post_init__(self) -> None:
         require(
             self.embedding_dim > 0,
             f"model.embedding_dim must be positive, got {self.embedding_dim}",
+        )
+        require(
+            self.embedding_init is None or self.embedding_init > 0,
+            f"model.embedding_init must be positive or null, got {self.embedding_init}",
         )
 
 

@@ -30,7 +30,7 @@ def one_table_per_feature(
     Features that share a vocabulary share a table (`FeatureSpec.table_features`), at the position of the first of them.
 
     Args:
-        options: columns and dtype.
+        options: columns, dtype and bound of the initial weights.
         spec: names and rows.
         columns: of every table; None for `options.embedding_dim`.
         features: names of the features to look up; None for all.
@@ -51,6 +51,7 @@ def one_table_per_feature(
                     feature_names=names,
                     pooling=PoolingType.SUM,
                     data_type=DataType[options.embedding_dtype.name.upper()],
+                    weight_init_max=options.embedding_init,
                 )
             )
     return tables
@@ -172,8 +173,6 @@ def not_simple(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> str |
             return f"{where} has {table.num_embeddings} rows for {cardinality[feature]} ids"
         if table.pooling.name != "SUM":
             return f"{where} has pooling {table.pooling.name.lower()}"
-        if table.weight_init_max is not None:
-            return f"{where} has initial weights of its own"
     return None
 
 

@@ -18,6 +18,8 @@ from configs.schema import (
 )
 
 MOST_WIDTH = 2**20
+# Measured (benchmarks/README.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
+SMALL_INIT = 0.01
 
 
 def require_hidden(name: str, widths: Sequence[int]) -> None:
@@ -149,6 +151,9 @@ class DeepFMOptions(_DeepOptions):
 
     embedding_dim: int = option(
         10, "columns of every feature's vector; its weight is one more", most=MOST_COLUMNS
+    )
+    embedding_init: float | None = option(
+        SMALL_INIT, "bound of the tables' initial weights; null: 1/sqrt(rows) of each table"
     )
     dropout: float = option(0.5, "rate of the dropout after every hidden layer")
 

@@ -31,6 +31,7 @@ from dataloading.batch import Batch
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.distributed.process_group import Ranks
 from nn.embedding.collection import embeddings_of
+from nn.embedding.declared_tables import initial_bound
 from nn.embedding.id_expansion import expand_jagged
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
@@ -94,8 +95,8 @@ class ShardedEmbeddings:
         self._multi_hot = multi_hot
         declared = embeddings.embedding_bag_configs()
         self.features = [table.feature_names[0] for table in declared]
-        self._rows = {table.name: table.num_embeddings for table in declared}
-        self.names = list(self._rows)
+        self._bounds = {table.name: initial_bound(table) for table in declared}
+        self.names = list(self._bounds)
         table_plan = plan.plan["embeddings"]
         self._feature_ranks = {
             table.feature_names[0]: table_plan[table.name].ranks for table in declared
@@ -133,7 +134,7 @@ class ShardedEmbeddings:
                 table=shard.table,
                 row_offset=shard.row_offset,
                 col_offset=shard.column_offset,
-                bound=self._rows[shard.table] ** -0.5,
+                bound=self._bounds[shard.table],
             )
 
     def shards(self) -> Iterator[TableShard]:

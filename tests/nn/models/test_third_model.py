@@ -328,7 +328,6 @@ def looked_up_twice(tables):
         (changed(num_embeddings=1001), "has 1001 rows for 1000 ids"),
         (changed(pooling=PoolingType.MEAN), "has pooling mean"),
         (lambda tables: [replace(t, embedding_dim=6) for t in tables], "6 columns, no multiple"),
-        (changed(weight_init_max=0.5), "has initial weights of its own"),
     ],
 )
 def test_ragged_features_require_simple_tables(change, reason):
