@@ -76,18 +76,15 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
     """Return the first contradiction of tables and features, or None."""
     by_name: dict[str, EmbeddingBagConfig] = {}
     for table in tables:
-        other = by_name.setdefault(table.name, table)
-        if other is not table:
-            return (
-                f"features {shown(other.feature_names[0])} and {shown(table.feature_names[0])} would share the table "
-                f"name {shown(table.name)}; rename one of them in the feature spec, or name the tables apart"
-            )
+        if not table.feature_names:
+            return f"table {shown(table.name)} has no feature; name the features that look it up"
+        if table.name in by_name:
+            return _shared_name(by_name[table.name], table)
+        by_name[table.name] = table
         if table.embedding_dim < 1:
             return (
                 f"table {shown(table.name)} has {table.embedding_dim} columns; give it at least 1"
             )
-        if not table.feature_names:
-            return f"table {shown(table.name)} has no feature; name the features that look it up"
         if table.name != table_name(table.name):
             return f"no module can have the table name {shown(table.name)}; use {shown(table_name(table.name))}"
     cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
@@ -111,6 +108,20 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
                 "feature spec"
             )
     return None
+
+
+def _shared_name(one: EmbeddingBagConfig, other: EmbeddingBagConfig) -> str:
+    """Describe two tables of one name."""
+    first, second = one.feature_names[0], other.feature_names[0]
+    if first == second:
+        return (
+            f"two tables of feature {shown(first)} have the name {shown(one.name)}; name them apart, such as by the prefix "
+            "of one_table_per_feature"
+        )
+    return (
+        f"features {shown(first)} and {shown(second)} would share the table name {shown(one.name)}; rename one of them in "
+        "the feature spec, or name the tables apart"
+    )
 
 
 def _unsupported(

@@ -1,7 +1,7 @@
 """Declaration of a model: options, tables, dense component, and its memory and work.
 
 A model is one file: a subclass of `Model` and the dataclass of its options. Planner, training step, memory estimate,
-checkpoints and export read the declaration, and know no model by name. docs/contributing.md has an example.
+checkpoints and export read the declaration, and know no model by name. docs/add_a_model.md has an example.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ def examples(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_the_page_has_a_model_and_an_optimizer():
-    assert set(FILES) == {"tower.py", "momentum.py", "momentum_kernel.py"}
-    assert len(COMMANDS) == 2
+def test_the_page_has_an_optimizer():
+    assert set(FILES) == {"momentum.py", "momentum_kernel.py"}
+    assert len(COMMANDS) == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)

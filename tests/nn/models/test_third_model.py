@@ -253,6 +253,30 @@ class Buffered(DeepFM):
         self.norm = nn.BatchNorm1d(4)
 
 
+class OneName(DeepFM):
+    """Model with two tables of one name."""
+
+    @classmethod
+    def tables(cls, options, spec):
+        return one_table_per_feature(options, spec) + one_table_per_feature(options, spec, 1)
+
+
+class OneTableMissing(DeepFM):
+    """Model with a feature without a table."""
+
+    @classmethod
+    def tables(cls, options, spec):
+        return one_table_per_feature(options, spec)[:-1]
+
+
+class NoColumns(DeepFM):
+    """Model with a table without columns."""
+
+    @classmethod
+    def tables(cls, options, spec):
+        return one_table_per_feature(options, spec, columns=0)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -265,12 +289,25 @@ class Buffered(DeepFM):
         (f"{HERE}:NoOptions", "it has no Options, a dataclass"),
         (f"{HERE}:NoBuild", "it has no class method build(options, spec)"),
         (f"{HERE}:NoTables", "it has no class method tables(options, spec)"),
+        (
+            f"{HERE}:OneName",
+            "two tables of feature 'cat_0' have the name 'cat_0'; name them apart, such as by the prefix of ",
+        ),
+        (
+            f"{HERE}:OneTableMissing",
+            "feature 'cat_4' has no table; declare one, or take it out of the dataset's feature spec",
+        ),
+        (f"{HERE}:NoColumns", "table 'cat_0' has 0 columns; give it at least 1"),
         (f"{HERE}:Buffered", "has a persistent buffer norm.num_batches_tracked, and only"),
         (f"{HERE}:", "the models are dlrm, dcnv2, wide_deep, "),
         ("dcn", "there is no model.name=dcn; did you mean dcnv2?"),
     ],
 )
-def test_an_invalid_model_ends_the_command_with_one_line(name, message, tmp_path):
+def test_an_invalid_model_ends_the_command_with_one_line(name, message, tmp_path, monkeypatch):
+    def refused(*_, **__) -> None:
+        raise AssertionError("a process group was opened")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refused)
     ended = run_command(f"model.name={name}", *CASE[1:], f"run_dir={tmp_path}/run")
     assert (ended.exit_code, ended.out) == (2, "")
     assert message in ended.err
@@ -288,6 +325,11 @@ def changed(**changes):
     [
         (lambda tables: tables[1:], "feature 'cat_4' has no table"),
         (changed(name="factors_cat_1"), "would share the table name 'factors_cat_1'"),
+        (lambda tables: [tables[0], *tables], "two tables of feature 'cat_4' have the name"),
+        (
+            lambda tables: [*tables, replace(tables[0], feature_names=[])],
+            "has no feature; name the features that look it up",
+        ),
         (changed(name="type"), "no module can have the table name 'type'; use 'type_'"),
         (changed(feature_names=["cat_9"]), "is of feature 'cat_9', which the dataset lacks"),
         (changed(num_embeddings=999), "has 999 rows, and ids of feature 'cat_4' need 1000"),
