@@ -77,9 +77,10 @@ class IdAllToAll:
         self._send_index = _on(device, [local[name] for names in owned_by_rank for name in names])
         self._replicated_index = _on(device, [local[name] for name in replicated])
 
-        # One block per rank arrives, feature after feature; the lookup reads one block per feature, rank after rank.
+        # One block per rank arrives, feature after feature; the lookup reads one block per feature, rank after rank. A single
+        # rank's ids are in that order already.
         blocks, offset = [], 0
-        for name in owned_by_rank[rank]:
+        for name in owned_by_rank[rank] if self._world_size > 1 else ():
             for source in range(self._world_size):
                 start = source * self._send_sizes[rank] + offset
                 blocks.append(torch.arange(start, start + sizes[name]))

@@ -17,11 +17,16 @@ from nn.models.registry import build_meta, declared_tables
 from nn.sharding.plan import TablePlan
 from nn.sharding.tables import ROWS_CUT
 
-ID_BYTES = 8
+ID_BYTES = 4
+POSITION_BYTES = 8
 BATCHES_ON_DEVICE = 3
-"""The batch being trained, the next one, and the graph's own copy."""
+"""The batch being trained, the one before until its step returns, and the next one."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """Torch's default on Hopper, per stream; there are two, the step's and the graph's."""
+SORTED_KEY_BYTES = 3 * (ID_BYTES + POSITION_BYTES)
+"""Keys and positions: unsorted, sorted, and the radix sort's scratch."""
+EVALUATED_ID_BYTES = 24
+"""Ids of an evaluation with another batch size: batches, exchange, positions and the graph's input."""
 LISTED_BYTES = 12
 """Row, column and factor of each key's gradient, listed for width classes with a table of several lookups."""
 
@@ -85,9 +90,12 @@ def plan_memory(
     model = build_meta(config.model, seen)
     activations = model.activations()
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
-    row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * sum(
-        x.mean_hotness for x in spec.categorical
-    )
+    ids_per_row = sum(x.mean_hotness for x in spec.categorical)
+    row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
+    # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
+    own = 2 * ID_BYTES * len(spec.categorical) + (ID_BYTES + POSITION_BYTES) * ids_per_row
+    # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
+    arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
     sent_bytes = _sent_bytes(config)
     declared = declared_tables(config.model, seen)
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
@@ -104,7 +112,7 @@ def plan_memory(
     for rank in range(world_size):
         work = _work_of(rank, plan, features, global_batch, batch)
         eval_work = _work_of(rank, plan, features, config.eval.batch_size, eval_batch)
-        evaluation = eval_batch * embedding_bytes + 3 * eval_work.ids * ID_BYTES
+        evaluation = eval_batch * embedding_bytes + eval_work.ids * EVALUATED_ID_BYTES
         # Alone, a rank's lookups are at local already.
         evaluation += eval_work.elements * sent_bytes if world_size > 1 else 0
         memories.append(
@@ -117,10 +125,10 @@ def plan_memory(
                     if table.sharding == "data_parallel" and rank in table.ranks
                 ),
                 dense_half=dense_half,
-                batches=int(BATCHES_ON_DEVICE * batch * row + 3 * work.ids * ID_BYTES),
+                batches=int(batch * (BATCHES_ON_DEVICE * row + own) + work.ids * arrived_bytes),
                 lookups=local + (2 * work.elements * sent_bytes if world_size > 1 else 0),
                 dense_pass=dense_pass,
-                update=3 * work.keys * (ID_BYTES + 4) + work.update_bytes,
+                update=work.keys * SORTED_KEY_BYTES + work.update_bytes,
                 evaluation=(eval_batch != batch) * evaluation
                 + max(eval_columns * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,

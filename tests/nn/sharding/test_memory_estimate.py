@@ -84,8 +84,8 @@ def test_each_term_is_what_its_shapes_say():
     levels = update_bytes(64 * 2, 4) + update_bytes(64 * 3 / 2, 8) + update_bytes(32, 8)
     assert first.update == pytest.approx(3 * 12 * ids + update_bytes(64, 8) + levels, abs=2)
     assert second.update == pytest.approx(3 * 12 * (ids - 64) + levels, abs=2)
-    # 3 numbers and a label, 8 ids per row
-    assert first.batches == 3 * 32 * (4 * 4 + 8 * 8) + 3 * 8 * ids
+    # 3 numbers and a label, 8 ids of 5 features per row
+    assert first.batches == 32 * (3 * (4 * 4 + 4 * 8) + 8 * 5 + 12 * 8) + (12 + 12) * ids
     # the inputs of all layers, and two gradients of the widest
     assert first.dense_pass == (8 + 16 + 24 + 16 + 2 * 24) * 32 * 4
     # twice as many rows, local and sent; its widest layer takes less than the dense pass
@@ -176,8 +176,10 @@ def test_the_update_takes_what_the_launcher_allocates(overrides):
         built.step.close()
     assert planned.update - 3 * 12 * keys == pytest.approx(allocated, rel=0.02)
     assert planned.tables == sum(weights) + sum(states)
-    row = 4 * (3 + 1) + 8 * 12
-    assert planned.batches == 3 * batch_size * row + 3 * 8 * ids
+    # Twelve ids per row, which arrive once per group of tables: 3 batches, the exchange's copy and positions, 3 arrived
+    assert ids == batch_size * (18 if "data_parallel" in "".join(overrides) else 12)
+    row = 3 * (4 * (3 + 1) + 4 * 12) + 8 * 5 + 12 * 12
+    assert planned.batches == batch_size * row + 12 * ids
     assert (keys > ids) == (config.model.name != "dlrm")
 
 
