@@ -37,6 +37,7 @@ LONGEST_FIRST = (
     "nn/distributed/test_node_launcher.py",
     "preproc/criteo/test_limits.py",
     "nn/checkpoint/test_partial_load.py",
+    "project/test_add_a_model.py",
     "project/test_floors.py",
 )
 # Something of every room in about a minute: what `-m fast` selects.
@@ -53,6 +54,7 @@ FAST = {
     "nn/layers/test_cross_net.py",
     "nn/layers/test_dot_interaction.py",
     "nn/layers/test_mlp.py",
+    "nn/metrics/test_ranking.py",
     "nn/models/test_models.py",
     "nn/observability/test_console.py",
     "nn/observability/test_run_directory.py",

@@ -8,8 +8,7 @@ import yaml
 
 from configs.preproc_schema import PreprocConfig
 from configs.schema import Config, describe
-from nn.models.dcnv2 import DCNv2Options
-from nn.models.dlrm import DLRMOptions
+from nn.models.registry import OPTIONS
 from tests.project.layout import is_ours
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,9 +80,7 @@ TF2_FLAGS = [
 ]
 
 TRAINING_KEYS = {
-    key
-    for options in (DLRMOptions, DCNv2Options)
-    for key, _ in describe(Config, sections={"model": options})
+    key for options in OPTIONS.values() for key, _ in describe(Config, sections={"model": options})
 }
 # A dataset that a page has the reader write.
 OF_THE_READER = {("dataset", "shop")}
