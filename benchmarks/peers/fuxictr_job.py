@@ -1,0 +1,138 @@
+"""Training of one FuxiCTR model on a dataset directory, in FuxiCTR's own environment.
+
+    PYTHON -m benchmarks.peers.fuxictr_job MODEL_ZOO/DeepFM/DeepFM_torch DeepFM DIR '{"embedding_dim": 16}' 2 1024 1
+
+The arguments: folder of the model below FuxiCTR's `model_zoo`, its class, the dataset directory, the model's settings as
+JSON, epochs, batch size and seed. It prints one line of JSON per epoch, with AUC and log loss on the test split.
+
+The batches come from memory, so that nothing of FuxiCTR's loaders is measured; loss, optimizer, initial weights and training
+loop are FuxiCTR's. Nothing of the project is imported, so the environment needs FuxiCTR and PyYAML only.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+LABEL = "label"
+
+
+class Batches:
+    """Batches of a split, as FuxiCTR's training loop reads them: a dictionary of tensors by column.
+
+    Args:
+        columns: all columns by name, one value per row; numerical ones [rows, 1].
+        batch_size: rows per batch; the last batch may have fewer.
+        shuffle: whether each epoch has another order, drawn from torch's global generator.
+    """
+
+    def __init__(self, columns: dict[str, torch.Tensor], batch_size: int, shuffle: bool) -> None:
+        self.columns = columns
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.num_rows = len(columns[LABEL])
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        order = torch.randperm(self.num_rows) if self.shuffle else torch.arange(self.num_rows)
+        for rows in order.split(self.batch_size):
+            yield {name: values[rows] for name, values in self.columns.items()}
+
+
+def read_columns(root: Path, split: str) -> dict[str, torch.Tensor]:
+    """Read a split of a split binary with one label, in the order of the spec's channels."""
+    spec = yaml.safe_load((root / "feature_spec.yaml").read_text())
+    features = spec["feature_spec"]
+    columns = {}
+    for chunk in spec["source_spec"][split]:
+        names = chunk["features"]
+        dtypes = {np.dtype(features[name]["dtype"]) for name in names}
+        values = np.fromfile(root / chunk["files"][0], dtypes.pop()).reshape(-1, len(names))
+        columns |= {name: values[:, position] for position, name in enumerate(names)}
+    channels = spec["channel_spec"]
+    ordered = {
+        name: torch.from_numpy(columns[name][:, None].astype(np.float32))
+        for name in channels["numerical"]
+    }
+    ordered |= {
+        name: torch.from_numpy(columns[name].astype(np.int64)) for name in channels["categorical"]
+    }
+    return ordered | {LABEL: torch.from_numpy(columns[channels["label"][0]].astype(np.float32))}
+
+
+def feature_map(root: Path, embedding_dim: int) -> Any:
+    """Return FuxiCTR's description of the columns of a dataset directory, a `FeatureMap`."""
+    # Here, as below: the project's tests read columns without FuxiCTR.
+    from fuxictr.features import FeatureMap
+
+    spec = yaml.safe_load((root / "feature_spec.yaml").read_text())
+    channels, features = spec["channel_spec"], spec["feature_spec"]
+    described = FeatureMap(root.name, str(root))
+    described.labels = [LABEL]
+    described.default_emb_dim = embedding_dim
+    described.features = OrderedDict(
+        (name, {"source": "", "type": "numeric"}) for name in channels["numerical"]
+    )
+    for name in channels["categorical"]:
+        rows = features[name]["cardinality"]
+        described.features[name] = {"source": "", "type": "categorical", "vocab_size": rows}
+    described.num_fields = described.get_num_fields()
+    described.set_column_index()
+    return described
+
+
+def train(
+    folder: Path,
+    name: str,
+    root: Path,
+    settings: dict[str, Any],
+    epochs: int,
+    batch_size: int,
+    seed: int,
+) -> Iterator[dict[str, float]]:
+    """Train a model; yield AUC and log loss of the test split after each epoch."""
+    from fuxictr.pytorch.torch_utils import seed_everything
+
+    sys.path.insert(0, str(folder))
+    model_class = getattr(importlib.import_module("src"), name)
+    seed_everything(seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        # The loop saves and loads the best weights; without patience, and saving always, these are the last ones.
+        model = model_class(
+            feature_map(root, settings["embedding_dim"]),
+            **{"optimizer": "adam", "loss": "binary_crossentropy", "metrics": ["AUC", "logloss"]},
+            **{"model_root": scratch, "verbose": 0, "task": "binary_classification", "gpu": -1},
+            **settings,
+        )
+        parameters = sum(values.numel() for values in model.parameters())
+        training = Batches(read_columns(root, "train"), batch_size, shuffle=True)
+        test = Batches(read_columns(root, "test"), 8192, shuffle=False)
+        model._max_gradient_norm = 10.0  # the default of `fit`
+        model._eval_steps = sys.maxsize
+        model._stop_training, model._total_steps = False, 0
+        for _ in range(epochs):
+            model.train_epoch(training)
+            yield model.evaluate(test) | {"parameters": parameters}
+
+
+def main() -> None:
+    """Train the model of the command line."""
+    folder, name, root, settings, epochs, batch_size, seed = sys.argv[1:]
+    torch.set_num_threads(1)
+    job = Path(folder), name, Path(root), json.loads(settings)
+    for result in train(*job, int(epochs), int(batch_size), int(seed)):
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Test AUC of our models beside FuxiCTR's on the same rows.
+
+    python -m benchmarks.peers.with_fuxictr --source LOGS --out DIR --python FUXICTR/bin/python --zoo FUXICTR/model_zoo MODEL ...
+
+`LOGS` are raw logs in Criteo's format; the first 90 % of the lines train, the rest test. `python -m preproc` makes one
+dataset directory (`dataset/criteo_buckets.yaml`), and both libraries read its ids. Ours is trained by the ordinary command
+line, `python dlrm.py model.name=...`. FuxiCTR's model is trained by `benchmarks/peers/fuxictr_job.py` in an environment of
+its own, which has `fuxictr` from PyPI; its model files are read from a clone of reczoo/FuxiCTR. Every run has its settings in
+`PAIRS`, for a fixed number of epochs, so no test row chooses anything.
+
+`--validate` trains on the first 81 % of the lines and tests on the next 9 %: the settings were chosen so. `--set` adds
+settings to ours, and `--peer-set` to FuxiCTR's. Finished runs are kept in `DIR/results.jsonl` and not repeated.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.rows import ROOT
+
+TRAINED = 0.9
+"""Share of the lines that train: that of `dataset/criteo_buckets.yaml`."""
+EMBEDDING_DIM = 16
+LR = 1e-3
+BATCH_SIZE = 1024
+EPOCHS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One model in both libraries.
+
+    Attributes:
+        folder: of FuxiCTR's model below `model_zoo`.
+        model_class: FuxiCTR's class.
+        settings: of ours, as overrides of the command line.
+        peer_settings: of FuxiCTR's.
+    """
+
+    folder: str
+    model_class: str
+    settings: tuple[str, ...]
+    peer_settings: dict[str, Any] = field(default_factory=dict)
+
+
+PAIRS = {
+    "wide_deep": Pair(
+        "WideDeep/WideDeep_torch",
+        "WideDeep",
+        ("model.hidden=[256,128]", "model.dropout=0.2"),
+        {"hidden_units": [256, 128], "net_dropout": 0.2},
+    ),
+    "deepfm": Pair(
+        "DeepFM/DeepFM_torch",
+        "DeepFM",
+        ("model.hidden=[256,128]", "model.dropout=0.2"),
+        {"hidden_units": [256, 128], "net_dropout": 0.2},
+    ),
+    "dcnv2": Pair(
+        "DCNv2",
+        "DCNv2",
+        (
+            *("model.cross.num_layers=2", "model.cross.projection_dim=64"),
+            *("model.top_mlp=[256,128,1]", "model.dropout=0.2"),
+        ),
+        {
+            "model_structure": "parallel",
+            "num_cross_layers": 2,
+            "parallel_dnn_hidden_units": [256, 128],
+            "net_dropout": 0.2,
+        },
+    ),
+    "dlrm": Pair(
+        "DLRM",
+        "DLRM",
+        ("model.top_mlp=[256,128,1]", "model.dropout=0.2"),
+        {"top_mlp_units": [256, 128], "top_mlp_dropout": 0.2},
+    ),
+    "finalmlp": Pair(
+        "FinalMLP",
+        "FinalMLP",
+        (
+            *("model.hidden_1=[256,128]", "model.hidden_2=[256]", "model.gate_hidden=[64]"),
+            *("model.heads=8", "model.dropout=0.2"),
+        ),
+        {
+            "mlp1_hidden_units": [256, 128],
+            "mlp2_hidden_units": [256],
+            "fs_hidden_units": [64],
+            "num_heads": 8,
+            "mlp1_dropout": 0.2,
+            "mlp2_dropout": 0.2,
+        },
+    ),
+    "masknet": Pair(
+        "MaskNet",
+        "MaskNet",
+        ("model.blocks=[128,128]", "model.reduction_ratio=0.25"),
+        {"dnn_hidden_units": [128, 128], "reduction_ratio": 0.25, "net_dropout": 0.2},
+    ),
+    "wukong": Pair(
+        "WuKong",
+        "WuKong",
+        ("model.fm_hidden=[128]", "model.hidden=[128]", "model.dropout=0.2"),
+        {
+            "num_wukong_layers": 2,
+            "lcb_features": 8,
+            "fmb_features": 8,
+            "fmb_mlp_units": [128],
+            "mlp_hidden_units": [128],
+            "net_dropout": 0.2,
+        },
+    ),
+}
+COMMON = (
+    "experiment=dlrm_criteo_kaggle",
+    f"model.embedding_dim={EMBEDDING_DIM}",
+    "model.embedding_init=0.01",
+    f"optimizer.lr={LR}",
+    f"train.batch_size={BATCH_SIZE}",
+    f"train.epochs={EPOCHS}",
+    *("device=cpu", "checkpoint.save=false", "log.tensorboard=false", "log.every=1000"),
+)
+PEER_COMMON = {
+    "embedding_dim": EMBEDDING_DIM,
+    "learning_rate": LR,
+    "embedding_regularizer": 1e-5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Finished runs in a file, one line of JSON each."""
+
+    path: Path
+
+    def get(self, key: list[Any]) -> dict[str, float] | None:
+        """Return the metrics of a run, or None if it has not finished."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        of_key = {json.dumps(line["run"]): line["metrics"] for line in map(json.loads, lines)}
+        return of_key.get(json.dumps(key))
+
+    def add(self, key: list[Any], metrics: dict[str, float]) -> None:
+        """Append a run."""
+        with self.path.open("a") as stream:
+            stream.write(json.dumps({"run": key, "metrics": metrics}) + "\n")
+
+
+def train_ours(data: Path, run_dir: Path, overrides: Iterable[str]) -> dict[str, float]:
+    """Train one of our models; return AUC and log loss of the test split, and the parameters."""
+    command = [sys.executable, str(ROOT / "dlrm.py"), *overrides, f"data.path={data}"]
+    _run([*command, f"run_dir={run_dir}"])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {"auc": summary["test_auc"], "log_loss": summary["test_log_loss"]}
+
+
+def train_peer(
+    python: Path, folder: Path, model_class: str, data: Path, settings: dict[str, Any], seed: int
+) -> dict[str, float]:
+    """Train one of FuxiCTR's models; return AUC and log loss of the test split after the last epoch."""
+    arguments = [str(folder), model_class, str(data), json.dumps(settings)]
+    arguments += [str(EPOCHS), str(BATCH_SIZE), str(seed)]
+    printed = _run([str(python), "-m", "benchmarks.peers.fuxictr_job", *arguments])
+    last = json.loads(printed.splitlines()[-1])
+    return {"auc": last["AUC"], "log_loss": last["logloss"]}
+
+
+def _run(command: list[str]) -> str:
+    """Run a command in one thread; return what it printed. Its errors are shown."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    )
+    return done.stdout
+
+
+def preprocess(source: Path, out: Path, validate: bool) -> Path:
+    """Make the dataset directory, of the training lines alone to validate; return it."""
+    output = out / ("validation" if validate else "data")
+    if output.exists():
+        return output
+    if validate:
+        lines = source.read_text().splitlines(keepends=True)
+        source = out / "training_lines.tsv"
+        source.write_text("".join(lines[: int(len(lines) * TRAINED)]))
+    command = [sys.executable, "-m", "preproc", "--config-dir", "benchmarks/peers"]
+    _run([*command, "dataset=criteo_buckets", f"source={source}", f"output={output}"])
+    return output
+
+
+def main() -> None:
+    """Train the models of the command line in both libraries, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", default=list(PAIRS), help=", ".join(PAIRS))
+    parser.add_argument("--source", type=Path, required=True, help="raw logs, plain text")
+    parser.add_argument("--out", type=Path, required=True, help="folder for data and runs")
+    parser.add_argument("--python", type=Path, required=True, help="of FuxiCTR's environment")
+    parser.add_argument("--zoo", type=Path, required=True, help="model_zoo of FuxiCTR's clone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--validate", action="store_true", help="test on training lines instead")
+    parser.add_argument("--set", nargs="+", default=[], help="more settings of ours")
+    parser.add_argument("--peer-set", type=json.loads, default={}, help="of FuxiCTR's, as JSON")
+    args = parser.parse_args()
+    unknown = set(args.models) - set(PAIRS)
+    if unknown:
+        parser.error(f"got models {sorted(unknown)}, want some of {', '.join(PAIRS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = preprocess(args.source.resolve(), args.out.resolve(), args.validate)
+    results = Results(args.out / "results.jsonl")
+    print("| model | ours, by seed | mean | FuxiCTR, by seed | mean | difference |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name in args.models:
+        ours, peer = [], []
+        for seed in args.seeds:
+            ours.append(_ours(name, seed, data, args, results))
+            peer.append(_peer(name, seed, data, args, results))
+        difference = mean(ours) - mean(peer)
+        print(f"| {name} | {_row(ours)} | {_row(peer)} | {difference:+.4f} |", flush=True)
+
+
+def _ours(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
+    overrides = [*COMMON, f"model.name={name}", *PAIRS[name].settings, *args.set, f"seed={seed}"]
+    key = [data.name, *overrides]
+    metrics = results.get(key)
+    if metrics is None:
+        run_dir = args.out.resolve() / "runs" / f"{data.name}-{name}-{seed}-{os.getpid()}"
+        metrics = train_ours(data, run_dir, overrides)
+        results.add(key, metrics)
+    return metrics["auc"]
+
+
+def _peer(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
+    pair = PAIRS[name]
+    settings = PEER_COMMON | pair.peer_settings | args.peer_set
+    key = [data.name, pair.model_class, settings, EPOCHS, BATCH_SIZE, seed]
+    metrics = results.get(key)
+    if metrics is None:
+        # The path stays a link: a virtual environment's Python is one.
+        python = Path(os.path.abspath(args.python))
+        folder = args.zoo.resolve() / pair.folder
+        metrics = train_peer(python, folder, pair.model_class, data, settings, seed)
+        results.add(key, metrics)
+    return metrics["auc"]
+
+
+def _row(aucs: list[float]) -> str:
+    return f"{' '.join(f'{auc:.4f}'.lstrip('0') for auc in aucs)} | **{mean(aucs):.4f}**"
+
+
+if __name__ == "__main__":
+    main()
