@@ -102,20 +102,28 @@ PAIRS = {
     "masknet": Pair(
         "MaskNet",
         "MaskNet",
-        ("model.blocks=[128,128]", "model.reduction_ratio=0.25"),
-        {"dnn_hidden_units": [128, 128], "reduction_ratio": 0.25, "net_dropout": 0.2},
+        (
+            *("model.blocks=[64]", "model.reduction_ratio=0.25"),
+            *("optimizer.lr=5e-4", "optimizer.embedding_l2=1e-4"),
+        ),
+        {
+            "dnn_hidden_units": [64],
+            "reduction_ratio": 0.25,
+            "learning_rate": 5e-4,
+            "embedding_regularizer": 1e-4,
+        },
     ),
     "wukong": Pair(
         "WuKong",
         "WuKong",
-        ("model.fm_hidden=[128]", "model.hidden=[128]", "model.dropout=0.2"),
+        ("model.layers=1", "model.fm_hidden=[128]", "model.hidden=[128]", "model.dropout=0.5"),
         {
-            "num_wukong_layers": 2,
+            "num_wukong_layers": 1,
             "lcb_features": 8,
             "fmb_features": 8,
             "fmb_mlp_units": [128],
             "mlp_hidden_units": [128],
-            "net_dropout": 0.2,
+            "net_dropout": 0.5,
         },
     ),
 }
