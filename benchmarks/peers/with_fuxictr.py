@@ -31,6 +31,10 @@ EMBEDDING_DIM = 16
 LR = 1e-3
 BATCH_SIZE = 1024
 EPOCHS = 2
+LINEAR_DECAY = (
+    *("scheduler.decay_start_step=0", "scheduler.decay_steps=242", "scheduler.decay_power=1"),
+)
+"""To 0 over the 242 steps of two epochs of 123,425 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,8 @@ PAIRS = {
         "MaskNet",
         (
             *("model.blocks=[64]", "model.reduction_ratio=0.25"),
-            *("optimizer.lr=5e-4", "optimizer.embedding_l2=1e-4"),
+            *("optimizer.lr=5e-4", "optimizer.embedding_l2=1e-4", "optimizer.weight_decay=1"),
+            *LINEAR_DECAY,
         ),
         {
             "dnn_hidden_units": [64],
@@ -116,7 +121,10 @@ PAIRS = {
     "wukong": Pair(
         "WuKong",
         "WuKong",
-        ("model.layers=1", "model.fm_hidden=[128]", "model.hidden=[128]", "model.dropout=0.5"),
+        (
+            *("model.layers=1", "model.fm_hidden=[128]", "model.hidden=[128]", "model.dropout=0.5"),
+            *LINEAR_DECAY,
+        ),
         {
             "num_wukong_layers": 1,
             "lcb_features": 8,
