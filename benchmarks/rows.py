@@ -27,6 +27,7 @@ class Row:
         exponent: exponent of the ids' power law; 0 is uniform.
         train_rows: rows of the dataset, small enough for the page cache. An epoch is a multiple of 50 steps, so that its
             evaluation coincides with a record.
+        ragged: features whose rows have 0 to 10 ids instead of one, the first ones of the dataset.
     """
 
     recipe: str
@@ -36,6 +37,7 @@ class Row:
     overrides: tuple[str, ...] = field(default=(), kw_only=True)
     exponent: float = field(default=1.05, kw_only=True)
     train_rows: int = field(default=200 * 65_536, kw_only=True)
+    ragged: int = field(default=0, kw_only=True)
 
     def config(self) -> Config:
         """Return the configuration of the row's command line."""
@@ -70,6 +72,7 @@ def run_parser(description: str | None, *, out: str) -> ArgumentParser:
 T15 = ("dlrm_criteo_t15", "criteo_t15")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
 MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
+ROW_WISE = ("sharding.types=[row_wise]",)
 BF16_TABLES = ("model.embedding_dtype=bf16",)
 BF16 = ("train.amp=bf16",)
 FEW_ROWS = 2_048_000
@@ -105,6 +108,28 @@ ROWS = {
     "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=("train.batch_size=131072",)),
     "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=("train.batch_size=262144",)),
     # One thing changed at a time.
+    # Data as most users have it: 6 of 26 features with 5 ids on average. Tables whose rows lie on several GPUs.
+    "dlrm_t15_1_ragged": Row("dlrm", 1, *T15, ragged=6, train_rows=100 * 65_536),
+    "dlrm_t15_2_ragged": Row("dlrm", 2, *T15, ragged=6, train_rows=100 * 65_536),
+    "dlrm_t15_2_weak_ragged": Row(
+        "dlrm",
+        2,
+        *T15,
+        ragged=6,
+        overrides=("train.batch_size=131072",),
+        train_rows=100 * 65_536,
+    ),
+    "dlrm_t15_2_rows": Row("dlrm", 2, *T15, overrides=ROW_WISE),
+    "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, "train.batch_size=131072")),
+    "dlrm_t15_2_mixed": Row(
+        "dlrm",
+        2,
+        *T15,
+        ragged=1,
+        overrides=("sharding.tables={cat_9: row_wise}",),
+        train_rows=100 * 65_536,
+    ),
+    "dlrm_t15_1_8192": Row("dlrm", 1, *T15, overrides=("train.batch_size=8192",)),
     "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
     "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
     "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),

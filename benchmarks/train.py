@@ -17,12 +17,13 @@ import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.dataset import ragged_dataset
 from benchmarks.floors import Floor, floor_of_row
 from benchmarks.launch import held_output, launched
 from benchmarks.rows import ROOT, ROWS, Row
@@ -211,6 +212,8 @@ def breakdown_table(results: list[dict[str, Any]]) -> str:
 
 def _dataset(row: Row, root: Path) -> Path:
     """Return the row's dataset directory; generate it if it does not exist."""
+    if row.ragged:
+        return ragged_dataset(_dataset(replace(row, ragged=0), root), row.ragged, row.exponent)
     path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}"
     if (path / "feature_spec.yaml").exists():
         return path

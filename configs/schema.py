@@ -537,9 +537,7 @@ class TrainConfig:
     loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only")
     tf32: bool = option(True, "let fp32 matrix products use TF32 on GPUs that have it")
     compile: bool = option(False, "torch.compile the dense component")
-    capture: bool = option(
-        True, "capture the static step as a CUDA graph: GPUs, fixed hotness, no row-wise tables"
-    )
+    capture: bool = option(True, "capture the step as a CUDA graph, on GPUs")
     freeze: list[Component] = option([], "components that keep their weights: dense or tables")
     clip_norm: float | None = option(
         None,
@@ -935,24 +933,6 @@ class Config:
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
             "set checkpoint.save=true, or eval.patience=null",
-        )
-        sharding = self.sharding
-        allows_row_wise = bool(
-            {ShardingType.row_wise, ShardingType.table_row_wise}
-            & {*sharding.types, *sharding.tables.values()}
-        )
-        require(
-            self.model.embedding_dtype is TableDtype.fp32 or not allows_row_wise,
-            f"model.embedding_dtype={self.model.embedding_dtype.name} with row-wise tables: FBGEMM updates "
-            "those without this recipe's stochastic rounding; take row_wise and table_row_wise out of "
-            "sharding.types and sharding.tables, or set model.embedding_dtype=fp32",
-        )
-        l2 = self.effective_optimizer.embedding_l2
-        require(
-            l2 == 0 or not allows_row_wise,
-            f"optimizer.embedding_l2={l2} with row-wise tables: FBGEMM updates those, and has no L2 of the rows that a step "
-            "looks up; take row_wise and table_row_wise out of sharding.types and sharding.tables, or set "
-            "optimizer.embedding_l2=0",
         )
 
     @property

@@ -9,24 +9,22 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import shown
-from configs.schema import MOST_SAMPLES, Amp, Config, Device, Mode, TableDtype
+from configs.schema import MOST_SAMPLES, Amp, Config, Device, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
 from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
-from nn.embedding.collection import build_embeddings, keep_float32
 from nn.embedding.multi_hot import MultiHot
-from nn.embedding.optimizer import fused_rules, table_rule
+from nn.embedding.optimizer import table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.sharding.plan import Hardware, TablePlan
-from nn.sharding.planner import ShardingPlan, plan_tables, replicated_tables
-from nn.sharding.sharded_embeddings import ShardedEmbeddings
+from nn.sharding.planner import ShardingPlan, plan_tables
 from nn.sharding.sharded_tables import ShardedTables
-from nn.sharding.tables import TableSettings, static_blocker
+from nn.sharding.tables import TableSettings
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
@@ -70,44 +68,15 @@ def device_type(config: Config) -> str:
     return chosen
 
 
-def check_table_dtype(config: Config, spec: FeatureSpec) -> None:
-    """Refuse 16-bit tables of ragged features.
+def check_optimizers(config: Config) -> None:
+    """Refuse optimizers that do not exist or cannot train on the device.
 
     Raises:
-        ValueError: FBGEMM would update them. Its CPU kernels round fp16 to the nearest and have no bf16; on GPUs it draws
-            from torch's generator, whose state no checkpoint holds.
-    """
-    dtype = config.model.embedding_dtype
-    ragged = [feature.name for feature in spec.categorical if feature.hotness is None]
-    if dtype is not TableDtype.fp32 and ragged:
-        raise ValueError(
-            f"model.embedding_dtype={dtype.name} requires fixed hotness, but feature {ragged[0]} is ragged: "
-            "FBGEMM updates such tables, and does not round as this recipe does; set "
-            "model.embedding_dtype=fp32"
-        )
-
-
-def check_optimizers(config: Config, spec: FeatureSpec) -> None:
-    """Refuse optimizers that do not exist or cannot train these tables.
-
-    Raises:
-        ValueError: `package.module:NAME` is no optimizer; FBGEMM would update tables and lacks their optimizer or their L2;
-            or the tables' optimizer has no kernel for GPUs and would train on one.
+        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer has no kernel for GPUs and would train on
+            one.
     """
     check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
-    ragged = [feature.name for feature in spec.categorical if feature.hotness is None]
-    if rule.fbgemm is None and ragged:
-        raise ValueError(
-            f"table optimizer {rule.name} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
-            f"tables, and has no {rule.name}; set optimizer.embedding_name={' or '.join(fused_rules())}"
-        )
-    l2 = config.effective_optimizer.embedding_l2
-    if l2 and ragged:
-        raise ValueError(
-            f"optimizer.embedding_l2={l2} requires fixed hotness, but feature {ragged[0]} is ragged: FBGEMM updates such "
-            "tables, and has no L2 of the rows that a step looks up; set optimizer.embedding_l2=0"
-        )
     if rule.kernel is not None:
         return
     is_plan = config.mode is Mode.plan
@@ -326,21 +295,18 @@ def _loader(
 
 def _build_tables(
     config: Config, source: Source, plan: ShardingPlan, ranks: Ranks
-) -> ShardedTables | ShardedEmbeddings:
-    """Build the tables of the static path, or of the dynamic one where shapes are not known before."""
-    declared = _declared_tables(config, source)
-    replicated = replicated_tables(plan)
+) -> ShardedTables:
+    """Build this rank's part of the tables, with the seed's weights."""
     settings = TableSettings(
         config.effective_optimizer, config.train.amp, loss_scale(config), config.seed
     )
-    multi_hot = build_multi_hot(config, source)
-    blocker = static_blocker(source.spec, plan)
-    if blocker is None:
-        return ShardedTables(declared, source.spec, plan, ranks, settings, multi_hot)
-    embeddings = build_embeddings(declared, torch.device("meta"))
-    keep_float32(embeddings, replicated)
-    return ShardedEmbeddings(
-        embeddings, source.spec, plan, ranks, settings, multi_hot, static_blocker=blocker
+    return ShardedTables(
+        _declared_tables(config, source),
+        source.spec,
+        plan,
+        ranks,
+        settings,
+        build_multi_hot(config, source),
     )
 
 

@@ -24,7 +24,6 @@ from nn.build import (
     build_step,
     build_test_loader,
     check_optimizers,
-    check_table_dtype,
     device_type,
     hardware_of,
     model_spec,
@@ -44,7 +43,6 @@ from nn.distributed.process_group import (
     process_rank,
     ranks_from_environment,
 )
-from nn.embedding.optimizer import table_rule
 from nn.importance import as_csv, measure_importance
 from nn.models.registry import check_model
 from nn.models.tasks import Metric, metrics_of, tasks_of_run
@@ -110,8 +108,7 @@ def run(config: Config, config_yaml: str) -> None:
     """
     source = open_source(config)
     check_model(config.model, source.spec)
-    check_table_dtype(config, source.spec)
-    check_optimizers(config, source.spec)
+    check_optimizers(config)
     tasks_of_run(config, source.spec)
     console = make_console(process_rank())
     if config.mode is Mode.plan:
@@ -632,12 +629,6 @@ def _header_facts(
     }
     if config.train.freeze:
         facts["frozen"] = ", ".join(part.name for part in config.train.freeze)
-    rule = table_rule(config.effective_optimizer.table_name)
-    if rule.fbgemm is not None and rule.needs_dense_kernel(device_type(config)):
-        facts["note"] = (
-            f"FBGEMM has no fused {rule.name} for tables on a CPU; the tables take the dense kernel and the "
-            "same optimizer after the backward pass, which needs memory for a gradient as large as they are"
-        )
     return facts
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable
 
 
@@ -32,21 +33,18 @@ class AdjacentTables:
         return self.end - self.first
 
 
-def adjacent_tables(
-    tables: Sequence[LocalTable], first_ids: Sequence[int], num_samples: int
-) -> list[AdjacentTables]:
+def adjacent_tables(tables: Sequence[LocalTable], ids: Sequence[IdBlock]) -> list[AdjacentTables]:
     """Join the tables of a group into as few `AdjacentTables` as their memory and ids allow, in the order of the group.
 
     Args:
         tables: in order.
-        first_ids: position of the first id of each table's first lookup.
-        num_samples: samples of each lookup.
+        ids: of each table's first lookup.
     """
 
     def follows(position: int) -> bool:
         before, table = tables[position - 1], tables[position]
-        next_id = first_ids[position - 1] + num_samples * before.ids_per_sample
-        return first_ids[position] == next_id and _follows(before, table)
+        next_id = ids[position - 1].first + ids[position - 1].count
+        return ids[position].first == next_id and _follows(before, table)
 
     starts = [position for position in range(len(tables)) if position == 0 or not follows(position)]
     return [
@@ -59,6 +57,7 @@ def _follows(before: LocalTable, table: LocalTable) -> bool:
     """Return whether a table can be joined to the one before it; 16-bit tables cannot, since each has its own rounding."""
     return (
         table.weight.dtype is torch.float32
+        and not (before.is_bounded or table.is_bounded)
         and len(before.lookups) == len(table.lookups) == 1
         and table.lookups[0].hotness == before.lookups[0].hotness
         and table.lookups[0].pooling == before.lookups[0].pooling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import nn
 from configs.messages import shown
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.id_blocks import IdCount
 from nn.embedding.lookups import Lookup, Pooling
 
 if TYPE_CHECKING:
@@ -145,46 +146,17 @@ def _unsupported(
                 f"{where} has position weights or initial weights that are not symmetric, which are not supported; "
                 "set weight_init_max alone for weights uniform in +-weight_init_max"
             )
-    return _not_simple(tables, spec) if _is_ragged(spec) else None
-
-
-def _is_ragged(spec: FeatureSpec) -> bool:
-    return any(feature.hotness is None for feature in spec.categorical)
-
-
-def _not_simple(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> str | None:
-    """Return the first property of the tables that TorchRec's lookup does not support here, or None."""
-    ragged = next((feature.name for feature in spec.categorical if feature.hotness is None), None)
-    where = f"feature {shown(ragged)} is ragged" if ragged else "a table is row-wise"
-    reason = not_simple(tables, spec)
-    if reason is None:
-        return None
-    return (
-        f"{reason}, which requires fixed hotness and tables with complete rows, but {where}; use a fixed number of ids "
-        "per row, and no row-wise tables"
-    )
-
-
-def not_simple(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> str | None:
-    """Return the first table that is not one of a feature's own, as wide as the others, summed; None if all are."""
-    cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
-    used = Counter(feature for table in tables for feature in table.feature_names)
-    for table in tables:
-        where = f"table {shown(table.name)}"
-        if len(table.feature_names) != 1:
-            return f"{where} is shared by {len(table.feature_names)} features"
-        feature = table.feature_names[0]
-        if used[feature] > 1:
-            return f"feature {shown(feature)} has {used[feature]} tables"
-        if table.embedding_dim != tables[0].embedding_dim:
-            return f"{where} has {table.embedding_dim} columns and {shown(tables[0].name)} {tables[0].embedding_dim}"
-        if table.embedding_dim % 4:
-            return f"{where} has {table.embedding_dim} columns, no multiple of 4"
-        if table.num_embeddings != cardinality[feature]:
-            return f"{where} has {table.num_embeddings} rows for {cardinality[feature]} ids"
-        if table.pooling.name != "SUM":
-            return f"{where} has pooling {table.pooling.name.lower()}"
+        ragged = sorted(set(table.feature_names) & _ragged_features(spec))
+        if table.pooling.name == "NONE" and ragged:
+            return (
+                f"{where} is looked up without pooling, which requires fixed hotness, but feature {shown(ragged[0])} is "
+                "ragged; pool it by sum or mean"
+            )
     return None
+
+
+def _ragged_features(spec: FeatureSpec) -> set[str]:
+    return {feature.name for feature in spec.categorical if feature.hotness is None}
 
 
 def initial_bound(table: EmbeddingBagConfig) -> float:
@@ -199,7 +171,7 @@ def lookups_of(
 
     Args:
         tables: as declared.
-        spec: feature spec after the expansion of ids, of fixed hotness.
+        spec: feature spec after the expansion of ids.
     """
     hotness = {feature.name: feature.hotness or 0 for feature in spec.categorical}
     return {
@@ -209,6 +181,33 @@ def lookups_of(
         )
         for table in tables
     }
+
+
+CAPACITY = 1.125
+"""Room for the ids of a ragged feature in a batch, times their expected number; `SPREAD` adds what small batches need."""
+SPREAD = 6.0
+
+
+def id_counts(spec: FeatureSpec, batch_size: int, level: int = 0) -> dict[str, IdCount]:
+    """Return the ids of each feature in a batch of one rank.
+
+    A ragged feature has room for its mean number of ids per row, an eighth more, and six standard deviations of a sum of
+    `batch_size` rows whose lengths are spread as their mean. Each level doubles that.
+
+    Args:
+        spec: feature spec as stored.
+        batch_size: rows.
+        level: 0 is the usual capacity.
+    """
+    counts = {}
+    for feature in spec.categorical:
+        if feature.hotness:
+            counts[feature.name] = IdCount(feature.hotness, batch_size * feature.hotness)
+        else:
+            mean = feature.mean_hotness
+            room = CAPACITY * mean * batch_size + SPREAD * (mean + 1) * batch_size**0.5
+            counts[feature.name] = IdCount(0, max(math.ceil(room), 1) * 2**level)
+    return counts
 
 
 def table_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Lookup and update of the local tables that are looked up for the same samples.
 
-Hotness is fixed. All shapes are therefore known beforehand, the host reads nothing back, and everything can be captured in a
-CUDA graph. GPUs use Triton kernels, CPUs plain torch.
+All shapes are known beforehand, those of ragged features by their capacity (`nn.embedding.id_blocks`). The host therefore
+reads nothing back, and everything can be captured in a CUDA graph. GPUs use Triton kernels, CPUs plain torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,8 @@ from torch.nn.functional import embedding_bag
 
 from configs.schema import OptimizerConfig
 from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
+from nn.embedding.id_blocks import IdBlock
+from nn.embedding.key_sources import KeySources
 from nn.embedding.local_tables import (
     LocalTable,
     PlacedLookup,
@@ -24,8 +26,8 @@ from nn.embedding.local_tables import (
 from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.torch_optimizer import update_rows
 
-# G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H
-# over lookups), D: columns of a table, T: columns of all lookups, V: vectors of a lookup, S: number of adjacent tables
+# G: samples, H: hotness of a lookup, N: total number of ids and of the positions of ragged ones, K: number of keys, D: columns of
+# a table, T: columns of all lookups, V: vectors of a lookup, S: number of adjacent tables
 
 # From this number on, torch uses a radix sort for integers on a CPU: 32,768 take an eighth of the time of 26,624.
 RADIX_SORT_IDS = 2**15
@@ -38,7 +40,7 @@ class LocalEmbeddingBags:
 
     Args:
         tables: in the order of their columns in the embeddings.
-        hotness: feature -> ids per sample, in the order of the ids; every lookup is of one of these features.
+        blocks: feature -> position of its ids; every lookup is of one of these features.
         num_samples: G.
         config: optimizer of the tables.
         scalars: of the update.
@@ -53,7 +55,7 @@ class LocalEmbeddingBags:
     def __init__(
         self,
         tables: Sequence[LocalTable],
-        hotness: Mapping[str, int],
+        blocks: Mapping[str, IdBlock],
         num_samples: int,
         config: OptimizerConfig,
         scalars: UpdateScalars,
@@ -62,40 +64,69 @@ class LocalEmbeddingBags:
     ) -> None:
         self.tables = list(tables)
         self.num_samples = num_samples
-        self.num_ids = num_samples * sum(hotness.values())
+        self.num_ids = sum(block.size for block in blocks.values())
         self.num_columns = sum(table.num_columns for table in self.tables)
         self.dtype = dtype
         self._config = config
         self._scalars = scalars
         self._device = device
-        self._lookups = place_lookups(self.tables, hotness, num_samples)
-        self._counts = [num_samples * table.ids_per_sample for table in self.tables]
+        self._lookups = place_lookups(self.tables, blocks)
+        self._counts = [
+            sum(placed.ids.count for placed in self._lookups if placed.table == position)
+            for position in range(len(self.tables))
+        ]
         self._first_keys = list(accumulate(self._counts, initial=0))
-        self._key_bases = list(accumulate((len(table.weight) for table in self.tables), initial=0))
+        # A table with ids that have no row here has one key more, the last one, for all of them.
+        rows = [len(table.weight) + table.is_bounded for table in self.tables]
+        self._key_bases = list(accumulate(rows, initial=0))
+        self._is_bounded = any(table.is_bounded for table in self.tables)
+        has_several = any(
+            len(table.lookups) > 1 or table.lookups[0].is_ragged for table in self.tables
+        )
+        self._sources = KeySources(self._lookups, num_samples, device) if has_several else None
         self._kernels = None
         if device.type == "cuda" and self.tables:
             # Triton comes with torch's CUDA builds only.
             from nn.embedding.triton_launcher import TritonLauncher
 
-            self._kernels = TritonLauncher(self.tables, self._lookups, num_samples, config)
+            self._kernels = TritonLauncher(
+                self.tables, self._lookups, self._key_bases, self._sources, num_samples, config
+            )
+
+    def _of_keys(self, values: Sequence[int]) -> Tensor:
+        """Return the values of tables as those of their keys, [K]."""
+        key_dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
+        counts = torch.tensor(self._counts, dtype=torch.int64)
+        return torch.tensor(values, dtype=key_dtype).repeat_interleave(counts).to(self._device)
 
     @cached_property
     def _base_of_key(self) -> Tensor:
-        """Rows of all tables before the table of each key; built on first use, since evaluation on a GPU does not use it."""
-        key_dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
-        bases = torch.tensor(self._key_bases[:-1], dtype=key_dtype)
-        counts = torch.tensor(self._counts, dtype=torch.int64)
-        return bases.repeat_interleave(counts).to(self._device)
+        """Keys of all tables before the table of each key; built on first use, since evaluation on a GPU does not use it."""
+        return self._of_keys(self._key_bases[:-1])
+
+    @cached_property
+    def _rows_of_key(self) -> tuple[Tensor, Tensor]:
+        """First row here, and number of rows here, of the table of each key."""
+        return (
+            self._of_keys([table.first_row or 0 for table in self.tables]),
+            self._of_keys([len(table.weight) for table in self.tables]),
+        )
 
     def _keys(self, ids: Tensor) -> Tensor:
         """Return the keys [K] of ids [N]: an id has one per lookup of its feature."""
-        if all(placed.first_id == placed.first_key for placed in self._lookups):
-            return ids + self._base_of_key
-        blocks = [
-            ids.narrow(0, placed.first_id, self.num_samples * placed.lookup.hotness)
-            for placed in self._lookups
-        ]
-        return torch.cat(blocks) + self._base_of_key
+        if all(placed.ids.first == placed.first_key for placed in self._lookups) and len(
+            ids
+        ) == len(self._base_of_key):
+            rows = ids
+        else:
+            rows = torch.cat(
+                [ids.narrow(0, placed.ids.first, placed.ids.count) for placed in self._lookups]
+            )
+        if self._is_bounded:
+            first_row, num_rows = self._rows_of_key
+            rows = rows - first_row
+            rows = torch.where((rows >= 0) & (rows < num_rows), rows, num_rows)
+        return rows + self._base_of_key
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
         """Look up the rows of each sample's ids, and pool them as each lookup does.
@@ -109,10 +140,15 @@ class LocalEmbeddingBags:
             return
         for adjacent in self._adjacent:
             lookups = self._lookups_of(adjacent)
+            if adjacent.joined.is_bounded:
+                for placed in lookups:
+                    out.narrow(
+                        1, placed.first_column, placed.lookup.num_vectors * placed.width
+                    ).copy_(_looked_up_bounded(adjacent.joined, placed, ids, self.num_samples))
+                continue
             for placed in lookups[:1] if adjacent.num_tables > 1 else lookups:
-                lookup = placed.lookup
-                count = self.num_samples * lookup.hotness
-                rows = ids[placed.first_id : placed.first_id + count * adjacent.num_tables]
+                lookup, count = placed.lookup, placed.ids.count
+                rows = ids.narrow(0, placed.ids.first, count * adjacent.num_tables)
                 if adjacent.num_tables > 1:
                     rows = rows + self._row_of_adjacent(adjacent, count)
                 vectors = _looked_up(adjacent.joined, lookup, rows)
@@ -122,6 +158,8 @@ class LocalEmbeddingBags:
     def sort(self, ids: Tensor) -> SortedIds:
         """Sort the keys of ids [N] for `update`; the sort is stable, so that sums have one order too."""
         keys = self._keys(ids)
+        if self._sources is not None:
+            self._sources.set(ids)
         num_keys = len(keys)
         if self._device.type == "cpu" and COMPARED_IDS < num_keys < RADIX_SORT_IDS:
             padding = keys.new_full((RADIX_SORT_IDS - num_keys,), self._key_bases[-1])
@@ -146,48 +184,43 @@ class LocalEmbeddingBags:
         lr, _, _, scale, *_ = self._scalars.values.tolist()
         for adjacent in self._adjacent:
             where = slice(self._first_keys[adjacent.first], self._first_keys[adjacent.end])
-            keys, counts = torch.unique_consecutive(ids.keys[where], return_counts=True)
-            vectors, sources = self._gradients_of(adjacent, gradients, scale)
-            positions = ids.order[where] - where.start
-            if len(adjacent.joined.lookups) == 1:
-                sources = positions // adjacent.joined.lookups[0].ids_per_vector
-            else:
-                sources = sources[positions]
+            keys, order = ids.keys[where], ids.order[where]
+            base, table = self._key_bases[adjacent.first], adjacent.joined
+            if table.is_bounded:
+                # Keys without a row here are the last ones.
+                num_valid = int(torch.searchsorted(keys, base + len(table.weight)))
+                keys, order = keys[:num_valid], order[:num_valid]
+            keys, counts = torch.unique_consecutive(keys, return_counts=True)
+            vectors, sources = self._gradients_of(adjacent, gradients, scale, order)
             # A row's gradients are summed as a lookup sums a sample's rows: in order.
             total = embedding_bag(sources, vectors, counts.cumsum(0) - counts, mode="sum")
-            rows = keys.long() - self._key_bases[adjacent.first]
-            update_rows(adjacent.joined, rows, total, self._config, lr=lr, step=self._scalars.step)
+            update_rows(
+                table, keys.long() - base, total, self._config, lr=lr, step=self._scalars.step
+            )
 
     def _gradients_of(
-        self, adjacent: AdjacentTables, gradients: Tensor, scale: float
+        self, adjacent: AdjacentTables, gradients: Tensor, scale: float, order: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of all vectors of adjacent tables, float32 [vectors, D], and the vector of each key."""
-        width = adjacent.joined.weight.shape[1]
-        lookups = self._lookups_of(adjacent)
-        if adjacent.num_tables > 1:
-            lookups = lookups[:1]
-        blocks, sources, num_vectors = [], [], 0
-        for placed in lookups:
-            lookup = placed.lookup
-            columns = self._columns_of(gradients, placed, adjacent)
-            block = (columns.float() * (scale * lookup.factor)).reshape(-1, width)
-            blocks.append(block)
-            if len(lookups) > 1:
-                source = torch.arange(len(block)).repeat_interleave(lookup.ids_per_vector)
-                sources.append(source + num_vectors)
-            num_vectors += len(block)
-        return (
-            blocks[0] if len(blocks) == 1 else torch.cat(blocks),
-            torch.cat(sources) if sources else torch.empty(0),
-        )
+        """Return gradients of vectors, float32 [vectors, D], and which of them each key in `order` has."""
+        lookups, width = self._lookups_of(adjacent), adjacent.joined.weight.shape[1]
+        first = lookups[0].lookup
+        if len(adjacent.joined.lookups) == 1 and not first.is_ragged:
+            columns = self._columns_of(gradients, lookups[0], adjacent)
+            vectors = (columns.float() * (scale * first.factor)).reshape(-1, width)
+            return vectors, (order - self._first_keys[adjacent.first]) // first.ids_per_vector
+        assert self._sources is not None, "there is a table of this kind"
+        rows, columns = self._sources.rows[order].long(), self._sources.columns[order].long()
+        positions = columns.unsqueeze(1) + torch.arange(width)
+        factors = self._sources.factors[order].unsqueeze(1) * scale
+        return gradients[rows.unsqueeze(1), positions].float() * factors, torch.arange(len(order))
 
     @cached_property
     def _adjacent(self) -> list[AdjacentTables]:
         first_ids = [
-            next(placed.first_id for placed in self._lookups if placed.table == position)
+            next(placed.ids for placed in self._lookups if placed.table == position)
             for position in range(len(self.tables))
         ]
-        return adjacent_tables(self.tables, first_ids, self.num_samples)
+        return adjacent_tables(self.tables, first_ids)
 
     def _lookups_of(self, adjacent: AdjacentTables) -> list[PlacedLookup]:
         return [placed for placed in self._lookups if adjacent.first <= placed.table < adjacent.end]
@@ -203,6 +236,27 @@ class LocalEmbeddingBags:
         width = placed.lookup.num_vectors * adjacent.joined.weight.shape[1]
         columns = matrix.narrow(1, placed.first_column, width * adjacent.num_tables)
         return columns.unflatten(1, (adjacent.num_tables, -1)).transpose(0, 1)
+
+
+def _looked_up_bounded(
+    table: LocalTable, placed: PlacedLookup, ids: Tensor, num_samples: int
+) -> Tensor:
+    """Return the vectors of one lookup, float32 [G, V * D], where ids may have no row here."""
+    lookup, block = placed.lookup, placed.ids
+    rows = ids.narrow(0, block.first, block.count) - (table.first_row or 0)
+    if lookup.is_ragged:
+        vectors = ids.narrow(0, block.first_sample, block.count).long()
+    else:
+        vectors = torch.arange(block.count) // lookup.ids_per_vector
+    is_here = (rows >= 0) & (rows < len(table.weight))
+    out = torch.zeros(num_samples * lookup.num_vectors, placed.width)
+    out.index_add_(0, vectors[is_here], table.weight[rows[is_here]].float())
+    if lookup.pooling is Pooling.mean and lookup.is_ragged:
+        lengths = ids.narrow(0, block.first_length, num_samples).clamp(min=1)
+        out /= lengths.unsqueeze(1)
+    elif lookup.pooling is Pooling.mean:
+        out *= lookup.factor
+    return out.view(num_samples, -1)
 
 
 def _looked_up(table: LocalTable, lookup: Lookup, rows: Tensor) -> Tensor:

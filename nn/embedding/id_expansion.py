@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
 
 from nn.embedding.multi_hot import expand
 
@@ -49,24 +48,3 @@ class IdExpansion:
             for stored, table in zip(ids.split(self._sizes), self._tables, strict=True)
         ]
         return torch.cat([values.to(ids.dtype) for values in expanded])
-
-
-def expand_jagged(ids: KeyedJaggedTensor, tables: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """Expand the ids of a batch that may have rows without ids, such as padding rows."""
-    keys = ids.keys()
-    if not any(key in tables for key in keys):
-        return ids
-    values, lengths = [], []
-    for key, stored, length in zip(
-        keys,
-        ids.values().split(ids.length_per_key()),
-        ids.lengths().view(len(keys), -1),
-        strict=True,
-    ):
-        table = tables.get(key)
-        factor = 1 if table is None else table.shape[1] + 1
-        values.append(stored if table is None else expand(stored, table).flatten().to(stored.dtype))
-        lengths.append(length * factor)
-    return KeyedJaggedTensor(
-        keys=keys, values=torch.cat(values), lengths=torch.cat(lengths), stride=ids.stride()
-    )

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import table_rule
 
@@ -25,6 +25,7 @@ class LocalTable:
         state: optimizer state by name, float32; the optimizer's `TableRule` has names and shapes.
         first_column: column of the table at which `weight` begins; even.
         rounding_key: key of the table (`nn.ops.stochastic_rounding`); ignored for float32 weights.
+        first_row: row of the table at which `weight` begins, if ranks share its rows; None: it has all rows.
     """
 
     lookups: tuple[Lookup, ...]
@@ -32,11 +33,12 @@ class LocalTable:
     state: dict[str, Tensor]
     first_column: int = 0
     rounding_key: int = 0
+    first_row: int | None = None
 
     @property
-    def ids_per_sample(self) -> int:
-        """Ids per sample of all lookups."""
-        return sum(lookup.hotness for lookup in self.lookups)
+    def is_bounded(self) -> bool:
+        """Return whether there may be ids without a row here: of other ranks' rows, or none of a ragged feature."""
+        return self.first_row is not None or any(lookup.is_ragged for lookup in self.lookups)
 
     @property
     def num_columns(self) -> int:
@@ -51,40 +53,37 @@ class PlacedLookup:
     Attributes:
         table: position of its table.
         lookup: the lookup.
-        first_id: position of its first id in the ids, [N].
-        first_key: position of its first key in the keys, [K].
+        ids: position of its ids, [N].
+        first_key: position of its first key in the keys, [K]; it has one per id.
         first_column: first column in the embeddings, [G, T].
         width: D.
     """
 
     table: int
     lookup: Lookup
-    first_id: int
+    ids: IdBlock
     first_key: int
     first_column: int
     width: int
 
 
 def place_lookups(
-    tables: Sequence[LocalTable], hotness: Mapping[str, int], num_samples: int
+    tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock]
 ) -> list[PlacedLookup]:
     """Return the lookups of all tables with their positions: keys and columns lie table after table.
 
     Args:
         tables: in order.
-        hotness: feature -> ids per sample, in the order of the ids.
-        num_samples: G.
+        blocks: feature -> position of its ids.
     """
-    counts = [num_samples * count for count in hotness.values()]
-    first_ids = dict(zip(hotness, accumulate(counts, initial=0), strict=False))
     placed, first_key, first_column = [], 0, 0
     for position, table in enumerate(tables):
+        width = table.weight.shape[1]
         for lookup in table.lookups:
-            assert lookup.hotness == hotness[lookup.feature], (lookup, hotness)
-            first_id = first_ids[lookup.feature]
-            width = table.weight.shape[1]
-            placed.append(PlacedLookup(position, lookup, first_id, first_key, first_column, width))
-            first_key += num_samples * lookup.hotness
+            block = blocks[lookup.feature]
+            assert lookup.is_ragged == block.is_ragged, (lookup, block)
+            placed.append(PlacedLookup(position, lookup, block, first_key, first_column, width))
+            first_key += block.count
             first_column += lookup.num_vectors * width
     return placed
 

@@ -18,7 +18,7 @@ class Lookup:
 
     Attributes:
         feature: feature whose ids are row numbers of the table.
-        hotness: ids per sample.
+        hotness: ids per sample; 0 if the feature is ragged, whose lookups are pooled.
         pooling: `sum` and `mean` give one vector per sample, `none` one per id.
     """
 
@@ -38,5 +38,10 @@ class Lookup:
 
     @property
     def factor(self) -> float:
-        """The number by which a row is multiplied before it is added."""
-        return 1 / self.hotness if self.pooling is Pooling.mean else 1.0
+        """The number by which a row is multiplied before it is added; of a ragged mean, the sample's length decides."""
+        return 1 / self.hotness if self.pooling is Pooling.mean and self.hotness else 1.0
+
+    @property
+    def is_ragged(self) -> bool:
+        """Return whether samples differ in their number of ids."""
+        return not self.hotness

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.optim import RowWiseAdagrad
 
@@ -37,12 +36,10 @@ class StateField:
     Attributes:
         name: in checkpoints and exports.
         per_row: one number per row, otherwise one per element.
-        fused_name: as TorchRec calls it where FBGEMM keeps it; None: as `name`.
     """
 
     name: str
     per_row: bool = False
-    fused_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +54,6 @@ class TableRule:
         states: at most two.
         options: further options of `OptimizerConfig` that an update depends on: `update` finds them by name in its last
             argument, the kernel from `scalars[5]` on in this order.
-        fbgemm: FBGEMM's fused optimizer; None: ragged features and row-wise tables, which require it, are refused.
-        fused_on_cpu: whether FBGEMM has the fused optimizer for CPUs too.
         uses_step: whether an update depends on the number of updates before.
         columns_may_be_cut: whether a table sharded by columns trains as an unsharded one.
         leaves_untouched_rows: whether `update` does not change rows whose gradient is zero, state included; otherwise
@@ -71,8 +66,6 @@ class TableRule:
     kernel: str | None = None
     states: tuple[StateField, ...] = ()
     options: tuple[str, ...] = ()
-    fbgemm: EmbOptimType | None = None
-    fused_on_cpu: bool = True
     uses_step: bool = False
     columns_may_be_cut: bool = True
     leaves_untouched_rows: bool = False
@@ -114,10 +107,6 @@ class TableRule:
         if not per_element and self.states:
             return RowWiseAdagrad
         return (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)[per_element]
-
-    def needs_dense_kernel(self, device_type: str) -> bool:
-        """Tell whether FBGEMM has no fused kernel of this optimizer for `cpu` or `cuda`."""
-        return self.fbgemm is None or (device_type == "cpu" and not self.fused_on_cpu)
 
     def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the shape of each state of a table [rows, columns]."""
@@ -219,7 +208,6 @@ TABLE_RULES: dict[str, TableRule] = {
         name="sgd",
         update=_sgd,
         kernel=f"{KERNELS}:sgd",
-        fbgemm=EmbOptimType.EXACT_SGD,
         leaves_untouched_rows=True,
     ),
     OptimizerName.adagrad: TableRule(
@@ -227,7 +215,6 @@ TABLE_RULES: dict[str, TableRule] = {
         update=_adagrad,
         kernel=f"{KERNELS}:adagrad",
         states=(StateField("momentum1"),),
-        fbgemm=EmbOptimType.EXACT_ADAGRAD,
         leaves_untouched_rows=True,
     ),
     OptimizerName.rowwise_adagrad: TableRule(
@@ -235,7 +222,6 @@ TABLE_RULES: dict[str, TableRule] = {
         update=_rowwise_adagrad,
         kernel=f"{KERNELS}:rowwise_adagrad",
         states=(StateField("momentum1", per_row=True),),
-        fbgemm=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         columns_may_be_cut=False,
         leaves_untouched_rows=True,
     ),
@@ -243,9 +229,7 @@ TABLE_RULES: dict[str, TableRule] = {
         name="adam",
         update=_adam,
         kernel=f"{KERNELS}:adam",
-        states=(StateField("momentum1"), StateField("momentum2", fused_name="exp_avg_sq")),
-        fbgemm=EmbOptimType.ADAM,
-        fused_on_cpu=False,
+        states=(StateField("momentum1"), StateField("momentum2")),
         uses_step=True,
         leaves_untouched_rows=True,
     ),
@@ -288,11 +272,6 @@ def table_rule(name: str) -> TableRule:
             "(nn.embedding.optimizer); name one, or a built-in optimizer"
         )
     return rule
-
-
-def fused_rules() -> list[str]:
-    """Return the built-in optimizers that FBGEMM has."""
-    return [rule.name for rule in TABLE_RULES.values() if rule.fbgemm is not None]
 
 
 def less_state(rule: TableRule) -> list[str]:

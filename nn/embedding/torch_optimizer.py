@@ -134,7 +134,13 @@ def update_rows(
     count = {"iter": step.float()} if rule.uses_step else {}
     rule.update([some], [gradients], [some_state | count], group)
     if table.weight.dtype is not torch.float32:
-        bits = random_bits(table.rounding_key, step, rows, table.first_column, some.shape[1])
+        bits = random_bits(
+            table.rounding_key,
+            step,
+            rows + (table.first_row or 0),
+            table.first_column,
+            some.shape[1],
+        )
         some = round_stochastically(some, table.weight.dtype, bits)
     table.weight[rows] = some
     for name, state in some_state.items():

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -13,7 +12,9 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from configs.schema import OptimizerConfig
+from nn.embedding.key_sources import KeySources
 from nn.embedding.local_tables import LocalTable, PlacedLookup, SortedIds, UpdateScalars
+from nn.embedding.lookups import Pooling
 from nn.embedding.optimizer import TableRule, table_rule
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
 from nn.user_objects import load_user_object
@@ -57,6 +58,8 @@ class TritonLauncher:
     Args:
         tables: in order; all of one dtype.
         lookups: of all tables, with their positions.
+        key_bases: keys of all tables before each table.
+        sources: of the gradients of all keys; None if every table has one lookup, of fixed hotness.
         num_samples: G.
         config: optimizer of the tables.
 
@@ -68,11 +71,12 @@ class TritonLauncher:
         self,
         tables: Sequence[LocalTable],
         lookups: Sequence[PlacedLookup],
+        key_bases: Sequence[int],
+        sources: KeySources | None,
         num_samples: int,
         config: OptimizerConfig,
     ) -> None:
         assert all(table.weight.dtype == tables[0].weight.dtype for table in tables)
-        key_bases = list(accumulate((len(table.weight) for table in tables), initial=0))
         classes = [triton.next_power_of_2(table.weight.shape[1]) for table in tables]
         self._classes = [
             _WidthClass(
@@ -80,6 +84,7 @@ class TritonLauncher:
                 [position for position, kind in enumerate(classes) if kind == block_d],
                 lookups,
                 key_bases,
+                sources,
                 num_samples,
                 config,
             )
@@ -106,7 +111,8 @@ class _WidthClass:
         tables: all tables of the group.
         members: positions of those of this class.
         lookups: of all tables.
-        key_bases: rows of all tables before each table.
+        key_bases: keys of all tables before each table.
+        sources: of the gradients of all keys, where a table has several lookups or a ragged one.
         num_samples: G.
         config: optimizer of the tables.
     """
@@ -117,12 +123,13 @@ class _WidthClass:
         members: Sequence[int],
         lookups: Sequence[PlacedLookup],
         key_bases: Sequence[int],
+        sources: KeySources | None,
         num_samples: int,
         config: OptimizerConfig,
     ) -> None:
         own = [tables[position] for position in members]
         self._placed = [placed for placed in lookups if placed.table in members]
-        self._all_lookups, self._num_samples = lookups, num_samples
+        self._num_samples = num_samples
         self._weights = own[0].weight
         self._config, self._rule = config, table_rule(config.table_name)
         self._branch = branch_of(self._rule)
@@ -137,6 +144,11 @@ class _WidthClass:
             self._state_offset.append(self._weight_offset)
 
         self._set_positions(tables, members, key_bases)
+        # Not read, unless a table has several lookups or a ragged one.
+        self._listed = (self._width, self._width, self._factor)
+        if self._source == "listed":
+            assert sources is not None, "there is a table of this kind"
+            self._listed = (sources.rows, sources.columns, sources.factors)
 
     def _set_positions(
         self, tables: Sequence[LocalTable], members: Sequence[int], key_bases: Sequence[int]
@@ -149,14 +161,17 @@ class _WidthClass:
             for position in members
         ]
         self._first_keys = [placed.first_key for placed in firsts]
-        self._counts = [self._num_samples * table.ids_per_sample for table in own]
+        self._counts = [
+            sum(placed.ids.count for placed in self._placed if placed.table == position)
+            for position in members
+        ]
         self._first_key = self._on_device(self._first_keys, torch.int64)
         self._column = self._on_device([placed.first_column for placed in firsts], torch.int64)
         self._key_base = self._on_device([key_bases[index] for index in members], torch.int64)
         self._width = self._on_device(widths, torch.int32)
         # Negative for a lookup without pooling; see `_source`.
         hotness = [
-            placed.lookup.hotness * (1 if placed.lookup.num_vectors == 1 else -1)
+            placed.lookup.hotness * (-1 if placed.lookup.num_vectors > 1 else 1)
             for placed in firsts
         ]
         self._hotness = self._on_device(hotness, torch.int32)
@@ -166,9 +181,7 @@ class _WidthClass:
         # Two columns share their random bits, so a shard must begin at an even column.
         assert all(table.first_column % 2 == 0 for table in own)
         self._first_pair = self._on_device([table.first_column // 2 for table in own], torch.int32)
-        self._vectors = _vectors(
-            self._placed, self._weight_offset.tolist(), members, self._weights.device
-        )
+        self._vectors = _vectors(self._placed, tables, self._weight_offset.tolist(), members)
         # Every address is a multiple of this number of elements, so a thread can load as many at once.
         self._align = gcd(
             16,
@@ -176,9 +189,17 @@ class _WidthClass:
             *(placed.first_column for placed in self._placed),
             *(offset.item() % 16 or 16 for offset in self._aligned_offsets()),
         )
+        self._first_row = self._on_device([table.first_row or 0 for table in own], torch.int64)
+        self._num_rows = self._on_device([len(table.weight) for table in own], torch.int64)
+        self._is_bounded = any(table.is_bounded for table in own)
+        self._has_ragged_mean = any(
+            placed.lookup.is_ragged and placed.lookup.pooling is Pooling.mean
+            for placed in self._placed
+        )
         self._one_hot = all(count == 1 for count in hotness)
         self._block_d = triton.next_power_of_2(max(widths))
-        if any(len(table.lookups) > 1 for table in own):
+
+        if any(len(table.lookups) > 1 or table.lookups[0].is_ragged for table in own):
             self._source = "listed"
         elif all(count > 0 for count in hotness) and all(factor == 1 for factor in factors):
             self._source = "sum"
@@ -194,13 +215,6 @@ class _WidthClass:
         return _levels(
             self._first_keys, self._counts, IDS_PER_BLOCK, self._block_d, self._weights.device
         )
-
-    @cached_property
-    def _listed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, first column and factor of the gradient of each key, where tables have several lookups."""
-        if self._source != "listed":
-            return self._width, self._width, self._factor  # not read
-        return _listed_sources(self._all_lookups, self._num_samples, self._weights.device)
 
     def _aligned_offsets(self) -> Tensor:
         """Return the offsets of weights and states; a state with one number per row requires no alignment."""
@@ -223,6 +237,8 @@ class _WidthClass:
             *self._vectors.tensors,
             self._num_samples,
             out.stride(0),
+            BOUNDED=self._is_bounded,
+            IS_MEAN=self._has_ragged_mean,
             ALIGN=gcd(self._align, out.stride(0), out.storage_offset()),
             BLOCK=samples,
             BLOCK_D=self._block_d,
@@ -258,6 +274,8 @@ class _WidthClass:
                 self._factor,
                 self._rounding_key,
                 self._first_pair,
+                self._first_row,
+                self._num_rows,
                 *self._listed,
                 gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,
@@ -274,6 +292,7 @@ class _WidthClass:
                 LEVEL=min(number, 1),
                 ONE_HOT=self._one_hot,
                 SOURCE=self._source,
+                BOUNDED=self._is_bounded,
                 ALIGN=align,
                 WARPS=WARPS,
                 LENGTH=IDS_PER_BLOCK,
@@ -295,6 +314,9 @@ class _Vectors:
         factor: of the sum.
         out_column: first column in the embeddings.
         columns: D.
+        first_start: position of the starts of a ragged lookup, otherwise -1; its `num_ids` is 0, or -1 of a mean.
+        first_row: first row here.
+        num_rows: rows here.
     """
 
     weight_offset: Tensor
@@ -304,6 +326,9 @@ class _Vectors:
     factor: Tensor
     out_column: Tensor
     columns: Tensor
+    first_start: Tensor
+    first_row: Tensor
+    num_rows: Tensor
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -313,55 +338,39 @@ class _Vectors:
 
 def _vectors(
     lookups: Sequence[PlacedLookup],
+    tables: Sequence[LocalTable],
     weight_offsets: Sequence[int],
     members: Sequence[int],
-    device: torch.device,
 ) -> _Vectors:
     offset_of = dict(zip(members, weight_offsets, strict=True))
-    rows = [
-        (
-            offset_of[placed.table],
-            placed.first_id + vector * placed.lookup.ids_per_vector,
-            placed.lookup.hotness,
-            placed.lookup.ids_per_vector,
-            placed.lookup.factor,
-            placed.first_column + vector * placed.width,
-            placed.width,
-        )
-        for placed in lookups
-        for vector in range(placed.lookup.num_vectors)
-    ]
-    dtypes = [
-        torch.int64,
-        torch.int64,
-        torch.int32,
-        torch.int32,
-        torch.float32,
-        torch.int64,
-        torch.int32,
-    ]
+    rows = []
+    for placed in lookups:
+        lookup, table = placed.lookup, tables[placed.table]
+        is_mean = lookup.pooling is Pooling.mean
+        for vector in range(lookup.num_vectors):
+            rows.append(
+                (
+                    offset_of[placed.table],
+                    placed.ids.first + vector * lookup.ids_per_vector,
+                    lookup.hotness,
+                    -int(is_mean) if lookup.is_ragged else lookup.ids_per_vector,
+                    lookup.factor,
+                    placed.first_column + vector * placed.width,
+                    placed.width,
+                    placed.ids.first_start if lookup.is_ragged else -1,
+                    table.first_row or 0,
+                    len(table.weight),
+                )
+            )
+    dtypes = [torch.int64, torch.int64, torch.int32, torch.int32, torch.float32]
+    dtypes += [torch.int64, torch.int32, torch.int64, torch.int64, torch.int64]
+    device = tables[0].weight.device
     return _Vectors(
         *(
             torch.tensor(values, dtype=dtype, device=device)
             for values, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
         )
     )
-
-
-def _listed_sources(
-    lookups: Sequence[PlacedLookup], num_samples: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of each key: its row, int32, its first column, int32, and its factor, float32, all [K]."""
-    rows, columns, factors = [], [], []
-    for placed in lookups:
-        lookup, width = placed.lookup, placed.width
-        count = num_samples * lookup.hotness
-        rows.append(torch.arange(num_samples, dtype=torch.int32).repeat_interleave(lookup.hotness))
-        vector = torch.arange(lookup.hotness, dtype=torch.int32) // lookup.ids_per_vector
-        columns.append((placed.first_column + vector * width).repeat(num_samples))
-        factors.append(torch.full((count,), lookup.factor))
-    listed = torch.cat(rows), torch.cat(columns), torch.cat(factors)
-    return listed[0].to(device), listed[1].to(device), listed[2].to(device)
 
 
 def branch_of(rule: TableRule) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class _Join(torch.autograd.Function):
         first = 0 if prefix is None else prefix.shape[1]
         ctx.layout, ctx.first = layout, first
         ctx.shape, ctx.dtype, ctx.has_prefix = values.shape, values.dtype, prefix is not None
-        num_samples = values.numel() // (layout.prefix_columns + layout.width)
+        num_samples = values.numel() // layout.memory_columns
         like = values if prefix is None else prefix
         out = like.new_empty(num_samples, first + layout.width)
         if prefix is not None:

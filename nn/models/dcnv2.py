@@ -30,8 +30,7 @@ class DCNv2(Model):
 
     Args:
         num_numerical: N; with 0 there is no bottom MLP and the input is the embeddings alone.
-        num_categorical: F.
-        embedding_dim: D.
+        embedding_columns: columns of all embeddings, F * D.
         bottom_mlp: widths of the bottom MLP, ReLU after each.
         top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
         cross: the cross network.
@@ -48,8 +47,7 @@ class DCNv2(Model):
         self,
         *,
         num_numerical: int,
-        num_categorical: int,
-        embedding_dim: int,
+        embedding_columns: int,
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
         cross: CrossConfig,
@@ -61,7 +59,7 @@ class DCNv2(Model):
             MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
         )
         self.prefix_columns = bottom_mlp[-1] if num_numerical else 0
-        self._embedding_columns = num_categorical * embedding_dim
+        self._embedding_columns = embedding_columns
         width = self.prefix_columns + self._embedding_columns
         self.cross = CrossNet(width, cross.num_layers, cross.projection_dim)
         self.deep = None
@@ -91,8 +89,7 @@ class DCNv2(Model):
         """Build the dense component for the features of a dataset."""
         return cls(
             num_numerical=len(spec.numerical),
-            num_categorical=len(spec.categorical),
-            embedding_dim=options.embedding_dim,
+            embedding_columns=len(spec.categorical) * options.embedding_dim,
             bottom_mlp=options.bottom_mlp,
             top_mlp=options.top_mlp,
             cross=options.cross,

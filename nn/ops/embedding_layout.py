@@ -61,9 +61,11 @@ class EmbeddingLayout:
         widths: columns of each vector.
         device: device of the memory.
         prefix_columns: unused columns before the embeddings of every sample; the model writes its own columns there.
+        other_columns: columns per sample of the memory that are no embeddings.
 
     Attributes:
         width: T.
+        memory_columns: columns per sample of the memory.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class EmbeddingLayout:
         widths: Sequence[int],
         device: torch.device,
         prefix_columns: int = 0,
+        other_columns: int = 0,
     ) -> None:
         self.segments = sorted(segments, key=lambda segment: (segment.vector, segment.first_column))
         self.widths = tuple(widths)
@@ -79,6 +82,7 @@ class EmbeddingLayout:
         self.prefix_columns = prefix_columns
         self._starts = list(accumulate(widths, initial=0))
         self.width = self._starts[-1]
+        self.memory_columns = prefix_columns + self.width + other_columns
         covered = [segment.columns for segment in self.segments]
         assert sum(covered) == self.width, (covered, self.width)
 

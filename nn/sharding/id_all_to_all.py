@@ -1,11 +1,12 @@
 """The id exchange with known shapes: one all-to-all with constant splits; the host reads nothing back.
 
-With fixed hotness, each rank owns the same number of ids of each table in every full batch. So the order of sending and
-the order after arrival are two index tensors, made once. TorchRec's `input_dist` sends the lengths first, and the host
+Each rank is sent the same number of ids of each table in every full batch: those of a ragged feature are filled up to its
+capacity, and followed by the lengths of its rows. So the order of sending and the order after arrival are two index
+tensors, made once. TorchRec's `input_dist` sends the lengths first, and the host
 waits for them in every step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nn.embedding.id_blocks import IdCount
 from nn.ops.cuda_graph import CudaGraph
 
 
@@ -21,14 +23,16 @@ class LocalIds:
     """Ids of a global batch on the ranks that own the tables.
 
     Attributes:
-        owned: ids of this rank's tables, feature after feature, each [B * world_size, hotness] in the order of the ranks.
-        replicated: ids of the replicated tables, feature after feature, each [B, hotness].
+        owned: ids of this rank's tables, feature after feature, in the order of the ranks (`nn.embedding.id_blocks`).
+        replicated: ids of the replicated tables, feature after feature.
+        level: of the capacities of ragged features for which they have room; 0 is the usual one.
         release: if their memory is reused: call it once their last use is queued, on the stream of that use.
     """
 
     owned: Tensor
     replicated: Tensor
     release: Callable[[], None] | None = None
+    level: int = 0
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -49,7 +53,7 @@ class IdAllToAll:
     Args:
         owned_by_rank: features that each rank looks up, each once, in its order; a feature may go to several ranks.
         replicated: features of replicated tables.
-        hotness: feature -> ids per row, in the order of the batch.
+        counts: feature -> ids of a batch, in the order of the batch.
         batch_size: rows of this rank, B.
         rank: this rank.
         device: where the ids are.
@@ -60,7 +64,7 @@ class IdAllToAll:
         self,
         owned_by_rank: Sequence[Sequence[str]],
         replicated: Sequence[str],
-        hotness: dict[str, int],
+        counts: Mapping[str, IdCount],
         *,
         batch_size: int,
         rank: int,
@@ -69,7 +73,7 @@ class IdAllToAll:
     ) -> None:
         self._world_size = len(owned_by_rank)
         self._channel = channel
-        sizes = {name: batch_size * count for name, count in hotness.items()}
+        sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
         starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         local = {name: torch.arange(starts[name], starts[name] + sizes[name]) for name in sizes}
         self._send_sizes = [sum(sizes[name] for name in names) for names in owned_by_rank]
@@ -77,18 +81,20 @@ class IdAllToAll:
         self._send_index = _on(device, [local[name] for names in owned_by_rank for name in names])
         self._replicated_index = _on(device, [local[name] for name in replicated])
 
-        # One block per rank arrives, feature after feature; the lookup reads one block per feature, rank after rank. A single
-        # rank's ids are in that order already.
+        # One block per rank arrives, feature after feature; the lookup reads one block per feature, rank after rank: first
+        # the ids, then the lengths of a ragged feature. A single rank's ids are in that order already.
         blocks, offset = [], 0
         for name in owned_by_rank[rank] if self._world_size > 1 else ():
-            for source in range(self._world_size):
-                start = source * self._send_sizes[rank] + offset
-                blocks.append(torch.arange(start, start + sizes[name]))
+            capacity = counts[name].capacity
+            for first, end in ((0, capacity), (capacity, sizes[name])):
+                for source in range(self._world_size):
+                    start = source * self._send_sizes[rank] + offset
+                    blocks.append(torch.arange(start + first, start + end))
             offset += sizes[name]
         self._arrival_index = _on(device, blocks)
 
     def __call__(self, ids: Tensor) -> LocalIds:
-        """Exchange the ids of a full batch: this rank's, feature after feature, [sum of B * hotness]."""
+        """Exchange the ids of a full batch: this rank's, feature after feature."""
         sent = ids.index_select(0, self._send_index)
         owned = sent
         if self._world_size > 1:

@@ -8,9 +8,11 @@ CUDA context, NCCL's buffers and the code of kernels, together 1 to 2 GiB of wha
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
 from configs.schema import Amp, Config
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import embedding_columns
+from nn.embedding.declared_tables import embedding_columns, id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
@@ -28,7 +30,7 @@ SORTED_KEY_BYTES = 3 * (ID_BYTES + POSITION_BYTES)
 EVALUATED_ID_BYTES = 24
 """Ids of an evaluation with another batch size: batches, exchange, positions and the graph's input."""
 LISTED_BYTES = 12
-"""Row, column and factor of each key's gradient, listed for width classes with a table of several lookups."""
+"""Row, column and factor of each key's gradient, listed where a table has several lookups or a ragged one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,7 @@ def plan_memory(
     model = build_meta(config.model, seen)
     activations = model.activations()
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
-    ids_per_row = sum(x.mean_hotness for x in spec.categorical)
-    row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
-    # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
-    own = 2 * ID_BYTES * len(spec.categorical) + (ID_BYTES + POSITION_BYTES) * ids_per_row
-    # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
-    arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
+    batch_bytes, arrived_bytes = _bytes_of_batches(spec, batch, world_size)
     sent_bytes = _sent_bytes(config)
     declared = declared_tables(config.model, seen)
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
@@ -104,10 +101,8 @@ def plan_memory(
     eval_batch = config.eval.batch_size // world_size
     eval_columns = max((sum(layer) for layer in model.linear_layers()), default=0)
     eval_columns += activations.forward_columns
-    hotness = {feature.name: feature.mean_hotness for feature in seen.categorical}
-    features = {
-        table.name: {name: hotness[name] for name in table.feature_names} for table in declared
-    }
+    features = _ids_of_tables(declared, seen, batch)
+    partial_bytes = batch * world_size * _partial_columns(plan) * sent_bytes
     memories = []
     for rank in range(world_size):
         work = _work_of(rank, plan, features, global_batch, batch)
@@ -119,14 +114,11 @@ def plan_memory(
             RankMemory(
                 tables=_sum_of(rank, plan),
                 expansion=sum(table.expansion_bytes for table in plan if rank in table.ranks),
-                dense_tables=sum(
-                    4 * table.num_embeddings * table.embedding_dim
-                    for table in plan
-                    if table.sharding == "data_parallel" and rank in table.ranks
-                ),
+                dense_tables=_replicated_bytes(rank, plan),
                 dense_half=dense_half,
-                batches=int(batch * (BATCHES_ON_DEVICE * row + own) + work.ids * arrived_bytes),
-                lookups=local + (2 * work.elements * sent_bytes if world_size > 1 else 0),
+                batches=int(batch_bytes + work.ids * arrived_bytes),
+                lookups=local
+                + (2 * work.elements * sent_bytes + 2 * partial_bytes if world_size > 1 else 0),
                 dense_pass=dense_pass,
                 update=work.keys * SORTED_KEY_BYTES + work.update_bytes,
                 evaluation=(eval_batch != batch) * evaluation
@@ -135,6 +127,31 @@ def plan_memory(
             )
         )
     return memories
+
+
+def _replicated_bytes(rank: int, plan: Sequence[TablePlan]) -> int:
+    """Return the bytes of the gradients of replicated tables on a rank."""
+    return sum(
+        4 * table.num_embeddings * table.embedding_dim
+        for table in plan
+        if table.sharding == "data_parallel" and rank in table.ranks
+    )
+
+
+def _partial_columns(plan: Sequence[TablePlan]) -> int:
+    """Return the columns of the vectors of which each rank computes a part."""
+    return round(sum(x.num_vectors * x.embedding_dim for x in plan if _is_row_wise(x)))
+
+
+def _bytes_of_batches(spec: FeatureSpec, batch: int, world_size: int) -> tuple[float, int]:
+    """Return the bytes of batches on the device, and those of each id that arrives at its table."""
+    ids_per_row = sum(x.mean_hotness for x in spec.categorical)
+    row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
+    # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
+    own = 2 * ID_BYTES * len(spec.categorical) + (ID_BYTES + POSITION_BYTES) * ids_per_row
+    # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
+    arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
+    return batch * (BATCHES_ON_DEVICE * row + own), arrived_bytes
 
 
 def update_bytes(num_keys: float, columns: int) -> int:
@@ -158,6 +175,38 @@ def _sent_bytes(config: Config) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Ids:
+    """Ids of a feature per sample, on every rank that looks it up.
+
+    Attributes:
+        keys: ids, with the unused positions of a ragged feature.
+        numbers: ids, and of a ragged feature where samples begin, their lengths, and the sample of each id.
+        is_ragged: whether samples differ in their number of ids.
+    """
+
+    keys: float
+    numbers: float
+    is_ragged: bool
+
+
+def _ids_per_sample(spec: FeatureSpec, batch_size: int) -> dict[str, _Ids]:
+    ids = {}
+    for name, count in id_counts(spec, batch_size).items():
+        keys = count.capacity / batch_size
+        numbers = keys if count.hotness else 2 * keys + 2
+        ids[name] = _Ids(keys, numbers, not count.hotness)
+    return ids
+
+
+def _ids_of_tables(
+    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
+) -> dict[str, dict[str, _Ids]]:
+    """Return table -> feature -> ids per sample."""
+    ids = _ids_per_sample(spec, batch_size)
+    return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
+
+
+@dataclass(frozen=True, slots=True)
 class _SparseWork:
     """Lookups of one rank per step.
 
@@ -177,7 +226,7 @@ class _SparseWork:
 def _work_of(
     rank: int,
     plan: Sequence[TablePlan],
-    features: Mapping[str, Mapping[str, float]],
+    features: Mapping[str, Mapping[str, _Ids]],
     global_batch: int,
     batch: int,
 ) -> _SparseWork:
@@ -186,7 +235,7 @@ def _work_of(
     Args:
         rank: the rank.
         plan: of all tables.
-        features: table -> feature -> ids per sample.
+        features: table -> feature -> its ids.
         global_batch: rows of all ranks, for which sharded tables are looked up.
         batch: rows of one rank, for which replicated tables are.
     """
@@ -198,19 +247,21 @@ def _work_of(
     # The tables of a group are looked up and updated by the same launches.
     for tables, rows in ((sharded, global_batch), (replicated, batch)):
         arriving: dict[str, float] = {}
-        keys_of = {table.table: rows * table.hotness * _row_share(table) for table in tables}
+        keys_of = {
+            table.table: rows * sum(ids.keys for ids in features[table.table].values())
+            for table in tables
+        }
         for table in tables:
-            for feature, hotness in features[table.table].items():
-                arriving[feature] = max(arriving.get(feature, 0), hotness * _row_share(table))
+            arriving |= {name: ids.numbers for name, ids in features[table.table].items()}
             size += update_bytes(keys_of[table.table], _local_columns(table))
         ids += rows * sum(arriving.values())
         keys += sum(keys_of.values())
-        listed = {
-            _width_class(_local_columns(table))
+        has_listed = any(
+            len(features[table.table]) > 1
+            or any(ids.is_ragged for ids in features[table.table].values())
             for table in tables
-            if len(features[table.table]) > 1
-        }
-        size += LISTED_BYTES * len(listed) * sum(keys_of.values())
+        )
+        size += LISTED_BYTES * has_listed * sum(keys_of.values())
     return _SparseWork(round(elements), round(ids), round(keys), round(size))
 
 
@@ -223,9 +274,8 @@ def _local_columns(table: TablePlan) -> int:
     )
 
 
-def _row_share(table: TablePlan) -> float:
-    """Return the fraction of a table's rows, and of its ids, on each of its ranks."""
-    return 1 / len(table.ranks) if table.sharding in ROWS_CUT else 1.0
+def _is_row_wise(table: TablePlan) -> bool:
+    return table.sharding in ROWS_CUT and len(table.ranks) > 1
 
 
 def _width_class(columns: int) -> int:

@@ -8,7 +8,7 @@ links, the hotness and optimizer state of each table, and only the kernels that 
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import (
+    DataType,
     EmbeddingBagConfig,
     PoolingType,
     data_type_to_dtype,
@@ -37,10 +38,8 @@ from torchrec.modules.embedding_configs import (
 
 from configs.schema import MOST_RANKS, ShardingConfig, ShardingType
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.collection import build_embeddings, keep_float32
 from nn.embedding.declared_tables import (
     ids_per_sample,
-    not_simple,
     tables_of_feature,
     vectors_per_sample,
 )
@@ -58,16 +57,6 @@ HOST_BYTES_PER_MS = 200e9 / 1e3
 HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
 
 FP32_BYTES = 4
-
-# Layouts that shard a table by rows: over all ranks, or over those of one node.
-ROWS_CUT = (ShardingType.row_wise, ShardingType.table_row_wise)
-
-EXPANDED = (
-    "data.multi_hot expands its ids on the rank that holds its rows, and further ids would be "
-    "rows of other ranks"
-)
-NOT_FOR_KIND = "{}, and row-wise tables must have one feature each, and one width, and sum"
-NOT_FUSED = "FBGEMM, which updates row-wise tables, has no {}"
 
 REPLICATED_FROM = 32_768
 """Samples per rank from which small tables are replicated. With fewer, sort and update of the replicas cost more than the
@@ -146,9 +135,17 @@ def planned_tables(
     The planner's own module knows no lookup without pooling; `_constraints` counts what it looks up.
     """
     pooled = [replace(table, pooling=PoolingType.SUM) for table in declared]
-    embeddings = build_embeddings(pooled, torch.device("meta"))
+    embeddings = EmbeddingBagCollection(tables=pooled, device=torch.device("meta"))
     register_optimizer(embeddings, rule)
     return embeddings
+
+
+def _keep_float32(embeddings: EmbeddingBagCollection, tables: Collection[str]) -> None:
+    """Make some tables float32, whatever the dtype of the others; the tables are on the meta device."""
+    for table in embeddings.embedding_bag_configs():
+        if table.name in tables:
+            table.data_type = DataType.FP32
+            embeddings.embedding_bags[table.name].float()
 
 
 def register_optimizer(embeddings: EmbeddingBagCollection, rule: TableRule) -> None:
@@ -194,9 +191,9 @@ def plan_tables(
     for feature, size in expansion_bytes.items():
         expansions.update(dict.fromkeys(tables_of[feature], size))
     embeddings = planned_tables(declared, rule)
-    constraints = _constraints(declared, spec, config, rule, hardware, batch_size, set(expansions))
+    constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
     replicated = [ShardingType.data_parallel.value]
-    keep_float32(
+    _keep_float32(
         embeddings,
         [name for name, limits in constraints.items() if limits.sharding_types == replicated],
     )
@@ -208,10 +205,6 @@ def plan_tables(
         raise ValueError(
             _does_not_fit(embeddings, config, rule, hardware, expansions, error)
         ) from error
-    if rule.needs_dense_kernel(hardware.device_type):
-        # After planning: the planner accepts the dense kernel for replicated tables only, the sharded module for all.
-        for sharding in plan.plan["embeddings"].values():
-            sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
     return plan, _rows(plan, embeddings, declared, spec, rule, expansions)
 
 
@@ -241,15 +234,6 @@ def _run_planner(
         return planner.plan(holder, [TableSharder()])
     finally:
         logging.disable(logging.NOTSET)
-
-
-def replicated_tables(plan: ShardingPlan) -> list[str]:
-    """Return the names of the tables that every rank has a copy of."""
-    return [
-        name
-        for name, sharding in plan.plan["embeddings"].items()
-        if sharding.sharding_type == ShardingType.data_parallel.value
-    ]
 
 
 def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
@@ -290,7 +274,6 @@ def _constraints(
     rule: TableRule,
     hardware: Hardware,
     batch_size: int,
-    expanded: set[str],
 ) -> dict[str, ParameterConstraints]:
     hotness, tables_of = ids_per_sample(declared, spec), tables_of_feature(declared)
     of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
@@ -308,7 +291,6 @@ def _constraints(
             f"sharding.tables names {', '.join(unknown)}, but the tables are "
             f"{', '.join(hotness)}; correct the names"
         )
-    never_by_rows = _rows_cut_blockers(declared, spec, rule)
     # A rank may have no memory, and features no ids.
     most_bytes = max(_usable_bytes(hardware, config) * CUT_ABOVE, 1)
     most_lookups = sum(hotness.values()) / hardware.world_size or 1
@@ -321,10 +303,6 @@ def _constraints(
             types = [ShardingType.table_wise]
         else:
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
-        if any(kind in types for kind in ROWS_CUT):
-            reasons = [EXPANDED] if table.name in expanded else []
-            for reason in [*reasons, *never_by_rows]:
-                types = _without_rows_cut(table.name, types, reason, overridden=chosen is not None)
         if not rule.columns_may_be_cut and ShardingType.column_wise in types:
             types = _without_column_cuts(table.name, types, rule, overridden=chosen is not None)
         # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns.
@@ -341,15 +319,6 @@ def _constraints(
             pooling_factors=[of_feature[feature] for feature in table.feature_names],
         )
     return constraints
-
-
-def _rows_cut_blockers(
-    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, rule: TableRule
-) -> list[str]:
-    """Return the reasons why no table may be sharded by rows."""
-    reasons = [] if rule.fbgemm is not None else [NOT_FUSED.format(rule.name)]
-    kind = not_simple(declared, spec)
-    return reasons if kind is None else [*reasons, NOT_FOR_KIND.format(kind)]
 
 
 def _uncut(
@@ -403,28 +372,6 @@ def _without_column_cuts(
     if not rest:
         raise ValueError(
             f"sharding.types=[column_wise] leaves {rule.name} no layout: it {reason}; add table_wise or row_wise"
-        )
-    return rest
-
-
-def _without_rows_cut(
-    table: str, types: list[ShardingType], reason: str, *, overridden: bool
-) -> list[ShardingType]:
-    """Return the layouts of a table that keep all its rows on one rank.
-
-    Raises:
-        ValueError: there is none.
-    """
-    named = ", ".join(kind.value for kind in types)
-    if overridden:
-        raise ValueError(
-            f"sharding.tables sets {table} to {named}, but {reason}; choose table_wise, column_wise or "
-            "data_parallel"
-        )
-    rest = [kind for kind in types if kind not in ROWS_CUT]
-    if not rest:
-        raise ValueError(
-            f"sharding.types=[{named}] leaves {table} no layout: {reason}; add table_wise or column_wise"
         )
     return rest
 
@@ -546,7 +493,7 @@ def _does_not_fit(
     is_float32 = all(
         _weight_bytes(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()
     )
-    if is_float32 and ShardingType.row_wise not in config.types:
+    if is_float32:
         remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
     remedies.append("lower model.embedding_dim")
     return (

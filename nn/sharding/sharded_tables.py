@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.distributed.process_group import Ranks, open_channel
-from nn.embedding.declared_tables import initial_bound, lookups_of
+from nn.embedding.declared_tables import id_counts, initial_bound, lookups_of
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
@@ -34,8 +34,8 @@ class ShardedTables:
 
     Args:
         declared: the tables as the model declares them.
-        spec: feature spec of the dataset as stored, of fixed hotness.
-        plan: TorchRec's plan for them, without row-wise tables.
+        spec: feature spec of the dataset as stored.
+        plan: TorchRec's plan for them.
         ranks: this process.
         settings: how they are trained.
         multi_hot: expansion of ids, on the ranks that hold the tables.
@@ -43,8 +43,6 @@ class ShardedTables:
     Attributes:
         rank_tables: what `StaticEmbeddings` looks up and updates.
     """
-
-    static_blocker = None
 
     def __init__(
         self,
@@ -77,7 +75,6 @@ class ShardedTables:
         self.scalars = UpdateScalars(config, 1 / settings.loss_scale, ranks.device)
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
         placement = self._placement()
-        hotness = {feature.name: feature.hotness or 0 for feature in spec.categorical}
         self.rank_tables = RankTables(
             placement=placement,
             widths=[
@@ -85,7 +82,7 @@ class ShardedTables:
                 for table, count in zip(declared, num_vectors, strict=True)
                 for _ in range(count)
             ],
-            hotness=hotness,
+            counts=lambda batch_size, level: id_counts(spec, batch_size, level),
             expansions=self._expansions(multi_hot, placement),
             config=config,
             scalars=self.scalars,
@@ -103,14 +100,9 @@ class ShardedTables:
         """Allocate this rank's weights and optimizer state, and fill the weights with the seed's."""
         device = self._ranks.device
         own = [
-            (name, shard)
-            for name, shards in self._shards.items()
-            for shard in shards
-            if shard.placement is not None and shard.placement.rank() == self._ranks.rank
+            (name, shard) for name, rank, shard in self._placed_shards() if rank == self._ranks.rank
         ]
-        # By width, which aligns the columns of wide tables; alone, in the model's order: then embeddings are one matrix.
-        if self._ranks.world_size > 1:
-            own.sort(key=lambda entry: -entry[1].shard_sizes[1])
+        own = self._in_order(own)
         self._own = own
         shapes = [torch.Size(shard.shard_sizes) for _, shard in own]
         dtypes = [data_type_to_dtype(self._declared[name].data_type) for name, _ in own]
@@ -144,6 +136,39 @@ class ShardedTables:
                 bound=initial_bound(self._declared[shard.table]),
             )
 
+    def _placed_shards(self) -> Iterator[tuple[str, int, ShardMetadata]]:
+        """Yield table, rank and shard of all shards; a rank without rows of a row-wise table has an empty one.
+
+        Every rank then sends vectors of the same row-wise tables.
+        """
+        for name, shards in self._shards.items():
+            holders = set()
+            for shard in shards:
+                rank = None if shard.placement is None else shard.placement.rank()
+                assert rank is not None, "TorchRec places every shard on a rank"
+                holders.add(rank)
+                yield name, rank, shard
+            if self._is_row_wise(name):
+                rows, columns = self._shape_of(name)
+                for rank in sorted(set(range(self._ranks.world_size)) - holders):
+                    yield name, rank, ShardMetadata([rows, 0], [0, columns])
+
+    def _in_order(
+        self, shards: "list[tuple[str, ShardMetadata]]"
+    ) -> "list[tuple[str, ShardMetadata]]":
+        """Sort the shards of a rank: row-wise ones last, wide ones first, which aligns their columns.
+
+        Alone, they keep the model's order: then embeddings are one matrix.
+        """
+        if self._ranks.world_size == 1:
+            return shards
+        return sorted(
+            shards, key=lambda entry: (self._is_row_wise(entry[0]), -entry[1].shard_sizes[1])
+        )
+
+    def _is_row_wise(self, name: str) -> bool:
+        return any(shard.shard_sizes[0] < self._shape_of(name)[0] for shard in self._shards[name])
+
     def _shape_of(self, name: str) -> torch.Size:
         table = self._declared[name]
         return torch.Size((table.num_embeddings, table.embedding_dim))
@@ -151,27 +176,29 @@ class ShardedTables:
     def shards(self) -> Iterator[TableShard]:
         """Yield the shards of tables that this rank holds."""
         for (name, shard), weight in zip(self._own, self._weights, strict=True):
-            yield TableShard(name, weight, *shard.shard_offsets)
+            if len(weight):
+                yield TableShard(name, weight, *shard.shard_offsets)
         for name, replica in self._replicas.items():
             yield TableShard(name, replica.detach(), 0, 0)
 
     def _placement(self) -> Placement:
         """Return the tables that each rank looks up, wide ones first, or in the model's order for a single rank."""
-        by_rank: list[list[ColumnShard]] = [[] for _ in range(self._ranks.world_size)]
-        for name, shards in self._shards.items():
-            for shard in shards:
-                assert shard.placement is not None, "TorchRec places every shard on a rank"
-                by_rank[shard.placement.rank()].append(
-                    ColumnShard(
-                        self._lookups[name],
-                        self._first_vector[name],
-                        shard.shard_offsets[1],
-                        shard.shard_sizes[1],
-                    )
+        by_rank: list[list[tuple[str, ShardMetadata]]] = [[] for _ in range(self._ranks.world_size)]
+        for name, rank, shard in self._placed_shards():
+            by_rank[rank].append((name, shard))
+        owned_by_rank = [
+            [
+                ColumnShard(
+                    self._lookups[name],
+                    self._first_vector[name],
+                    shard.shard_offsets[1],
+                    shard.shard_sizes[1],
+                    self._is_row_wise(name),
                 )
-        if self._ranks.world_size > 1:
-            for column_shards in by_rank:
-                column_shards.sort(key=lambda shard: -shard.columns)
+                for name, shard in self._in_order(shards)
+            ]
+            for shards in by_rank
+        ]
         owned = [
             LocalTable(
                 self._lookups[name],
@@ -179,6 +206,7 @@ class ShardedTables:
                 {state: tensors[index] for state, tensors in self._states.items()},
                 shard.shard_offsets[1],
                 rounding_key(self._seed, name),
+                shard.shard_offsets[0] if self._is_row_wise(name) else None,
             )
             for index, ((name, shard), weight) in enumerate(
                 zip(self._own, self._weights, strict=True)
@@ -192,7 +220,7 @@ class ShardedTables:
             LocalTable(self._lookups[name], replica.detach(), {})
             for name, replica in self._replicas.items()
         ]
-        return Placement(by_rank, replicated, owned, replicas)
+        return Placement(owned_by_rank, replicated, owned, replicas)
 
     def _expansions(self, multi_hot: MultiHot, placement: Placement) -> dict[str, Tensor]:
         """Return the further ids of each id, of the features that this rank looks up."""
@@ -292,7 +320,7 @@ class ShardedTables:
         local = [
             Shard(tensor, shards[position[id(shard)]])
             for (owner, shard), tensor in zip(self._own, tensors, strict=True)
-            if owner == name
+            if owner == name and id(shard) in position
         ]
         dtype = data_type_to_dtype(self._declared[name].data_type)
         metadata = ShardedTensorMetadata(

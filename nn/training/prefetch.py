@@ -11,7 +11,7 @@ import torch
 from dataloading.batch import Batch
 from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
-from nn.training.sparse_path import SparsePath
+from nn.training.static_path import StaticPath
 
 
 class Prefetcher:
@@ -29,7 +29,7 @@ class Prefetcher:
         data_wait_ms: time spent waiting for the loader since it was last set to 0.
     """
 
-    def __init__(self, batches: Iterator[Batch], path: SparsePath, device: torch.device) -> None:
+    def __init__(self, batches: Iterator[Batch], path: StaticPath, device: torch.device) -> None:
         self._batches = batches
         self._path = path
         self._device = device
@@ -71,8 +71,6 @@ class Prefetcher:
         if self._next is None:
             raise StopIteration
         (batch, ids), self._next, self._is_started = self._next, None, False
-        with self._on_stream():
-            ids = self._path.finish(ids)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

@@ -19,7 +19,7 @@ from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
 from nn.sharding.id_all_to_all import LocalIds
 from nn.sharding.static_embeddings import StaticEmbeddings
-from nn.training.sparse_path import PassContext
+from nn.training.pass_context import PassContext
 
 
 class StaticPass:
@@ -86,9 +86,7 @@ class StaticPass:
         owned_gradients: list[Tensor] = []
         with context.autocast(), annotate("dense"):
             logits = context.dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
-        total_weight = context.total_weight(weights)
-        counts = self._counts(len(labels))
-        share = loss_share(context.tasks, logits, labels, *counts, weights, total_weight)
+        share = self._loss_share(logits, labels, weights)
         with self._beside():
             loss = context.ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
@@ -107,11 +105,22 @@ class StaticPass:
                 if context.update_tables:
                     self._tables.update(sorted_owned, owned_gradients[0], is_good)
         context.gradients.clip()
+        self._join(ids)
+        return logits.detach()
+
+    def _loss_share(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """Return this rank's share of the loss."""
+        context = self._context
+        total_weight = context.total_weight(weights)
+        counts = self._counts(len(labels))
+        return loss_share(context.tasks, logits, labels, *counts, weights, total_weight)
+
+    def _join(self, ids: LocalIds) -> None:
+        """Let the main stream wait for that of the tables, and release the ids."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         if ids.release is not None:
             ids.release()
-        return logits.detach()
 
     def _look_up(self, ids: LocalIds) -> tuple[Tensor, torch.cuda.Event | None, Any, Any]:
         """Return embeddings, the event of their arrival, and the sorted ids of owned and of replicated tables."""

@@ -12,7 +12,8 @@ from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.id_all_to_all import CapturedIdAllToAll, LocalIds
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.static_embeddings import StaticEmbeddings
-from nn.training.sparse_path import PassContext
+from nn.training.batch_ids import BatchIds
+from nn.training.pass_context import PassContext
 from nn.training.static_pass import StaticForward, StaticPass
 
 
@@ -72,7 +73,7 @@ class CapturedPass:
 
 
 class StaticPath:
-    """The static path; see `SparsePath` for the methods.
+    """Exchange of ids, and training of the tables; all ranks must call the methods alike.
 
     Args:
         tables: the sharded tables.
@@ -102,28 +103,25 @@ class StaticPath:
             sizes = (config.train.batch_size, config.eval.batch_size)
             self.captured_sizes = frozenset(size // context.ranks.world_size for size in sizes)
         # Keys: rows per rank.
-        self._embeddings: dict[int, StaticEmbeddings] = {}
         self._exchanges: dict[int, CapturedIdAllToAll] = {}
         self._passes: dict[int, Pass] = {}
         self.forwards: dict[int, Pass] = {}
+        # Keys: rows per rank, and level of the capacities of ragged features.
+        self._embeddings: dict[tuple[int, int], StaticEmbeddings] = {}
+        self._batch_ids = BatchIds(tables, context.ranks)
 
     def start(self, batch: Batch) -> LocalIds:
         """Send the ids to their tables."""
-        size, ids = len(batch.labels), batch.ids.values()
+        size = len(batch.labels)
+        level = self._batch_ids.level(batch)
+        ids = self._batch_ids.flat(batch, level)
         if batch.global_valid < size * self._context.ranks.world_size:
-            ids = _padded(
-                ids, list(self._tables.rank_tables.hotness.values()), batch.num_valid, size
-            )
-            return self.embeddings(size).send_ids(ids, batch.global_valid)
-        if size not in self.captured_sizes:
-            return self.embeddings(size).send_ids(ids)
+            return self.embeddings(size, level).send_ids(ids, batch.global_valid)
+        if size not in self.captured_sizes or level:
+            return self.embeddings(size, level).send_ids(ids)
         if size not in self._exchanges:
             self._exchanges[size] = CapturedIdAllToAll(self.embeddings(size).send_ids, ids)
         return self._exchanges[size](ids)
-
-    def finish(self, ids: LocalIds) -> LocalIds:
-        """Return the ids: the exchange is complete."""
-        return ids
 
     def prepare_update(self, step: int, lr: float) -> None:
         """Set learning rate and step count in device memory."""
@@ -150,24 +148,32 @@ class StaticPath:
         for size in list(self._exchanges):
             self._exchanges.pop(size).close()
 
-    def embeddings(self, batch_size: int) -> StaticEmbeddings:
-        """Return the tables for batches of `batch_size` rows per rank, always the same object for a size."""
-        if batch_size not in self._embeddings:
-            self._embeddings[batch_size] = StaticEmbeddings(
+    def embeddings(self, batch_size: int, level: int = 0) -> StaticEmbeddings:
+        """Return the tables for batches of `batch_size` rows per rank, always the same object for a size and level 0.
+
+        Of other levels, those of the latest batch alone are kept: their buffers are large, and such batches are rare.
+        """
+        if (batch_size, level) not in self._embeddings:
+            for key in [key for key in self._embeddings if key[1] and level]:
+                del self._embeddings[key]
+            self._embeddings[batch_size, level] = StaticEmbeddings(
                 self._tables.rank_tables,
                 batch_size,
+                level=level,
                 replicated_gradients=self._context.gradients.further,
                 prefix_columns=self._context.dense.prefix_columns,
             )
-        return self._embeddings[batch_size]
+        return self._embeddings[batch_size, level]
 
     def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
         """Return the pass for batches of this size; only full training batches justify the memory of a graph."""
         size = len(batch.labels)
         if batch.global_valid < size * self._context.ranks.world_size:
             return StaticPass(
-                self.embeddings(size), self._context, batch.num_valid, batch.global_valid
+                self.embeddings(size, ids.level), self._context, batch.num_valid, batch.global_valid
             )
+        if ids.level:
+            return StaticPass(self.embeddings(size, ids.level), self._context)
         if size not in self._passes:
             plain = StaticPass(self.embeddings(size), self._context)
             is_full = batch.global_valid == self._train_size
@@ -177,6 +183,8 @@ class StaticPath:
     def _forward(self, batch: Batch, ids: LocalIds) -> Pass:
         """Return the forward pass for batches of this size; full batches have a graph, for one size at a time."""
         size = len(batch.labels)
+        if ids.level:
+            return StaticForward(self.embeddings(size, ids.level), self._context)
         if size not in self.forwards:
             is_full = batch.global_valid in self._forward_sizes
             if is_full:
@@ -190,7 +198,7 @@ class StaticPath:
         if self._context.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         for size in self.forwards.keys() - self._passes.keys():
-            self._embeddings.pop(size, None)
+            self._embeddings.pop((size, 0), None)
             if size in self._exchanges:
                 self._exchanges.pop(size).close()
         _close(self.forwards)
@@ -208,10 +216,3 @@ def _close(passes: dict[int, Pass]) -> None:
         if pass_.graph is not None:
             pass_.graph.close()
     passes.clear()
-
-
-def _padded(ids: Tensor, ids_per_row: list[int], num_valid: int, rows: int) -> Tensor:
-    """Append padding rows with the id 0, which every table has: feature after feature, [rows, ids per row] each."""
-    valid = ids.split([num_valid * count for count in ids_per_row])
-    padding = [ids.new_zeros((rows - num_valid) * count) for count in ids_per_row]
-    return torch.cat([block for pair in zip(valid, padding, strict=True) for block in pair])

@@ -19,16 +19,14 @@ from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.observability.annotations import annotate
-from nn.sharding.sharded_embeddings import ShardedEmbeddings
 from nn.sharding.sharded_tables import ShardedTables
-from nn.sharding.tables import Tables, local_tensors
+from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import build_dense_optimizer
-from nn.training.dynamic_path import DynamicPath
 from nn.training.gradient_bucket import GradientBucket
 from nn.training.loss_readback import LossReadback
 from nn.training.lr_scheduler import learning_rate_factor
+from nn.training.pass_context import PassContext
 from nn.training.prefetch import Prefetcher
-from nn.training.sparse_path import PassContext, SparsePath
 from nn.training.static_path import StaticPath
 
 AMP_DTYPES = {Amp.bf16: torch.bfloat16, Amp.fp16: torch.float16}
@@ -54,13 +52,11 @@ def loss_scale(config: Config) -> float:
     return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
 
 
-def capture_blocker(config: Config, tables: Tables, ranks: Ranks) -> str | None:
+def capture_blocker(config: Config, ranks: Ranks) -> str | None:
     """Return the reason why the step is no CUDA graph, or None."""
     if ranks.device.type != "cuda":
         return "no GPU"
-    if not config.train.capture:
-        return "train.capture=false"
-    return tables.static_blocker
+    return None if config.train.capture else "train.capture=false"
 
 
 def _pass_state(dense: Model, seed: int, ranks: Ranks) -> PassState:
@@ -92,7 +88,7 @@ class TrainStep:
 
     def __init__(
         self,
-        tables: ShardedTables | ShardedEmbeddings,
+        tables: ShardedTables,
         dense: Model,
         tasks: Sequence[Task],
         config: Config,
@@ -128,12 +124,8 @@ class TrainStep:
         )
         self._pass_state = _pass_state(dense, config.seed, ranks)
         self._pass_layers = attach(dense, self._pass_state)
-        self.capture_blocker = capture_blocker(config, tables, ranks)
-        self.path: SparsePath = (
-            StaticPath(tables, context, config, capture=self.capture_blocker is None)
-            if isinstance(tables, ShardedTables)
-            else DynamicPath(tables, context)
-        )
+        self.capture_blocker = capture_blocker(config, ranks)
+        self.path = StaticPath(tables, context, config, capture=self.capture_blocker is None)
 
     def train(self, step: int, prefetcher: Prefetcher) -> StepResult:
         """Train on the next batch of `prefetcher`.

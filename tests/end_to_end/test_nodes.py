@@ -160,23 +160,6 @@ def test_a_checkpoint_of_two_nodes_resumes_in_one_process(tmp_path, rule):
     assert rest == pytest.approx(whole[4:], rel=1e-6)
 
 
-def test_tables_of_expanded_ids_are_not_cut_by_rows():
-    expanded = {
-        "world_size": 4,
-        "local_world_size": 2,
-        "expansion_bytes": {"cat_0": 10, "cat_1": 10},
-    }
-    with pytest.raises(
-        ValueError, match=r"^sharding\.tables sets cat_0 to table_row_wise, but data"
-    ):
-        rows_of([10, 20], tables={"cat_0": "table_row_wise"}, **expanded)
-    types = [ShardingType.row_wise, ShardingType.table_row_wise]
-    with pytest.raises(
-        ValueError, match=r"^sharding\.types=\[row_wise, table_row_wise\] leaves cat"
-    ):
-        rows_of([10, 20], types=types, **expanded)
-
-
 def test_rowwise_adagrad_tables_may_be_cut_by_rows():
     row, *_ = rows_of(
         [1000],

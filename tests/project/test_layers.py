@@ -54,7 +54,7 @@ ROOMS = {
     "nn.ops.triton": {"nn.ops"},
     "nn.layers": {"nn.ops", "nn.ops.triton"},
     "nn.user_objects": set(),
-    "nn.embedding": {"nn.layers", "nn.ops", "nn.ops.triton", "nn.user_objects"},
+    "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
     "nn.layers.interactions": {"nn.layers"},
     "nn.models": {
         "nn.embedding",
@@ -70,6 +70,7 @@ ROOMS = {
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",
+        "nn.embedding",
         "nn.layers",
         "nn.metrics",
         "nn.models",
@@ -104,7 +105,6 @@ ROOMS = {
         "nn.build",
         "nn.checkpoint",
         "nn.distributed",
-        "nn.embedding",
         "nn.importance",
         "nn.models",
         "nn.observability",
@@ -163,7 +163,6 @@ ROOMS = {
 MOST_MODULES = 15
 KNOWS_RANKS = {
     "nn.distributed.process_group",
-    "nn.sharding.sharded_embeddings",
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
     "nn.sharding.id_all_to_all",

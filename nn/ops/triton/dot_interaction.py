@@ -44,7 +44,7 @@ class _FusedDotInteraction(torch.autograd.Function):
     ) -> Tensor:
         values = values.contiguous()
         narrow = values if bottom is None else bottom.contiguous()
-        num_samples = values.numel() // (layout.prefix_columns + layout.width)
+        num_samples = values.numel() // layout.memory_columns
         out = narrow.new_empty(num_samples, num_outputs)
         _dot_forward[(num_samples,)](
             narrow, values, layout.table, out, num_outputs, **_shape(bottom, layout)

@@ -33,8 +33,13 @@ def _pooled_lookup(
     factor,
     out_column,
     columns,
+    first_start,
+    first_row,
+    num_rows,
     num_samples,
     out_stride,
+    BOUNDED: tl.constexpr,
+    IS_MEAN: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -49,10 +54,32 @@ def _pooled_lookup(
     inside = (sample < num_samples)[:, None] & (column < width)
     first = tl.load(first_id + vector) + sample.to(tl.int64) * tl.load(id_stride + vector)
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    for k in range(count):
-        row = tl.load(ids + first + k, mask=sample < num_samples, other=0).to(tl.int64)
-        pointer = table + (row * width)[:, None] + column
-        total += tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+    if BOUNDED:
+        # Ids may have no row here. A ragged lookup has no `num_ids`, but a position of starts, which lengths follow.
+        starts = tl.load(first_start + vector)
+        in_batch = sample < num_samples
+        is_ragged = in_batch & (starts >= 0)
+        begin = tl.load(ids + starts + sample, mask=is_ragged, other=0).to(tl.int64)
+        length = tl.load(ids + starts + num_samples + sample, mask=is_ragged, other=0)
+        first = tl.where(is_ragged, tl.load(first_id + vector) + begin, first)
+        length = tl.where(is_ragged, length, tl.where(in_batch, count, 0))
+        rows_before = tl.load(first_row + vector)
+        rows_here = tl.load(num_rows + vector)
+        for k in range(tl.max(length, 0)):
+            row = tl.load(ids + first + k, mask=k < length, other=-1).to(tl.int64) - rows_before
+            is_here = (row >= 0) & (row < rows_here)
+            pointer = table + (row * width)[:, None] + column
+            total += tl.load(pointer, mask=is_here[:, None] & inside, other=0.0).to(tl.float32)
+        if IS_MEAN:
+            # Of a ragged mean; the factor of another lookup stands below.
+            is_ragged_mean = is_ragged & (tl.load(num_ids + vector) < 0)
+            divisor = tl.where(is_ragged_mean, tl.maximum(length, 1), 1)
+            total /= divisor[:, None].to(tl.float32)
+    else:
+        for k in range(count):
+            row = tl.load(ids + first + k, mask=sample < num_samples, other=0).to(tl.int64)
+            pointer = table + (row * width)[:, None] + column
+            total += tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
     total *= tl.load(factor + vector)
     first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
     pointer = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
@@ -156,6 +183,8 @@ def _segment_update(
     factors,
     rounding_key,
     first_pair,
+    first_row,
+    num_rows,
     listed_rows,
     listed_columns,
     listed_factors,
@@ -175,6 +204,7 @@ def _segment_update(
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
     SOURCE: tl.constexpr,
+    BOUNDED: tl.constexpr,
     ALIGN: tl.constexpr,
     WARPS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -197,6 +227,10 @@ def _segment_update(
     table_first_key = tl.load(first_keys + table_index)
     if SOURCE == "one":
         factor = tl.load(factors + table_index)[:, None]
+    if BOUNDED:
+        # The last key of a table is that of ids without a row here.
+        end_key = base + tl.load(num_rows + table_index)
+        rows_before = tl.load(first_row + table_index)
     first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
     table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -252,6 +286,8 @@ def _segment_update(
     if LEVEL == 0 and SOURCE == "listed":
         next_factor = _listed_factor(order, start, ahead, listed_factors)
     gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
+    if BOUNDED:
+        next_counts = next_counts & (next_key < end_key)
     next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
     for step in range(LENGTH):
         here, key, gradient = ahead, next_key, next_gradient
@@ -286,6 +322,8 @@ def _segment_update(
         if LEVEL == 0 and SOURCE == "listed":
             next_factor = _listed_factor(order, following, ahead, listed_factors)
         gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
+        if BOUNDED:
+            next_counts = next_counts & (next_key < end_key)
         next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
 
         total += gradient.to(tl.float32)
@@ -303,6 +341,8 @@ def _segment_update(
 
         # A run that did not cross an edge was updated a level below; only its key is left here.
         updates = ends & ~(is_first & from_before) & ~(is_last & continues) & has_gradient
+        if BOUNDED:
+            updates = updates & (key < end_key)
         inside = updates[:, None] & in_row
         row = (key - base).to(tl.int64)
         offset = tl.multiple_of((row * width)[:, None], [1, ALIGN]) + column
@@ -334,8 +374,11 @@ def _segment_update(
             rest2,
         )
         if row_dtype != tl.float32:
+            row_of_table = row
+            if BOUNDED:
+                row_of_table += rows_before
             weight = round_stochastically(
-                weight, random_bits(bits_of_step, row, pair, column), row_dtype
+                weight, random_bits(bits_of_step, row_of_table, pair, column), row_dtype
             )
         tl.store(pointer, weight, mask=inside)
         total = tl.where(ends[:, None], 0.0, total)

@@ -21,11 +21,11 @@ from tests.helpers.gpus import needs_gpus
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 LAYOUTS = {
     # Row-wise tables require the dynamic step; the other shardings use the static one.
-    "dynamic": ["table_wise", "column_wise", "row_wise", "data_parallel"],
-    "static": ["table_wise", "column_wise", "data_parallel"],
+    "rows": ["table_wise", "column_wise", "row_wise", "data_parallel"],
+    "whole": ["table_wise", "column_wise", "data_parallel"],
 }
 WORLDS = [1, 2, 4]
-KINDS = [*product(["dynamic"], RATES), ("static", "adagrad"), ("static", "adam")]
+KINDS = [*product(["rows"], RATES), ("whole", "adagrad"), ("whole", "adam")]
 SAVED_AT, STEPS = 2, 3
 # Gradients over ranks and losses of a batch are summed in another order.
 CPU_TOLERANCE, GPU_TOLERANCE = 1e-6, 2e-5

@@ -1,7 +1,6 @@
 """Adjacent tables are looked up and updated together, with the results of separate tables."""
 
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
 from nn.embedding.embedding_bags import RADIX_SORT_IDS, LocalEmbeddingBags
+from nn.embedding.id_blocks import IdBlock, fixed_blocks
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 
@@ -49,13 +49,14 @@ def group_of(
     scalars: UpdateScalars | None,
 ) -> LocalEmbeddingBags:
     hotness = {f"c{index}": hotness for index, (_, hotness) in enumerate(TABLES)}
-    return LocalEmbeddingBags(tables, hotness, num_samples, config, scalars, torch.float32, CPU)
+    blocks = fixed_blocks(hotness, num_samples)
+    return LocalEmbeddingBags(tables, blocks, num_samples, config, scalars, torch.float32, CPU)
 
 
 def joined_of(tables: list[LocalTable]) -> list[AdjacentTables]:
     """Join tables whose ids lie one after the other, of one sample."""
-    counts = [table.ids_per_sample for table in tables]
-    return adjacent_tables(tables, list(accumulate(counts, initial=0))[:-1], 1)
+    hotness = {table.lookups[0].feature: table.lookups[0].hotness for table in tables}
+    return adjacent_tables(tables, list(fixed_blocks(hotness, 1).values()))
 
 
 def trained(tables: list[LocalTable], num_samples: int) -> list[torch.Tensor]:
@@ -92,7 +93,7 @@ def test_adjacent_tables_of_one_hotness_are_joined():
     assert len(joined_of([tables[1], own_state])) == 2
     assert len(joined_of(adjacent(torch.bfloat16))) == len(tables)
     assert joined_of([]) == []
-    apart = adjacent_tables(tables[1:3], [0, 2], 1)
+    apart = adjacent_tables(tables[1:3], [IdBlock(0, 1, 1), IdBlock(2, 1, 1)])
     assert len(apart) == 2, "ids of another feature lie between theirs"
 
 

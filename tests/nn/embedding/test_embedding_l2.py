@@ -1,6 +1,5 @@
 """L2 of the rows that a step looks up: equality with a plain reference, resuming, the kernel, and refusals."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -9,9 +8,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig, OptimizerName
-from dataloading.dataset.feature_spec import CategoricalFeature
-from nn.build import build_plan, check_optimizers, open_source, planned_hardware
-from tests.helpers.command import run_command
+from nn.build import build_plan, open_source, planned_hardware
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.nn.embedding import test_triton_embedding_bag as kernels
 from tests.nn.training.plain_training import RowUpdates, resumes_bit_by_bit, train_and_compare
@@ -19,8 +16,8 @@ from tests.nn.training.plain_training import RowUpdates, resumes_bit_by_bit, tra
 L2 = 0.3
 EPS = 0.01
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
-# A table of one rank, a replicated one and, unless the optimizer has one state per row, one of both ranks.
-LAYOUTS = "cat_0:table_wise,cat_1:data_parallel"
+# A table of one rank, a replicated one, a row-wise one and, unless the optimizer has one state per row, a column-wise one.
+LAYOUTS = "cat_0:table_wise,cat_1:data_parallel,cat_2:row_wise"
 
 
 def options(rule: str) -> list[str]:
@@ -112,24 +109,6 @@ def test_the_interpreted_kernel_equals_plain_torch(rule, monkeypatch):
 )
 def test_the_kernel_equals_plain_torch_on_a_gpu(rule, dtype, monkeypatch):
     compare(monkeypatch, rule, 20_000, "cuda", dtype)
-
-
-@pytest.mark.parametrize(
-    "layout", ["sharding.types=[table_wise,row_wise]", "sharding.tables={cat_0: table_row_wise}"]
-)
-def test_row_wise_tables_are_refused(layout, tmp_path):
-    ended = run_command(*TINY, f"optimizer.embedding_l2={L2}", layout, f"run_dir={tmp_path}")
-    assert ended.exit_code == 2
-    assert "optimizer.embedding_l2=0.3 with row-wise tables: FBGEMM updates those" in ended.err
-    assert "or set optimizer.embedding_l2=0" in ended.err
-
-
-def test_ragged_features_are_refused():
-    config = compose_config(*TINY, f"optimizer.embedding_l2={L2}")
-    spec = open_source(config).spec
-    ragged = CategoricalFeature.of("genres", 19, None)
-    with pytest.raises(ValueError, match=r"embedding_l2=0.3 requires fixed hotness, .* genres"):
-        check_optimizers(config, replace(spec, categorical=(ragged,)))
 
 
 def test_frozen_tables_ignore_it_in_any_layout():

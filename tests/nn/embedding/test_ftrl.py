@@ -1,7 +1,6 @@
 """FTRL-Proximal of tables against its paper, in a run, in the kernel, and where it is refused."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig, OptimizerName
-from dataloading.dataset.feature_spec import CategoricalFeature
-from nn.build import build_plan, check_optimizers, open_source, planned_hardware
 from nn.embedding.torch_optimizer import TableOptimizer
 from nn.export.tables import export_tables
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
@@ -135,19 +132,6 @@ def test_restored_weights_without_state_are_kept_by_a_small_gradient():
     table.grad = torch.full((1, 2), 1e-6)
     optimizer.step()
     assert table.tolist() == [[pytest.approx(0.7, abs=1e-5)] * 2]
-
-
-def test_tables_that_fbgemm_updates_are_refused():
-    config = compose_config(*OPTIONS)
-    spec = open_source(config).spec
-    ragged = CategoricalFeature.of("genres", 19, None)
-    remedy = "set optimizer.embedding_name=sgd or adagrad or rowwise_adagrad or adam"
-    with pytest.raises(ValueError, match=f"ftrl requires fixed hotness, .* genres .* {remedy}"):
-        check_optimizers(config, replace(spec, categorical=(ragged,)))
-    row_wise = ["sharding.tables={cat_0:row_wise}", "sharding.world_size=2"]
-    config = compose_config(*OPTIONS, *row_wise)
-    with pytest.raises(ValueError, match=r"row_wise, but FBGEMM, .* has no ftrl"):
-        build_plan(config, open_source(config), planned_hardware(config))
 
 
 def test_frozen_tables_have_no_state():

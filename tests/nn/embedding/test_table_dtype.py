@@ -10,11 +10,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from configs.export_schema import ExportFormat
 from configs.schema import Component, OptimizerConfig, OptimizerName
-from dataloading.dataset.dataset_directory import write_dataset
-from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.build import build_plan, hardware_of, open_source
 from nn.checkpoint import state as checkpoint
 from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.id_blocks import fixed_blocks
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.export.tables import export_tables
@@ -35,7 +34,7 @@ CASES = [
 
 
 def case(dtype: str, rule: str, tail: str = "uneven_tail") -> list[str]:
-    return [*two_epochs(rule, EPOCHS[tail], "static"), f"model.embedding_dtype={dtype}"]
+    return [*two_epochs(rule, EPOCHS[tail], "whole"), f"model.embedding_dtype={dtype}"]
 
 
 def one_table(dtype: torch.dtype, rows: int, lr: float) -> tuple[LocalEmbeddingBags, UpdateScalars]:
@@ -45,7 +44,13 @@ def one_table(dtype: torch.dtype, rows: int, lr: float) -> tuple[LocalEmbeddingB
     scalars.set(0, lr)
     table = LocalTable((Lookup("a", 1),), torch.ones(rows, 4, dtype=dtype), {}, 0, 5)
     group = LocalEmbeddingBags(
-        [table], {"a": 1}, rows, config, scalars, torch.float32, torch.device("cpu")
+        [table],
+        fixed_blocks({"a": 1}, rows),
+        rows,
+        config,
+        scalars,
+        torch.float32,
+        torch.device("cpu"),
     )
     return group, scalars
 
@@ -220,35 +225,6 @@ def test_a_plan_counts_16_bit_weights_and_float32_copies():
     by_name = {row.table: row for row in rows}
     assert by_name["cat_0"].bytes_per_rank == (500 * 8 * (2 + 8),)
     assert by_name["cat_1"].bytes_per_rank == (40 * 8 * (4 + 8),) * 2
-
-
-@pytest.mark.parametrize(
-    "layout", ["sharding.tables={cat_0:row_wise}", "sharding.types=[table_wise,row_wise]"]
-)
-def test_row_wise_tables_of_16_bits_are_refused(layout):
-    with pytest.raises(ValueError, match="FBGEMM updates those"):
-        compose_config(*TINY, "model.embedding_dtype=bf16", layout)
-    assert compose_config(*TINY, layout)
-
-
-def test_ragged_features_with_16_bits_are_refused_before_a_process_group(tmp_path):
-    features = [CategoricalFeature.of("item", 9), CategoricalFeature.of("genres", 5, None)]
-    with write_dataset(tmp_path / "data", categorical=features, numerical=("n",)) as dataset:
-        for split in ("train", "test"):
-            dataset[split].append(
-                numerical=np.zeros((2, 1)),
-                labels=np.array([0, 1]),
-                ids={"item": np.array([1, 2]), "genres": np.array([4])},
-                lengths={"genres": np.array([0, 1])},
-            )
-    options = [*TINY, f"data.path={tmp_path / 'data'}", "model.embedding_dtype=bf16"]
-    for mode in ("train", "plan"):
-        ended = run_command(*options, f"mode={mode}")
-        assert ended.exit_code == 2
-        assert (
-            "model.embedding_dtype=bf16 requires fixed hotness, but feature genres is ragged"
-            in ended.err
-        )
 
 
 def test_evaluation_and_inference_read_16_bit_tables(tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.id_blocks import fixed_blocks
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import table_rule
@@ -50,7 +51,13 @@ def make_group(
     scalars.set(3, 0.1)
     hotness = {lookup.feature: lookup.hotness for table in tables for lookup in table.lookups}
     group = LocalEmbeddingBags(
-        tables, hotness, num_samples, config, scalars, dtype, torch.device(device)
+        tables,
+        fixed_blocks(hotness, num_samples),
+        num_samples,
+        config,
+        scalars,
+        dtype,
+        torch.device(device),
     )
     return group, scalars
 
@@ -82,7 +89,14 @@ def results(
     if fused and group._kernels is None:
         from nn.embedding.triton_launcher import TritonLauncher
 
-        group._kernels = TritonLauncher(group.tables, group._lookups, num_samples, group._config)
+        group._kernels = TritonLauncher(
+            group.tables,
+            group._lookups,
+            group._key_bases,
+            group._sources,
+            num_samples,
+            group._config,
+        )
     if not fused:
         group._kernels = None
     looked_up = []
@@ -149,6 +163,7 @@ def test_interpreted_updates_of_16_bit_weights_equal_plain_torch(rule, stored):
     compare_stored(rule, 40, "cpu", stored)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
 @pytest.mark.parametrize("rule", RULES)
 def test_replicated_tables_which_have_no_state_here_are_looked_up(rule):
     group, _ = make_group(rule, 40, "cpu", torch.float32, torch.float32)
@@ -159,7 +174,9 @@ def test_replicated_tables_which_have_no_state_here_are_looked_up(rule):
     group._kernels = None
     ids, plain, fused = draw_ids(40, 0), *(torch.empty(40, group.num_columns) for _ in range(2))
     group.look_up(ids, plain)
-    launcher = TritonLauncher(group.tables, group._lookups, 40, group._config)
+    launcher = TritonLauncher(
+        group.tables, group._lookups, group._key_bases, group._sources, 40, group._config
+    )
     launcher.look_up(ids, fused)
     assert torch.equal(plain, fused)
 

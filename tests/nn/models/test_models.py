@@ -5,14 +5,12 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dataloading.batch import Batch, jagged
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.state import plain_config
-from nn.embedding.collection import build_embeddings, embeddings_of
 from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
@@ -54,11 +52,6 @@ def config_of(name, projection_dim=2, structure=STACKED, **changes):
         return DLRMOptions(name=name, **settings)
     cross = CrossConfig(num_layers=2, projection_dim=projection_dim, structure=structure)
     return DCNv2Options(name=name, cross=cross, **settings)
-
-
-def tables_of(config, spec, device=CPU):
-    """TorchRec's tables."""
-    return build_embeddings(declared_tables(config, spec), device)
 
 
 def batch_of(spec, size=6):
@@ -192,30 +185,6 @@ def test_a_parallel_structure_without_hidden_layers_is_refused():
         build_dense(config_of("dcnv2", structure=PARALLEL, top_mlp=[1]), SPEC)
 
 
-def test_embeddings_in_the_wanted_order_are_not_copied():
-    pooled = KeyedTensor(["a", "b"], [2, 2], torch.arange(8.0).view(2, 4))
-    assert embeddings_of(pooled, ("a", "b")).matrix().data_ptr() == pooled.values().data_ptr()
-
-
-def test_the_order_of_the_keyed_tensor_does_not_matter():
-    columns = {key: torch.randn(2, 3) for key in "abc"}
-
-    def pooled(order):
-        values = torch.cat([columns[key] for key in order], dim=1)
-        return KeyedTensor(list(order), [3, 3, 3], values)
-
-    wanted = embeddings_of(pooled("abc"), ["a", "b", "c"]).matrix()
-    for order in ("acb", "bca", "cab"):
-        assert torch.equal(embeddings_of(pooled(order), ["a", "b", "c"]).matrix(), wanted)
-
-
-def test_gradients_pass_through_a_permuted_keyed_tensor():
-    values = torch.zeros(1, 4, requires_grad=True)
-    result = embeddings_of(KeyedTensor(["b", "a"], [2, 2], values), ["a", "b"]).matrix()
-    (result * torch.arange(4.0)).sum().backward()
-    assert values.grad.tolist() == [[2, 3, 0, 1]]
-
-
 def test_ids_are_found_by_feature_name():
     model = model_of(config_of("dlrm"))
     batch = batch_of(SPEC)
@@ -225,38 +194,35 @@ def test_ids_are_found_by_feature_name():
 
 
 def test_bags_are_summed_and_empty_bags_are_zero():
-    embeddings = tables_of(config_of("dlrm"), spec_of("a"))
-    weight = embeddings.embedding_bags["a"].weight
-    ids = jagged(["a"], torch.tensor([1, 2, 2]), torch.tensor([3, 0]), None, [3])
-    pooled = embeddings(ids).values()
+    spec = spec_of("a", num_numerical=0)
+    model = RankingModel(declared_tables(config_of("dcnv2"), spec), nn.Identity())
+    batch = batch_of(spec, 2)
+    batch.ids = jagged(["a"], torch.tensor([1, 2, 2]), torch.tensor([3, 0]), None, [3])
+    pooled = model.embeddings(batch)
+    weight = model.tables["a"]
     torch.testing.assert_close(pooled[0], weight[1] + 2 * weight[2])
     assert not pooled[1].any()
 
 
 def test_tables_are_named_and_sized_by_the_spec():
-    embeddings = tables_of(config_of("dlrm"), SPEC, torch.device("meta"))
-    facts = [
-        (t.name, t.feature_names, t.num_embeddings) for t in embeddings.embedding_bag_configs()
-    ]
-    assert facts == [
+    tables = declared_tables(config_of("dlrm"), SPEC)
+    assert [(t.name, t.feature_names, t.num_embeddings) for t in tables] == [
         ("cat_0_bin", ["cat_0.bin"], 11),
         ("cat_1_bin", ["cat_1.bin"], 5),
         ("cat_2_bin", ["cat_2.bin"], 23),
     ]
-    assert {p.device.type for p in embeddings.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("feature", ["type", "keys", "training", "forward", "a.b"])
 def test_names_that_no_module_can_have_are_changed_for_the_table_only(feature):
-    embeddings = tables_of(config_of("dlrm"), spec_of(feature))
-    (table,) = embeddings.embedding_bag_configs()
+    (table,) = declared_tables(config_of("dlrm"), spec_of(feature))
     assert table.name != feature
     assert table.feature_names == [feature]
 
 
 def test_two_features_with_one_table_name_are_refused():
     with pytest.raises(ValueError, match=r"'a\.b' and 'a_b' would share the table name 'a_b'"):
-        tables_of(config_of("dlrm"), spec_of("a.b", "a_b"))
+        declared_tables(config_of("dlrm"), spec_of("a.b", "a_b"))
 
 
 def test_initial_tables_depend_on_seed_and_name_and_lie_within_the_bound():

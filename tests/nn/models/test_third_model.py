@@ -353,37 +353,6 @@ def test_invalid_tables_are_refused(change, message):
     assert message in str(error.value)
 
 
-def shared(tables):
-    return [replace(tables[0], feature_names=["cat_4", "cat_3"]), *tables[2:]]
-
-
-def looked_up_twice(tables):
-    return [*tables, replace(tables[0], name="wide")]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (shared, "is shared by 2 features"),
-        (looked_up_twice, "feature 'cat_4' has 2 tables"),
-        (changed(embedding_dim=16), "8 columns and 'factors_cat_4' 16"),
-        (changed(num_embeddings=1001), "has 1001 rows for 1000 ids"),
-        (changed(pooling=PoolingType.MEAN), "has pooling mean"),
-        (lambda tables: [replace(t, embedding_dim=6) for t in tables], "6 columns, no multiple"),
-    ],
-)
-def test_ragged_features_require_simple_tables(change, reason):
-    config = compose_config(*CASE)
-    spec = open_source(config).spec
-    tables = change(declared_tables(config.model, spec))
-    check_tables(tables, config.model, spec)
-    features = [replace(spec.categorical[0], hotness=None), *spec.categorical[1:]]
-    ragged = replace(spec, categorical=tuple(features))
-    with pytest.raises(ValueError, match=r"'cat_0' is ragged; use a fixed number of ids") as error:
-        check_tables(tables, config.model, ragged)
-    assert reason in str(error.value)
-
-
 def test_initial_weights_depend_on_the_seed_alone():
     config = compose_config(*CASE)
     spec = open_source(config).spec

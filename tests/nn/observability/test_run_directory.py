@@ -84,6 +84,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "ranks": [0, 1],
             "bytes_per_rank": [256, 256],
             "expansion_bytes": 0,
+            "num_vectors": 1.0,
         }
     ]
 

@@ -16,7 +16,7 @@ POINTERS = {
     "*bf16": ["gradients", "grad", "products", "x0", "factors", "grad_factor", "activation", "out"],
 }
 SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names} | {
-    **dict.fromkeys(["first_keys", "first_id", "out_column"], "*i64"),
+    **dict.fromkeys(["first_keys", "first_id", "out_column", "first_start", "first_row"], "*i64"),
     **dict.fromkeys(["counts", "first_pair", "ids", "id_stride", "num_ids"], "*i32"),
     **dict.fromkeys(["listed_rows", "listed_columns"], "*i32"),
     **dict.fromkeys(["eps", "beta1", "rest1", "beta2", "rest2"], "fp32"),
@@ -34,7 +34,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 24
+    assert done.stdout.count("compiled") == 26
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
 
@@ -64,21 +64,30 @@ def run() -> None:
         ("*bf16", "ftrl", 1, "listed"),
     ):
         branch = branch_of(TABLE_RULES[OptimizerName[name]])
-        dtypes = {"weights": weights, "factors": "*fp32"}
-        constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source}
+        dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
+        constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source, "BOUNDED": level == 0}
         build(_segment_update, dtypes, **update, **branch, **constants)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
         {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},
     ):
         try:
-            constants = {"LEVEL": 0, "L2": False, "SOURCE": "sum"}
-            dtypes = {"weights": "*fp32", "factors": "*fp32"}
+            constants = {"LEVEL": 0, "L2": False, "SOURCE": "sum", "BOUNDED": False}
+            dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
             build(_segment_update, dtypes, **update, **branch, **constants)
         except CompilationError as error:
             print("refused", "table optimizer" in str(error.__cause__ or error))
     for weights in ("*fp32", "*bf16"):
-        build(_pooled_lookup, {"weights": weights}, ALIGN=16, BLOCK=32, BLOCK_D=128)
+        for bounded in (True, False):
+            kind = {"BOUNDED": bounded, "IS_MEAN": bounded}
+            build(
+                _pooled_lookup,
+                {"weights": weights, "num_rows": "*i64"},
+                **kind,
+                ALIGN=16,
+                BLOCK=32,
+                BLOCK_D=128,
+            )
     for index in range(3):
         build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
     for scale in (1.0, 2.0):

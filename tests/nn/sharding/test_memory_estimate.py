@@ -79,9 +79,10 @@ def test_each_term_is_what_its_shapes_say():
     # 64 rows in total, 32 here: 8 columns of one table, 4 of another, 8 of partial sums, sent and returned; 5 local
     elements = 64 * 8 + 64 * 4 + 64 * 8
     local = 32 * 5 * 8 * 4
-    assert first.lookups == 2 * 4 * elements + local
-    ids = 64 * 1 + 64 * 2 + 64 * 3 / 2 + 32 * 1
-    levels = update_bytes(64 * 2, 4) + update_bytes(64 * 3 / 2, 8) + update_bytes(32, 8)
+    # and of the row-wise table the parts of both ranks, with their gradients
+    assert first.lookups == 2 * 4 * elements + local + 2 * 4 * 32 * 2 * 8
+    ids = 64 * 1 + 64 * 2 + 64 * 3 + 32 * 1
+    levels = update_bytes(64 * 2, 4) + update_bytes(64 * 3, 8) + update_bytes(32, 8)
     assert first.update == pytest.approx(3 * 12 * ids + update_bytes(64, 8) + levels, abs=2)
     assert second.update == pytest.approx(3 * 12 * (ids - 64) + levels, abs=2)
     # 3 numbers and a label, 8 ids of 5 features per row
@@ -126,11 +127,17 @@ def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
         if not bags.tables:
             continue
         kernels = launcher(
-            bags.tables, bags._lookups, bags.num_samples, step.tables.rank_tables.config
+            bags.tables,
+            bags._lookups,
+            bags._key_bases,
+            bags._sources,
+            bags.num_samples,
+            step.tables.rank_tables.config,
         )
+        if bags._sources is not None:
+            sources = bags._sources
+            size += sum(each.nbytes for each in (sources.rows, sources.columns, sources.factors))
         for width_class in kernels._classes:
-            if width_class._source == "listed":
-                size += sum(tensor.nbytes for tensor in width_class._listed)
             for level in width_class._levels:
                 parts = (level.blocks, level.sums, level.sums_keys, level.sums_counts)
                 size += sum(tensor.nbytes for tensor in parts)

@@ -1,7 +1,4 @@
-"""Equality of the static path and TorchRec's, on the same tables."""
-
-from itertools import product
-from unittest.mock import patch
+"""Memory of the embeddings, and the ids of padding rows."""
 
 import pytest
 import torch
@@ -10,46 +7,7 @@ from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from tests.helpers.composed import build, compose_config
-from tests.helpers.distributed import run_distributed
 from tests.nn.sharding.test_sharded_embeddings import case
-
-NUM_STEPS = 4
-CASES = [
-    case(model, hotness, rule, layout)
-    for (model, hotness, rule), layout in product(
-        [
-            ("dlrm", "one_hot", "sgd"),
-            ("dcnv2", "multi_hot", "adam"),
-            ("dlrm", "multi_hot", "adagrad"),
-        ],
-        ["table_wise", "column_wise", "data_parallel"],
-    )
-]
-CASES.append([*case("dcnv2", "one_hot", "sgd", "table_wise"), "train.amp=bf16"])
-
-
-def trained_both_ways(cases: list[list[str]]) -> list[list[tuple[list[float], torch.Tensor]]]:
-    """Of each case, through the static path and through TorchRec: losses, and all weights of this rank's tables."""
-    results = []
-    with process_group(ranks_from_environment("cpu")):
-        for each in cases:
-            pair = []
-            for reason in (None, "asked for"):
-                with patch("nn.build.static_blocker", lambda *_, reason=reason: reason):
-                    built = build(compose_config(*each))
-                    losses = built.train(0, NUM_STEPS)
-                weights = [shard.weight.flatten() for shard in built.step.tables.shards()]
-                pair.append((losses, torch.cat([torch.zeros(1), *weights])))
-            results.append(pair)
-    return results
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_it_trains_as_torchrec_does(world_size):
-    for results in run_distributed(trained_both_ways, world_size, CASES):
-        for each, (static, dynamic) in zip(CASES, results, strict=True):
-            assert static[0] == pytest.approx(dynamic[0], rel=1e-6), each
-            torch.testing.assert_close(static[1], dynamic[1], rtol=1e-5, atol=1e-6)
 
 
 def test_padding_arrives_with_the_ids_of_the_first_row():

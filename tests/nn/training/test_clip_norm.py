@@ -9,9 +9,9 @@ from tests.nn.training.plain_training import local_state, resumes_bit_by_bit, tr
 NORM = 0.25
 OPTIONS = [*TINY, "optimizer.name=sgd", "optimizer.lr=0.2", f"train.clip_norm={NORM}"]
 LAYOUTS = {
-    "static": "sharding.tables={cat_0:table_wise,cat_1:data_parallel}",
+    "whole": "sharding.tables={cat_0:table_wise,cat_1:data_parallel}",
     # A row-wise table requires the dynamic step.
-    "dynamic": "sharding.tables={cat_1:data_parallel,cat_2:row_wise}",
+    "rows": "sharding.tables={cat_1:data_parallel,cat_2:row_wise}",
 }
 
 
@@ -43,7 +43,7 @@ def test_it_trains_as_torch_does(path, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_restored_run_resumes_bit_by_bit(num_ranks, tmp_path):
-    assert resumes_bit_by_bit(tmp_path, [*OPTIONS, LAYOUTS["static"]], num_ranks)
+    assert resumes_bit_by_bit(tmp_path, [*OPTIONS, LAYOUTS["whole"]], num_ranks)
 
 
 @pytest.mark.parametrize("path", LAYOUTS)

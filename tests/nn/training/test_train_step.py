@@ -14,7 +14,6 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from configs.schema import OptimizerName
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Columns
@@ -26,14 +25,13 @@ from tests.reference import Reference, ReferenceCross, ReferenceMLP
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 TABLES = {
-    # Row-wise tables make every batch take TorchRec's way, and all others the static one.
-    "dynamic": {
+    "rows": {
         "cat_0": "table_wise",
         "cat_1": "data_parallel",
         "cat_2": "row_wise",
         "cat_4": "row_wise",
     },
-    "static": {"cat_0": "table_wise", "cat_1": "data_parallel"},
+    "whole": {"cat_0": "table_wise", "cat_1": "data_parallel"},
 }
 # 197 rows in batches of 64 leave 5 for the tail: 3 for one rank, 2 for the other. Of 193, one rank gets none.
 EPOCHS = {"uneven_tail": 197, "tail_of_one": 193}
@@ -44,7 +42,7 @@ def rule(name: str) -> list[str]:
     return [f"optimizer.name={name}", f"optimizer.lr={RATES[name]}", "optimizer.eps=0.01"]
 
 
-def two_epochs(name: str, rows: int, way: str = "dynamic") -> list[str]:
+def two_epochs(name: str, rows: int, way: str = "rows") -> list[str]:
     tables = TABLES[way] | ({} if name == "rowwise_adagrad" else {"cat_3": "column_wise"})
     overrides = ",".join(f"{table}:{layout}" for table, layout in tables.items())
     return [
@@ -354,30 +352,7 @@ def test_evaluating_between_two_steps_changes_nothing(name):
     assert losses[0] == losses[1]
 
 
-class FusedAdam:
-    """The part of FBGEMM's fused kernel that the tables use; on a CPU FBGEMM has no fused Adam."""
-
-    def __init__(self) -> None:
-        self.iter_cpu, self.iter = torch.tensor(99), torch.tensor([99])
-
-    def set_learning_rate(self, lr: float) -> None:
-        self.lr = lr
-
-
-def test_fused_adam_corrects_its_bias_by_updates_and_not_by_forward_passes(monkeypatch):
-    monkeypatch.setattr("nn.build.static_blocker", lambda *_: "asked for")
-    kernel = FusedAdam()
-    with ranks_of_cpu():
-        tables = build(compose_config(*TINY, *rule("adam"))).step.tables
-    tables._kernels = [kernel]
-    tables.prepare_fused_update(7, 0.25)
-    assert (kernel.iter_cpu.item(), kernel.iter.item(), kernel.lr) == (7, 7, 0.25)
-    assert tables._rule.name == OptimizerName.adam
-
-
-@pytest.mark.parametrize("static_blocker", [None, "asked for"])
-def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch, static_blocker):
-    monkeypatch.setattr("nn.build.static_blocker", lambda *_: static_blocker)
+def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch):
     with ranks_of_cpu():
         plain = build(compose_config(*TINY)).train(0, 4)
         for name in ("nn.training.train_step.loss_scale", "nn.build.loss_scale"):

@@ -1,0 +1,53 @@
+"""Ragged datasets, made from those of `python -m preproc dataset=synthetic`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from dataloading.randomness import power_law
+
+CHUNK_ROWS = 262_144
+MOST_IDS = 10
+"""Ids per row: 0 to so many, all equally often; 5 on average."""
+
+
+def ragged_dataset(stored: Path, num_ragged: int, exponent: float) -> Path:
+    """Return a dataset like a one-hot one whose first features are ragged; write it beside it if it does not exist.
+
+    Args:
+        stored: the one-hot dataset.
+        num_ragged: features that become ragged.
+        exponent: of the power law of the new ids.
+    """
+    path = stored.with_name(f"{stored.name}_ragged{num_ragged}")
+    if (path / "feature_spec.yaml").exists():
+        return path
+    source = open_dataset(FeatureSpec.load(stored, "feature_spec.yaml"))
+    spec = source.spec
+    features = [
+        replace(feature, hotness=None, mean_hotness=0.0) if index < num_ragged else feature
+        for index, feature in enumerate(spec.categorical)
+    ]
+    generator = np.random.default_rng(1)
+    with write_dataset(path, categorical=features, numerical=spec.numerical) as directory:
+        for split in spec.splits:
+            for start in range(0, source.num_rows(split), CHUNK_ROWS):
+                rows = min(CHUNK_ROWS, source.num_rows(split) - start)
+                columns = source.read(split, np.array([[start, start + rows]]))
+                ids, lengths = {}, {}
+                for feature, stored_ids in zip(features, columns.ids, strict=True):
+                    ids[feature.name] = stored_ids
+                    if feature.hotness is None:
+                        lengths[feature.name] = generator.integers(0, MOST_IDS + 1, rows)
+                        drawn = generator.random(lengths[feature.name].sum())
+                        ids[feature.name] = power_law(drawn, feature.cardinality, exponent).astype(
+                            np.int64
+                        )
+                directory[split].append(
+                    numerical=columns.numerical, labels=columns.labels, ids=ids, lengths=lengths
+                )
+    return path

@@ -1,0 +1,121 @@
+"""Ids with fixed shapes, of ragged features too: how many a batch has room for, and where each feature's lie on a rank.
+
+A ragged feature has a capacity per rank and batch. Positions behind its ids hold `NO_ID`, and the lengths of the rows travel
+with the ids. The rank that looks them up adds where each sample's ids begin and which sample each position belongs to.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# B: rows of a rank, W: ranks whose ids lie one after the other, G: samples, W * B
+
+NO_ID = -1
+
+
+@dataclass(frozen=True, slots=True)
+class IdCount:
+    """Ids of a feature in a batch of one rank.
+
+    Attributes:
+        hotness: ids per row; 0 if the feature is ragged.
+        capacity: ids for which a batch has room; B * hotness if the hotness is fixed.
+    """
+
+    hotness: int
+    capacity: int
+
+    def sent_size(self, batch_size: int) -> int:
+        """Return the numbers that a rank sends: the ids, and the length of each row of a ragged feature."""
+        return self.capacity + (0 if self.hotness else batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class IdBlock:
+    """Position of a feature's numbers on the rank that looks them up.
+
+    Attributes:
+        first: of the ids.
+        count: ids, with those that are `NO_ID`.
+        num_samples: G.
+        is_ragged: whether starts, lengths and samples follow the ids.
+    """
+
+    first: int
+    count: int
+    num_samples: int
+    is_ragged: bool = False
+
+    @property
+    def first_start(self) -> int:
+        """Position of the starts: where each sample's ids begin, counted from `first`, [G]."""
+        return self.first + self.count
+
+    @property
+    def first_length(self) -> int:
+        """Position of the lengths: ids of each sample, [G]."""
+        return self.first_start + self.num_samples
+
+    @property
+    def first_sample(self) -> int:
+        """Position of the samples: the sample of each id, [count]."""
+        return self.first_length + self.num_samples
+
+    @property
+    def size(self) -> int:
+        """Numbers of the feature."""
+        return self.count + (2 * self.num_samples + self.count if self.is_ragged else 0)
+
+
+def id_blocks(
+    counts: Mapping[str, IdCount], num_sources: int, batch_size: int
+) -> dict[str, IdBlock]:
+    """Return the positions of features that lie one after the other.
+
+    Args:
+        counts: feature -> ids per source, after the expansion of ids.
+        num_sources: W.
+        batch_size: B.
+    """
+    blocks, first = {}, 0
+    for feature, count in counts.items():
+        block = IdBlock(
+            first, num_sources * count.capacity, num_sources * batch_size, not count.hotness
+        )
+        blocks[feature] = block
+        first += block.size
+    return blocks
+
+
+def with_positions(
+    arrived: Tensor, capacities: Sequence[int], num_sources: int, batch_size: int
+) -> Tensor:
+    """Add starts and samples to the ids and lengths of ragged features; see `IdBlock` for the order.
+
+    Args:
+        arrived: feature after feature, ids [W, C] and lengths [W, B].
+        capacities: C of each feature.
+        num_sources: W.
+        batch_size: B.
+    """
+    sources = torch.arange(num_sources, device=arrived.device).unsqueeze(1)
+    sizes = [num_sources * (capacity + batch_size) for capacity in capacities]
+    pieces = []
+    for numbers, capacity in zip(arrived.split(sizes), capacities, strict=True):
+        ids, lengths = numbers.split([num_sources * capacity, num_sources * batch_size])
+        ends = lengths.view(num_sources, batch_size).long().cumsum(1)
+        starts = ends - lengths.view_as(ends) + sources * capacity
+        position = torch.arange(capacity, device=arrived.device).expand(num_sources, capacity)
+        samples = torch.searchsorted(ends, position.contiguous(), right=True)
+        # A position behind the last id belongs to no sample and is not read.
+        samples = samples.clamp_(max=batch_size - 1).add_(sources * batch_size)
+        pieces += [ids, starts.flatten().to(ids.dtype), lengths, samples.flatten().to(ids.dtype)]
+    return torch.cat(pieces)
+
+
+def fixed_blocks(hotness: Mapping[str, int], num_samples: int) -> dict[str, IdBlock]:
+    """Return the positions of features of fixed hotness, of one source."""
+    counts = {name: IdCount(count, num_samples * count) for name, count in hotness.items()}
+    return id_blocks(counts, 1, num_samples)

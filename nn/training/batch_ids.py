@@ -1,0 +1,75 @@
+"""Ids of a batch in the fixed shapes of the static path: padding rows, and room for the ids of ragged features."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from dataloading.batch import Batch
+from nn.distributed.process_group import HostChannel, Ranks
+from nn.embedding.id_blocks import NO_ID
+from nn.sharding.sharded_tables import ShardedTables
+
+# B: rows of this rank
+
+
+class BatchIds:
+    """Ids of batches as one flat tensor, feature after feature, for `StaticEmbeddings.send_ids`.
+
+    A feature of fixed hotness has [B, hotness] ids; a padding row has the id 0, which every table has. A ragged feature has as
+    many ids as its capacity, those that the batch does not use `NO_ID`, and the length of each row.
+
+    Args:
+        tables: the sharded tables.
+        ranks: this process.
+    """
+
+    def __init__(self, tables: ShardedTables, ranks: Ranks) -> None:
+        self._counts = tables.rank_tables.counts
+        self._ranks = ranks
+        self._is_ragged = any(not count.hotness for count in self._counts(1, 0).values())
+        # All ranks must take the same capacity, and the host knows the numbers of ids, so that no GPU waits.
+        needs_channel = self._is_ragged and ranks.world_size > 1
+        self._channel = HostChannel() if needs_channel else None
+        self._has_warned = False
+
+    def level(self, batch: Batch) -> int:
+        """Return the level of the capacities that has room for the batch of every rank; all ranks must call it."""
+        if not self._is_ragged:
+            return 0
+        used = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))
+        level = 0
+        while any(
+            used[name] > count.capacity
+            for name, count in self._counts(len(batch.labels), level).items()
+            if not count.hotness
+        ):
+            level += 1
+        if self._channel is not None:
+            level = int(self._channel.maximum([level])[0])
+        if level and not self._has_warned:
+            self._has_warned = True
+            if self._ranks.is_rank0:
+                logging.getLogger(__name__).warning(
+                    "a batch has more ids of ragged features than the captured step has room for; such batches are trained "
+                    "operation by operation, which is slower. Shuffle the rows, if their lengths follow their order"
+                )
+        return level
+
+    def flat(self, batch: Batch, level: int) -> Tensor:
+        """Return the ids of a batch, on its device."""
+        values, rows = batch.ids.values(), len(batch.labels)
+        if not self._is_ragged and batch.num_valid == rows:
+            return values
+        counts = self._counts(rows, level)
+        lengths = batch.ids.lengths().view(len(counts), rows)
+        pieces: list[Tensor] = []
+        blocks = values.split(list(batch.ids.length_per_key()))
+        for ids, length, count in zip(blocks, lengths, counts.values(), strict=True):
+            missing = count.capacity - len(ids)
+            pieces.append(ids)
+            if missing:
+                pieces.append(ids.new_full((missing,), 0 if count.hotness else NO_ID))
+            if not count.hotness:
+                pieces.append(length.to(ids.dtype))
+        return torch.cat(pieces)

@@ -1,0 +1,174 @@
+"""Ragged features in the static path, against plain PyTorch: at any fill of their capacity, and beyond it."""
+
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import PoolingType
+
+from configs.schema import ModelConfig
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
+from nn.embedding import declared_tables
+from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
+from nn.embedding.id_blocks import NO_ID, IdCount, id_blocks, with_positions
+from nn.layers.pooled_embeddings import join
+from nn.models.model import Model
+from tests.helpers.composed import TINY
+from tests.helpers.distributed import run_distributed
+from tests.nn.models.test_kinds_of_tables import plain_losses, sharded
+
+HERE = "tests.nn.training.test_ragged"
+
+
+@dataclass(kw_only=True, slots=True)
+class RaggedOptions(ModelConfig):
+    """Options of the model."""
+
+
+class RaggedModel(Model):
+    """A linear layer over ragged lookups: summed, averaged, in a shared table and in a second one."""
+
+    Options = RaggedOptions
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(num_columns, 1)
+
+    @classmethod
+    def tables(cls, options, spec):
+        genres, item, _, pair = one_table_per_feature(options, spec)
+        return [
+            replace(item, feature_names=["item", "tags"], num_embeddings=300),
+            replace(genres, pooling=PoolingType.MEAN),
+            replace(pair, embedding_dim=4),
+            *one_table_per_feature(options, spec, columns=1, features=["genres"], prefix="wide_"),
+        ]
+
+    @classmethod
+    def build(cls, options, spec):
+        tables = cls.tables(options, spec)
+        num_columns = sum(table.embedding_dim * len(table.feature_names) for table in tables)
+        return cls(len(spec.numerical) + num_columns)
+
+    def forward(self, numerical, embeddings):
+        return self.last(join(numerical, embeddings)).squeeze(1).float()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """Two ragged features, some of whose rows are empty, a two-hot and a single-hot one; 197 rows for training."""
+    root = tmp_path_factory.mktemp("ragged") / "dataset"
+    features = [
+        CategoricalFeature.of("genres", 19, None),
+        CategoricalFeature.of("item", 300),
+        CategoricalFeature.of("tags", 300, None),
+        CategoricalFeature.of("pair", 50, 2),
+    ]
+    generator = np.random.default_rng(1)
+    with write_dataset(root, categorical=features, numerical=("n", "m")) as directory:
+        for split, rows in (("train", 197), ("test", 64)):
+            lengths = {
+                "genres": generator.integers(0, 4, rows),
+                "tags": generator.geometric(0.3, rows) - 1,
+            }
+            ids = {name: generator.integers(0, 19, count.sum()) for name, count in lengths.items()}
+            directory[split].append(
+                numerical=generator.normal(size=(rows, 2)),
+                labels=generator.random(rows) < 0.4,
+                ids=ids
+                | {
+                    "pair": generator.integers(0, 50, (rows, 2)),
+                    "item": generator.integers(0, 300, rows),
+                },
+                lengths=lengths,
+            )
+    return root
+
+
+LAYOUTS = {
+    "planned": [],
+    "rows": ["sharding.types=[row_wise]"],
+    "replicated": ["sharding.types=[data_parallel]"],
+    "mixed": ["sharding.tables={genres: row_wise, item: table_wise, pair: data_parallel}"],
+}
+RULES = {"adagrad": 0.05, "adam": 0.01}
+CASES = list(product(RULES, LAYOUTS))
+
+
+def overrides_of(dataset: Path, rule: str, layout: str) -> list[str]:
+    return [
+        *TINY,
+        f"model.name={HERE}:RaggedModel",
+        f"data.path={dataset}",
+        f"optimizer.name={rule}",
+        f"optimizer.lr={RULES[rule]}",
+        "optimizer.eps=0.01",
+        *LAYOUTS[layout],
+    ]
+
+
+def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list:
+    declared_tables.CAPACITY, declared_tables.SPREAD = capacity, spread
+    return sharded(cases)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("capacity", "spread"), [(1.125, 6.0), (0.3, 0.0), (9.0, 0.0)])
+def test_it_trains_as_plain_pytorch_at_any_fill(dataset, world_size, capacity, spread):
+    """With 0.3 of the expected ids every batch takes a larger capacity; with 9 times of them most positions are empty."""
+    cases = [overrides_of(dataset, *case) for case in CASES]
+    wanted = {rule: plain_losses(overrides_of(dataset, rule, "planned")) for rule in RULES}
+    results = run_distributed(sharded_with, world_size, capacity, spread, cases)
+    for of_rank in results:
+        for (rule, layout), (losses, shards) in zip(CASES, of_rank, strict=True):
+            expected_losses, tables = wanted[rule]
+            assert losses == pytest.approx(expected_losses, rel=1e-6), (rule, layout)
+            for table, row, column, weight in shards:
+                rows, columns = weight.shape
+                expected = tables[table][row : row + rows, column : column + columns]
+                torch.testing.assert_close(weight, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_positions_tell_where_samples_begin_and_whose_an_id_is():
+    """Two ranks of three rows each, with room for five ids."""
+    ids = [[7, 8, 9, NO_ID, NO_ID], [4, 5, 6, 2, 1]]
+    lengths = [[2, 0, 1], [0, 4, 1]]
+    arrived = torch.tensor([*ids[0], *ids[1], *lengths[0], *lengths[1]], dtype=torch.int32)
+    made = with_positions(arrived, [5], 2, 3)
+    block = id_blocks({"a": IdCount(0, 5)}, 2, 3)["a"]
+    assert block.size == len(made)
+    assert made.dtype == torch.int32
+    assert made[:10].tolist() == [*ids[0], *ids[1]]
+    starts = made[block.first_start : block.first_start + 6].tolist()
+    assert starts == [0, 2, 2, 5, 5, 9]
+    assert made[block.first_length : block.first_length + 6].tolist() == [2, 0, 1, 0, 4, 1]
+    samples = made[block.first_sample :].tolist()
+    assert samples[:3] == [0, 0, 2]
+    assert samples[5:] == [4, 4, 4, 4, 5]
+
+
+def test_a_batch_beyond_the_capacity_is_reported_once(dataset, caplog, monkeypatch):
+    monkeypatch.setattr(declared_tables, "CAPACITY", 0.1)
+    monkeypatch.setattr(declared_tables, "SPREAD", 0.0)
+    sharded([overrides_of(dataset, "adagrad", "planned")])
+    warnings = [record for record in caplog.records if "more ids" in record.message]
+    assert len(warnings) == 1
+
+
+def test_ragged_lookups_are_pooled(dataset):
+    from nn.build import open_source
+    from nn.embedding.declared_tables import check_tables
+    from tests.helpers.composed import compose_config
+
+    config = compose_config(*overrides_of(dataset, "adagrad", "planned"))
+    spec = open_source(config).spec
+    tables = RaggedModel.tables(config.model, spec)
+    assert embedding_columns(tables, spec)
+    tables[1] = replace(tables[1], pooling=PoolingType.NONE)
+    with pytest.raises(ValueError, match="requires fixed hotness, but feature 'genres' is ragged"):
+        check_tables(tables, config.model, spec)
