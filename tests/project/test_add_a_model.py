@@ -43,7 +43,9 @@ def followed(tmp_path_factory) -> Followed:
         patched.syspath_prepend(str(directory))
         patched.setenv("PYTHONPATH", f"{directory}:{ROOT}")
         yield Followed(directory, {command: output_of(command) for command in COMMANDS})
-    sys.modules.pop("gates", None)
+    # `main` was imported from the page's directory.
+    for name in ("gates", "main"):
+        sys.modules.pop(name, None)
 
 
 def output_of(command: str) -> str:
