@@ -118,7 +118,9 @@ def _run(composed: DictConfig) -> None:
         from nn.models.registry import typed_config
         from nn.versions import require_stack
 
-        drop_replaced(composed, HydraConfig.get().overrides.task, Config)
+        # A program that composes the options itself has no command line.
+        if HydraConfig.initialized():
+            drop_replaced(composed, HydraConfig.get().overrides.task, Config)
         check_inputs(to_config(composed))
         require_stack()
         quiet_libraries()
