@@ -3,8 +3,8 @@
 A new one is a `TableRule` here, or in a module outside the project that `optimizer.embedding_name=package.module:NAME` names,
 and a branch of the kernel (`nn.ops.triton.row_updates` has the built-in ones).
 
-FBGEMM's fused kernels, our kernels and the plain torch of this file have the same arithmetic, so neither the plan nor the
-sparse path changes the result.
+The kernels and the plain torch of this file have the same arithmetic, that of FBGEMM's fused optimizers, so neither the plan
+nor the device changes the result.
 """
 
 from collections.abc import Callable

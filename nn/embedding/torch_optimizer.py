@@ -1,7 +1,7 @@
 """Optimizer of tables in plain torch, for dense gradients and for gradients of some rows.
 
-Replicated tables (`data_parallel`) and tables whose optimizer FBGEMM does not fuse on the device are updated here. The
-arithmetic is that of the fused optimizer, including the position of eps, so that the plan does not change the result.
+Replicated tables (`data_parallel`), and on CPUs all others, are updated here. The arithmetic is that of the kernels,
+including the position of eps, so that the plan does not change the result.
 """
 
 from collections.abc import Callable, Iterable

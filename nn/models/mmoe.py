@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.interactions.experts import Experts, Gate, Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import num_tasks
-from nn.models.model import Activations, Model
+from nn.models.model import Activations
 from nn.models.options import MMoEOptions
+from nn.models.several_tasks import SeveralTasks
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, E: experts, T: tasks
 
 
-class MMoE(Model):
+class MMoE(SeveralTasks):
     """Dense component of MMoE (section 4.2, equations 6 and 7).
 
     y_k = tower_k(f_k(x)), f_k(x) = sum_i g_k(x)_i expert_i(x), g_k(x) = softmax(W_k x)
@@ -50,21 +45,6 @@ class MMoE(Model):
         self.gates = nn.ModuleList(Gate(self._inputs, options.experts) for _ in range(num_tasks))
         self.towers = Towers(options.expert_hidden[-1], num_tasks, options.tower_hidden, **rates)
         self._expert_columns = options.experts * options.expert_hidden[-1]
-
-    @classmethod
-    def tables(cls, options: MMoEOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: MMoEOptions, spec: FeatureSpec) -> MMoE:
-        """Build the dense component for the features and the labels of a dataset."""
-        return cls(
-            num_numerical=len(spec.numerical),
-            embedding_columns=len(spec.categorical) * options.embedding_dim,
-            num_tasks=num_tasks(spec),
-            options=options,
-        )
 
     def activations(self) -> Activations:
         """Return the stacked experts, and the inputs of experts and gates, which are one matrix."""

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
-from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.interactions.experts import Experts, Gate, Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import num_tasks
-from nn.models.model import Activations, Model
+from nn.models.model import Activations
 from nn.models.options import PLEOptions
+from nn.models.several_tasks import SeveralTasks
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks, I: columns of an input
 
@@ -68,7 +61,7 @@ class ExtractionLevel(nn.Module):
         return outputs
 
 
-class PLE(Model):
+class PLE(SeveralTasks):
     """Dense component of PLE: levels of extraction, and a tower per task (section 4.2).
 
     The inputs of the first level are all x, the numerical features and the embeddings; those of a further level are the
@@ -103,21 +96,6 @@ class PLE(Model):
             options.tower_hidden,
             dropout=options.dropout,
             batch_norm=options.batch_norm,
-        )
-
-    @classmethod
-    def tables(cls, options: PLEOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: PLEOptions, spec: FeatureSpec) -> PLE:
-        """Build the dense component for the features and the labels of a dataset."""
-        return cls(
-            num_numerical=len(spec.numerical),
-            embedding_columns=len(spec.categorical) * options.embedding_dim,
-            num_tasks=num_tasks(spec),
-            options=options,
         )
 
     def activations(self) -> Activations:

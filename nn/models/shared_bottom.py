@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import num_tasks
-from nn.models.model import Activations, Model
+from nn.models.model import Activations
 from nn.models.options import SharedBottomOptions
+from nn.models.several_tasks import SeveralTasks
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks
 
 
-class SharedBottom(Model):
+class SharedBottom(SeveralTasks):
     """Dense component of the shared-bottom model: y_k = tower_k(f(x)) (section 3.1, equation 1).
 
     x are the numerical features and the embeddings, f is an MLP with ReLU after every layer.
@@ -53,21 +48,6 @@ class SharedBottom(Model):
         )
         self.towers = Towers(options.hidden[-1], num_tasks, options.tower_hidden, **rates)
         self._num_tasks = num_tasks
-
-    @classmethod
-    def tables(cls, options: SharedBottomOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: SharedBottomOptions, spec: FeatureSpec) -> SharedBottom:
-        """Build the dense component for the features and the labels of a dataset."""
-        return cls(
-            num_numerical=len(spec.numerical),
-            embedding_columns=len(spec.categorical) * options.embedding_dim,
-            num_tasks=num_tasks(spec),
-            options=options,
-        )
 
     def activations(self) -> Activations:
         """Return the columns of layers' inputs that are in memory already: embeddings, and the inputs of further towers."""

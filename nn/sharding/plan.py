@@ -14,7 +14,7 @@ class TablePlan:
         embedding_dim: columns of the complete table.
         hotness: mean number of ids per sample, of all features that look the table up.
         sharding: `table_wise`, `column_wise`, `row_wise`, `table_row_wise` or `data_parallel`.
-        kernel: `fused` (optimizer inside backward) or `dense` (stepped after backward).
+        kernel: `fused` (updated within the backward pass), or `dense` (after it) of a replicated table.
         ranks: ranks that hold a shard of it.
         bytes_per_rank: weight and optimizer bytes on each of `ranks`.
         expansion_bytes: further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes.

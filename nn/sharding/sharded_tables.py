@@ -6,6 +6,7 @@ tables of one width and dtype are adjacent in one memory, so that plain torch ma
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate
 
 import torch
@@ -82,7 +83,8 @@ class ShardedTables:
                 for table, count in zip(declared, num_vectors, strict=True)
                 for _ in range(count)
             ],
-            counts=lambda batch_size, level: id_counts(spec, batch_size, level),
+            # Of every batch.
+            counts=cache(partial(id_counts, spec)),
             expansions=self._expansions(multi_hot, placement),
             config=config,
             scalars=self.scalars,

@@ -154,8 +154,8 @@ class StaticPath:
         Of other levels, those of the latest batch alone are kept: their buffers are large, and such batches are rare.
         """
         if (batch_size, level) not in self._embeddings:
-            for key in [key for key in self._embeddings if key[1] and level]:
-                del self._embeddings[key]
+            if level:
+                self._drop_larger_capacities()
             self._embeddings[batch_size, level] = StaticEmbeddings(
                 self._tables.rank_tables,
                 batch_size,
@@ -164,6 +164,14 @@ class StaticPath:
                 prefix_columns=self._context.dense.prefix_columns,
             )
         return self._embeddings[batch_size, level]
+
+    def _drop_larger_capacities(self) -> None:
+        """Release the tables of all levels but 0; the streams of the passes may still read their memory."""
+        larger = [key for key in self._embeddings if key[1]]
+        if larger and self._context.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        for key in larger:
+            del self._embeddings[key]
 
     def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
         """Return the pass for batches of this size; only full training batches justify the memory of a graph."""
