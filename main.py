@@ -151,6 +151,8 @@ def _stop_at_once(signum: int, frame: FrameType | None) -> None:
     It raises nothing and prints without Python's buffers: the signal may arrive in an import, which may turn any exception into
     another one, or inside a print.
     """
+    for ending in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(ending, signal.SIG_IGN)
     if is_node_leader():
         name = signal.Signals(signum).name
         text = f"stopped by {name} before training started; rerun the same command\n"

@@ -41,6 +41,9 @@ class Heartbeat:
 class StopRequest:
     """Context manager that catches the signals.
 
+    After a signal the run ends, and its end takes a moment. Further signals are then ignored, also after this context: a
+    parent of several threads that dies sends its request once per thread, and a scheduler may repeat its own.
+
     Args:
         may_get_stuck: whether the loop waits for other ranks.
         lost_rank_message: returns the message about a stuck loop; may be empty.
@@ -70,7 +73,7 @@ class StopRequest:
 
     def __exit__(self, *exception: object) -> None:
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, signal.SIG_IGN if self.signum else handler)
         if self._may_get_stuck:
             signal.set_wakeup_fd(self._wakeup_before)
             self.heartbeat.last = float("inf")
