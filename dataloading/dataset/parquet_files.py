@@ -75,6 +75,12 @@ def read_footer(path: Path) -> pq.FileMetaData:
     return metadata
 
 
+def read_schema(path: Path) -> pa.Schema:
+    """Return the columns of a Parquet file; ValueError unless it is one."""
+    with open_file(path) as file, _complete(path):
+        return file.schema_arrow
+
+
 def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
     """Return the rows of all files.
 
@@ -88,9 +94,7 @@ def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
     num_rows = 0
     for path in paths:
         num_rows += read_footer(path).num_rows
-        with open_file(path) as file, _complete(path):
-            schema = file.schema_arrow
-        check_columns(path, schema, columns)
+        check_columns(path, read_schema(path), columns)
     expect(num_rows > 0, f"{paths[0].parent}", "no rows", "at least one row per split")
     return num_rows
 

@@ -185,7 +185,7 @@ class _Part:
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
-        self.stream = _CountedFile(path)
+        self.stream = CountedFile(path)
         self.writer = pq.ParquetWriter(
             self.stream, schema, compression="none", use_dictionary=False, write_statistics=False
         )
@@ -202,8 +202,8 @@ class _Part:
             self.stream.close()
 
 
-class _CountedFile(RawIOBase):
-    """A file that counts its bytes and their CRC-32 while they are written."""
+class CountedFile(RawIOBase):
+    """A new file that counts its bytes and their CRC-32 while they are written."""
 
     def __init__(self, path: Path) -> None:
         self.num_bytes = 0
@@ -211,20 +211,25 @@ class _CountedFile(RawIOBase):
         self._file = path.open("xb")
 
     def writable(self) -> bool:
+        """Return True, as Arrow asks."""
         return True
 
     def write(self, data: Any) -> int:
+        """Append bytes."""
         data = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(data, self.crc32)
         self.num_bytes += len(data)
         return self._file.write(data)
 
     def tell(self) -> int:
+        """Return the bytes written so far."""
         return self.num_bytes
 
     def sync(self) -> None:
+        """Make the bytes survive a power cut."""
         sync_stream(self._file)
 
     def close(self) -> None:
+        """Close the file without a sync."""
         self._file.close()
         super().close()

@@ -1,6 +1,7 @@
 """Row groups of Parquet files: decoding, with a check of every value."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import local
@@ -47,8 +48,13 @@ class SplitGroups:
             self._first_group.append(self._first_group[-1] + len(sizes))
         self._starts = starts
         self.num_groups = len(starts) - 1
-        self.granule = int(np.diff(starts).max())
+        self.granule = int(np.diff(starts).max(initial=0))
         self._opened = local()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        return self._starts[-1]
 
     def cut(self, first: int, last: int) -> list[tuple[int, slice]]:
         """Return (row group, rows inside it) for the rows [first, last)."""
@@ -70,21 +76,8 @@ class SplitGroups:
             ValueError: damaged Parquet data, a missing value, an id outside its table, or an invalid label, weight or keep
                 rate; the message names row and file.
         """
-        part, inside = self._locate(group)
-        names = spec.names
-        try:
-            table = self._open(part).read_row_group(inside, columns=names, use_threads=False)
-        except (pa.ArrowException, OSError, MemoryError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise ValueError(
-                f"{self.paths[part]}: row group {inside} cannot be read ({shortened(first_line)}); copy or write the file again"
-            ) from None
-        num_rows = self._starts[group + 1] - self._starts[group]
-        if table.num_rows != num_rows:
-            raise ValueError(
-                f"{self.paths[part]}: row group {inside} has {table.num_rows} rows, and the footer says {num_rows}; copy or "
-                "write the file again"
-            )
+        part, _ = self._locate(group)
+        table = self.table(group, spec.names)
         where = _Place(self.paths[part], self._first_row_in_part(group))
         columns = []
         for column in spec.row_columns:
@@ -99,6 +92,24 @@ class SplitGroups:
         numerical = [where.numbers(table, name) for name in spec.numerical]
         decoded = [where.ids(table, feature) for feature in spec.categorical]
         return RowGroup(columns, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+
+    def table(self, group: int, names: Sequence[str]) -> pa.Table:
+        """Read the columns `names` of a row group; ValueError if its data is damaged."""
+        part, inside = self._locate(group)
+        try:
+            table = self._open(part).read_row_group(inside, columns=list(names), use_threads=False)
+        except (pa.ArrowException, OSError, MemoryError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{self.paths[part]}: row group {inside} cannot be read ({shortened(first_line)}); copy or write the file again"
+            ) from None
+        num_rows = self._starts[group + 1] - self._starts[group]
+        if table.num_rows != num_rows:
+            raise ValueError(
+                f"{self.paths[part]}: row group {inside} has {table.num_rows} rows, and the footer says {num_rows}; copy or "
+                "write the file again"
+            )
+        return table
 
     def _locate(self, group: int) -> tuple[int, int]:
         """Return the file of a row group, and its index in that file."""
