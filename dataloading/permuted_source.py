@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from dataloading.dataset.gather import expand
 from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.gather import expand
 
 BLOCK_ROWS = 1 << 24
 """Splits of more rows are permuted within blocks of so many consecutive rows, whose permutation takes 128 MiB."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.dataset.gather import expand
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.source import Allocate, Columns
 from dataloading.dataset.split_files import SplitFiles
+from dataloading.gather import expand
 from dataloading.randomness import power_law, stream_key, uniform
 from dataloading.teacher import Teacher
 

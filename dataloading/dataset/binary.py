@@ -20,10 +20,10 @@ import numpy as np
 from configs.messages import shown
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
-from dataloading.dataset.gather import Selection
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.source import Allocate, Columns
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
+from dataloading.gather import Selection
 
 
 class GrowingFile:

@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from configs.schema import EvalConfig
-from dataloading.dataset.gather import Selection
+from dataloading.gather import Selection
 from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks

@@ -29,7 +29,8 @@ LAYERS = {
 }
 # What each room of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
 ROOMS = {
-    "dataloading.dataset": set(),
+    "dataloading.dataset": {"dataloading.gather"},
+    "dataloading.gather": set(),
     "dataloading.batch": set(),
     "dataloading.partition": set(),
     "dataloading.randomness": set(),
@@ -38,10 +39,11 @@ ROOMS = {
     "dataloading.teacher": {"dataloading.dataset", "dataloading.randomness"},
     "dataloading.synthetic": {
         "dataloading.dataset",
+        "dataloading.gather",
         "dataloading.randomness",
         "dataloading.teacher",
     },
-    "dataloading.permuted_source": {"dataloading.dataset"},
+    "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
     "dataloading.loader": {
         "dataloading.batch",
         "dataloading.batch_memory",
