@@ -46,8 +46,15 @@ class OwnMemory(BatchMemory):
         return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
 
 
+class SlotFullError(Exception):
+    """A slot has no room for a column."""
+
+
 class Slot(BatchMemory):
-    """Columns one after another in a block of memory: the same columns have the same offsets in every process."""
+    """Columns one after another in a block of memory: the same columns have the same offsets in every process.
+
+    `allocate` raises `SlotFullError` if a column does not fit, which only ragged features may cause.
+    """
 
     def __init__(self, memory: Tensor) -> None:
         super().__init__()
@@ -56,6 +63,8 @@ class Slot(BatchMemory):
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
+        if self._taken + num_bytes > len(self._memory):
+            raise SlotFullError
         piece = self._memory[self._taken : self._taken + num_bytes]
         self._taken += aligned(num_bytes)
         return piece.view(dtype).view(shape)

@@ -1,10 +1,11 @@
 """Loader: batches from a source and a partition, read ahead by threads or by processes."""
 
+import math
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from time import perf_counter
 
@@ -12,13 +13,20 @@ import numpy as np
 import torch
 
 from dataloading.batch import Batch, fixed_layout, jagged
-from dataloading.batch_memory import BatchMemory, OwnMemory, Slots, aligned
+from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError, Slots, aligned
+from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Allocate, Columns, Source
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
 
 SLOTS_IN_USE = 2
 """Slots beyond the batches read ahead: one for the batch in use, one that the device may still copy from."""
+ROOM = 1.5
+"""Room of a slot for the ids of a ragged feature, times their expected number; `SPREAD` adds what small batches need."""
+SPREAD = 8.0
+"""Room in addition, times (mean ids per row + 1) and the square root of the rows."""
+TOO_LARGE = -1
+"""Number of ids that a reader process writes if its batch does not fit in a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +118,20 @@ class Loader:
         The memory of batches is reused then. A batch stays valid until the second `next()` after its own.
         Copies of it must be queued before the next `next()`, on the stream that is current there.
 
-        It does nothing in two cases. With ragged features the size of a batch depends on its rows. With
-        Parquet row groups larger than the batch of a rank, several processes would decode the same row group.
-        A row group across the border of two batches is decoded twice in any case.
+        It does nothing with Parquet row groups larger than the batch of a rank: several processes would decode the
+        same row group. A row group across the border of two batches is decoded twice in any case.
+
+        The size of a batch with ragged features depends on its rows. A slot has room for `ROOM` times the expected
+        number of ids; a larger batch is read by the calling thread.
 
         Raises:
             ValueError: the system has too little memory for the processes or for the batches that they read ahead.
         """
-        is_ragged = any(feature.hotness is None for feature in self.source.spec.categorical)
-        if is_ragged or self.source.granule(self.split) > self.batch_size // self.world_size:
+        if self.source.granule(self.split) > self.batch_size // self.world_size:
             return
         num_processes = min(self.workers, self.prefetch)
         self.source.before_fork(self.split, num_processes)
-        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._whole_batch_bytes()
+        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._slot_bytes()
         try:
             self._slots = Slots(num_slots, slot_bytes)
         except OSError as error:
@@ -171,7 +180,11 @@ class Loader:
         rows = self.rows(step)
         memory = OwnMemory(pin=self.device.type == "cuda")
         columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
-        return self._as_batch(columns, rows, memory)
+        lengths = None
+        if self._is_ragged:
+            lengths = memory.allocate(self._lengths_shape(rows), columns.values.dtype)
+            _fill_lengths(lengths, columns, rows.num_valid)
+        return self._as_batch(columns, lengths, rows, memory)
 
     def batches(
         self, start_step: int = 0, num_steps: int | None = None
@@ -230,10 +243,12 @@ class Loader:
                 asked = perf_counter()
                 slot = readers.finish()
                 self.data_wait_ms = (perf_counter() - asked) * 1e3
-                # Counts do not depend on the order of rows, so the shuffle is not computed here again.
-                rows = self._rows(pending.popleft(), None)
+                step = pending.popleft()
                 start(1)
-                yield self._batch_in(slot, rows, slots)
+                asked = perf_counter()
+                batch = self._batch_in(slot, step, slots)
+                self.data_wait_ms += (perf_counter() - asked) * 1e3
+                yield batch
                 slots.are_copied(slot)
         finally:
             while readers.num_pending:
@@ -245,25 +260,63 @@ class Loader:
         assert self._slots is not None
         rows = self.rows(step)
         memory = self._slots.memory(slot)
-        self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
+        if not self._is_ragged:
+            self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
+            return
+        num_ids, lengths = self._ragged_head(rows, memory)
+        try:
+            columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
+        except SlotFullError:
+            num_ids[:] = TOO_LARGE
+            return
+        num_ids[:] = [len(ids) for ids in columns.ids]
+        _fill_lengths(lengths, columns, rows.num_valid)
 
-    def _batch_in(self, slot: int, rows: RankRows, slots: Slots) -> Batch:
-        """Return the batch that a reader process has written to a slot."""
+    def _batch_in(self, slot: int, step: int, slots: Slots) -> Batch:
+        """Return the batch of `step`, which a reader process has written to a slot, if it had room there."""
+        # Counts do not depend on the order of rows, so the shuffle is not computed here again.
+        rows = self._rows(step, None)
+        if self._is_ragged:
+            return self._ragged_batch_in(slots.memory(slot), rows) or self.batch(step)
         key = (rows.num_valid, rows.padded_to, rows.global_valid)
         batches = slots.batches[slot]
         if key not in batches:
             memory = slots.memory(slot)
-            columns = self._columns(rows.num_valid, rows.padded_to, memory.allocate)
-            batches[key] = self._as_batch(columns, rows, memory)
+            num_ids = [rows.num_valid * (f.hotness or 0) for f in self.source.spec.categorical]
+            columns = self._columns(rows, num_ids, memory.allocate)
+            batches[key] = self._as_batch(columns, None, rows, memory)
         return batches[key]
 
-    def _columns(self, num_valid: int, padded_to: int, allocate: Allocate) -> Columns:
-        """Return columns with the memory layout of those that the source fills."""
-        spec = self.source.spec
-        num_ids = [num_valid * (feature.hotness or 0) for feature in spec.categorical]
-        return Columns.empty(spec, num_valid, padded_to, num_ids, allocate)
+    def _ragged_batch_in(self, memory: Slot, rows: RankRows) -> Batch | None:
+        """Return a batch with ragged features; None if it had no room in its slot."""
+        num_ids, lengths = self._ragged_head(rows, memory)
+        if TOO_LARGE in num_ids:
+            return None
+        columns = self._columns(rows, num_ids.tolist(), memory.allocate)
+        return self._as_batch(columns, lengths, rows, memory)
 
-    def _whole_batch_bytes(self) -> int:
+    @property
+    def _is_ragged(self) -> bool:
+        return any(feature.hotness is None for feature in self.source.spec.categorical)
+
+    def _lengths_shape(self, rows: RankRows) -> tuple[int]:
+        return (len(self.source.spec.categorical) * rows.padded_to,)
+
+    def _ragged_head(self, rows: RankRows, memory: Slot) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a slot with ragged features begins with: ids per feature, int64 [F], and of each row, [F * B]."""
+        spec = self.source.spec
+        num_ids = memory.allocate((len(spec.categorical),), np.dtype(np.int64))
+        return num_ids, memory.allocate(self._lengths_shape(rows), spec.ids_dtype)
+
+    def _columns(self, rows: RankRows, num_ids: Sequence[int], allocate: Allocate) -> Columns:
+        """Return columns with the memory layout of those that the source fills."""
+        return Columns.empty(self.source.spec, rows.num_valid, rows.padded_to, num_ids, allocate)
+
+    def _slot_bytes(self) -> int:
+        """Return the size of a slot: a complete batch, with room for the ids of ragged features."""
+        size = -(-min(self.batch_size, self.num_rows) // self.world_size)
+        rows = replace(self._rows(0, None), num_valid=size, padded_to=size)
+        num_ids = [_num_ids_with_room(f, size) for f in self.source.spec.categorical]
         sizes: list[int] = []
 
         def count_bytes(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -271,23 +324,25 @@ class Loader:
             sizes.append(aligned(array.nbytes))
             return array
 
-        size = -(-min(self.batch_size, self.num_rows) // self.world_size)
-        self._columns(size, size, count_bytes)
+        if self._is_ragged:
+            count_bytes((len(num_ids),), np.dtype(np.int64))
+            count_bytes(self._lengths_shape(rows), self.source.spec.ids_dtype)
+        self._columns(rows, num_ids, count_bytes)
         return sum(sizes)
 
-    def _as_batch(self, columns: Columns, rows: RankRows, memory: BatchMemory) -> Batch:
+    def _as_batch(
+        self, columns: Columns, lengths: np.ndarray | None, rows: RankRows, memory: BatchMemory
+    ) -> Batch:
+        """Return the batch of columns in `memory`, and of `lengths` if a feature is ragged."""
         spec = self.source.spec
         keys = tuple(feature.name for feature in spec.categorical)
-        hotness = tuple(feature.hotness for feature in spec.categorical)
         values = memory.tensor(columns.values)
         shared = None
-        if None in hotness:
-            lengths = memory.tensor(_lengths(columns, hotness, rows, memory.allocate))
-            ids = jagged(
-                keys, values, lengths, None, [len(feature_ids) for feature_ids in columns.ids]
-            )
+        if lengths is not None:
+            counts = [len(feature_ids) for feature_ids in columns.ids]
+            ids = jagged(keys, values, memory.tensor(lengths), None, counts)
         else:
-            fixed = tuple(count for count in hotness if count is not None)
+            fixed = tuple(feature.hotness or 0 for feature in spec.categorical)
             shared = fixed_layout(keys, fixed, rows.num_valid, rows.padded_to, values.dtype)
             ids = shared.jagged(values)
         return Batch(
@@ -307,16 +362,21 @@ class Loader:
             torch.cuda.set_device(self.device)
 
 
-def _lengths(
-    columns: Columns, hotness: tuple[int | None, ...], rows: RankRows, allocate: Allocate
-) -> np.ndarray:
-    """Return the number of ids of every row, feature after feature, [F * B], in the dtype of the ids."""
-    lengths = allocate((len(hotness) * rows.padded_to,), columns.values.dtype)
-    table = lengths.reshape(len(hotness), rows.padded_to)
-    for row, num_ids, ragged in zip(table, hotness, columns.lengths, strict=True):
-        if num_ids is None:
+def _fill_lengths(lengths: np.ndarray, columns: Columns, num_valid: int) -> None:
+    """Write the number of ids of every row, feature after feature, [F * B], in the dtype of the ids."""
+    for row, ids, ragged in zip(
+        lengths.reshape(len(columns.ids), -1), columns.ids, columns.lengths, strict=True
+    ):
+        if ragged is not None:
             row[:] = ragged
         else:
-            row[: rows.num_valid] = num_ids
-            row[rows.num_valid :] = 0
-    return lengths
+            row[:num_valid] = len(ids) // max(1, num_valid)
+            row[num_valid:] = 0
+
+
+def _num_ids_with_room(feature: CategoricalFeature, num_rows: int) -> int:
+    """Return the ids of a feature that a slot has room for."""
+    if feature.hotness is not None:
+        return num_rows * feature.hotness
+    mean = feature.mean_hotness
+    return math.ceil(ROOM * mean * num_rows + SPREAD * (mean + 1) * num_rows**0.5)

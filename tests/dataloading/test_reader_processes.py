@@ -34,11 +34,8 @@ from tests.helpers.runs import records
 ROWS = {"train": 50, "test": 21}
 
 
-def write(root, file_format="binary", ragged=False):
-    features = [
-        CategoricalFeature.of("row", 100),
-        CategoricalFeature.of("pair", 100, None if ragged else 2),
-    ]
+def write(root, file_format="binary"):
+    features = [CategoricalFeature.of("row", 100), CategoricalFeature.of("pair", 100, 2)]
     with write_dataset(
         root, categorical=features, numerical=("n",), file_format=file_format
     ) as dataset:
@@ -48,8 +45,36 @@ def write(root, file_format="binary", ragged=False):
             dataset[split].append(
                 numerical=numbers[:, None],
                 labels=numbers % 2,
-                ids={"row": numbers % 100, "pair": pairs.flatten() if ragged else pairs},
-                **({"lengths": {"pair": np.full(num_rows, 2)}} if ragged else {}),
+                ids={"row": numbers % 100, "pair": pairs},
+            )
+    return FeatureSpec.load(root)
+
+
+def write_ragged(root, length_of, file_format="binary"):
+    """Write two ragged features between fixed ones; row r has length_of(r) and r % 3 ids in them."""
+    features = [
+        CategoricalFeature.of("row", 100),
+        CategoricalFeature.of("tags", 1000, None),
+        CategoricalFeature.of("pair", 100, 2),
+        CategoricalFeature.of("few", 10, None),
+    ]
+    with write_dataset(
+        root, categorical=features, numerical=("n",), weight="w", file_format=file_format
+    ) as dataset:
+        for split, num_rows in ROWS.items():
+            rows = np.arange(num_rows)
+            lengths = {"tags": np.array([length_of(row) for row in rows]), "few": rows % 3}
+            dataset[split].append(
+                numerical=rows[:, None],
+                labels=rows % 2,
+                weights=rows + 1.0,
+                ids={
+                    "row": rows % 100,
+                    "tags": np.arange(lengths["tags"].sum()) % 1000,
+                    "pair": np.stack([rows, rows + 1], axis=1) % 100,
+                    "few": np.arange(lengths["few"].sum()) % 10,
+                },
+                lengths=lengths,
             )
     return FeatureSpec.load(root)
 
@@ -79,7 +104,8 @@ def forked():
 
 def contents(batch) -> list:
     lengths = batch.ids.lengths().tolist()
-    columns = (batch.numerical, batch.labels, batch.ids.values())
+    weights = () if batch.weights is None else (batch.weights,)
+    columns = (batch.numerical, batch.labels, batch.ids.values(), *weights)
     return [*(value.clone() for value in columns), lengths, batch.num_valid, batch.global_valid]
 
 
@@ -90,12 +116,25 @@ def same(one: list, other: list) -> bool:
     )
 
 
-@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (1, 4), (4, 1), (3, 4), (2, 9)])
-@pytest.mark.parametrize("kind", ["files", "synthetic"])
-def test_processes_and_threads_read_the_same_batches(kind, source, forked, workers, prefetch):
+@pytest.mark.parametrize(
+    ("kind", "workers", "prefetch"),
+    [
+        *(("files", *sizes) for sizes in ((1, 1), (1, 4), (4, 1), (3, 4), (2, 9))),
+        *(("synthetic", *sizes) for sizes in ((1, 4), (3, 4))),
+        *(("ragged", *sizes) for sizes in ((1, 1), (2, 9))),
+        ("ragged parquet", 3, 4),
+    ],
+)
+def test_processes_and_threads_read_the_same_batches(
+    kind, source, forked, workers, prefetch, tmp_path
+):
     if kind == "synthetic":
         settings = {"num_numerical": 2, "cardinalities": (7, 90), "hotness": (1, 3), "seed": 2}
         source = SyntheticSource(train_rows=50, test_rows=21, **settings)
+    elif kind != "files":
+        file_format = "parquet" if kind == "ragged parquet" else "binary"
+        spec = write_ragged(tmp_path / "ragged", lambda row: row % 5, file_format)
+        source = open_dataset(spec)
     for split, block, batch_size, ranks in (
         ("train", 3, 8, 2),
         ("train", 0, 10, 1),
@@ -287,11 +326,17 @@ def test_readers_end_with_the_process_that_forked_them():
     assert wait_until(lambda: all(has_ended(pid) for pid in pids), 10)
 
 
-def test_threads_read_where_sizes_vary(tmp_path, forked):
-    ragged = BinarySource(write(tmp_path / "ragged", ragged=True))
-    loader = forked(ragged, "train", batch_size=10)
-    assert loader.reader_pids == []
-    assert next(loader.batches()).num_valid == 10
+def test_the_calling_thread_reads_a_batch_that_fits_in_no_slot(tmp_path, forked, monkeypatch):
+    spec = write_ragged(tmp_path / "ragged", lambda row: 90 if 20 <= row < 30 else 1)
+    plain = make_loader(BinarySource(spec), "train", batch_size=10)
+    loader = forked(BinarySource(spec), "train", batch_size=10)
+    assert loader.reader_pids
+    wanted = [contents(plain.batch(step)) for step in range(10)]
+    read = []
+    monkeypatch.setattr(loader, "batch", lambda step: read.append(step) or plain.batch(step))
+    found = [contents(batch) for batch in loader.batches(0, 10)]
+    assert all(map(same, found, wanted))
+    assert read == [2, 7]
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 28])
