@@ -23,6 +23,9 @@ def check_inputs(config: Config) -> None:
     if config.data.path is not None:
         _check_dataset(config)
     if config.mode is Mode.plan:
+        if config.run_dir is not None:
+            _check_run_dir(config)
+            _check_plan_dir(Path(config.run_dir))
         return
     if config.checkpoint.restore is not None and not _may_resume(config):
         _check_checkpoint(Path(config.checkpoint.restore))
@@ -56,6 +59,15 @@ def _check_checkpoint(path: Path) -> None:
     raise ValueError(
         f"checkpoint.restore={path} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
     )
+
+
+def _check_plan_dir(run_dir: Path) -> None:
+    """Raise `ValueError` if a plan would replace that of a run."""
+    if (run_dir / "metrics.jsonl").exists():
+        raise ValueError(
+            f"run_dir={run_dir} holds a run, whose plan.json it has already; set another directory for the plan, or leave "
+            "run_dir out"
+        )
 
 
 def _check_run_dir(config: Config) -> None:

@@ -50,24 +50,24 @@ from nn.observability.console import (
     Progress,
     make_console,
     make_logger,
-    print_hardware,
     print_header,
     print_importance,
     print_inference,
-    print_memory,
-    print_plan,
     print_summary,
 )
 from nn.observability.numerical_ranges import range_note
+from nn.observability.plan_table import print_hardware, print_memory, print_plan
 from nn.observability.profiler import Profiler, check_profile
 from nn.observability.records import KeptRecords
 from nn.observability.run_directory import (
+    PLAN,
     PROBLEM,
     UNSAVED,
     RunDirectory,
     draw_missing_curves,
     empty_summary,
     environment,
+    write_plan,
 )
 from nn.observability.run_lock import RunLock
 from nn.resume import (
@@ -197,10 +197,16 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
     hardware = planned_hardware(config)
     _, rows = build_plan(config, source, hardware)
     print_hardware(console, config, hardware)
-    print_plan(console, rows, hardware.world_size)
+    plan_json = None if config.run_dir is None else Path(config.run_dir) / PLAN
+    listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
+    print_plan(console, rows, hardware.world_size, listed)
+    memory = []
     if hardware.device_type == "cuda":
         memory = plan_memory(config, source.spec, rows, hardware.world_size, _dense_states(config))
         print_memory(console, memory, hardware.hbm_bytes)
+    if plan_json is not None and process_rank() == 0:
+        plan_json.parent.mkdir(parents=True, exist_ok=True)
+        write_plan(plan_json.parent, rows, memory)
 
 
 @contextmanager
@@ -236,7 +242,7 @@ def _open_session(
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         print_header(console, facts, _header_facts(config, source, recorder.run_dir, start))
         if config.mode is Mode.train:
-            print_plan(console, rows, ranks.world_size)
+            print_plan(console, rows, ranks.world_size, str(recorder.run_dir / PLAN))
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):
@@ -435,8 +441,8 @@ def _as_error(text: str) -> str:
 def _evaluate(session: Session) -> dict[str, Any]:
     num_steps = session.start.num_steps
     evaluator = session.evaluator()
-    record: dict[str, Any] = {"step": num_steps, **evaluator.run()}
-    with Progress(session.console, session.metrics, num_steps) as progress:
+    with Progress(session.console, session.metrics, num_steps, has_training=False) as progress:
+        record: dict[str, Any] = {"step": num_steps, **evaluator.run(progress)}
         progress.show_test(record, problem=evaluator.problem)
     if evaluator.problem is not None:
         record[PROBLEM] = evaluator.problem

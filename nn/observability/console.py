@@ -1,4 +1,4 @@
-"""Terminal output of a run: header, sharding plan, progress, evaluations, result.
+"""Terminal output of a run: header, progress, evaluations, result. `nn.observability.plan_table` prints its plan.
 
 All output is printed by one rich `Console` from `make_console`; only rank 0 prints. Progress is a bar on a terminal and
 one plain line per record in a file or a pipe.
@@ -6,9 +6,8 @@ one plain line per record in a file or a pipe.
 
 import math
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from logging import WARNING, Handler, Logger, LogRecord
 from math import isfinite
@@ -24,8 +23,9 @@ from rich.text import Text
 
 from configs.console import LiteralConsole
 from configs.messages import printable
-from configs.schema import Config
 from nn.models.tasks import AUC, Metric, auc_key
+from nn.observability.gpu_topology import topology_text
+from nn.observability.layout import grid, print_columns
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     LAST_AUC,
@@ -33,10 +33,7 @@ from nn.observability.run_directory import (
     RESULT_STEP,
     UNTRAINED_AUC,
 )
-from nn.sharding.memory_estimate import RankMemory
-from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 
-MIB = 1 << 20
 GIB = 1 << 30
 CLEAR_FALL = 0.002
 """A fall of the test AUC by less since the best evaluation gets no note."""
@@ -97,128 +94,11 @@ def print_header(
         + (f", commit {_short(commit)}" if commit else ""),
         "versions": ", ".join(versions),
         "devices": _devices(environment),
+        **_gpus(environment),
         **facts,
     }
     console.print(environment["recipe"], style="bold")
-    _print_columns(console, _grid(lines))
-
-
-def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
-    """Print the hardware that a plan is made for.
-
-    Args:
-        console: from `make_console`.
-        config: options of the run.
-        hardware: ranks and the memory of each.
-    """
-    per_rank = hardware.bytes_per_rank
-    usable = per_rank * (1 - config.sharding.reserve)
-    nodes = hardware.world_size // hardware.local_world_size
-    lines = {
-        "plan for": f"{hardware.world_size} x {hardware.device_type} on {nodes} "
-        + ("node" if nodes == 1 else "nodes"),
-        "memory": f"{per_rank / GIB:,.1f} GiB per rank, {usable / GIB:,.1f} GiB of it for tables",
-        "optimizer": f"{config.model.embedding_dtype.value} tables {config.effective_optimizer.table_name}",
-    }
-    console.print(config.recipe, style="bold")
-    _print_columns(console, _grid(lines))
-
-
-def _plan_table() -> Table:
-    """Return the empty table of a plan."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("table", overflow="fold")
-    for name in ("rows", "dim", "hotness"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("sharding", "kernel"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("rank", overflow="fold")
-    table.add_column("MiB", justify="right", no_wrap=True)
-    return table
-
-
-def print_plan(console: Console, rows: Sequence[TablePlan], world_size: int) -> None:
-    """Print the placement of every table and the balance over ranks.
-
-    Args:
-        console: from `make_console`.
-        rows: one per table.
-        world_size: number of ranks, including ranks without a table.
-    """
-    table = _plan_table()
-    expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
-    if expanded:
-        table.add_column("expansion", justify="right", no_wrap=True)
-    bytes_of = Counter(dict.fromkeys(range(world_size), 0))
-    for row in rows:
-        bytes_of.update(dict(zip(row.ranks, row.bytes_per_rank, strict=True)))
-        bytes_of.update(dict.fromkeys(row.ranks, row.expansion_bytes))
-        table.add_row(
-            row.table,
-            f"{row.num_embeddings:,}",
-            str(row.embedding_dim),
-            f"{row.hotness:,.1f}".removesuffix(".0"),
-            row.sharding,
-            row.kernel,
-            _ranges(row.ranks),
-            _mib(sum(row.bytes_per_rank)),
-            *([_mib(row.expansion_bytes * len(row.ranks))] if expanded else []),
-        )
-    total = bytes_of.total()
-    fullest, most = max(bytes_of.items(), key=lambda item: item[1])
-    lines = {
-        "total": f"{_mib(total - expanded)} MiB, weights and optimizer state of {len(rows)} tables"
-    }
-    if expanded:
-        lines["expansion"] = f"{_mib(expanded)} MiB, id expansion of one-hot features"
-    if any(row.kernel == "dense" for row in rows):
-        lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
-    if world_size > 1 and total:
-        mean = total / world_size
-        lines["per rank"] = (
-            f"at most {_mib(most)} MiB (rank {fullest}), mean {_mib(mean)} MiB, "
-            f"imbalance {most / mean:.2f}"
-        )
-        lookups = lookups_by_rank(rows, world_size)
-        busiest, most_lookups = max(enumerate(lookups), key=lambda item: item[1])
-        mean = sum(lookups) / world_size
-        # Features without any id have no lookups.
-        imbalance = f", imbalance {most_lookups / mean:.2f}" if mean else ""
-        lines["lookups"] = (
-            f"per sample at most {most_lookups:,.1f} (rank {busiest}), mean {mean:,.1f}{imbalance}"
-        )
-    console.print()
-    _print_columns(console, table)
-    console.print()
-    _print_columns(console, _grid(lines))
-    console.print()
-
-
-def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
-    """Print the estimated peak memory of the fullest GPU, with a warning if it exceeds the GPU's memory.
-
-    Args:
-        console: from `make_console`.
-        ranks: one estimate per rank.
-        hbm_bytes: memory of one GPU in bytes.
-    """
-    fullest = max(ranks, key=lambda rank: rank.total)
-    components = [
-        f"{name.replace('_', ' ')} {size / GIB:,.1f}"
-        for name, size in asdict(fullest).items()
-        if size / GIB >= 0.05
-    ]
-    lines = {
-        "GPU memory": f"{fullest.total / GIB:,.1f} of {hbm_bytes / GIB:,.1f} GiB at its peak on rank "
-        f"{ranks.index(fullest)}: {', '.join(components)}"
-    }
-    if fullest.total > hbm_bytes:
-        lines["too much"] = (
-            "the tables fit, but the tables with the training step do not: lower train.batch_size "
-            "or raise sharding.reserve"
-        )
-    _print_columns(console, _grid(lines))
-    console.print()
+    print_columns(console, grid(lines))
 
 
 def print_summary(
@@ -268,7 +148,7 @@ def print_summary(
     names = sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir())
     lines["written to"] = Text(f"{printable(str(run_dir))}/\n{printable('  '.join(names))}")
     console.print(Text("\nresult", style="bold"))
-    _print_columns(console, _grid(lines))
+    print_columns(console, grid(lines))
 
 
 def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> dict[str, str | Text]:
@@ -304,17 +184,6 @@ def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> di
     return lines
 
 
-def _print_columns(console: Console, columns: Table) -> None:
-    """Print a table; strip rich's trailing blanks unless the output is a terminal."""
-    if console.is_terminal:
-        console.print(columns)
-        return
-    with console.capture() as captured:
-        console.print(columns)
-    for line in captured.get().splitlines():
-        console.print(line.rstrip(), soft_wrap=True)
-
-
 class Progress:
     """Progress of the training loop; a context manager that removes the bar at its end.
 
@@ -323,6 +192,7 @@ class Progress:
         metrics: of all tasks.
         total_steps: last step of the run.
         start_step: step that the run resumes from; 0 for a new run.
+        has_training: whether the bar of training is shown; that of an evaluation is in any case.
     """
 
     def __init__(
@@ -332,6 +202,7 @@ class Progress:
         total_steps: int,
         *,
         start_step: int = 0,
+        has_training: bool = True,
     ) -> None:
         self.console = console
         self.metrics = metrics
@@ -346,7 +217,9 @@ class Progress:
                 _Status(metrics, Column(no_wrap=True)),
             )
             self._bar = Bar(*columns, console=console, expand=True, refresh_per_second=4)
-            self._task = self._bar.add_task("", total=total_steps, completed=start_step, record={})
+            self._task = self._bar.add_task(
+                "", total=total_steps, completed=start_step, record={}, visible=has_training
+            )
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -361,6 +234,20 @@ class Progress:
         """Move the bar to `step`, the number of finished steps."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
+
+    @contextmanager
+    def evaluation(self, num_batches: int) -> Iterator[Callable[[], None]]:
+        """Show a bar of an evaluation while the block runs, and yield the function that moves it by a batch."""
+        if self._bar is None:
+            yield lambda: None
+            return
+        bar, task = self._bar, self._bar.add_task("eval", total=num_batches, record={})
+        try:
+            yield lambda: bar.advance(task)
+        finally:
+            bar.remove_task(task)
+            # Otherwise the next line would be printed above the bar's last picture.
+            bar.refresh()
 
     def show_train(self, record: Mapping[str, Any]) -> None:
         """Show a training record."""
@@ -418,20 +305,25 @@ def format_test(
 
 
 class _Position(ProgressColumn):
-    """Progress column: finished steps and total steps."""
+    """Progress column: finished and total steps of training, or batches of an evaluation."""
 
     def render(self, task: Task) -> Text:
-        return Text(f"{int(task.completed):,}/{int(task.total or 0):,}")
+        position = f"{int(task.completed):,}/{int(task.total or 0):,}"
+        return Text(f"{task.description} {position}".lstrip())
 
 
 class _Status(ProgressColumn):
-    """Progress column: the last training record and the estimated time left."""
+    """Progress column: the last training record, and the estimated time left."""
 
     def __init__(self, metrics: Sequence[Metric], column: Column) -> None:
         super().__init__(column)
         self._metrics = metrics
 
     def render(self, task: Task) -> Text:
+        if task.description:
+            seconds = task.time_remaining
+            left = "" if seconds is None else f"  left {timedelta(seconds=round(seconds))}"
+            return Text(f"evaluating{left}", style="dim")
         record = task.fields["record"]
         if not record:
             return Text("starting", style="dim")
@@ -474,6 +366,15 @@ def _short(commit: str) -> str:
     return commit[:10] + (" with uncommitted changes" if commit.endswith("-dirty") else "")
 
 
+def _gpus(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return the line about the GPUs' places in the host, if there are any."""
+    gpus = environment.get("gpus")
+    if not gpus:
+        return {}
+    of_first = " (first host)" if environment["num_hosts"] > 1 else ""
+    return {"GPUs": f"{topology_text(gpus)}{of_first}"}
+
+
 def _devices(environment: Mapping[str, Any]) -> str:
     num_hosts, world_size = environment["num_hosts"], environment["world_size"]
     hosts = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
@@ -483,31 +384,6 @@ def _devices(environment: Mapping[str, Any]) -> str:
         return f"{processes} on {hosts}, {cpus}, no GPU"
     driver = f", driver {environment['gpu_driver']}" if environment["gpu_driver"] else ""
     return f"{world_size} x {environment['gpu']} on {hosts}{driver}, {cpus}"
-
-
-def _mib(num_bytes: float) -> str:
-    mib = num_bytes / MIB
-    return f"{mib:,.1f}" if mib >= 0.05 or mib == 0 else "<0.1"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Format ranks as ranges: (0, 1, 2, 3, 6) as `0-3, 6`."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-
-
-def _grid(lines: Mapping[str, str | Text]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for title, text in lines.items():
-        grid.add_row(title, text)
-    return grid
 
 
 def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
@@ -526,7 +402,7 @@ def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> N
             f"{result['samples_per_s']:,.0f}",
             *(f"{result[name]:,.3f}" for name in ("p50_ms", "p90_ms", "p99_ms")),
         )
-    _print_columns(console, table)
+    print_columns(console, table)
 
 
 def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
@@ -545,4 +421,4 @@ def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
             f"{change['mean']:+.5f} ± {change['deviation']:.5f}" for change in changes.values()
         ]
         table.add_row(Text(printable(name)), *cells)
-    _print_columns(console, table)
+    print_columns(console, table)

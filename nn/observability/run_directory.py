@@ -18,7 +18,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
@@ -33,12 +33,14 @@ from configs.messages import os_error_text
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
 from nn.models.tasks import Metric
 from nn.observability.curves import draw_curves
+from nn.observability.gpu_topology import gpus_of_host
 from nn.observability.records import FINAL, KeptRecords, has_records
 from nn.observability.tensorboard_events import TensorBoardEvents
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
 
 CONFIG = "config.yaml"
+PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CURVES = "curves.png"
@@ -76,7 +78,7 @@ def empty_summary(metrics: Iterable[Metric]) -> dict[str, Any]:
 
 def environment(
     recipe: str, device: torch.device, *, world_size: int = 1, num_hosts: int = 1
-) -> dict[str, str | int | None]:
+) -> dict[str, Any]:
     """Describe the machine, the software and the command of a run; entries without a value are None.
 
     Args:
@@ -98,6 +100,7 @@ def environment(
         "cuda": torch.version.cuda,
         "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
         "gpu_driver": _gpu_driver() if is_cuda else None,
+        "gpus": gpus_of_host(world_size // num_hosts) if is_cuda else None,
         "num_cpus": _num_cpus(),
         "world_size": world_size,
         "num_hosts": num_hosts,
@@ -226,12 +229,8 @@ class RunDirectory:
 
     def write_plan(self, rows: list[TablePlan], memory: list[RankMemory]) -> None:
         """Write `plan.json` and, if there is an estimate for GPUs, `memory.json`."""
-        if self._metrics is None:
-            return
-        _write_json(self.run_dir / "plan.json", [asdict(row) for row in rows])
-        if memory:
-            content = [asdict(rank) | {"total": rank.total} for rank in memory]
-            _write_json(self.run_dir / "memory.json", content)
+        if self._metrics is not None:
+            write_plan(self.run_dir, rows, memory)
 
     def write_train(self, record: Mapping[str, Any]) -> None:
         """Append a training record; `record["step"]` is the number of finished steps."""
@@ -282,6 +281,14 @@ class RunDirectory:
     def _write_line(self, record: Mapping[str, Any]) -> None:
         assert self._metrics is not None
         self._metrics.append(f"{_line(record)}\n".encode())
+
+
+def write_plan(directory: Path, rows: Sequence[TablePlan], memory: Sequence[RankMemory]) -> None:
+    """Write `plan.json` and, if there is an estimate for GPUs, `memory.json` to an existing directory."""
+    _write_json(directory / PLAN, [asdict(row) for row in rows])
+    if memory:
+        content = [asdict(rank) | {"total": rank.total} for rank in memory]
+        _write_json(directory / "memory.json", content)
 
 
 def draw_missing_curves(run_dir: Path, logger: Logger) -> None:

@@ -1,6 +1,9 @@
 """Evaluation of the model on a split: exact metrics over all ranks."""
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +16,22 @@ from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import metrics_of
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
+
+
+class EvaluationProgress(Protocol):
+    """The part of the terminal's progress that an evaluation moves."""
+
+    def evaluation(self, num_batches: int) -> AbstractContextManager[Callable[[], None]]:
+        """Show an evaluation while the block runs, and yield the function to call after every batch."""
+        ...
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def evaluation(self, num_batches: int) -> AbstractContextManager[Callable[[], None]]:
+        """Yield a function without effect."""
+        return nullcontext(lambda: None)
 
 
 class Evaluator:
@@ -53,12 +72,15 @@ class Evaluator:
         """Return whether the final evaluation scores other batches than the others."""
         return self._final_batches != self._num_batches
 
-    def run(self, *, is_final: bool = False) -> dict[str, float | int]:
+    def run(
+        self, progress: EvaluationProgress | None = None, *, is_final: bool = False
+    ) -> dict[str, float | int]:
         """Return the metrics of all tasks (such as `test_auc`, `test_log_loss`), `test_rows` and `eval_s`.
 
         All but `eval_s` are the same numbers on all ranks.
 
         Args:
+            progress: shows the batches that are done, on a terminal.
             is_final: whether to score the batches of the final evaluation.
         """
         started = time.perf_counter()
@@ -73,11 +95,13 @@ class Evaluator:
         num_batches = self._final_batches if is_final else self._num_batches
         batches = self._loader.batches(0, num_batches)
         prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
-        for batch, ids in prefetcher:
-            logits = self._step.predict(batch, ids)
-            prefetcher.start_next()
-            metrics.update(logits, batch)
-            self._heartbeat.beat()
+        with (progress or NoProgress()).evaluation(num_batches) as advance:
+            for batch, ids in prefetcher:
+                logits = self._step.predict(batch, ids)
+                prefetcher.start_next()
+                metrics.update(logits, batch)
+                self._heartbeat.beat()
+                advance()
         self._step.set_training(True)
         measured = metrics.compute()
         self.problem = None

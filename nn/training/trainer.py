@@ -245,7 +245,7 @@ class Trainer:
         record = {
             "step": model_step,
             "epoch": self._epoch(model_step),
-            **self._evaluator.run(is_final=True),
+            **self._evaluator.run(self._progress, is_final=True),
         }
         problem = self._evaluator.problem
         self._recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
@@ -281,7 +281,11 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
-        record = {"step": self.num_steps, "epoch": self._epoch(), **self._evaluator.run()}
+        record = {
+            "step": self.num_steps,
+            "epoch": self._epoch(),
+            **self._evaluator.run(self._progress),
+        }
         value = record[self.best_metric.test_key]
         self._evals_since_best += 1
         if self.best_metric.improves(value, self.best_value):

@@ -130,13 +130,13 @@ def test_main_accepts_a_config_name_and_a_plan_writes_nothing(tmp_path, monkeypa
         recipe="main",
     )
     assert (ended.exit_code, ended.err) == (0, "")
-    assert "cat_25" in ended.out
+    assert "21 others" in ended.out
     assert "of 26 tables" in ended.out
-    assert re.search(r"per rank +at most [\d,.]+ MiB", ended.out)
+    assert re.search(r"per rank +at most [\d,.]+ GiB", ended.out)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_opens_no_process_group_and_no_run_directory(tmp_path, monkeypatch):
+def test_a_plan_opens_no_process_group_and_writes_itself_alone(dlrm, tmp_path, monkeypatch):
     def forbidden(*_):
         raise AssertionError("mode=plan starts nothing")
 
@@ -144,7 +144,13 @@ def test_a_plan_opens_no_process_group_and_no_run_directory(tmp_path, monkeypatc
     ended = run_command(*TINY, "mode=plan", f"run_dir={tmp_path / 'run'}")
     assert (ended.exit_code, ended.err) == (0, "")
     assert "of 5 tables" in ended.out
-    assert not (tmp_path / "run").exists()
+    (written,) = (tmp_path / "run").iterdir()
+    assert written.name == "plan.json"
+    assert len(json.loads(written.read_text())) == 5
+    _, run_dir = dlrm
+    assert "holds a run, whose plan.json it has" in refused(
+        *TINY, "mode=plan", f"run_dir={run_dir}"
+    )
 
 
 def test_a_plan_that_does_not_fit_names_tables_and_remedies():

@@ -4,7 +4,6 @@ import io
 import logging
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,11 @@ from nn.observability.console import (
     make_logger,
     print_header,
     print_inference,
-    print_plan,
     print_summary,
 )
+from nn.observability.plan_table import print_plan
 from nn.sharding.plan import TablePlan
 
-MIB = 1 << 20
 METRICS = metrics_of(tasks_of([RowColumn("clicked")]))
 TRAIN = {
     "step": 200,
@@ -83,13 +81,6 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def row(table: str, ranks: tuple[int, ...], mib: float) -> TablePlan:
-    each = int(mib * MIB / len(ranks))
-    return TablePlan(
-        table, 10_000_000, 128, 1.0, "data_parallel", "dense", ranks, (each,) * len(ranks)
-    )
-
-
 def test_a_record_of_training_is_one_line():
     assert format_train(TRAIN, METRICS, 512) == (
         "step 200/512  loss 0.4931  auc 0.7312  812,345 samples/s  230.8 ms/step  left 0:01:12"
@@ -143,6 +134,25 @@ def test_a_terminal_gets_one_bar_with_evaluations_above_it(width):
     assert max(len(line) for line in lines) <= width
 
 
+def test_an_evaluation_moves_a_bar_of_its_own():
+    console = console_of(terminal=True)
+    with (
+        Progress(console, METRICS, 512, has_training=False) as progress,
+        progress.evaluation(3) as advance,
+    ):
+        advance()
+        progress._bar.refresh()
+        advance()
+    progress.console.print("done")
+    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", printed(console))
+    assert re.search(r"eval 1/3 .*evaluating", text)
+    assert "/512" not in text
+    assert text.rstrip().endswith("done")
+    with Progress(console_of(), METRICS, 512) as progress, progress.evaluation(3) as advance:
+        advance()
+    assert printed(progress.console) == ""
+
+
 def test_a_bar_starts_where_a_restored_run_does():
     console = console_of(terminal=True)
     with Progress(console, METRICS, 512, start_step=100):
@@ -153,7 +163,7 @@ def test_a_bar_starts_where_a_restored_run_does():
 def test_other_ranks_print_nothing(capsys, tmp_path):
     console = make_console(rank=1)
     print_header(console, ENVIRONMENT, {})
-    print_plan(console, [row("a", (0,), 1)], world_size=2)
+    print_plan(console, [plan_of("a")], world_size=2)
     with Progress(console, METRICS, 512) as progress:
         progress.show_train(TRAIN)
         progress.show_test(TEST)
@@ -182,60 +192,12 @@ def test_the_head_tells_versions_that_exist_and_the_devices():
 def test_the_head_tells_the_gpus():
     console = console_of(120)
     gpus = {"gpu": "NVIDIA H200", "gpu_driver": "580.65", "world_size": 16, "num_hosts": 2}
-    print_header(console, ENVIRONMENT | gpus, {})
+    places = [{"numa_node": gpu // 4, "peers": []} for gpu in range(8)]
+    print_header(console, ENVIRONMENT | gpus | {"gpus": places}, {})
     assert "16 x NVIDIA H200 on 2 hosts, driver 580.65, 2 CPU cores" in printed(console)
-
-
-def test_the_plan_fits_80_columns_with_every_cell_whole():
-    console = console_of(80)
-    wide = row("cat_10.bin", (0, 1, 2, 3, 6), 145_000)
-    print_plan(console, [wide], world_size=8)
-    (line,) = [line for line in printed(console).splitlines() if "cat_10" in line]
-    assert line.split() == [
-        *("cat_10.bin", "10,000,000", "128", "1", "data_parallel", "dense"),
-        *("0-3,", "6", "145,000.0"),
-    ]
-
-
-def test_the_plan_sums_up_what_the_ranks_hold():
-    console = console_of(100)
-    rows = [row("a", (0, 1), 4), row("b", (1,), 6), row("tiny", (2,), 0.001)]
-    print_plan(console, rows, world_size=4)
-    text = printed(console)
-    assert "<0.1" in text
-    assert "total     10.0 MiB, weights and optimizer state of 3 tables" in text
-    # Ranks 2 and 3 hold next to nothing, and still count in the mean.
-    assert "at most 8.0 MiB (rank 1), mean 2.5 MiB, imbalance 3.20" in text
-
-
-@pytest.mark.parametrize("kernel", ["fused", "dense"])
-def test_the_plan_explains_the_dense_kernel_where_there_is_one(kernel):
-    console = console_of(100)
-    print_plan(console, [replace(row("a", (0,), 1), kernel=kernel)], world_size=1)
-    legend = "fused: updated within the backward pass; dense: updated after it"
-    assert (legend in printed(console)) == (kernel == "dense")
-
-
-def test_the_plan_sums_up_lookups_and_what_expands_ids():
-    console = console_of(100)
-    hot, cold = row("hot", (0, 1), 4), row("cold", (1,), 2)
-    hot = replace(hot, hotness=10.0, expansion_bytes=3 * MIB)
-    print_plan(console, [hot, cold], world_size=2)
-    lines = printed(console).splitlines()
-    assert [line.split()[-2:] for line in lines if "000,000" in line] == [
-        ["4.0", "6.0"],
-        ["2.0", "0.0"],
-    ]
-    assert "total      6.0 MiB, weights and optimizer state of 2 tables" in lines
-    assert "expansion  6.0 MiB, id expansion of one-hot features" in lines
-    assert "per rank   at most 7.0 MiB (rank 1), mean 6.0 MiB, imbalance 1.17" in lines
-    assert "lookups    per sample at most 6.0 (rank 1), mean 5.5, imbalance 1.09" in lines
-
-
-def test_a_single_rank_has_no_imbalance():
-    console = console_of()
-    print_plan(console, [row("a", (0,), 4)], world_size=1)
-    assert "imbalance" not in printed(console)
+    assert "GPUs      NUMA node 0: GPU 0-3, 1: GPU 4-7; no peer access (first host)" in printed(
+        console
+    )
 
 
 def test_the_summary_sets_the_auc_beside_its_bounds_and_lists_the_files(tmp_path):

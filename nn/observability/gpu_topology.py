@@ -1,0 +1,72 @@
+"""GPUs of this host: the NUMA node beside each of them, and the GPUs whose memory it reaches directly."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nn.observability.layout import ranges
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def gpus_of_host(num_gpus: int, pci_devices: Path = PCI_DEVICES) -> list[dict[str, Any]]:
+    """Describe the first GPUs that this process sees.
+
+    Args:
+        num_gpus: ranks of this host; a process that sees fewer GPUs describes those.
+        pci_devices: folder of the kernel with one folder per PCI device.
+
+    Returns:
+        Per GPU `numa_node`, None where the kernel knows none, and `peers`, the numbers of the others with peer access.
+    """
+    visible = range(min(num_gpus, torch.cuda.device_count()))
+    return [
+        {
+            "numa_node": _numa_node(torch.cuda.get_device_properties(gpu), pci_devices),
+            "peers": [
+                other
+                for other in visible
+                if other != gpu and torch.cuda.can_device_access_peer(gpu, other)
+            ],
+        }
+        for gpu in visible
+    ]
+
+
+def _numa_node(properties: Any, pci_devices: Path) -> int | None:
+    """Return the NUMA node of a GPU; a virtual machine or a container may hide it, and the kernel then says -1 or nothing."""
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        node = int((pci_devices / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def topology_text(gpus: Sequence[Mapping[str, Any]]) -> str:
+    """Return the topology as a line, such as `NUMA node 0: GPU 0-3, 1: GPU 4-7; peer access between all`."""
+    nodes: dict[int | None, list[int]] = {}
+    for number, gpu in enumerate(gpus):
+        nodes.setdefault(gpu["numa_node"], []).append(number)
+    if set(nodes) == {None}:
+        text = "NUMA nodes unknown"
+    else:
+        text = "NUMA node " + ", ".join(
+            f"{'unknown' if node is None else node}: GPU {ranges(found)}"
+            for node, found in nodes.items()
+        )
+    return text if len(gpus) < 2 else f"{text}; {_peer_access(gpus)}"
+
+
+def _peer_access(gpus: Sequence[Mapping[str, Any]]) -> str:
+    """Return the groups of GPUs with peer access to each other."""
+    groups = dict.fromkeys(
+        tuple(sorted({number, *gpu["peers"]})) for number, gpu in enumerate(gpus)
+    )
+    if len(groups) == 1:
+        return "peer access between all"
+    if all(len(group) == 1 for group in groups):
+        return "no peer access"
+    return "peer access within GPU " + " and ".join(ranges(group) for group in groups)

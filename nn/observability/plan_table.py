@@ -1,0 +1,205 @@
+"""Terminal output of a plan: the largest tables, sums of the others, the balance over ranks, the memory of GPUs."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from configs.schema import Config
+from nn.observability.layout import grid, print_columns, ranges
+from nn.sharding.memory_estimate import RankMemory
+from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
+
+MIB = 1 << 20
+GIB = 1 << 30
+MOST_LINES = 8
+"""A plan of more tables is folded."""
+LARGEST = 5
+"""Tables that a folded plan names."""
+GIB_FROM = 100_000 * MIB
+"""Total from which on a plan is in GiB, where MiB have six digits."""
+
+
+def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
+    """Print the hardware that a plan is made for.
+
+    Args:
+        console: from `nn.observability.console.make_console`.
+        config: options of the run.
+        hardware: ranks and the memory of each.
+    """
+    per_rank = hardware.bytes_per_rank
+    usable = per_rank * (1 - config.sharding.reserve)
+    nodes = hardware.world_size // hardware.local_world_size
+    lines = {
+        "plan for": f"{hardware.world_size} x {hardware.device_type} on {nodes} "
+        + ("node" if nodes == 1 else "nodes"),
+        "memory": f"{per_rank / GIB:,.1f} GiB per rank, {usable / GIB:,.1f} GiB of it for tables",
+        "optimizer": f"{config.model.embedding_dtype.value} tables {config.effective_optimizer.table_name}",
+    }
+    console.print(config.recipe, style="bold")
+    print_columns(console, grid(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One line of the printed plan: a table, or several of one kind."""
+
+    name: str
+    tables: Sequence[TablePlan]
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(sum(table.bytes_per_rank) for table in self.tables)
+
+    @property
+    def expansion_bytes(self) -> int:
+        return sum(table.expansion_bytes * len(table.ranks) for table in self.tables)
+
+    def cells(self) -> list[str]:
+        """Return rows, columns, hotness, sharding, kernel and ranks."""
+        return [
+            f"{sum(table.num_embeddings for table in self.tables):,}",
+            _span([table.embedding_dim for table in self.tables]),
+            _span([table.hotness for table in self.tables]),
+            self.tables[0].sharding,
+            self.tables[0].kernel,
+            ranges([rank for table in self.tables for rank in table.ranks]),
+        ]
+
+
+def _lines(tables: Sequence[TablePlan]) -> Iterator[_Line]:
+    """Yield a line per table; of many tables the largest, and a sum per sharding and kernel of the others."""
+    if len(tables) <= MOST_LINES:
+        yield from (_Line(table.table, [table]) for table in tables)
+        return
+    ordered = sorted(tables, key=lambda table: -sum(table.bytes_per_rank))
+    yield from (_Line(table.table, [table]) for table in ordered[:LARGEST])
+
+    def kind(table: TablePlan) -> tuple[str, str]:
+        return table.sharding, table.kernel
+
+    for _, found in groupby(sorted(ordered[LARGEST:], key=kind), kind):
+        others = list(found)
+        yield _Line(f"{len(others)} others" if len(others) > 1 else others[0].table, others)
+
+
+def _plan_table(unit: str, *, has_expansion: bool) -> Table:
+    """Return the empty table of a plan."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("table", overflow="fold")
+    for name in ("rows", "dim", "hotness"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("sharding", "kernel"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("rank", overflow="fold")
+    table.add_column(unit, justify="right", no_wrap=True)
+    if has_expansion:
+        table.add_column("expansion", justify="right", no_wrap=True)
+    return table
+
+
+def print_plan(
+    console: Console, rows: Sequence[TablePlan], world_size: int, complete_in: str = ""
+) -> None:
+    """Print the placement of tables and the balance over ranks.
+
+    Args:
+        console: from `nn.observability.console.make_console`.
+        rows: one per table. Of more than `MOST_LINES` the `LARGEST` largest are printed, and sums of the others.
+        world_size: number of ranks, including ranks without a table.
+        complete_in: where all tables are listed, for a plan that is folded; empty if nowhere.
+    """
+    bytes_of = Counter(dict.fromkeys(range(world_size), 0))
+    for row in rows:
+        bytes_of.update(dict(zip(row.ranks, row.bytes_per_rank, strict=True)))
+        bytes_of.update(dict.fromkeys(row.ranks, row.expansion_bytes))
+    expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
+    printed = list(_lines(rows))
+    unit = "GiB" if bytes_of.total() >= GIB_FROM else "MiB"
+    table = _plan_table(unit, has_expansion=expanded > 0)
+    for line in printed:
+        sizes = [line.table_bytes, *([line.expansion_bytes] if expanded else [])]
+        table.add_row(line.name, *line.cells(), *(_number(size, unit) for size in sizes))
+    lines = _balance(rows, bytes_of, expanded, unit)
+    if len(printed) < len(rows) and complete_in:
+        lines["all tables"] = complete_in
+    console.print()
+    print_columns(console, table)
+    console.print()
+    print_columns(console, grid(lines))
+    console.print()
+
+
+def _balance(
+    rows: Sequence[TablePlan], bytes_of: Counter[int], expanded: int, unit: str
+) -> dict[str, str]:
+    """Return the lines below a plan: sizes, and the fullest rank beside the mean."""
+    world_size, total = len(bytes_of), bytes_of.total()
+    fullest, most = max(bytes_of.items(), key=lambda item: item[1])
+    lines = {
+        "total": f"{_number(total - expanded, unit)} {unit}, weights and optimizer state of {len(rows)} tables"
+    }
+    if expanded:
+        lines["expansion"] = f"{_number(expanded, unit)} {unit}, id expansion of one-hot features"
+    if any(row.kernel == "dense" for row in rows):
+        lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
+    if world_size > 1 and total:
+        mean = total / world_size
+        lines["per rank"] = (
+            f"at most {_number(most, unit)} {unit} (rank {fullest}), mean {_number(mean, unit)} {unit}, "
+            f"imbalance {most / mean:.2f}"
+        )
+        lookups = lookups_by_rank(rows, world_size)
+        busiest, most_lookups = max(enumerate(lookups), key=lambda item: item[1])
+        mean = sum(lookups) / world_size
+        # Features without any id have no lookups.
+        imbalance = f", imbalance {most_lookups / mean:.2f}" if mean else ""
+        lines["lookups"] = (
+            f"per sample at most {most_lookups:,.1f} (rank {busiest}), mean {mean:,.1f}{imbalance}"
+        )
+    return lines
+
+
+def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
+    """Print the estimated peak memory of the fullest GPU, with a warning if it exceeds the GPU's memory.
+
+    Args:
+        console: from `nn.observability.console.make_console`.
+        ranks: one estimate per rank.
+        hbm_bytes: memory of one GPU in bytes.
+    """
+    fullest = max(ranks, key=lambda rank: rank.total)
+    components = [
+        f"{name.replace('_', ' ')} {size / GIB:,.1f}"
+        for name, size in asdict(fullest).items()
+        if size / GIB >= 0.05
+    ]
+    lines = {
+        "GPU memory": f"{fullest.total / GIB:,.1f} of {hbm_bytes / GIB:,.1f} GiB at its peak on rank "
+        f"{ranks.index(fullest)}: {', '.join(components)}"
+    }
+    if fullest.total > hbm_bytes:
+        lines["too much"] = (
+            "the tables fit, but the tables with the training step do not: lower train.batch_size "
+            "or raise sharding.reserve"
+        )
+    print_columns(console, grid(lines))
+    console.print()
+
+
+def _number(num_bytes: float, unit: str) -> str:
+    size = num_bytes / (GIB if unit == "GiB" else MIB)
+    return f"{size:,.1f}" if size >= 0.05 or size == 0 else "<0.1"
+
+
+def _span(numbers: Sequence[float]) -> str:
+    """Format numbers as the smallest and the largest: `1-10`; those that are equal once."""
+    ends = dict.fromkeys(
+        f"{number:,.1f}".removesuffix(".0") for number in (min(numbers), max(numbers))
+    )
+    return "-".join(ends)
