@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -104,6 +104,19 @@ def _check_value(key: str, value: Any, most: int | None) -> None:
         # Bytes of the command line that are not UTF-8 arrive as surrogates.
         is_text = "\0" not in value and not any("\ud800" <= char <= "\udfff" for char in value)
         require(is_text, f"{key}: got {shown(value)}, want UTF-8 text")
+
+
+def plain_values(options: Any) -> dict[str, Any]:
+    """Return options, an instance of their class, as values of JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return value.value if isinstance(value, Enum) else value
+
+    return plain(asdict(options))
 
 
 def expand_home(composed: DictConfig, schema: type) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.messages import printable, shortened
+from configs.option_values import plain_values
 from configs.schema import Component, Config, Mode, default_values
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -29,7 +30,7 @@ from nn.checkpoint.directory import (
     step_of,
 )
 from nn.checkpoint.run_facts import check_resumable
-from nn.checkpoint.state import Trained, check, facts_of, plain_config, restore
+from nn.checkpoint.state import Trained, check, facts_of, restore
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
@@ -209,7 +210,7 @@ def _is_repeated(config: Config) -> bool:
     if not (has_records(path) or is_finished) or can_restart(run_dir, config):
         return False
     before = _settings(run_dir)
-    now = _without_place(_flat(plain_config(config)))
+    now = _without_place(_flat(plain_values(config)))
     is_same = before is not None and _without_place(_complete(before, config)) == now
     # A training that saves has lost its checkpoints if it starts from nothing.
     is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
@@ -467,7 +468,7 @@ def _batch_advice(facts: dict[str, Any], config: Config, ranks: Ranks) -> str:
 
 def _differences(before: dict[str, Any], config: Config) -> list[str]:
     """Describe the settings of an earlier start that differ from those of this one and change what is learnt."""
-    old, new = _complete(before, config), _flat(plain_config(config))
+    old, new = _complete(before, config), _flat(plain_values(config))
     # Runs of earlier versions recorded the options of all models of the project.
     others = options_of_own_models() if old.get("model.name") in MODELS else set()
     return [

@@ -44,6 +44,7 @@ from nn.distributed.process_group import (
     ranks_from_environment,
 )
 from nn.importance import as_csv, measure_importance
+from nn.models.description import describe_model
 from nn.models.registry import check_model
 from nn.models.tasks import Metric, metrics_of, tasks_of_run
 from nn.observability.console import (
@@ -55,6 +56,7 @@ from nn.observability.console import (
     print_inference,
     print_summary,
 )
+from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note
 from nn.observability.plan_table import print_hardware, print_memory, print_plan
 from nn.observability.profiler import Profiler, check_profile
@@ -201,6 +203,9 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
     listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
     print_plan(console, rows, hardware.world_size, listed)
     memory = []
+    description = _describe(config, source, make_logger(console))
+    if description is not None:
+        print_model(console, description)
     if hardware.device_type == "cuda":
         memory = plan_memory(config, source.spec, rows, hardware.world_size, _dense_states(config))
         print_memory(console, memory, hardware.hbm_bytes)
@@ -240,7 +245,9 @@ def _open_session(
         facts = _environment(config, source, ranks, start.num_steps)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
-        print_header(console, facts, _header_facts(config, source, recorder.run_dir, start))
+        header = _header_facts(config, source, recorder.run_dir, start)
+        size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
+        print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train:
             print_plan(console, rows, ranks.world_size, str(recorder.run_dir / PLAN))
         if memory:
@@ -264,6 +271,26 @@ def _open_session(
                 step=step,
                 teacher_auc=facts["teacher_auc"],
             )
+
+
+def _describe(config: Config, source: Source, logger: Logger) -> dict[str, Any] | None:
+    """Return the description of the model; None, with a warning, if its layers cannot be run on the CPU."""
+    try:
+        return describe_model(config.model, source.spec, model_spec(config, source))
+    except Exception as error:  # of a model's own code, which may need a GPU
+        logger.warning(f"no summary of the model and no model.json: {error}")
+        return None
+
+
+def _write_model(
+    config: Config, source: Source, recorder: RunDirectory, logger: Logger
+) -> dict[str, str]:
+    """Write `model.json`; return the line of the header that tells the size of the model."""
+    description = _describe(config, source, logger)
+    if description is None:
+        return {}
+    recorder.write_model(description)
+    return {"size": size_line(description)}
 
 
 def _training_memory(

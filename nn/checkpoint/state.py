@@ -10,8 +10,6 @@ counters, and the schedule is a function of the step. The loader's position is t
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from configs.option_values import plain_values
 from configs.schema import Component, Config
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import file_samples, file_states
@@ -98,21 +97,8 @@ def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
         "feature_spec": spec.fingerprint(),
         "data_files": file_states(spec),
         "data_samples": file_samples(spec),
-        "config": plain_config(config),
+        "config": plain_values(config),
     }
-
-
-def plain_config(config: Config) -> dict[str, Any]:
-    """Return a configuration as values of JSON."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return value.value if isinstance(value, Enum) else value
-
-    return plain(asdict(config))
 
 
 def write(

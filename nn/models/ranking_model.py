@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 
 
 class RankingModel(nn.Module):
-    """Tables and dense component on one device, with the seed's weights in the tables.
+    """Tables and dense component on one device.
 
     Args:
         declared: the tables, as the dense component's model declares them.
         dense: a `Model`, or a module with the same `forward`.
-        seed: seed of the tables' initial weights.
+        seed: seed of the tables' initial weights; None leaves them undefined, for weights that are loaded.
 
     Attributes:
         tables: weight of each table, float32 [rows, columns].
     """
 
     def __init__(
-        self, declared: "Sequence[EmbeddingBagConfig]", dense: nn.Module, seed: int = 0
+        self, declared: "Sequence[EmbeddingBagConfig]", dense: nn.Module, seed: int | None = 0
     ) -> None:
         super().__init__()
         self._declared = list(declared)
         self.tables = nn.ParameterDict()
         for table in self._declared:
             weight = torch.empty(table.num_embeddings, table.embedding_dim)
-            fill_uniform_(weight, seed=seed, table=table.name, bound=initial_bound(table))
+            if seed is not None:
+                fill_uniform_(weight, seed=seed, table=table.name, bound=initial_bound(table))
             self.tables[table.name] = nn.Parameter(weight)
         self.dense = dense
 

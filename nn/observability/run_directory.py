@@ -2,6 +2,7 @@
 
 config.yaml     resolved configuration
 plan.json       one `TablePlan` per table
+model.json      the model: options, features, layers (`nn.models.description`)
 memory.json     estimated peak memory per GPU, one `RankMemory` per rank; only for training on GPUs
 metrics.jsonl   environment in the first line, then one record per line, flushed at once
 restarts.jsonl  one object per resume: checkpoint step and environment
@@ -43,6 +44,7 @@ CONFIG = "config.yaml"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+MODEL = "model.json"
 CURVES = "curves.png"
 
 UNSAVED = "checkpoint_problem"
@@ -231,6 +233,11 @@ class RunDirectory:
         """Write `plan.json` and, if there is an estimate for GPUs, `memory.json`."""
         if self._metrics is not None:
             write_plan(self.run_dir, rows, memory)
+
+    def write_model(self, description: Mapping[str, Any]) -> None:
+        """Write `model.json`."""
+        if self._metrics is not None:
+            _write_json(self.run_dir / MODEL, description)
 
     def write_train(self, record: Mapping[str, Any]) -> None:
         """Append a training record; `record["step"]` is the number of finished steps."""

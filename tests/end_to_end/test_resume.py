@@ -23,10 +23,10 @@ import pytest
 import torch
 import yaml
 
+from configs.option_values import plain_values
 from configs.schema import Config
 from nn.build import open_source
 from nn.checkpoint.directory import list_checkpoints
-from nn.checkpoint.state import plain_config
 from nn.distributed.process_group import Ranks
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
@@ -194,8 +194,8 @@ def in_state(run_dir: Path, files: dict[str, str]) -> Config:
     """Write the files of a run directory; "same" and "mode: eval" stand for complete configurations."""
     config = replace(configuration("dlrm", "sgd"), run_dir=str(run_dir))
     settings = {
-        "same": plain_config(config),
-        "mode: eval": plain_config(config) | {"mode": "eval"},
+        "same": plain_values(config),
+        "mode: eval": plain_values(config) | {"mode": "eval"},
     }
     for name, text in files.items():
         content = yaml.safe_dump(settings[text]) if text in settings else text
@@ -219,7 +219,7 @@ def test_records_of_another_run_are_not_written_over(tmp_path, state):
 def test_a_finished_run_without_checkpoints_is_not_repeated(tmp_path):
     config = in_state(tmp_path, {})
     config = replace(config, checkpoint=replace(config.checkpoint, save=False))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain_config(config)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain_values(config)))
     for name in ("summary.json", "metrics.jsonl"):
         (tmp_path / name).write_text("{}\n")
     message = finished_run(config, None, ONE_RANK, ResumePoint())

@@ -44,6 +44,7 @@ ROOMS = {
         "dataloading.teacher",
     },
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
+    "dataloading.arrow_table": {"dataloading.dataset"},
     "dataloading.loader": {
         "dataloading.batch",
         "dataloading.batch_memory",
@@ -103,6 +104,15 @@ ROOMS = {
         "nn.training",
     },
     "nn.importance": {"nn.models"},
+    "nn.saved_config": {"nn.models"},
+    "nn.library": {
+        "nn.checkpoint",
+        "nn.embedding",
+        "nn.models",
+        "nn.observability",
+        "nn.saved_config",
+        "nn.training",
+    },
     "nn.run": {
         "nn.build",
         "nn.checkpoint",

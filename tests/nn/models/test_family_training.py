@@ -165,8 +165,11 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def two_labels(tmp_path_factory) -> Path:
-    """Return a dataset of two binary labels with the features of the synthetic clicks."""
-    root = tmp_path_factory.mktemp("labels") / "data"
+    return write_two_labels(tmp_path_factory.mktemp("labels") / "data")
+
+
+def write_two_labels(root: Path) -> Path:
+    """Write a dataset of two binary labels with the features of the synthetic clicks; return `root`."""
     sizes = {"user": (50, 1), "item": (40, 2), "items": (40, 2), "kind": (30, 1), "page": (100, 3)}
     generator = np.random.default_rng(3)
     with write_dataset(

@@ -6,11 +6,11 @@ import torch
 import yaml
 from torch import nn
 
+from configs.option_values import plain_values
 from dataloading.batch import Batch, jagged
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.synthetic import SyntheticSource
-from nn.checkpoint.state import plain_config
 from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
@@ -297,7 +297,7 @@ def test_a_recipe_of_one_model_can_select_another():
 
 def test_an_older_run_with_the_options_of_all_models_is_accepted(tmp_path):
     config = compose_config(*TINY, "model.name=dlrm")
-    before = plain_config(config)
+    before = plain_values(config)
     before["model"]["cross"] = {"num_layers": 3, "projection_dim": 512, "structure": "stacked"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
     assert can_restart(tmp_path, config)
@@ -307,7 +307,7 @@ def test_an_older_run_with_the_options_of_all_models_is_accepted(tmp_path):
 
 
 def test_an_older_run_without_an_option_had_its_default(tmp_path):
-    before = plain_config(compose_config(*TINY))
+    before = plain_values(compose_config(*TINY))
     del before["optimizer"]["beta1"], before["train"]["freeze"], before["model"]["name"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
     assert can_restart(tmp_path, compose_config(*TINY))
@@ -317,7 +317,7 @@ def test_an_older_run_without_an_option_had_its_default(tmp_path):
 
 def test_an_option_that_a_model_has_lost_is_a_change(tmp_path):
     config = compose_config(*TINY, "model.name=dlrm")
-    before = plain_config(config)
+    before = plain_values(config)
     before["model"]["dropout"] = 0.5
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
     assert not can_restart(tmp_path, config)

@@ -1,0 +1,290 @@
+"""Description of a model, `model.json`: options, features, tables, layers with shapes, parameters and operations.
+
+The model can be built again from it, without the dataset. It is plain JSON with the limits of
+`dataloading.dataset.documents`; nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from configs.messages import shown
+from configs.option_values import plain_values
+from configs.schema import ModelConfig
+from dataloading.dataset.documents import read_json
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, id_dtype
+from dataloading.dataset.row_columns import Channel, RowColumn
+from nn.embedding.declared_tables import embedding_columns
+from nn.layers.initialization import initialise_dense
+from nn.models.ranking_model import RankingModel
+from nn.models.registry import MODELS, build_dense, declared_tables, model_options
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+FORMAT = 1
+ROWS = 2
+"""Rows of the batch of zeros that layers are run on; operations are the difference to a batch of one row more."""
+
+
+def describe_model(options: ModelConfig, stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
+    """Return the content of model.json.
+
+    Args:
+        options: of the model.
+        stored: features as the dataset has them.
+        spec: the same after the expansion of ids, as the model sees them.
+    """
+    declared = declared_tables(options, spec)
+    dense = build_dense(options, spec)
+    layers, flops = _run_layers(dense, len(spec.numerical), embedding_columns(declared, spec))
+    tables = [_table(table) for table in declared]
+    return {
+        "format": FORMAT,
+        "model": plain_values(options),
+        "features": _features(stored, spec),
+        "tables": tables,
+        "layers": layers,
+        "parameters": {
+            "tables": sum(table["parameters"] for table in tables),
+            "dense": _count(dense.parameters()),
+        },
+        "flops_per_sample": flops,
+    }
+
+
+def _features(stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
+    expanded = {feature.name: feature.hotness for feature in spec.categorical}
+    single = {"weight": stored.weight, "keep_rate": stored.keep_rate}
+    return {
+        "labels": [{"name": label.name, "dtype": label.dtype.name} for label in stored.labels],
+        **{name: None if column is None else column.name for name, column in single.items()},
+        "numerical": list(stored.numerical),
+        "categorical": [
+            {
+                "name": feature.name,
+                "cardinality": feature.cardinality,
+                "hotness": feature.hotness,
+                "mean_hotness": feature.mean_hotness,
+                "expanded_hotness": expanded[feature.name],
+                "table": feature.table,
+            }
+            for feature in stored.categorical
+        ],
+    }
+
+
+def _table(table: EmbeddingBagConfig) -> dict[str, Any]:
+    return {
+        "name": table.name,
+        "rows": table.num_embeddings,
+        "columns": table.embedding_dim,
+        "pooling": table.pooling.name.lower(),
+        "dtype": table.data_type.name.lower(),
+        "features": list(table.feature_names),
+        "parameters": table.num_embeddings * table.embedding_dim,
+    }
+
+
+def _count(parameters: Any) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _run_layers(
+    dense: nn.Module, num_numerical: int, columns: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Run a dense component on zeros; return its layers in the order of their first call, and the operations per sample.
+
+    A layer is a module without modules in it, or with parameters of its own. Operations are those of matrix products, 2 per
+    multiplication and addition, as `torch.utils.flop_counter` counts them.
+    """
+    calls: dict[str, dict[str, Any]] = {}
+    hooks = [
+        module.register_forward_hook(_noting(calls, name))
+        for name, module in dense.named_modules()
+        if name and (not list(module.children()) or list(module.parameters(recurse=False)))
+    ]
+    try:
+        fewer = _operations(dense, ROWS, num_numerical, columns)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    more = _operations(dense, ROWS + 1, num_numerical, columns)
+    flops = {name: more[name] - fewer.get(name, 0) for name in more}
+    for name, call in calls.items():
+        call["flops_per_sample"] = flops.get(name, 0)
+    return list(calls.values()), flops[""]
+
+
+def _operations(dense: nn.Module, rows: int, num_numerical: int, columns: int) -> dict[str, int]:
+    """Return the operations of a batch of zeros in evaluation mode by module; an empty name is the dense component."""
+    was_training = dense.training
+    dense.eval()
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            dense(torch.zeros(rows, num_numerical), torch.zeros(rows, columns))
+    finally:
+        dense.train(was_training)
+    counts = {
+        name.partition(".")[2]: sum(operations.values())
+        for name, operations in counter.get_flop_counts().items()
+    }
+    return counts | {"": counter.get_total_flops()}
+
+
+def _noting(calls: dict[str, dict[str, Any]], name: str) -> Any:
+    """Return a hook that notes the shapes of a layer's first call, without the rows of the batch."""
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        calls.setdefault(
+            name,
+            {
+                "name": name,
+                "type": type(module).__name__,
+                "input": [list(value.shape[1:]) for value in inputs if isinstance(value, Tensor)],
+                "output": list(output.shape[1:]) if isinstance(output, Tensor) else None,
+                "parameters": _count(module.parameters()),
+            },
+        )
+
+    return note
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """Checked content of a model.json.
+
+    Attributes:
+        options: of the model.
+        stored: features as the dataset has them, without files.
+        spec: the same as the model sees them.
+    """
+
+    options: ModelConfig
+    stored: FeatureSpec
+    spec: FeatureSpec
+
+    def build(self, seed: int | None = 0) -> RankingModel:
+        """Build tables and dense component for one device, with the initial weights of a seed.
+
+        None leaves the weights of the tables undefined, for those that are loaded.
+
+        Raises:
+            ValueError: the options do not fit the features.
+        """
+        dense = build_dense(self.options, self.spec, seed or 0)
+        initialise_dense(dense, seed or 0)
+        return RankingModel(declared_tables(self.options, self.spec), dense, seed)
+
+
+def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -> RankingModel:
+    """Build the model that a model.json describes, with the initial weights of a seed.
+
+    Args:
+        path: of the file.
+        seed: of the initial weights.
+        trusted: whether a model outside the project, `package.module:Class`, may be imported.
+
+    Raises:
+        ValueError: the file is missing or describes no model.
+    """
+    return read_description(Path(path), trusted=trusted).build(seed)
+
+
+def read_description(path: Path, *, trusted: bool = False) -> ModelDescription:
+    """Read a model.json.
+
+    Args:
+        path: of the file.
+        trusted: whether a model outside the project, `package.module:Class`, may be imported.
+
+    Raises:
+        ValueError: the file is missing, malformed, of a newer format, or names a model that may not be imported.
+    """
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{path}: no such file; runs of earlier versions wrote none, so evaluate its checkpoint with mode=eval"
+        ) from None
+    try:
+        return _parsed(content, trusted)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no description of a model ({_reason(error)})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _reason(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _parsed(content: Any, trusted: bool) -> ModelDescription:
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"it has format {shown(content['format'])}, and this version reads {FORMAT}"
+        )
+    name = content["model"]["name"]
+    if name not in MODELS and not trusted:
+        raise ValueError(
+            f"model.name={shown(name)} is no model of the project; trusted=True imports it, which runs its code"
+        )
+    features = content["features"]
+    stored = _spec_of(features, "hotness")
+    options = model_options(OmegaConf.create(content["model"]))
+    return ModelDescription(options, stored, _spec_of(features, "expanded_hotness"))
+
+
+def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
+    names = _texts(features["numerical"])
+    single = {
+        channel: None if features[channel] is None else RowColumn.of(features[channel], channel)
+        for channel in (Channel.weight, Channel.keep_rate)
+    }
+    labels = tuple(
+        RowColumn(label["name"], dtype=np.dtype(str(label["dtype"])))
+        for label in features["labels"]
+    )
+    return FeatureSpec(
+        root=None,
+        numerical=names,
+        numerical_dtype=np.dtype(np.float32),
+        labels=labels,
+        categorical=tuple(_feature_of(entry, hotness) for entry in features["categorical"]),
+        splits={},
+        metadata={},
+        weight=single[Channel.weight],
+        keep_rate=single[Channel.keep_rate],
+    )
+
+
+def _texts(values: Sequence[Any]) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"features.numerical is {shown(values)}; want a list of names")
+    return tuple(values)
+
+
+def _feature_of(entry: Mapping[str, Any], hotness: str) -> CategoricalFeature:
+    name, count, stored = entry["name"], entry[hotness], entry["hotness"]
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"features.categorical has the name {shown(name)}; want a text")
+    cardinality = entry["cardinality"]
+    if type(cardinality) is not int or not 0 < cardinality < 2**48:
+        raise ValueError(
+            f"{shown(name)} has cardinality {shown(cardinality)}; want rows of a table"
+        )
+    mean = entry["mean_hotness"] if count == stored else count
+    if type(mean) not in (int, float) or not math.isfinite(mean):
+        raise ValueError(f"{shown(name)} has mean_hotness {shown(mean)}; want a number")
+    return CategoricalFeature(name, cardinality, id_dtype(cardinality), count, mean, entry["table"])

@@ -1,0 +1,77 @@
+"""Terminal output of a model: its components with shapes, parameters and operations, and one line of their sums."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+def size_line(description: Mapping[str, Any]) -> str:
+    """Return parameters and operations of a model in one line.
+
+    Args:
+        description: from `nn.models.description.describe_model`.
+    """
+    parameters = description["parameters"]
+    tables = len(description["tables"])
+    return (
+        f"{parameters['tables']:,} parameters in {tables} {'table' if tables == 1 else 'tables'}, "
+        f"{parameters['dense']:,} in the dense component, "
+        f"{_short(description['flops_per_sample'])}FLOP per sample forward"
+    )
+
+
+def print_model(console: Console, description: Mapping[str, Any]) -> None:
+    """Print one line per component of the dense component, and the sums; model.json lists every layer.
+
+    Args:
+        console: from `make_console`.
+        description: from `nn.models.description.describe_model`.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in ("component", "layers"):
+        table.add_column(name, overflow="fold")
+    for name in ("in", "out", "parameters", "FLOP per sample"):
+        table.add_column(name, justify="right", no_wrap=True)
+    components: dict[str, list[Mapping[str, Any]]] = {}
+    for layer in description["layers"]:
+        components.setdefault(layer["name"].partition(".")[0], []).append(layer)
+    for name, layers in components.items():
+        table.add_row(
+            name,
+            _types(layers),
+            " + ".join(map(_shape, layers[0]["input"])),
+            _shape(layers[-1]["output"]),
+            f"{sum(layer['parameters'] for layer in layers):,}",
+            _short(sum(layer["flops_per_sample"] for layer in layers)),
+        )
+    console.print(table)
+    console.print()
+    console.print(
+        f"model  {description['model']['name']}: {size_line(description)}", soft_wrap=True
+    )
+
+
+def _types(layers: list[Mapping[str, Any]]) -> str:
+    """Return the types of layers with their numbers, such as `3 Linear, 2 Dropout`."""
+    counts: dict[str, int] = {}
+    for layer in layers:
+        counts[layer["type"]] = counts.get(layer["type"], 0) + 1
+    return ", ".join(name if n == 1 else f"{n} {name}" for name, n in counts.items())
+
+
+def _shape(size: list[int] | None) -> str:
+    """Return a shape per sample, such as `6 x 16`; a number per sample has none."""
+    return "" if size is None else " x ".join(map(str, size)) or "1"
+
+
+def _short(count: int) -> str:
+    """Return a count with three digits and a unit, such as `14.2 k`."""
+    for size, unit in UNITS:
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} "
