@@ -119,12 +119,12 @@ class ParquetSource:
             if split not in self._in_memory:
                 files = self._splits[split]
                 groups = [files.decode(self.spec, group) for group in range(files.num_groups)]
-                columns = _joined(self.spec, groups, self.spec.splits[split])
+                columns = joined(self.spec, groups, self.spec.splits[split])
                 self._in_memory[split] = BinarySource(self.spec, {split: columns})
             return self._in_memory[split]
 
 
-def _joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> SplitColumns:
+def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> SplitColumns:
     """Return row groups as the columns of one split."""
     numerical = None
     if spec.numerical:

@@ -99,8 +99,8 @@ def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
     return num_rows
 
 
-def check_columns(path: Path, schema: pa.Schema, columns: Mapping[str, ColumnKind]) -> None:
-    """Raise `ValueError` unless `schema` of the file `path` has all of `columns` with the right types."""
+def check_columns(path: Path | str, schema: pa.Schema, columns: Mapping[str, ColumnKind]) -> None:
+    """Raise `ValueError` unless `schema` of the file or table `path` has all of `columns` with the right types."""
     present = Counter(schema.names)
     missing = [name for name in columns if name not in present]
     expect(not missing, str(path), f"no column {', '.join(missing)}", "every feature of the spec")

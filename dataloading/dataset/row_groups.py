@@ -77,21 +77,8 @@ class SplitGroups:
                 rate; the message names row and file.
         """
         part, _ = self._locate(group)
-        table = self.table(group, spec.names)
-        where = _Place(self.paths[part], self._first_row_in_part(group))
-        columns = []
-        for column in spec.row_columns:
-            numbers = where.numbers(table, column.name)
-            wrong = column.wrong(numbers)
-            if wrong.any():
-                row = int(wrong.argmax())
-                raise ValueError(
-                    f"{spec.title(column)} {numbers[row]} at {where.row(row)}; want {column.wanted}"
-                )
-            columns.append(numbers)
-        numerical = [where.numbers(table, name) for name in spec.numerical]
-        decoded = [where.ids(table, feature) for feature in spec.categorical]
-        return RowGroup(columns, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+        where = Place(self.paths[part], self._first_row_in_part(group))
+        return decode(self.table(group, spec.names), spec, where)
 
     def table(self, group: int, names: Sequence[str]) -> pa.Table:
         """Read the columns `names` of a row group; ValueError if its data is damaged."""
@@ -130,14 +117,42 @@ class SplitGroups:
         return files[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Place of a row group, for messages: its file and its first row in that file."""
+def decode(table: pa.Table, spec: FeatureSpec, where: "Place") -> RowGroup:
+    """Return the rows of a table whose columns have the right types, every value checked.
 
-    path: Path
-    first_row: int
+    Args:
+        table: with a column for each of `spec.names`.
+        spec: features.
+        where: the table's place, for messages.
+
+    Raises:
+        ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the message names row
+            and file.
+    """
+    columns = []
+    for column in spec.row_columns:
+        numbers = where.numbers(table, column.name)
+        wrong = column.wrong(numbers)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise ValueError(
+                f"{spec.title(column)} {numbers[row]} at {where.row(row)}; want {column.wanted}"
+            )
+        columns.append(numbers)
+    numerical = [where.numbers(table, name) for name in spec.numerical]
+    decoded = [where.ids(table, feature) for feature in spec.categorical]
+    return RowGroup(columns, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a row group, for messages: its file, or the name of a table in memory, and its first row in it."""
+
+    path: Path | str
+    first_row: int = 0
 
     def row(self, index: int) -> str:
+        """Return the name of a row, for messages."""
         return f"row {self.first_row + index} of {self.path}"
 
     def numbers(self, table: pa.Table, name: str) -> np.ndarray:

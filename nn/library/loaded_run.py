@@ -1,0 +1,285 @@
+"""A finished or running training as an object: its options, its model on one device, its metrics, and predictions."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from configs.messages import shortened, shown
+from configs.schema import Config
+from dataloading.arrow_table import SPLIT, features_source
+from dataloading.batch import Batch, jagged
+from dataloading.dataset.documents import read_json, resolved
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.loader import Loader, LoaderSettings
+from nn.checkpoint.compatibility import AVERAGE, differences
+from nn.checkpoint.directory import BEST, list_checkpoints, read_facts
+from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks, read_index
+from nn.embedding.multi_hot import MultiHot, expand
+from nn.models.description import read_description
+from nn.models.ranking_model import RankingModel
+from nn.models.tasks import Task, column_of, tasks_of_run
+from nn.observability.records import read_records
+from nn.observability.run_directory import CONFIG, METRICS, MODEL, SUMMARY
+from nn.saved_config import load_saved_config
+from nn.training.train_step import AMP_DTYPES
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory, loaded: `Run.load("runs/a")`.
+
+    Attributes:
+        directory: the run directory.
+        config: the options of the run.
+        spec: features and labels as the dataset has them, without files.
+        checkpoint: directory of the loaded checkpoint.
+        num_steps: updates made before it.
+        model: tables and dense component on one device, in evaluation mode. With `train.ema_decay` the dense component has its
+            average, as in evaluation.
+        tasks: the labels that the model predicts, in the order of its logits.
+        device: of the model.
+    """
+
+    directory: Path
+    config: Config
+    spec: FeatureSpec
+    checkpoint: Path
+    num_steps: int
+    model: RankingModel
+    tasks: list[Task]
+    device: torch.device
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path | str,
+        *,
+        checkpoint: str | None = None,
+        device: torch.device | str = "cpu",
+        trusted: bool = False,
+    ) -> Self:
+        """Load a checkpoint of a run directory, whatever number of ranks has written it.
+
+        Files are read as numbers and plain JSON or yaml, and every checksum of the loaded tensors is compared.
+
+        Args:
+            directory: a run directory.
+            checkpoint: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one.
+            device: of the model.
+            trusted: whether a model outside the project, `package.module:Class`, may be imported.
+
+        Raises:
+            ValueError: there is no such checkpoint, or a file is missing, damaged or contradicts the others.
+        """
+        directory = Path(directory)
+        path = _checkpoint(directory, checkpoint)
+        config = load_saved_config(directory / CONFIG, trusted=trusted)
+        description = read_description(directory / MODEL, trusted=trusted)
+        try:
+            facts = read_facts(path)
+            index = read_index(path)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be loaded: {error}") from None
+        if description.spec.fingerprint() != facts["feature_spec"]:
+            raise ValueError(
+                f"{path} was trained on other features than {directory / MODEL} names; copy the run directory again"
+            )
+        model = description.build(seed=None)
+        _load_weights(model, index, path, use_average=config.train.ema_decay is not None)
+        return cls(
+            directory=directory,
+            config=config,
+            spec=description.stored,
+            checkpoint=path,
+            num_steps=facts["num_steps"],
+            model=model.to(device).eval(),
+            tasks=tasks_of_run(config, description.stored),
+            device=torch.device(device),
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of training and evaluation so far, oldest first (docs/operations.md names their keys).
+
+        Raises:
+            ValueError: metrics.jsonl is damaged.
+            OSError: it cannot be read.
+        """
+        return read_records(self.directory / METRICS)[1]
+
+    def metrics(self) -> pa.Table:
+        """Return the records as a table; a number that a record lacks is null.
+
+        Raises:
+            ValueError: metrics.jsonl is damaged.
+            OSError: it cannot be read.
+        """
+        records = self.records()
+        keys = dict.fromkeys(key for record in records for key in record)
+        return pa.table({key: [record.get(key) for record in records] for key in keys})
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the result of the run; None if it has not finished."""
+        path = self.directory / SUMMARY
+        return read_json(path) if path.exists() else None
+
+    def predict(self, table: Any, *, batch_size: int = 8192) -> Any:
+        """Return the predictions of rows: per label the probability of a 1, or the number of a regression label.
+
+        They are those that evaluation measures. Labels need not be there. A dataset with a column of keep rates needs it here
+        too, since predictions depend on it.
+
+        Args:
+            table: a pandas DataFrame or an Arrow table with a column per feature: ids, and numbers, as the dataset has them.
+            batch_size: rows at once.
+
+        Returns:
+            A table of the same kind, with a float64 column per label. That of a DataFrame has its index.
+
+        Raises:
+            ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
+        """
+        rows, as_given = _arrow_table(table)
+        names = [task.name for task in self.tasks]
+        if rows.num_rows == 0:
+            return as_given(pa.table({name: pa.array([], pa.float64()) for name in names}))
+        scores = torch.cat([self._scores(batch) for batch in self._batches(rows, batch_size)])
+        columns = {name: scores[:, index].numpy() for index, name in enumerate(names)}
+        return as_given(pa.table(columns))
+
+    def _batches(self, rows: pa.Table, batch_size: int) -> Iterator[Batch]:
+        source = features_source(rows, self.spec, "the table")
+        loader = Loader(source, SPLIT, LoaderSettings(batch_size=batch_size, workers=1))
+        expansion = self._expansion()
+        for batch in loader.batches(0, loader.steps_per_epoch):
+            yield _expanded(batch, expansion).to(self.device)
+
+    def _expansion(self) -> dict[str, Tensor]:
+        """Return the further ids of each id of features that `data.multi_hot` expands."""
+        data = self.config.data
+        multi_hot = MultiHot(self.spec, data.multi_hot, data.workers)
+        cpu = torch.device("cpu")
+        return {name: multi_hot.lookup_table(name, cpu) for name in multi_hot.hotness}
+
+    @torch.no_grad()
+    def _scores(self, batch: Batch) -> Tensor:
+        """Return the predictions of a batch, float64 [B, labels] on the host."""
+        dtype = AMP_DTYPES.get(self.config.train.amp)
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            logits = self.model(batch)
+        columns = []
+        for index, task in enumerate(self.tasks):
+            values = task.shifted(column_of(logits.float(), index), batch.keep_rates).double()
+            columns.append(values.sigmoid() if task.is_binary else values)
+        return torch.stack(columns, dim=1)[: batch.num_valid].cpu()
+
+
+def _checkpoint(directory: Path, name: str | None) -> Path:
+    """Return the checkpoint of a run directory; ValueError if there is none of this name."""
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such directory; name a run directory")
+    folder = directory / CHECKPOINTS
+    found = list_checkpoints(folder)
+    if not found:
+        raise ValueError(
+            f"{directory} has no complete checkpoint; name the directory of a run that has saved one (checkpoint.save=true)"
+        )
+    steps = [path.name for path in found]
+    best = folder / BEST
+    target = resolved(best).name if best.is_symlink() else None
+    if name is None:
+        name = target if target in steps else steps[0]
+    elif name == BEST and target is not None:
+        name = target
+    if name not in steps:
+        raise ValueError(f"{folder} has no checkpoint {shown(name)}, only {', '.join(steps[::-1])}")
+    return folder / name
+
+
+def _load_weights(
+    model: RankingModel, index: TensorIndex, path: Path, *, use_average: bool
+) -> None:
+    """Copy the weights of a checkpoint into a model, block by block."""
+    wanted = {name: value for name, value in model.state_dict().items()}
+    stored: dict[str, StoredTensor] = {}
+    for name in wanted:
+        kind, _, rest = name.partition(".")
+        own = f"{name}.weight" if kind == "tables" else name
+        average = f"{AVERAGE}{rest}"
+        chosen = average if use_average and average in index.tensors else own
+        if chosen in index.tensors:
+            stored[name] = index.tensors[chosen]
+    differing = differences(
+        {name: tensor.size for name, tensor in stored.items()},
+        {name: tuple(value.shape) for name, value in wanted.items()},
+        grow=False,
+    )
+    if differing:
+        raise ValueError(
+            f"{path} is of another model than the run's {MODEL}: {shortened(', '.join(differing[:4]))}; copy the run "
+            "directory again"
+        )
+    try:
+        for name, tensor in stored.items():
+            _fill(wanted[name], tensor)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from None
+
+
+def _fill(target: Tensor, tensor: StoredTensor) -> None:
+    """Copy a stored tensor into one of the same shape; 16-bit weights become those of the target's dtype."""
+    at = 0
+    flat = target.reshape(1) if target.dim() == 0 else target
+    for block in blocks(tensor):
+        values = torch.from_numpy(block)
+        if tensor.dtype == "bfloat16":
+            values = values.view(torch.bfloat16)
+        flat[at : at + len(block)].copy_(values)
+        at += len(block)
+
+
+def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
+    """Return a batch with the further ids of features that are expanded."""
+    if not tables:
+        return batch
+    keys = batch.ids.keys()
+    values, lengths = [], []
+    for name in keys:
+        ids, counts = batch.ids[name].values(), batch.ids[name].lengths()
+        if name in tables:
+            full = expand(ids, tables[name])
+            ids, counts = full.flatten().to(ids.dtype), counts * full.shape[1]
+        values.append(ids)
+        lengths.append(counts)
+    counts_per_key = [len(ids) for ids in values]
+    ids = jagged(keys, torch.cat(values), torch.cat(lengths), None, counts_per_key)
+    return Batch(
+        batch.numerical,
+        batch.labels,
+        ids,
+        batch.num_valid,
+        batch.global_valid,
+        keep_rates=batch.keep_rates,
+    )
+
+
+def _arrow_table(table: Any) -> tuple[pa.Table, Any]:
+    """Return rows as an Arrow table, and the function that converts a result to the kind of table that was given."""
+    if isinstance(table, pa.Table):
+        return table, lambda result: result
+    if type(table).__module__.partition(".")[0] != "pandas" or not hasattr(table, "columns"):
+        raise ValueError(
+            f"got rows of type {type(table).__name__}; want a pandas DataFrame or a pyarrow.Table"
+        )
+    try:
+        rows = pa.Table.from_pandas(table, preserve_index=False)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise ValueError(f"the table: {shortened(' '.join(str(error).split()))}") from None
+    return rows, lambda result: result.to_pandas().set_index(table.index)

@@ -1,0 +1,98 @@
+"""The options of a run as its run directory holds them, `config.yaml`, read back; nothing in it is interpolated or executed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from configs.messages import shown
+from configs.overrides import no_option, unknown_keys
+from configs.schema import Config, describe, open_sections
+from dataloading.dataset.documents import read_yaml
+from nn.models.registry import MODELS, typed_config
+
+
+def read_saved_config(path: Path) -> dict[str, Any]:
+    """Return the options of a run's config.yaml; their values are not checked yet.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: the file is missing or cannot be read, or is no configuration of a run.
+    """
+    if path.is_dir():
+        raise ValueError(f"config={path} is a directory; name the config.yaml in it")
+    try:
+        values = read_yaml(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"config={path}: no such file; name the config.yaml of a run directory"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"config={path}: cannot be read ({error.strerror})") from None
+    if not isinstance(values, dict) or not {"recipe", "model", "train"} <= values.keys():
+        raise ValueError(
+            f"config={path} is no configuration of a run, which has recipe, model and train; name the config.yaml of a run "
+            "directory"
+        )
+    _rename_earlier(values)
+    for key, text in _texts(values):
+        if "${" in text or text == "???":
+            raise ValueError(
+                f"config={path}: {key} is {shown(text)}; a run's config.yaml holds values only"
+            )
+    for key in unknown_keys(OmegaConf.create(values), Config):
+        problem = no_option(str(key), [option for option, _ in describe(Config)])
+        raise ValueError(f"config={path}: {problem}")
+    values.pop("config", None)
+    return values
+
+
+def load_saved_config(path: Path, *, trusted: bool) -> Config:
+    """Return the checked options of a run's config.yaml.
+
+    Args:
+        path: of the file.
+        trusted: whether a model outside the project, `package.module:Class`, may be imported.
+
+    Raises:
+        ValueError: see `read_saved_config`; or an invalid value, or a model that may not be imported.
+    """
+    values = read_saved_config(path)
+    model = values["model"]
+    name = model.get("name") if isinstance(model, dict) else None
+    if name not in MODELS and not trusted:
+        raise ValueError(
+            f"{path}: model.name={shown(name)} is no model of the project; trusted=True imports it, which runs its code"
+        )
+    schema = OmegaConf.structured(Config)
+    for section in open_sections(Config):
+        OmegaConf.set_struct(schema[section], False)
+    try:
+        return typed_config(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _rename_earlier(values: dict[str, Any]) -> None:
+    """Replace the names that options had in earlier versions, in place."""
+    data = values.get("data")
+    if isinstance(data, dict) and "threads" in data:
+        data.setdefault("workers", data.pop("threads"))
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) for every text of a document, keys included."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            below = f"{key}.{name}" if key else str(name)
+            if isinstance(name, str):
+                yield below, name
+            yield from _texts(item, below)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key)
