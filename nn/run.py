@@ -69,6 +69,7 @@ from nn.observability.run_directory import (
     draw_missing_curves,
     empty_summary,
     environment,
+    write_model,
     write_plan,
 )
 from nn.observability.run_lock import RunLock
@@ -212,6 +213,8 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
     if plan_json is not None and process_rank() == 0:
         plan_json.parent.mkdir(parents=True, exist_ok=True)
         write_plan(plan_json.parent, rows, memory)
+        if description is not None:
+            write_model(plan_json.parent, description)
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class RunDirectory:
     def write_model(self, description: Mapping[str, Any]) -> None:
         """Write `model.json`."""
         if self._metrics is not None:
-            _write_json(self.run_dir / MODEL, description)
+            write_model(self.run_dir, description)
 
     def write_train(self, record: Mapping[str, Any]) -> None:
         """Append a training record; `record["step"]` is the number of finished steps."""
@@ -288,6 +288,11 @@ class RunDirectory:
     def _write_line(self, record: Mapping[str, Any]) -> None:
         assert self._metrics is not None
         self._metrics.append(f"{_line(record)}\n".encode())
+
+
+def write_model(directory: Path, description: Mapping[str, Any]) -> None:
+    """Write `model.json` to an existing directory."""
+    _write_json(directory / MODEL, description)
 
 
 def write_plan(directory: Path, rows: Sequence[TablePlan], memory: Sequence[RankMemory]) -> None:
