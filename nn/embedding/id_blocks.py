@@ -113,9 +113,3 @@ def with_positions(
         samples = samples.clamp_(max=batch_size - 1).add_(sources * batch_size)
         pieces += [ids, starts.flatten().to(ids.dtype), lengths, samples.flatten().to(ids.dtype)]
     return torch.cat(pieces)
-
-
-def fixed_blocks(hotness: Mapping[str, int], num_samples: int) -> dict[str, IdBlock]:
-    """Return the positions of features of fixed hotness, of one source."""
-    counts = {name: IdCount(count, num_samples * count) for name, count in hotness.items()}
-    return id_blocks(counts, 1, num_samples)

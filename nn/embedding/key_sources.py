@@ -1,6 +1,7 @@
 """The gradient of each key: its sample, its first column and its factor, where tables have several or ragged lookups."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,41 +15,59 @@ from nn.embedding.lookups import Pooling
 class KeySources:
     """Sources of all keys; those of ragged features change with every batch, in the same memory.
 
+    The memory is allocated on first use: an evaluation uses none.
+
     Args:
         lookups: of all tables, in the order of their keys.
         num_samples: G.
         device: of the ids.
-
-    Attributes:
-        rows: sample of each key, int32 [K].
-        columns: first column of its vector, int32 [K].
-        factors: number by which the gradient is multiplied, float32 [K].
     """
 
     def __init__(
         self, lookups: Sequence[PlacedLookup], num_samples: int, device: torch.device
     ) -> None:
-        rows, columns, factors = [], [], []
-        for placed in lookups:
-            lookup, count = placed.lookup, placed.ids.count
-            hotness = lookup.hotness or 1
-            sample = torch.arange(num_samples, dtype=torch.int32).repeat_interleave(hotness)
-            vector = torch.arange(hotness, dtype=torch.int32) // (lookup.ids_per_vector or 1)
-            column = (placed.first_column + vector * placed.width).repeat(num_samples)
-            if lookup.is_ragged:
-                sample = torch.zeros(count, dtype=torch.int32)
-                column = torch.full((count,), placed.first_column, dtype=torch.int32)
-            rows.append(sample)
-            columns.append(column)
-            factors.append(torch.full((count,), lookup.factor))
-        self.rows = torch.cat(rows).to(device)
-        self.columns = torch.cat(columns).to(device)
-        self.factors = torch.cat(factors).to(device)
-        self._ragged = [placed for placed in lookups if placed.lookup.is_ragged]
+        self._lookups = lookups
+        self._num_samples = num_samples
+        self._device = device
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Sample of each key, int32 [K]."""
+        samples = torch.arange(self._num_samples, dtype=torch.int32)
+        return self._joined(
+            torch.zeros(placed.ids.count, dtype=torch.int32)
+            if placed.lookup.is_ragged
+            else samples.repeat_interleave(placed.lookup.hotness)
+            for placed in self._lookups
+        )
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """First column of the vector of each key, int32 [K]."""
+        return self._joined(map(self._columns_of, self._lookups))
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """Number by which the gradient of each key is multiplied, float32 [K]."""
+        return self._joined(
+            torch.full((placed.ids.count,), placed.lookup.factor) for placed in self._lookups
+        )
+
+    def _columns_of(self, placed: PlacedLookup) -> Tensor:
+        lookup = placed.lookup
+        if lookup.is_ragged:
+            return torch.full((placed.ids.count,), placed.first_column, dtype=torch.int32)
+        vector = torch.arange(lookup.hotness, dtype=torch.int32) // lookup.ids_per_vector
+        return (placed.first_column + vector * placed.width).repeat(self._num_samples)
+
+    def _joined(self, parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(parts)).to(self._device)
 
     def set(self, ids: Tensor) -> None:
         """Take samples and lengths of ragged features from a batch's ids [N]."""
-        for placed in self._ragged:
+        for placed in self._lookups:
+            if not placed.lookup.is_ragged:
+                continue
             block, keys = placed.ids, slice(placed.first_key, placed.first_key + placed.ids.count)
             samples = ids.narrow(0, block.first_sample, block.count)
             self.rows[keys].copy_(samples)

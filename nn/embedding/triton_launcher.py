@@ -144,11 +144,7 @@ class _WidthClass:
             self._state_offset.append(self._weight_offset)
 
         self._set_positions(tables, members, key_bases)
-        # Not read, unless a table has several lookups or a ragged one.
-        self._listed = (self._width, self._width, self._factor)
-        if self._source == "listed":
-            assert sources is not None, "there is a table of this kind"
-            self._listed = (sources.rows, sources.columns, sources.factors)
+        self._sources = sources
 
     def _set_positions(
         self, tables: Sequence[LocalTable], members: Sequence[int], key_bases: Sequence[int]
@@ -208,6 +204,14 @@ class _WidthClass:
 
     def _on_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self._weights.device)
+
+    @property
+    def _listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, column and factor of each key; not read, unless a table has several lookups or a ragged one."""
+        if self._source != "listed":
+            return self._width, self._width, self._factor
+        assert self._sources is not None, "there is a table of this kind"
+        return self._sources.rows, self._sources.columns, self._sources.factors
 
     @cached_property
     def _levels(self) -> list[_Level]:

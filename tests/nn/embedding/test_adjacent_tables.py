@@ -8,9 +8,10 @@ import torch
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
 from nn.embedding.embedding_bags import RADIX_SORT_IDS, LocalEmbeddingBags
-from nn.embedding.id_blocks import IdBlock, fixed_blocks
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
+from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 CPU = torch.device("cpu")
 # Rows and hotness: the second and third are alike and adjacent, and so are the last two.

@@ -13,7 +13,6 @@ from configs.schema import Component, OptimizerConfig, OptimizerName
 from nn.build import build_plan, hardware_of, open_source
 from nn.checkpoint import state as checkpoint
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import fixed_blocks
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.export.tables import export_tables
@@ -21,6 +20,7 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.checkpoint.test_state import restored, same, save, state_of
+from tests.nn.embedding.fixed_blocks import fixed_blocks
 from tests.nn.training.test_train_step import EPOCHS, parts, two_epochs, whole
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

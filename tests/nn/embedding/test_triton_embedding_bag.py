@@ -7,10 +7,10 @@ import torch
 
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import fixed_blocks
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import table_rule
+from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 # Rows, columns and hotness of each table: runs of equal ids over many blocks, within one block, and none.
 TABLES = [(3, 16, 1), (500, 8, 1), (1, 16, 2), (40, 16, 3), (10_000, 12, 1)]
