@@ -44,6 +44,7 @@ from nn.distributed.launcher import (
     is_node_leader,
     leave_launcher,
 )
+from nn.multirun import JOBS, begin_command
 
 # A launcher ends all ranks when the first one fails; the rank that prints the error must not be ended before it has.
 SILENT_RANK_WAIT_S = 2.0
@@ -61,12 +62,16 @@ def _process() -> Iterator[None]:
         yield
     except ValueError as error:
         _end_together(str(error), USER_ERROR_EXIT_CODE)
+    problem = JOBS.problem()
+    if problem is not None:
+        _end(*problem)
     if is_launched():
         leave_launcher()
 
 
 def command(config_name: str) -> Callable[[], None]:
     """Return the function that runs the recipe `configs/<config_name>.yaml` with the overrides of the command line."""
+    begin_command()
     composed = composed_command(
         _run,
         Config,
@@ -112,6 +117,9 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
 
 def _run(composed: DictConfig) -> None:
     with _exit_codes(composed):
+        if JOBS.has_several():
+            JOBS.run(composed, _run)
+            return
         # Here, not above: torch and TorchRec take seconds to import, and neither options nor paths need them.
         from nn.early_checks import check_inputs
         from nn.library_warnings import quiet_libraries

@@ -13,7 +13,7 @@ from typing import Any
 
 from dataloading.dataset.source import Source
 from dataloading.permuted_source import BLOCK_ROWS, PermutedSource
-from nn.models.tasks import Metric
+from nn.models.metric import Metric
 
 Evaluate = Callable[[Source], dict[str, Any]]
 """Evaluates the model on a source's rows; all ranks must call it."""

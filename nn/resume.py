@@ -36,8 +36,15 @@ from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.models.registry import MODELS, declared_tables, options_of_own_models
-from nn.observability.records import KeptRecords, has_records, records_until
-from nn.observability.run_directory import CONFIG, METRICS, SUMMARY, UNSAVED
+from nn.observability.records import (
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    UNSAVED,
+    KeptRecords,
+    has_records,
+    records_until,
+)
 from nn.training.limits import early_stop, total_steps
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.

@@ -45,8 +45,9 @@ from nn.distributed.process_group import (
 )
 from nn.importance import as_csv, measure_importance
 from nn.models.description import describe_model
+from nn.models.metric import Metric
 from nn.models.registry import check_model
-from nn.models.tasks import Metric, metrics_of, tasks_of_run
+from nn.models.tasks import metrics_of, tasks_of_run
 from nn.observability.console import (
     Progress,
     make_console,
@@ -60,11 +61,8 @@ from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note
 from nn.observability.plan_table import print_hardware, print_memory, print_plan
 from nn.observability.profiler import Profiler, check_profile
-from nn.observability.records import KeptRecords
+from nn.observability.records import PLAN, PROBLEM, UNSAVED, KeptRecords
 from nn.observability.run_directory import (
-    PLAN,
-    PROBLEM,
-    UNSAVED,
     RunDirectory,
     draw_missing_curves,
     empty_summary,

@@ -24,8 +24,7 @@ from nn.embedding.multi_hot import MultiHot, expand
 from nn.models.description import read_description
 from nn.models.ranking_model import RankingModel
 from nn.models.tasks import Task, column_of, tasks_of_run
-from nn.observability.records import read_records
-from nn.observability.run_directory import CONFIG, METRICS, MODEL, SUMMARY
+from nn.observability.records import CONFIG, METRICS, MODEL, SUMMARY, read_records
 from nn.saved_config import load_saved_config
 from nn.training.train_step import AMP_DTYPES
 

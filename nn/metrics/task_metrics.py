@@ -15,18 +15,8 @@ from torch.nn.functional import pad, softplus
 from dataloading.batch import Batch
 from nn.metrics.grouped_auc import grouped_auc, weighted_auc
 from nn.metrics.ranking import BLOCK_ROWS, Collectives, RankingMetrics, first_not_finite
-from nn.models.tasks import (
-    AUC,
-    CALIBRATION,
-    GAUC,
-    LOG_LOSS,
-    MAE,
-    NORMALISED_ENTROPY,
-    RMSE,
-    Task,
-    check_logits,
-    column_of,
-)
+from nn.models.metric import AUC, CALIBRATION, GAUC, LOG_LOSS, MAE, NORMALISED_ENTROPY, RMSE
+from nn.models.tasks import Task, check_logits, column_of
 
 
 class TaskMetrics:

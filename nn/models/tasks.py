@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,88 +14,17 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
 from nn.layers.task_losses import binary_losses, mean_share, squared_errors
+from nn.models.metric import (
+    AUC,
+    DEFAULT_METRICS,
+    GAUC,
+    MAE,
+    Metric,
+    best_of,
+    metrics_of_label,
+)
 
 # B: samples, T: tasks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """A number that tells how well a task is learnt.
-
-    Attributes:
-        name: of the metric.
-        title: of its value on the test split, on the terminal.
-        undefined: printed where it has no value although there are rows.
-        while_training: whether it is also measured on training rows.
-        larger_is_better: whether a model with a larger value is the better one; None if neither is.
-        task: the task it is of, where a dataset has several.
-    """
-
-    name: str
-    title: str
-    undefined: str = "n/a"
-    while_training: bool = False
-    larger_is_better: bool | None = True
-    task: str | None = None
-
-    def improves(self, value: float, best: float) -> bool:
-        """Return whether `value` is better than the best one so far, which is nan before the first; nan never is."""
-        if math.isnan(value):
-            return False
-        return math.isnan(best) or (value > best if self.larger_is_better else value < best)
-
-    def of(self, task: str) -> "Metric":
-        """Return this metric of one of several tasks."""
-        return replace(self, task=task, title=f"{task} {self.title.removeprefix('test ')}")
-
-    @property
-    def key(self) -> str:
-        """Its name among the metrics of all tasks, such as `auc`, or `auc.click` of several."""
-        return self.name if self.task is None else f"{self.name}.{self.task}"
-
-    @property
-    def test_key(self) -> str:
-        """Key of its value on the test split, in records and in the summary."""
-        return f"test_{self.key}"
-
-    @property
-    def best_key(self) -> str:
-        """Key of its best value on the test split, in the summary."""
-        return f"best_{self.test_key}"
-
-    @property
-    def train_key(self) -> str:
-        """Key of its value on training rows."""
-        return f"train_{self.key}"
-
-
-AUC = Metric(
-    name="auc",
-    title="test AUC",
-    undefined="undefined (all labels are the same)",
-    while_training=True,
-)
-LOG_LOSS = Metric(name="log_loss", title="log loss", larger_is_better=False)
-GAUC = Metric(name="gauc", title="GAUC", undefined="undefined (no group has both labels)")
-NORMALISED_ENTROPY = Metric(
-    name="normalised_entropy",
-    title="normalised entropy",
-    undefined="undefined (all labels are the same)",
-    larger_is_better=False,
-)
-CALIBRATION = Metric(
-    name="calibration",
-    title="calibration",
-    undefined="undefined (no label is 1)",
-    larger_is_better=None,
-)
-RMSE = Metric(name="rmse", title="test RMSE", while_training=True, larger_is_better=False)
-MAE = Metric(name="mae", title="MAE", larger_is_better=False)
-
-DEFAULT_METRICS = {True: (AUC, LOG_LOSS), False: (RMSE,)}
-"""Metrics of a label, by whether it is binary."""
-FURTHER_METRICS = {True: (NORMALISED_ENTROPY, CALIBRATION), False: (MAE,)}
-"""Metrics that `eval.metrics` may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +121,9 @@ def tasks_of(
                 f"tasks.{label.name}: '{label.name}' is a regression label, of which weight alone may be set; the other "
                 "options are of binary labels (dtype bool)"
             )
-        metrics = DEFAULT_METRICS[label.is_binary] + (
-            (GAUC,) if has_groups and label.is_binary else ()
+        metrics = metrics_of_label(
+            label, further=further, has_groups=has_groups, is_single=len(labels) == 1
         )
-        metrics += tuple(m for m in FURTHER_METRICS[label.is_binary] if m.name in further)
-        if len(labels) > 1:
-            metrics = tuple(metric.of(label.name) for metric in metrics)
         tasks.append(Task(name=label.name, is_binary=label.is_binary, metrics=metrics, options=own))
     if not any(task.options.weight for task in tasks):
         raise ValueError(
@@ -263,14 +189,7 @@ def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
     Raises:
         ValueError: no task has such a metric, or no value of it is better than another.
     """
-    metrics = [metric for metric in metrics_of(tasks) if metric.larger_is_better is not None]
-    for metric in metrics:
-        if name in (None, metric.key):
-            return metric
-    raise ValueError(
-        f"eval.best_metric={name} is not measured, or says not which model is better; choose one of "
-        f"{', '.join(metric.key for metric in metrics)}"
-    )
+    return best_of(metrics_of(tasks), name)
 
 
 def auc_key(record: Mapping[str, Any], best: str | None) -> str | None:

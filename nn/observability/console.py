@@ -23,7 +23,8 @@ from rich.text import Text
 
 from configs.console import LiteralConsole
 from configs.messages import printable
-from nn.models.tasks import AUC, Metric, auc_key
+from nn.models.metric import AUC, Metric
+from nn.models.tasks import auc_key
 from nn.observability.gpu_topology import topology_text
 from nn.observability.layout import grid, print_columns
 from nn.observability.run_directory import (

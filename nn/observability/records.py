@@ -1,4 +1,7 @@
-"""Records of a run, metrics.jsonl: the environment in the first line, then one record per line."""
+"""Names of the files of a run directory, and its records, metrics.jsonl.
+
+That file has the environment in the first line, then one record per line. This module imports no torch.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,6 +9,25 @@ from typing import Any
 
 from configs.messages import shown
 from dataloading.dataset.documents import parse_json, read_regular
+
+CONFIG = "config.yaml"
+PLAN = "plan.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+MODEL = "model.json"
+CURVES = "curves.png"
+RESTARTS = "restarts.jsonl"
+ENDED = "ended.json"
+"""Why a run ended before its last step; a run that was killed has none."""
+
+STOPPED, FAILED = "stopped", "failed"
+"""States in `ended.json`: by a signal, after which the same command resumes; or by an error."""
+
+UNSAVED = "checkpoint_problem"
+"""Key of a summary that says why the last checkpoint could not be written; the run is then unfinished."""
+
+PROBLEM = "test_problem"
+"""Key of an evaluation, and of the summary after it, that says why its metrics are undefined."""
 
 FINAL = "final"
 """Key of the record of a run's final evaluation, which follows the last checkpoint."""

@@ -8,6 +8,7 @@ metrics.jsonl   environment in the first line, then one record per line, flushed
 restarts.jsonl  one object per resume: checkpoint step and environment
 tensorboard/    the numbers of the records, under train/ and test/
 summary.json    result; exists only after the run has finished
+ended.json      why the run ended before its last step, unless it was killed
 curves.png      plot of the records
 importance.json importance of features, with mode=importance; importance.csv is the same as a table
 """
@@ -20,7 +21,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -30,28 +31,30 @@ from typing import Any, Self
 
 import torch
 
-from configs.messages import os_error_text
+from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
-from nn.models.tasks import Metric
+from nn.distributed.errors import StoppedError
+from nn.models.metric import Metric
 from nn.observability.curves import draw_curves
 from nn.observability.gpu_topology import gpus_of_host
-from nn.observability.records import FINAL, KeptRecords, has_records
+from nn.observability.records import (
+    CONFIG,
+    CURVES,
+    ENDED,
+    FAILED,
+    FINAL,
+    METRICS,
+    MODEL,
+    PLAN,
+    RESTARTS,
+    STOPPED,
+    SUMMARY,
+    KeptRecords,
+    has_records,
+)
 from nn.observability.tensorboard_events import TensorBoardEvents
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
-
-CONFIG = "config.yaml"
-PLAN = "plan.json"
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
-MODEL = "model.json"
-CURVES = "curves.png"
-
-UNSAVED = "checkpoint_problem"
-"""Key of a summary that says why the last checkpoint could not be written; the run is then unfinished."""
-
-PROBLEM = "test_problem"
-"""Key of an evaluation, and of the summary after it, that says why its metrics are undefined."""
 
 UNTRAINED_AUC = "untrained_test_auc"
 RESTORED_AUC = "restored_test_auc"
@@ -193,13 +196,13 @@ class RunDirectory:
             return
         # The configuration comes first: records without it would belong to an unknown run.
         _write(run_dir / CONFIG, config_yaml)
-        for name in (SUMMARY, CURVES):
+        for name in (SUMMARY, CURVES, ENDED):
             (run_dir / name).unlink(missing_ok=True)
         path = run_dir / METRICS
         lines = kept.lines if kept is not None else []
         _write(path, "".join(lines) or _line(environment) + "\n")
         if kept is not None and lines:
-            append_line(run_dir / "restarts.jsonl", _line({"step": kept.step, **environment}))
+            append_line(run_dir / RESTARTS, _line({"step": kept.step, **environment}))
         with ExitStack() as opened:
             self._metrics = AppendedFile(path, is_text=True)
             opened.callback(self._metrics.close)
@@ -214,7 +217,11 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
+    ) -> None:
+        if isinstance(error, Exception | KeyboardInterrupt):
+            self._write_end(error)
         self.close()
 
     def close(self) -> None:
@@ -271,6 +278,19 @@ class RunDirectory:
         if self._has_training:
             _draw(self.run_dir, self._logger)
         _write_json(self.run_dir / SUMMARY, to_json_value(summary))
+
+    def _write_end(self, error: BaseException) -> None:
+        """Write `ended.json`; the error that ends the run must not be replaced by one of writing."""
+        if self._metrics is None:
+            return
+        is_stop = isinstance(error, StoppedError | KeyboardInterrupt)
+        content = {
+            "state": STOPPED if is_stop else FAILED,
+            "kind": type(error).__name__,
+            "message": on_one_line(str(error)),
+        }
+        with suppress(OSError):
+            _write_json(self.run_dir / ENDED, content)
 
     def _write_record(self, group: str, record: Mapping[str, Any]) -> None:
         if self._metrics is None:

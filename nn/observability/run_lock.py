@@ -96,6 +96,24 @@ class RunLock:
                 return run_dir
 
 
+def is_running(run_dir: Path) -> bool:
+    """Return whether a process has locked a run directory: one of this machine, or on NFS of any.
+
+    A free lock is not touched, so that a run which starts at this moment is not kept out; only on NFS it is held for
+    microseconds. Processes of other containers are not seen.
+    """
+    try:
+        if _listed_holder(run_dir.stat().st_ino) is not None:
+            os.close(lock_directory(run_dir))
+        if (run_dir / LOCK_FILE).exists():
+            os.close(lock_file(run_dir / LOCK_FILE))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def default_run_dir(recipe: str) -> Path:
     """Return `runs/<recipe>/<time>`, with a number appended if that exists already."""
     started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -129,13 +147,18 @@ def _holder_of(locked: Path) -> str:
 
     Its id is unknown on another host, in another container and without Linux.
     """
-    inode = locked.stat().st_ino
+    pid = _listed_holder(locked.stat().st_ino)
+    return "a process of another host or container" if pid is None else f"process {pid}"
+
+
+def _listed_holder(inode: int) -> int | None:
+    """Return the process that the kernel lists as holder of a lock on an inode; None if it lists none."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/locks").read_text().splitlines():
             _, _, _, _, pid, device_inode, *_ = line.split()
             if device_inode.endswith(f":{inode}") and int(pid) > 0:
-                return f"process {pid}"
-    return "a process of another host or container"
+                return int(pid)
+    return None
 
 
 def _cannot_be_created(run_dir: Path, error: OSError) -> str:

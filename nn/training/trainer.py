@@ -18,15 +18,16 @@ from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
 from nn.metrics.ranking import TRAIN_AUC_ROWS
 from nn.metrics.task_metrics import TaskMetrics
-from nn.models.tasks import AUC, auc_key, best_metric, metrics_of
+from nn.models.metric import AUC
+from nn.models.tasks import auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
 from nn.observability.profiler import Profiler
+from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     FIRST_AUC,
     LAST_AUC,
-    PROBLEM,
     RESTORED_AUC,
     RESULT_STEP,
     UNTRAINED_AUC,

@@ -13,7 +13,7 @@ from dataloading.dataset.open_dataset import open_dataset
 from dataloading.permuted_source import PermutedSource
 from nn.build import build_test_loader
 from nn.importance import measure_importance
-from nn.models.tasks import AUC, LOG_LOSS
+from nn.models.metric import AUC, LOG_LOSS
 from nn.training.evaluator import Evaluator
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu

@@ -100,7 +100,7 @@ class Finding:
 
 def files() -> list[Path]:
     """Everything that people read: code, tests, yaml, README and docs."""
-    tops = ("configs", "dataloading", "preproc", "nn", "benchmarks", "tests", "docs")
+    tops = ("configs", "dataloading", "preproc", "nn", "compare", "benchmarks", "tests", "docs")
     below = [path for top in tops for path in (ROOT / top).rglob("*")]
     return sorted(
         path

@@ -22,6 +22,7 @@ LAYERS = {
     "dataloading": {"configs"},
     "preproc": {"configs", "dataloading"},
     "nn": {"configs", "dataloading"},
+    "compare": {"configs", "dataloading", "nn"},
     "main": {"configs", "nn"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
@@ -85,6 +86,7 @@ ROOMS = {
     "nn.export": {"nn.checkpoint"},
     "nn.library_warnings": set(),
     "nn.versions": set(),
+    "nn.multirun": {"nn.distributed"},
     "nn.early_checks": {"nn.checkpoint", "nn.distributed"},
     "nn.build": {
         "nn.distributed",
@@ -381,8 +383,9 @@ def test_the_launchers_variables_are_read_in_one_place():
     assert {each for each in readers if not is_below(each, "benchmarks")} <= READS_ENVIRONMENT
 
 
-def test_preprocessing_needs_no_torch():
-    modules = {name for name in sources() if is_below(name, "preproc")}
+@pytest.mark.parametrize("package", ["preproc", "compare"])
+def test_a_command_without_a_model_needs_no_torch(package):
+    modules = {name for name in sources() if is_below(name, package)}
     brought = set().union(*(reached_from(name) for name in modules))
     assert importers_of("torch", brought) | importers_of("torchrec", brought) == set()
 
@@ -425,7 +428,9 @@ def test_no_file_is_called_like_a_standard_module():
     assert stems & sys.stdlib_module_names == set()
 
 
-@pytest.mark.parametrize("package", ["configs", "dataloading", "preproc", "nn", "main", "dlrm"])
+@pytest.mark.parametrize(
+    "package", ["configs", "dataloading", "preproc", "nn", "compare", "main", "dlrm"]
+)
 def test_a_flat_package_is_this_repositorys(package):
     found = importlib.import_module(package).__file__
     assert found is not None

@@ -9,13 +9,8 @@ import torch
 from configs.schema import TaskConfig
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
+from nn.models.metric import AUC, CALIBRATION, LOG_LOSS, MAE, RMSE, Metric
 from nn.models.tasks import (
-    AUC,
-    CALIBRATION,
-    LOG_LOSS,
-    MAE,
-    RMSE,
-    Metric,
     Task,
     auc_key,
     best_metric,

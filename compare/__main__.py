@@ -1,0 +1,79 @@
+"""Command `python -m compare`: a table of runs, their curves in one picture, and both as files."""
+
+if __name__ == "__main__":
+    # First, since the imports below take a moment.
+    from configs.stop_signals import end_at_once_on_signals
+
+    end_at_once_on_signals()
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from compare.arguments import with_directories
+from compare.run_record import RunRecord, find_runs
+from compare.table import (
+    as_csv,
+    as_json,
+    choose_metric,
+    labels,
+    print_table,
+    sorted_runs,
+)
+from configs.command_line import composed_command, end_command
+from configs.compare_schema import CompareConfig
+from configs.console import LiteralConsole
+from configs.exit_codes import INTERRUPTED_EXIT_CODE
+from configs.messages import os_error_text
+from configs.overrides import to_config
+from configs.stop_signals import INTERRUPTED, restore_signals
+
+PIPE_WIDTH = 200
+
+
+def compare(config: CompareConfig) -> None:
+    """Print the table and write the files that are asked for.
+
+    Raises:
+        ValueError: there is no run, or none has the metric.
+        OSError: a file cannot be read or written.
+    """
+    found = [RunRecord.read(path) for path in find_runs(config.runs)]
+    metric = choose_metric(found, config.metric)
+    runs = sorted_runs(found, metric)
+    console = LiteralConsole()
+    # A file or a pipe has no width of its own.
+    console = console if console.is_terminal else LiteralConsole(width=PIPE_WIDTH)
+    print_table(console, runs, metric)
+    if config.csv is not None:
+        Path(config.csv).write_text(as_csv(runs), encoding="utf-8")
+    if config.json is not None:
+        Path(config.json).write_text(as_json(runs), encoding="utf-8")
+    if config.picture is not None:
+        # Imported here, since the table alone needs no matplotlib.
+        from compare.picture import draw_runs
+
+        draw_runs(runs, labels(runs), metric, Path(config.picture))
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and compare; report errors in one line."""
+    try:
+        config = to_config(composed)
+        restore_signals()
+        compare(config)
+    except ValueError as error:
+        end_command(f"error: {error}")
+    except OSError as error:
+        end_command(f"error: {os_error_text(error)}")
+    except KeyboardInterrupt:
+        end_command(f"{INTERRUPTED}: rerun the same command", INTERRUPTED_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    try:
+        sys.argv[1:] = with_directories(sys.argv[1:], CompareConfig, "runs")
+        composed_command(run, CompareConfig, "compare_schema", "compare")()
+    except ValueError as error:
+        end_command(f"error: {error}")

@@ -1,0 +1,30 @@
+"""Directories among the arguments of a command, beside options that are written key=value."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from configs.arguments import quoted
+from configs.schema import describe
+
+
+def with_directories(arguments: Sequence[str], schema: type, option: str) -> list[str]:
+    """Return the arguments with all directories as one option.
+
+    An argument is a directory if it names no option: no `=`, or one in the name of a path, such as `many/00-lr=0.1`.
+
+    Args:
+        arguments: of the command line.
+        schema: class of the options.
+        option: name of the option that takes directories.
+    """
+    names = {key for key, _ in describe(schema)}
+    directories: list[str] = []
+    others: list[str] = []
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        is_path = not equals or "/" in key or Path(argument).exists()
+        is_option = argument.startswith(("-", "hydra.")) or (equals and key.lstrip("+~") in names)
+        (directories if is_path and not is_option and argument else others).append(argument)
+    if not directories:
+        return others
+    return [*others, f"{option}=[{','.join(map(quoted, directories))}]"]

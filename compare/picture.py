@@ -1,0 +1,129 @@
+"""Curves of many runs in one picture: the metric of each evaluation, and the training loss, over steps."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compare.run_record import RunRecord, State
+from dataloading.dataset.durable_files import replace_bytes
+from nn.models.metric import Metric
+from nn.observability.curves import FAINT, SMOOTH_FROM, STYLE, limits, series, smoothed, thinned
+
+MAX_NAMED = 10
+"""Runs with a colour and a name; the others are drawn in grey, since nobody tells more lines apart."""
+MAX_LABEL_CHARS = 44
+
+
+def draw_runs(
+    runs: Sequence[RunRecord], names: Sequence[str], metric: Metric | None, out_png: Path
+) -> None:
+    """Draw the curves of runs.
+
+    Args:
+        runs: the best one first; the first `MAX_NAMED` are named.
+        names: of the runs, for the legend.
+        metric: of the evaluations; None if there are none yet.
+        out_png: file to write, 1,690 x 780 pixels.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from matplotlib import colormaps, rc_context
+    from matplotlib.figure import Figure
+
+    named = min(len(runs), MAX_NAMED)
+    places = np.linspace(0, 0.88, named) if named > 1 else np.array([0.25])
+    colors = [*colormaps["viridis"](places)]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(13, 6), dpi=130)
+        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+        figure.suptitle(_title(runs, metric), x=0.012, ha="left", size=13, weight="bold")
+        left, right = figure.subplots(1, 2)
+        left.set_title(
+            "evaluation" if metric is None else f"{metric.title}, evaluations", loc="left"
+        )
+        right.set_title("training loss", loc="left")
+        key = "" if metric is None else metric.test_key
+        for axes, name, has_dots in ((left, key, True), (right, "loss", False)):
+            lines = [series(run.records, name) for run in runs]
+            # The best one last, on top of the others.
+            for index in reversed(range(len(runs))):
+                style = _style(index, runs[index], colors, names)
+                _draw(axes, lines[index], runs[index], has_dots=has_dots, **style)
+            _finish(axes, lines)
+        handles = left.get_legend_handles_labels()
+        if not handles[0]:
+            handles = right.get_legend_handles_labels()
+        order = range(len(handles[0]) - 1, -1, -1)
+        figure.legend(
+            [handles[0][i] for i in order],
+            [handles[1][i] for i in order],
+            loc="outside lower left",
+            ncols=min(named + 1, 3),
+            fontsize=8.5,
+        )
+        picture = BytesIO()
+        figure.savefig(picture, format="png")
+    replace_bytes(out_png, picture.getvalue(), out_png.with_name(f".{out_png.name}.tmp"))
+
+
+def _title(runs: Sequence[RunRecord], metric: Metric | None) -> str:
+    parts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
+    unfinished = sum(run.state is not State.finished for run in runs)
+    if unfinished:
+        parts.append(f"{unfinished} not finished (x)")
+    best, step = runs[0].best(metric) if metric is not None else (None, None)
+    if metric is not None and best is not None:
+        parts.append(f"best {metric.title} {best:.4f} at step {step:,}")
+    return "   ·   ".join(parts)
+
+
+def _style(
+    index: int, run: RunRecord, colors: Sequence[Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return colour, width, order and label of a run; of the runs without a name, the first has the common label."""
+    if index < len(colors):
+        text = names[index]
+        text = text if len(text) <= MAX_LABEL_CHARS else f"...{text[3 - MAX_LABEL_CHARS :]}"
+        width = 2.4 if index == 0 and len(names) > 1 else 1.5
+        return {"color": colors[index], "linewidth": width, "zorder": 30 - index, "label": text}
+    more = f"{len(names) - len(colors)} more" if index == len(colors) else None
+    return {"color": FAINT, "linewidth": 0.8, "zorder": 2, "alpha": 0.6, "label": more}
+
+
+def _draw(
+    axes: Any,
+    line: tuple[np.ndarray, np.ndarray],
+    run: RunRecord,
+    *,
+    has_dots: bool,
+    **style: Any,
+) -> None:
+    steps, values = line
+    if not len(values):
+        # A run without values keeps its place in the legend.
+        axes.plot([], [], **style)
+        return
+    if not has_dots and len(values) >= SMOOTH_FROM:
+        steps, values = thinned((steps, smoothed(values)))
+    is_named = style["label"] is not None and style["color"] is not FAINT
+    dots = {"marker": "o", "markersize": 3.5} if (has_dots and is_named) or len(values) == 1 else {}
+    axes.plot(steps, values, **style, **dots)
+    if run.state not in (State.finished, State.running):
+        mark = {"color": style["color"], "zorder": style["zorder"], "linestyle": "none"}
+        axes.plot(steps[-1], values[-1], marker="x", markersize=7, markeredgewidth=1.8, **mark)
+
+
+def _finish(axes: Any, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    value_range = limits(*lines)
+    if value_range is None:
+        axes.text(0.5, 0.5, "no records", transform=axes.transAxes, ha="center", color=FAINT)
+        axes.set_yticks([])
+        return
+    axes.set_ylim(*value_range)

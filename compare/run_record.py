@@ -1,0 +1,220 @@
+"""One run as it lies on disk: options, records, result and state. Finished, running and crashed runs are read alike."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from dataloading.dataset.documents import read_json, read_yaml
+from nn.models.metric import Metric, best_of, metric_of_key
+from nn.observability.records import (
+    CONFIG,
+    ENDED,
+    FAILED,
+    FINAL,
+    METRICS,
+    STOPPED,
+    SUMMARY,
+    UNSAVED,
+    read_records,
+)
+from nn.observability.run_lock import is_running
+
+
+class State(StrEnum):
+    """States of a run: the last three ended before their last step."""
+
+    running = "running"
+    finished = "finished"
+    stopped = STOPPED
+    failed = FAILED
+    crashed = "crashed"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run directory, read once.
+
+    Attributes:
+        path: of the directory.
+        state: of the run.
+        message: why it was stopped or has failed; empty otherwise.
+        options: by dotted key, as in config.yaml; empty if that is missing or damaged.
+        header: the environment, first line of metrics.jsonl.
+        records: of training and evaluation.
+        summary: the result; empty without.
+    """
+
+    path: Path
+    state: State
+    message: str
+    options: dict[str, Any]
+    header: dict[str, Any]
+    records: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "RunRecord":
+        """Read a run directory.
+
+        Raises:
+            ValueError: a line of metrics.jsonl is no record.
+            OSError: a file cannot be read.
+        """
+        header: dict[str, Any] = {}
+        records: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError):
+            header, records = read_records(path / METRICS)
+        summary, ended = _mapping(path / SUMMARY), _mapping(path / ENDED)
+        return cls(
+            path,
+            _state(path, summary, ended),
+            str(ended.get("message", "")),
+            dict(flattened(_mapping(path / CONFIG))),
+            header,
+            records,
+            summary,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps of the latest record."""
+        steps = (_number(record.get("step")) or 0 for record in self.records)
+        return int(max(steps, default=0))
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Records of evaluations while training, in order: those of one split and of the same rows."""
+        return [r for r in self.records if FINAL not in r and any(map(metric_of_key, r))]
+
+    def metrics(self) -> list[Metric]:
+        """Return the metrics of the evaluations, in the order of the records."""
+        keys = dict.fromkeys(key for record in self.records for key in record)
+        return [metric for metric in map(metric_of_key, keys) if metric is not None]
+
+    def main_metric(self) -> Metric | None:
+        """Return the metric by which the run chooses its best checkpoint; None before the first evaluation."""
+        with suppress(ValueError):
+            return best_of(self.metrics(), self.options.get("eval.best_metric"))
+        return None
+
+    def last(self, metric: Metric) -> float | None:
+        """Return a metric of the last evaluation; None if it has no value."""
+        evaluations = self.evaluations
+        return _number(evaluations[-1].get(metric.test_key)) if evaluations else None
+
+    def best(self, metric: Metric) -> tuple[float | None, int | None]:
+        """Return the best value of a metric over all evaluations, and its step."""
+        best, step = math.nan, None
+        for record in self.evaluations:
+            value = _number(record.get(metric.test_key))
+            if value is not None and metric.improves(value, best):
+                best, step = value, int(_number(record.get("step")) or 0)
+        return (None if math.isnan(best) else best), step
+
+    def speed(self) -> float | None:
+        """Return samples/s: of the summary, or the median of the records."""
+        measured = _number(self.summary.get("samples_per_s"))
+        return measured if measured is not None else _median(self._values("samples_per_s"))
+
+    def memory_bytes(self) -> float | None:
+        """Return the peak memory of tensors on the GPU of rank 0; None on CPUs."""
+        values = [*self._values("hbm_bytes"), _number(self.summary.get("peak_hbm_bytes"))]
+        return max((value for value in values if value is not None), default=None)
+
+    def seconds(self) -> float | None:
+        """Return the seconds of steps and evaluations; time between two starts and of checkpoints is left out."""
+        total, before = 0.0, _number(self.header.get("start_step")) or 0
+        for record in self.records:
+            total += _number(record.get("eval_s")) or 0.0
+            if "loss" in record:
+                step = _number(record.get("step")) or before
+                total += (_number(record.get("step_ms")) or 0.0) / 1e3 * max(step - before, 0)
+                before = step
+        return total if self.records else None
+
+    def _values(self, key: str) -> list[float]:
+        found = (_number(record.get(key)) for record in self.records)
+        return [value for value in found if value is not None]
+
+
+def find_runs(paths: Sequence[str]) -> list[Path]:
+    """Return the run directories among `paths` and below them, sorted, without duplicates.
+
+    Raises:
+        ValueError: a path is no directory, or there is no run below it.
+    """
+    found: dict[Path, None] = {}
+    for text in paths:
+        path = Path(text)
+        if not path.is_dir():
+            raise ValueError(
+                f"{text} is no directory; name run directories, or folders that have them"
+            )
+        below = sorted(_runs_below(path))
+        if not below:
+            raise ValueError(f"{text} holds no run: no directory there has {CONFIG} and {METRICS}")
+        found |= dict.fromkeys(below)
+    return list(found)
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Yield the run directories below a folder; a run directory holds no others."""
+    if (folder / CONFIG).is_file() and (folder / METRICS).is_file():
+        yield folder
+        return
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            yield from _runs_below(path)
+
+
+def flattened(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by dotted key."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def differing(runs: Iterable[RunRecord], ignored: Iterable[str] = ("run_dir",)) -> list[str]:
+    """Return the keys of the options that are not equal in all runs, in the order of config.yaml."""
+    all_options = [run.options for run in runs if run.options]
+    keys = dict.fromkeys(key for options in all_options for key in options)
+    return [
+        key
+        for key in keys
+        if key not in ignored
+        and any(options.get(key) != all_options[0].get(key) for options in all_options)
+    ]
+
+
+def _state(path: Path, summary: dict[str, Any], ended: dict[str, Any]) -> State:
+    if is_running(path):
+        return State.running
+    if ended.get("state") in (STOPPED, FAILED):
+        return State(ended["state"])
+    return State.finished if summary and not summary.get(UNSAVED) else State.crashed
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping that a file holds; empty if it is missing or damaged."""
+    try:
+        content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None

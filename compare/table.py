@@ -1,0 +1,194 @@
+"""Runs as a table: on the terminal, as CSV and as JSON; the best run comes first."""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from compare.run_record import RunRecord, differing
+from nn.models.metric import Metric, best_of
+
+MAX_OPTION_COLUMNS = 5
+LEAST_FOLDED = 16
+"""Characters that a column of long texts gets at least; they are folded."""
+RUN, STATE, DIFFERS = "run", "state", "differs"
+GIB = 2**30
+
+
+def choose_metric(runs: Sequence[RunRecord], name: str | None) -> Metric | None:
+    """Return the metric that runs are sorted by: the named one, or the first run's own.
+
+    Raises:
+        ValueError: no run has a metric of that name.
+    """
+    measured = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
+    if name is None:
+        return next((metric for run in runs if (metric := run.main_metric()) is not None), None)
+    try:
+        return best_of(measured, name)
+    except ValueError:
+        names = ", ".join(metric.key for metric in measured) or "none yet"
+        raise ValueError(f"metric={name} is in none of the runs; they have {names}") from None
+
+
+def sorted_runs(runs: Sequence[RunRecord], metric: Metric | None) -> list[RunRecord]:
+    """Return the runs by their best value, the best first; those without a value come last, by path."""
+    if metric is None:
+        return list(runs)
+    sign = -1 if metric.larger_is_better else 1
+
+    def rank(run: RunRecord) -> float:
+        value, _ = run.best(metric)
+        return math.inf if value is None else sign * value
+
+    return sorted(runs, key=rank)
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the path of each run without the folders that all have in common."""
+    paths = [str(run.path) for run in runs]
+    if len(paths) == 1:
+        return paths
+    common = os.path.commonpath(paths)
+    return [os.path.relpath(path, common) for path in paths]
+
+
+def short_keys(keys: Sequence[str]) -> list[str]:
+    """Return the last parts of dotted keys, and the complete key where two would be equal."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
+
+
+def rows_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return a row per run: numbers and texts by column, the same columns for all runs, None where nothing is known."""
+    keys = differing(runs)
+    metrics = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
+    rows = []
+    for run, label in zip(runs, labels(runs), strict=True):
+        row: dict[str, Any] = {"run": label, "path": str(run.path), "state": run.state.value}
+        row |= {key: run.options.get(key) for key in keys}
+        for metric in metrics:
+            if metric.larger_is_better is not None:
+                row[f"best_{metric.key}"], row[f"best_{metric.key}_step"] = run.best(metric)
+            row[f"last_{metric.key}"] = run.last(metric)
+            row[f"result_{metric.key}"] = run.summary.get(metric.test_key)
+        row |= {
+            "steps": run.steps,
+            "samples_per_s": run.speed(),
+            "gpu_bytes": run.memory_bytes(),
+            "seconds": run.seconds(),
+            "started": run.header.get("started"),
+            "message": run.message,
+        }
+        rows.append(row)
+    return rows
+
+
+def print_table(console: Console, runs: Sequence[RunRecord], metric: Metric | None) -> None:
+    """Print a line per run; columns without a value, and those for which the terminal is too narrow, are left out."""
+    shown = _fitting(_columns(runs, metric), console.width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in shown:
+        can_fold = title in (RUN, DIFFERS)
+        is_text = can_fold or title == STATE
+        table.add_column(
+            title, justify="left" if is_text else "right", overflow="fold", no_wrap=not can_fold
+        )
+    for texts in zip(*shown.values(), strict=True):
+        table.add_row(*texts)
+    console.print(table)
+    for run, label in zip(runs, labels(runs), strict=True):
+        if run.message:
+            console.print(f"{label}: {run.state}: {run.message}", highlight=False)
+
+
+def _columns(runs: Sequence[RunRecord], metric: Metric | None) -> dict[str, list[str]]:
+    """Return the texts of each column by its title."""
+    keys = differing(runs)
+    has_columns = len(keys) <= MAX_OPTION_COLUMNS
+    columns: dict[str, list[str]] = {RUN: labels(runs), STATE: [run.state for run in runs]}
+    if has_columns:
+        columns |= {
+            name: [_text(run.options.get(key)) for run in runs]
+            for key, name in zip(keys, short_keys(keys), strict=True)
+        }
+    if metric is not None:
+        best = [run.best(metric) for run in runs]
+        columns[f"best {metric.key}"] = [_decimal(value) for value, _ in best]
+        columns["at step"] = ["" if step is None else f"{step:,}" for _, step in best]
+        columns[f"last {metric.key}"] = [_decimal(run.last(metric)) for run in runs]
+    columns["steps"] = [f"{run.steps:,}" for run in runs]
+    columns["samples/s"] = ["" if (v := run.speed()) is None else f"{v:,.0f}" for run in runs]
+    columns["GPU GiB"] = [
+        "" if (v := run.memory_bytes()) is None else f"{v / GIB:.1f}" for run in runs
+    ]
+    columns["time"] = ["" if (v := run.seconds()) is None else _duration(v) for run in runs]
+    if not has_columns:
+        columns[DIFFERS] = [_differences(run, keys) for run in runs]
+    return columns
+
+
+def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
+    """Return the columns that have a value and fit beside each other into `width` characters."""
+    shown = {title: texts for title, texts in columns.items() if any(texts)}
+    widths = {
+        title: max(len(title), *map(len, texts)) if title not in (RUN, DIFFERS) else LEAST_FOLDED
+        for title, texts in shown.items()
+    }
+    for title in ("at step", "steps", "GPU GiB", "samples/s", "time"):
+        if sum(widths.values()) + 3 * len(widths) > width:
+            widths.pop(title, None)
+    return {title: shown[title] for title in widths}
+
+
+def as_csv(runs: Sequence[RunRecord]) -> str:
+    """Return the rows as CSV with a header."""
+    rows = rows_of(runs)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_json(runs: Sequence[RunRecord]) -> str:
+    """Return a list with an object per run: its row, all of its options, its evaluations and its summary."""
+    objects = [
+        row | {"options": run.options, "evaluations": run.evaluations, "summary": run.summary}
+        for run, row in zip(runs, rows_of(runs), strict=True)
+    ]
+    return json.dumps(objects, indent=2, allow_nan=False, default=str) + "\n"
+
+
+def _differences(run: RunRecord, keys: Sequence[str]) -> str:
+    pairs = zip(short_keys(keys), (run.options.get(key) for key in keys), strict=True)
+    return " ".join(f"{name}={_text(value)}" for name, value in pairs if value is not None)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    """Return hours, minutes and seconds, as 0:01:05; tenths of seconds below a minute."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

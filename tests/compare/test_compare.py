@@ -1,0 +1,191 @@
+"""Runs as a table, files and a picture: finished, running, stopped, failed and crashed ones."""
+
+import csv
+import io
+import json
+import os
+import runpy
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import yaml
+from matplotlib.image import imread
+
+from compare.run_record import RunRecord, State, differing, find_runs
+from compare.table import labels, short_keys
+from dataloading.dataset.durable_files import lock_directory
+from tests.helpers.command import Ended, kept_signals
+
+
+def write_run(path: Path, aucs: list[float], **changes) -> Path:
+    """Write a run directory with an evaluation every 10 steps and two options."""
+    options = {"recipe": "dlrm", "run_dir": str(path), "optimizer": {"lr": 0.1, "eps": 1e-8}}
+    options["optimizer"] |= changes.pop("optimizer", {})
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(yaml.safe_dump(options | {"eval": {"best_metric": None}}))
+    lines = [{"recipe": "dlrm", "started": "2026-11-22T16:00:00+00:00", "start_step": 0}]
+    for number, auc in enumerate(aucs, start=1):
+        step = 10 * number
+        lines.append({"step": step, "loss": 1 / number, "samples_per_s": 100.0, "step_ms": 50.0})
+        lines.append({"step": step, "test_auc": auc, "test_log_loss": 1 - auc, "eval_s": 0.5})
+    lines += changes.pop("records", [])
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for name, content in changes.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """A folder of four runs that ended differently; the last lies deeper."""
+    folder = tmp_path / "runs"
+    summary = {"steps": 20, "samples_per_s": 120.0, "test_auc": 0.7, "peak_hbm_bytes": 2**31}
+    write_run(folder / "a", [0.8, 0.7], summary=summary)
+    write_run(folder / "b", [0.6], ended={"state": "stopped", "message": "by SIGTERM"})
+    write_run(folder / "c", [], ended={"state": "failed", "message": "the loss is nan"})
+    write_run(folder / "deep/d", [0.5, 0.9], optimizer={"lr": 0.3})
+    return folder
+
+
+def compare(*arguments: str) -> Ended:
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with (
+        kept_signals(),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch.object(sys, "argv", ["compare", *arguments]),
+    ):
+        try:
+            runpy.run_module("compare", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def test_a_table_has_the_best_run_first_and_what_differs(runs):
+    ended = compare(str(runs))
+    assert (ended.exit_code, ended.err) == (0, "")
+    header, _, *lines = ended.out.splitlines()
+    assert header.split() == (
+        [
+            "run",
+            "state",
+            "lr",
+            "best",
+            "auc",
+            "at",
+            "step",
+            "last",
+            "auc",
+            "steps",
+            "samples/s",
+            "GPU",
+            "GiB",
+            "time",
+        ]
+    )
+    assert lines[0].split() == [
+        "deep/d",
+        "crashed",
+        "0.3",
+        "0.9000",
+        "20",
+        "0.9000",
+        "20",
+        "100",
+        "2.0",
+        "s",
+    ]
+    assert lines[1].split() == [
+        "a",
+        "finished",
+        "0.1",
+        "0.8000",
+        "10",
+        "0.7000",
+        "20",
+        "120",
+        "2.0",
+        "2.0",
+        "s",
+    ]
+    assert [line.split()[:2] for line in lines[2:4]] == [["b", "stopped"], ["c", "failed"]]
+    assert lines[4:] == ["b: stopped: by SIGTERM", "c: failed: the loss is nan"]
+
+
+def test_a_smaller_log_loss_is_better(runs):
+    out = compare(str(runs / "a"), str(runs / "b"), "metric=log_loss").out
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == ["a", "b"]
+    assert "0.2000" in out
+
+
+def test_files_have_a_row_per_run_and_the_picture_is_drawn(runs, tmp_path):
+    names = {name: tmp_path / f"out.{name}" for name in ("csv", "json", "picture")}
+    ended = compare(str(runs), *(f"{name}={path}" for name, path in names.items()))
+    assert (ended.exit_code, ended.err) == (0, "")
+    rows = list(csv.DictReader(io.StringIO(names["csv"].read_text())))
+    assert [row["run"] for row in rows] == ["deep/d", "a", "b", "c"]
+    assert (rows[0]["optimizer.lr"], rows[1]["gpu_bytes"]) == ("0.3", str(2**31))
+    assert "optimizer.eps" not in rows[0]
+    objects = json.loads(names["json"].read_text())
+    assert objects[1]["options"]["optimizer.eps"] == 1e-8
+    assert objects[1]["result_auc"] == 0.7
+    assert [record["test_auc"] for record in objects[1]["evaluations"]] == [0.8, 0.7]
+    pixels = imread(names["picture"], format="png")
+    assert pixels.shape[:2] == (780, 1690)
+    assert pixels[..., :3].std() > 0.05
+
+
+def test_a_run_whose_directory_is_locked_is_running(runs):
+    assert RunRecord.read(runs / "a").state is State.finished
+    descriptor = lock_directory(runs / "a")
+    try:
+        assert RunRecord.read(runs / "a").state is State.running
+    finally:
+        os.close(descriptor)
+
+
+def test_a_final_evaluation_is_no_candidate_for_the_best(tmp_path):
+    run = RunRecord.read(
+        write_run(tmp_path / "a", [0.6], records=[{"step": 10, "test_auc": 0.9, "final": True}])
+    )
+    metric = run.main_metric()
+    assert metric is not None
+    assert (run.best(metric), run.last(metric)) == ((0.6, 10), 0.6)
+
+
+def test_names_are_as_short_as_they_can_be(runs):
+    found = [RunRecord.read(path) for path in find_runs([str(runs)])]
+    assert labels(found) == ["a", "b", "c", "deep/d"]
+    assert differing(found) == ["optimizer.lr"]
+    assert short_keys(["train.batch_size", "eval.batch_size", "optimizer.lr"]) == [
+        "train.batch_size",
+        "eval.batch_size",
+        "lr",
+    ]
+
+
+def test_a_path_with_an_equals_sign_is_a_directory(runs):
+    named = (runs / "a").rename(runs / "00-lr=0.1")
+    assert compare(str(named)).out.splitlines()[2].startswith(str(named))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "error: nowhere is no directory"),
+        (["{runs}/a/x"], "/a/x holds no run: no directory there has config.yaml and metrics.jsonl"),
+        (["{runs}", "metric=gauc"], "error: metric=gauc is in none of the runs; they have auc, log_loss"),
+        (["metrik=auc"], "error: there is no option metrik; did you mean metric?"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(runs, arguments, message):
+    (runs / "a/x").mkdir()
+    ended = compare(*(text.format(runs=runs) for text in arguments))
+    assert ended.exit_code == 2
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
