@@ -140,6 +140,13 @@ class CheckpointPart(Enum):
     optimizer = "optimizer"
 
 
+class Division(Enum):
+    """Divisions of MLPerf: the benchmark's own training method, or any other."""
+
+    closed = "closed"
+    open = "open"
+
+
 class Device(Enum):
     """Device that a run uses."""
 
@@ -866,9 +873,25 @@ class LogConfig:
 
     every: int = option(100, "steps between records of loss, AUC and speed")
     tensorboard: bool = option(True, "write TensorBoard events into run_dir/tensorboard")
+    mlperf: bool = option(
+        False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
+    )
+    mlperf_division: Division = option(
+        Division.closed, "division that the log of log.mlperf names: closed or open"
+    )
+    mlperf_org: str = option("unnamed", "submitter that the log of log.mlperf names")
+    mlperf_platform: str | None = option(
+        None, "system that the log of log.mlperf names; null: hosts x GPUs per host x GPU"
+    )
+    mlperf_cache_cleared: bool = option(
+        False,
+        "say in the log of log.mlperf that you cleared the caches of all hosts before the run",
+    )
 
     def __post_init__(self) -> None:
         require(self.every > 0, f"log.every must be positive, got {self.every}")
+        for name in ("mlperf_org", "mlperf_platform"):
+            require(getattr(self, name) != "", f"log.{name} is empty; name it, or leave it out")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -933,6 +956,23 @@ class Config:
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
             "set checkpoint.save=true, or eval.patience=null",
+        )
+        self._check_mlperf()
+
+    def _check_mlperf(self) -> None:
+        """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""
+        for key, got, wanted in (
+            ("model.name", self.model.name, "dcnv2"),
+            ("train.epochs", self.train.epochs, 1),
+        ):
+            require(
+                not self.log.mlperf or got == wanted,
+                f"log.mlperf=true is the log of MLPerf's dlrm_dcnv2, which wants {key}={wanted}, got {got}; change it, "
+                "or set log.mlperf=false",
+            )
+        require(
+            not self.log.mlperf or self.eval.auc_threshold is not None,
+            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.80275)",
         )
 
     @property

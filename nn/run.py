@@ -8,6 +8,7 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from configs.messages import on_one_line
@@ -56,6 +57,14 @@ from nn.observability.console import (
     print_importance,
     print_inference,
     print_summary,
+)
+from nn.observability.mlperf_log import (
+    MLPERF_LOG,
+    RESUMED,
+    MlperfLog,
+    machine_name,
+    now_ms,
+    settings_of,
 )
 from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note
@@ -107,6 +116,7 @@ def run(config: Config, config_yaml: str) -> None:
         LostRankError: another rank has ended.
         StoppedError: a signal stopped the run; raised on all ranks.
     """
+    started_ms = now_ms()
     source = open_source(config)
     check_model(config.model, source.spec)
     check_optimizers(config)
@@ -120,7 +130,7 @@ def run(config: Config, config_yaml: str) -> None:
         if session is None:
             return
         if config.mode is Mode.train:
-            with _open_training(session) as (trainer, saving):
+            with _open_training(session, started_ms) as (trainer, saving):
                 # Called here, so that few frames lie between the command and a step.
                 with _finishes_writing(saving, session.ranks):
                     trainer.train()
@@ -334,14 +344,21 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
 
 
 @contextmanager
-def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
-    """Build the trainer, at the point that the run starts from, and the objects that save its state."""
+def _open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, Saving | None]]:
+    """Build the trainer, at the point that the run starts from, and the objects that save its state.
+
+    Args:
+        session: the run.
+        started_ms: when it started, in milliseconds since the epoch.
+    """
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train
     assert loader is not None
     last_step = total_steps(config, loader.steps_per_epoch)
-    _report_ranges(session, loader)
     with ExitStack() as stack:
+        # Before any row is read, since its clock starts there.
+        mlperf = stack.enter_context(_mlperf_log(session, started_ms))
+        _report_ranges(session, loader)
         saving = heartbeat = None
         if config.checkpoint.save:
             stop = stack.enter_context(
@@ -359,7 +376,7 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
             session.evaluator(heartbeat),
             config,
             ranks,
-            RunOutput(session.recorder, progress, session.profiler()),
+            RunOutput(session.recorder, progress, session.profiler(), mlperf),
             saving,
         )
         if start.is_continuation:
@@ -368,6 +385,55 @@ def _open_training(session: Session) -> Iterator[tuple[Trainer, Saving | None]]:
         else:
             trainer.start_at(start.num_steps, is_restored=start.path is not None)
         yield trainer, saving
+
+
+@contextmanager
+def _mlperf_log(session: Session, started_ms: int) -> Iterator[MlperfLog | None]:
+    """Open the benchmark's log on rank 0 and start its clock; None without log.mlperf and on other ranks."""
+    config, ranks, start = session.config, session.ranks, session.start
+    loader, target = session.loaders.train, config.eval.auc_threshold
+    if not config.log.mlperf:
+        yield None
+        return
+    assert loader is not None
+    assert target is not None
+    path = session.recorder.run_dir / MLPERF_LOG
+    is_restored = start.path is not None
+    if is_restored:
+        session.logger.warning(RESUMED.format(path=path))
+    with ExitStack() as stack:
+
+        def open_log() -> None:
+            log = MlperfLog(
+                path,
+                _mlperf_settings(session),
+                steps_per_epoch=loader.steps_per_epoch,
+                target=target,
+                restored_step=start.num_steps if is_restored else None,
+            )
+            opened.append(stack.enter_context(log))
+            log.start(started_ms, is_cache_cleared=config.log.mlperf_cache_cleared)
+
+        opened: list[MlperfLog] = []
+        # All ranks raise an error of the file.
+        ranks.run_on_rank0(open_log)
+        yield opened[0] if opened else None
+
+
+def _mlperf_settings(session: Session) -> dict[str, Any]:
+    config, ranks = session.config, session.ranks
+    rows = session.source.num_rows(config.eval.split)
+    if config.eval.max_steps is not None:
+        rows = min(rows, config.eval.max_steps * config.eval.batch_size)
+    on_gpu = ranks.device.type == "cuda"
+    gpu = torch.cuda.get_device_name(ranks.device) if on_gpu else None
+    return settings_of(
+        config,
+        machine=machine_name(ranks.world_size, ranks.world_size // ranks.local_world_size, gpu),
+        train_rows=session.source.num_rows(TRAIN_SPLIT),
+        eval_rows=rows,
+        on_gpu=on_gpu,
+    )
 
 
 def _report_ranges(session: Session, loader: Loader) -> None:

@@ -22,6 +22,7 @@ from nn.models.metric import AUC
 from nn.models.tasks import auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
+from nn.observability.mlperf_log import MlperfLog
 from nn.observability.profiler import Profiler
 from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (
@@ -49,11 +50,13 @@ class RunOutput:
         recorder: the run directory.
         progress: the terminal.
         profiler: records a profile of some steps, or None.
+        mlperf: the benchmark's log, or None; None on ranks other than 0.
     """
 
     recorder: RunDirectory
     progress: Progress
     profiler: Profiler | None = None
+    mlperf: MlperfLog | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class Trainer:
         self._recorder = output.recorder
         self._progress = output.progress
         self._profiler = output.profiler
+        self._mlperf = output.mlperf
         self._config = config
         self._ranks = ranks
         self._last_step = total_steps(config, train_loader.steps_per_epoch)
@@ -282,6 +286,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
+        if self._mlperf is not None:
+            self._mlperf.start_evaluation(self.num_steps)
         record = {
             "step": self.num_steps,
             "epoch": self._epoch(),
@@ -292,6 +298,9 @@ class Trainer:
         if self.best_metric.improves(value, self.best_value):
             self.best_value, self._best_step, self._evals_since_best = value, self.num_steps, 0
         self._test = record
+        if self._mlperf is not None:
+            ends_run = self.num_steps >= self._last_step or self._early_stop() is not None
+            self._mlperf.stop_evaluation(record[self._auc_key(record)], ends_run=ends_run)
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
         self._last_record = self.num_steps

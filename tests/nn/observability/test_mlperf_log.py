@@ -1,0 +1,186 @@
+"""The benchmark's log of tiny runs, as the checkers of mlperf-logging read it."""
+
+import io
+import json
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from mlperf_logging.compliance_checker import mlp_compliance
+from mlperf_logging.rcp_checker import rcp_checker
+
+from configs.schema import Config
+from nn.observability.mlperf_log import settings_of
+from nn.run import run
+from tests.helpers.composed import compose_config
+from tests.helpers.runs import jsonl, killed_at
+
+# 128 steps of 64 rows; an evaluation after every sixth or seventh.
+RUN = [
+    *("experiment=dcnv2_mlperf", "device=cpu", "log.mlperf=true", "log.mlperf_division=open"),
+    *("data.synthetic.train_rows=8192", "data.synthetic.test_rows=2000"),
+    *("data.synthetic.cardinalities=[50,40,7,30]", "data.multi_hot.hotness=[3,2,1,5]"),
+    *("model.embedding_dim=16", "model.bottom_mlp=[16,16]", "model.top_mlp=[16,1]"),
+    *("model.cross.projection_dim=8", "train.batch_size=64", "eval.batch_size=512"),
+    *("optimizer.lr=0.05", "log.tensorboard=false", "eval.auc_threshold=0.7"),
+]
+
+
+def config_of(*overrides: str) -> Config:
+    return compose_config(*RUN, *overrides, recipe="dcnv2")
+
+
+def start(run_dir: Path, *overrides: str, kill_at: int | None = None) -> str:
+    """Run in this process; return what rank 0 prints."""
+    printed = io.StringIO()
+    with (
+        patch("nn.observability.run_directory.draw_curves"),
+        nullcontext() if kill_at is None else killed_at(kill_at),
+        redirect_stdout(printed),
+    ):
+        run(config_of(f"run_dir={run_dir}", *overrides), "")
+    return printed.getvalue()
+
+
+def complaints(path: Path) -> list[str]:
+    """Return what the compliance checker says of a log, warnings included."""
+    checker = mlp_compliance.make_checker("training", "6.0.0", quiet=False, werror=True)
+    mlp_compliance.main(str(path), "training_6.0.0/common.yaml", checker)
+    return [*checker.overwritable.values(), *checker.not_overwritable, *checker.warnings.values()]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
+
+
+def values(path: Path) -> dict[str, Any]:
+    """Return the last value of each key."""
+    return {line["key"]: line["value"] for line in lines(path)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Return the directory of a run that has reached its target."""
+    run_dir = tmp_path_factory.mktemp("mlperf") / "run"
+    start(run_dir)
+    return run_dir
+
+
+def test_the_checker_accepts_the_log_of_the_open_division(finished):
+    assert complaints(finished / "mlperf.log") == []
+
+
+def test_the_closed_division_lacks_criteos_test_rows_and_target_only(finished, tmp_path):
+    closed = tmp_path / "closed.log"
+    closed.write_text((finished / "mlperf.log").read_text().replace('"open"', '"closed"'))
+    target, rows = sorted(complaints(closed))[::-1]
+    assert target.startswith("Failed checks for eval_accuracy : v['value'] >= 0.80275")
+    assert rows.startswith("CHECK for 'eval_samples' failed")
+    assert "v['value'] == 89137319" in rows
+    reached = closed.read_text().replace('"value": 2000', '"value": 89137319')
+    aucs = [line["value"] for line in lines(closed) if line["key"] == "eval_accuracy"]
+    closed.write_text(reached.replace(str(aucs[-1]), "0.8028"))
+    assert complaints(closed) == []
+
+
+def test_evaluations_lie_on_the_grid_and_the_first_at_the_target_ends_the_run(finished):
+    log = lines(finished / "mlperf.log")
+    tested = [record for record in jsonl(finished / "metrics.jsonl") if "test_auc" in record]
+    logged = [
+        (line["metadata"]["epoch_num"], line["value"])
+        for line in log
+        if line["key"] == "eval_accuracy"
+    ]
+    assert logged == [
+        (record["step"] / 128, pytest.approx(record["test_auc"])) for record in tested
+    ]
+    assert [epoch for epoch, _ in logged] == [
+        pytest.approx(0.05 * number, abs=0.5 / 128) for number in range(1, len(logged) + 1)
+    ]
+    assert [auc >= 0.7 for _, auc in logged] == [False] * (len(logged) - 1) + [True]
+    assert log[-1]["key"] == "run_stop"
+    assert log[-1]["metadata"]["status"] == "success"
+    times = [line["time_ms"] for line in log]
+    assert times == sorted(times)
+
+
+def test_training_and_evaluation_alternate(finished):
+    keys = [line["key"] for line in lines(finished / "mlperf.log")]
+    after = keys[keys.index("run_start") :]
+    block = ["block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop"]
+    assert after == [
+        *("run_start", "epoch_start"),
+        *(block * ((len(after) - 4) // 5)),
+        *("epoch_stop", "run_stop"),
+    ]
+
+
+def test_the_rcp_checker_reads_the_epochs_to_the_target(finished, tmp_path):
+    text = (finished / "mlperf.log").read_text()
+    steps = [r["step"] for r in jsonl(finished / "metrics.jsonl") if "test_auc" in r][-1]
+    for number in range(3):
+        (tmp_path / f"result_{number}.txt").write_text(text)
+    read = rcp_checker.read_submission_file(tmp_path / "result_0.txt", "6.0.0", False)
+    assert read == (0, round(steps / 128, 3), 64, "dlrm_dcnv2")
+    # A tiny batch has no reference, and synthetic clicks are learnt faster than any.
+    arguments = (str(tmp_path), "training", "6.0.0", False, False, None, "pruned_rcps")
+    assert rcp_checker.check_directory(*arguments)[:2] == (
+        False,
+        "Missing RCP, please submit RCP with BS = 64",
+    )
+
+
+def test_a_run_that_misses_its_target_is_aborted(tmp_path):
+    start(tmp_path / "run", "eval.auc_threshold=0.99", "train.max_steps=3", "seed=7")
+    log = lines(tmp_path / "run" / "mlperf.log")
+    assert log[-1]["metadata"]["status"] == "aborted"
+    assert (values(tmp_path / "run" / "mlperf.log")["seed"], log[-3]["key"]) == (7, "eval_stop")
+
+
+def test_a_resumed_run_says_that_it_is_no_result(tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "run" / "mlperf.log"
+    start(run_dir, "checkpoint.save_every=4", kill_at=9)
+    before = log.read_text()
+    # The process was killed while it wrote a line.
+    log.write_text(before + ':::MLLOG {"name')
+    printed = " ".join(start(run_dir, "checkpoint.save_every=4").split())
+    assert printed.count("is no valid result") == 1
+    assert log.read_text().startswith(before)
+    statuses = [line["metadata"]["status"] for line in lines(log) if line["key"] == "run_stop"]
+    assert statuses == ["aborted", "aborted"]
+    assert values(log)["starts_from_checkpoint_of_step"] == 8
+    assert any("CHECK for 'init_start' failed" in complaint for complaint in complaints(log))
+    assert rcp_checker.read_submission_file(log, "6.0.0", False)[0] == 1
+
+
+def test_settings_that_differ_from_the_benchmark_reach_the_log():
+    config = config_of(
+        *("optimizer.embedding_name=rowwise_adagrad", "optimizer.embedding_lr=0.1"),
+        *("train.amp=off", "scheduler.warmup_steps=5", "log.mlperf_platform=two hosts"),
+    )
+    found = settings_of(config, machine="1x1xCPU", train_rows=1, eval_rows=1, on_gpu=True)
+    assert found["opt_name"] == "adagrad/rowwise_adagrad"
+    assert (found["opt_base_learning_rate"], found["opt_sparse_base_learning_rate"]) == (0.05, 0.1)
+    assert found["opt_learning_rate_warmup_steps"] == 5
+    assert found["lowest_numerical_precision_in_linear"] == "tf32"
+    assert found["submission_platform"] == "two hosts"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["eval.auc_threshold=null"], "log.mlperf=true needs the AUC that ends the run"),
+        (["train.epochs=2"], "which wants train.epochs=1, got 2"),
+        (["log.mlperf_org=''"], "log.mlperf_org is empty"),
+    ],
+)
+def test_a_run_that_cannot_be_the_benchmark_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(*options)
+
+
+def test_the_log_is_dcnv2s():
+    with pytest.raises(ValueError, match=r"which wants model\.name=dcnv2, got dlrm"):
+        compose_config("log.mlperf=true", "eval.auc_threshold=0.7")
