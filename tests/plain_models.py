@@ -141,7 +141,13 @@ def wukong(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]):
 
 
 def din(
-    p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, pairs: int, length: int | None
+    p: Parameters,
+    numerical: Tensor,
+    lookups: Sequence[Tensor],
+    *,
+    pairs: int,
+    length: int | None,
+    pooling: str = "sum",
 ):
     """Attend row by row over the items before the true length."""
     items = torch.cat([lookups[2 * pair] for pair in range(pairs)], 1)
@@ -153,14 +159,18 @@ def din(
     pooled = []
     for row, item in enumerate(items):
         count = history.shape[1] if length is None else math.ceil(numerical[row, length])
-        total = torch.zeros_like(item)
+        weights = []
         for past in history[row, : max(count, 0)]:
             x = torch.cat([item, past, item - past, item * past])[None]
             layers = sum(key.startswith("attention.layers.") for key in p) // 2
             for number in range(layers - 1):
                 x = 1 / (1 + torch.exp(-linear(p, f"attention.layers.{number}", x)))
-            total = total + linear(p, f"attention.layers.{layers - 1}", x)[0, 0] * past
-        pooled.append(total)
+            weights.append(linear(p, f"attention.layers.{layers - 1}", x)[0, 0])
+        if pooling == "softmax":
+            weights = [torch.exp(weight) for weight in weights]
+        divisor = {"sum": 1, "mean": len(weights), "softmax": sum(weights)}[pooling]
+        items_of_row = zip(weights, history[row], strict=False)
+        pooled.append(sum((w / divisor * past for w, past in items_of_row), torch.zeros_like(item)))
     numbers = [column for column in range(numerical.shape[1]) if column != length]
     parts = [items, torch.stack(pooled), *lookups[2 * pairs :], numerical[:, numbers]]
     x = torch.cat(parts, 1)

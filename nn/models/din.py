@@ -30,7 +30,7 @@ class DIN(Model):
 
     The item and the positions e_j of its history are rows of one table. Several pairs of them (an item's id and category,
     say) lie side by side. The length of the history is a numerical feature, which the MLP does not read. The paper gives no
-    initial weights; linear layers begin as those of `MLP`.
+    initial weights; linear layers begin as those of `MLP`, but the attention's last bias as 0 (`TargetAttention`).
 
     Args:
         num_numerical: N, the length included.
@@ -48,7 +48,12 @@ class DIN(Model):
         has_length = sequences.length is not None
         self._numbers = [column for column in range(num_numerical) if column != sequences.length]
         self._attended = options.history_positions or self._positions
-        self.attention = TargetAttention(self._columns, self._attended, options.attention_hidden)
+        self.attention = TargetAttention(
+            self._columns,
+            self._attended,
+            options.attention_hidden,
+            options.attention_pooling.value,
+        )
         self.top = AdaptiveMLP(
             2 * self._columns + len(sequences.others) * self._dim + num_numerical - has_length,
             options.hidden,

@@ -301,6 +301,14 @@ class AdaptiveActivation(Enum):
     dice = "dice"
 
 
+class AttentionPooling(Enum):
+    """Normalization of DIN's attention weights."""
+
+    sum = "sum"
+    mean = "mean"
+    softmax = "softmax"
+
+
 @dataclass(kw_only=True, slots=True)
 class DINOptions(ModelConfig):
     """Options of DIN."""
@@ -320,6 +328,10 @@ class DINOptions(ModelConfig):
     )
     attention_hidden: list[int] = option(
         [80, 40], "widths of the attention's hidden layers", most=MOST_WIDTH
+    )
+    attention_pooling: AttentionPooling = option(
+        AttentionPooling.sum,
+        "sum: weights as they are, the paper's; mean: divided by the number of items; softmax: over the items",
     )
     hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
     activation: AdaptiveActivation = option(

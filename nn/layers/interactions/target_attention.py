@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,30 @@ class TargetAttention(nn.Module):
     """Weighted sum of a history, sum_j a(e_j, q) e_j (equation 3).
 
     The activation unit a is an MLP of [q, e_j, q - e_j, q * e_j] with one output, as in the authors' program; the paper's
-    figure 2 says "out product". Its weights are not normalised by a softmax: a history with many similar items has a longer
-    sum. Sigmoid follows every hidden layer, as in that program.
+    figure 2 says "out product". Sigmoid follows every hidden layer, as in that program.
+
+    The paper's weights are not normalised, so that a history with many similar items has a longer sum. The authors' program
+    takes a softmax instead. A sum of L positions is up to L times as large as one vector, and on a small dataset it was worse
+    than no history (benchmarks/README.md).
 
     Args:
         columns: D.
         positions: L.
         hidden: widths of the hidden layers.
+        pooling: sum of the weighted items; mean, their sum divided by their number; or softmax of the weights.
     """
 
     positions: Tensor
 
-    def __init__(self, columns: int, positions: int, hidden: Sequence[int]) -> None:
+    def __init__(
+        self,
+        columns: int,
+        positions: int,
+        hidden: Sequence[int],
+        pooling: Literal["sum", "mean", "softmax"] = "sum",
+    ) -> None:
         super().__init__()
+        self.pooling = pooling
         sizes = [4 * columns, *hidden, 1]
         layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
         self.layers = cast(Sequence[nn.Linear], layers)
@@ -36,9 +47,14 @@ class TargetAttention(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights from a CPU generator."""
+        """Draw all weights from a CPU generator, but for the last bias, which is 0.
+
+        A bias of deviation 1, as `initialise_linear_` draws it, would be the common weight of all positions: the history
+        would begin as a large sum of a random sign.
+        """
         for layer in self.layers:
             initialise_linear_(layer, generator)
+        nn.init.zeros_(self.layers[-1].bias)
 
     def forward(self, query: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
         """Return the pooled histories, [B, D].
@@ -55,5 +71,13 @@ class TargetAttention(nn.Module):
         x = torch.cat([query, history, query - history, query * history], dim=2)
         for layer in self.layers[:-1]:
             x = torch.sigmoid(layer(x))
-        weights = torch.where(is_item, self.layers[-1](x), 0)
-        return (weights * history).sum(1)
+        weights = self.layers[-1](x)
+        if self.pooling == "softmax":
+            # The least finite number, since a history without items has no other: -inf would make its gradients NaN.
+            least = torch.finfo(weights.dtype).min
+            weights = torch.softmax(torch.where(is_item, weights, least), dim=1)
+        pooled = (torch.where(is_item, weights, 0) * history).sum(1)
+        if self.pooling == "mean":
+            num_items = is_item.sum(1)
+            pooled = pooled / num_items.clamp(min=1).to(pooled.dtype)
+        return pooled

@@ -1,5 +1,6 @@
 """The models beside DLRM and DCNv2 against plain formulas: logits, gradients, sizes, padding, autocast and export."""
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from configs.schema import ModelConfig
 from nn.layers.adaptive_mlp import Dice
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import initialise_dense
+from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pass_state import PassState, attach
 from nn.models.deepfm import DeepFM
 from nn.models.din import DIN
@@ -20,6 +22,7 @@ from nn.models.masknet import MaskNet
 from nn.models.mmoe import MMoE
 from nn.models.options import (
     AdaptiveActivation,
+    AttentionPooling,
     DINOptions,
     FinalMLPOptions,
     MaskNetOptions,
@@ -138,6 +141,15 @@ CASES = {
         [D, L * D, D, L * D, D],
         {"pairs": 2, "length": 1},
     ),
+    **{
+        f"din with a {pooling.value} of weights": Case(
+            "din",
+            functools.partial(DIN, N, PAIRS, replace(DIN_OPTIONS, attention_pooling=pooling)),
+            [D, L * D, D, L * D, D],
+            {"pairs": 2, "length": 1, "pooling": pooling.value},
+        )
+        for pooling in (AttentionPooling.mean, AttentionPooling.softmax)
+    },
     "din of full histories": Case(
         "din",
         lambda: DIN(0, Sequences(["item"], ["items"], L, [], None), DIN_OPTIONS),
@@ -261,8 +273,11 @@ def test_the_dense_component_compiles_without_a_graph_break(case):
     torch.testing.assert_close(compiled(*arguments), model(*arguments))
 
 
-def test_padded_positions_of_a_history_are_not_read():
-    case = CASES["din"]
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if "pairs" in case.plain][:3]
+)
+def test_padded_positions_of_a_history_are_not_read(name):
+    case = CASES[name]
     model = built(case)
     numerical, lookups = inputs_of(case)
     wanted = model(numerical, torch.cat(lookups, 1))
@@ -280,6 +295,15 @@ def test_padded_positions_of_a_history_are_not_read():
         for row, length in enumerate(lengths):
             assert not gradient.view(B, L, D)[row, length:].any()
             assert gradient.view(B, L, D)[row, :length].any(1).all()
+
+
+def test_a_history_begins_without_a_common_weight():
+    attention = TargetAttention(D, L, [9, 5])
+    initialise_dense(attention, 1)
+    assert attention.layers[0].bias.all()
+    attention.layers[-1].weight.data.zero_()
+    item, history = torch.randn(B, D), torch.randn(B, L, D)
+    assert not attention(item, history, torch.full((B,), L)).any()
 
 
 def test_fewer_positions_are_as_a_shorter_history():

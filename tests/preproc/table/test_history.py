@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -269,13 +270,20 @@ def test_the_histories_of_movielens_are_those_of_one_pass_in_the_order_of_time(t
     vocabulary = duckdb.sql(f"SELECT value, id FROM '{tmp_path}/out/vocabulary/movieId.parquet'")
     ids = dict(vocabulary.fetchall())
     liked: dict[int, list[int]] = {}
-    wanted = []
+    numbers, seen = Counter(user for user, *_ in ratings), Counter()
+    train, test = [], []
     for _, same_time in groupby(ratings, key=lambda row: row[3]):
         rows = list(same_time)
-        wanted += [liked.get(user, [])[:-51:-1] for user, *_ in rows]
+        for user, *_ in rows:
+            # The last fifth of every user's ratings tests.
+            split = train if seen[user] < 0.8 * (numbers[user] - 1) else test
+            split.append(liked.get(user, [])[:-51:-1])
+            seen[user] += 1
         for user, movie, rating, _ in rows:
             if rating >= 4:
                 liked.setdefault(user, []).append(ids.get(movie, 0))
+    assert round(len(test) / len(ratings), 3) == 0.202
+    wanted = train + test
     found, lengths = stored(tmp_path / "out", "history")
     assert lengths == [len(past) for past in wanted]
     assert found == [past + [0] * (50 - len(past)) for past in wanted]
