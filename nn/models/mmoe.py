@@ -17,7 +17,7 @@ from nn.ops.fused_linear import as_autocast
 
 
 class MMoE(SeveralTasks):
-    """Dense component of MMoE (section 4.2, equations 6 and 7).
+    """Dense component of MMoE (section "Multi-gate Mixture-of-Experts").
 
     y_k = tower_k(f_k(x)), f_k(x) = sum_i g_k(x)_i expert_i(x), g_k(x) = softmax(W_k x)
 

@@ -16,7 +16,7 @@ from nn.ops.fused_linear import as_autocast
 
 
 class ExtractionLevel(nn.Module):
-    """One level of extraction: customized gate control (CGC, section 4.1, equations 1 to 3) with a shared gate (section 4.2).
+    """One level of extraction: section "Customized Gate Control" (CGC), with the shared gate of "Progressive Layered Extraction".
 
     Every task has experts, and all tasks share some. The gate of a task weighs its own experts and the shared ones; the shared
     gate, which the last level lacks, weighs all.
@@ -62,7 +62,7 @@ class ExtractionLevel(nn.Module):
 
 
 class PLE(SeveralTasks):
-    """Dense component of PLE: levels of extraction, and a tower per task (section 4.2).
+    """Dense component of PLE: levels of extraction, and a tower per task (section "Progressive Layered Extraction").
 
     The inputs of the first level are all x, the numerical features and the embeddings; those of a further level are the
     outputs of the level before. With one level this is CGC. The paper gives no initial weights; experts and towers begin as

@@ -18,7 +18,7 @@ from nn.ops.fused_linear import as_autocast
 
 
 class SharedBottom(SeveralTasks):
-    """Dense component of the shared-bottom model: y_k = tower_k(f(x)) (section 3.1, equation 1).
+    """Dense component of the shared-bottom model: y_k = tower_k(f(x)) (section "Shared-bottom Multi-task Model").
 
     x are the numerical features and the embeddings, f is an MLP with ReLU after every layer.
 

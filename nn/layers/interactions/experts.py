@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """Mean of experts, weighted by softmax(W x) (MMoE, equation 7; PLE, equation 2).
+    """Mean of experts, weighted by softmax(W x), as in MMoE and PLE.
 
     Args:
         num_inputs: I.
