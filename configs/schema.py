@@ -79,6 +79,7 @@ class Mode(Enum):
     eval = "eval"
     inference = "inference"
     importance = "importance"
+    predict = "predict"
     plan = "plan"
 
 
@@ -651,6 +652,9 @@ class TaskConfig:
         return made
 
 
+SCORE_ENDINGS = (".parquet", ".csv")
+"""Endings of `output`; they tell the format."""
+
 METRICS = ("normalised_entropy", "calibration", "mae")
 """Names that `eval.metrics` may have."""
 
@@ -745,6 +749,23 @@ class InferenceConfig:
             self.warmup_steps >= 0,
             f"inference.warmup_steps must not be negative, got {self.warmup_steps}",
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class PredictConfig:
+    """`mode=predict`: scores of rows."""
+
+    columns: list[str] = option(
+        [],
+        "columns to write beside the scores, of those that preprocessing has kept; empty writes the row number",
+    )
+    split: str | None = option(
+        None, "split of the dataset to score; null: test, or the only split of a dataset"
+    )
+
+    def __post_init__(self) -> None:
+        twice = [name for name in self.columns if self.columns.count(name) > 1]
+        require(not twice, f"predict.columns names {''.join(twice[:1])} twice")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -916,11 +937,14 @@ class Config:
     """All options of one run."""
 
     recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
-    mode: Mode = option(Mode.train, "train, eval, inference, importance or plan")
+    mode: Mode = option(Mode.train, "train, eval, inference, importance, predict or plan")
     device: Device = option(Device.auto, "auto uses GPUs if there are any, else the CPU")
     seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks")
     run_dir: str | None = option(
         None, "run directory, for all results; null: runs/<recipe>/<time>", path=True
+    )
+    output: str | None = option(
+        None, "file that mode=predict writes: .parquet or .csv (docs/scores.md)", path=True
     )
     data: DataConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig, metadata=OPEN_SECTION)
@@ -935,6 +959,7 @@ class Config:
         "positive_weight, keep_rate (docs/tasks_and_metrics.md)",
     )
     inference: InferenceConfig = MISSING
+    predict: PredictConfig = MISSING
     sharding: ShardingConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     log: LogConfig = MISSING
@@ -958,6 +983,7 @@ class Config:
             "set checkpoint.save=true, or eval.patience=null",
         )
         self._check_mlperf()
+        self._check_predict()
 
     def _check_mlperf(self) -> None:
         """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""
@@ -973,6 +999,29 @@ class Config:
         require(
             not self.log.mlperf or self.eval.auc_threshold is not None,
             "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.80275)",
+        )
+
+    def _check_predict(self) -> None:
+        if self.mode is not Mode.predict:
+            for name, value in (("output", self.output), ("predict.columns", self.predict.columns)):
+                require(
+                    not value,
+                    f"{name}={value} is of mode=predict, and mode={self.mode.value} would ignore it; leave it out, or set "
+                    "mode=predict",
+                )
+            return
+        require(
+            self.output is not None and self.output.endswith(SCORE_ENDINGS),
+            f"mode=predict writes scores to the file output, got {self.output}; set output to a name that ends in "
+            f"{' or '.join(SCORE_ENDINGS)}",
+        )
+        require(
+            self.checkpoint.restore is not None,
+            "mode=predict needs a trained model; set checkpoint.restore to a run's checkpoints/best or checkpoints/step_N",
+        )
+        require(
+            self.checkpoint.components == set(Component),
+            "mode=predict needs both components of a trained model; let checkpoint.parts name dense and tables",
         )
 
     @property

@@ -40,6 +40,7 @@ class LoaderSettings:
             order on disk.
         prefetch: batches read ahead.
         workers: threads or processes that read.
+        only_scores: whether the rows are scored and not trained, so that a split may have fewer than a batch.
     """
 
     batch_size: int
@@ -47,6 +48,7 @@ class LoaderSettings:
     shuffle_block: int = 0
     prefetch: int = 4
     workers: int = 4
+    only_scores: bool = False
 
 
 class Loader:
@@ -88,9 +90,10 @@ class Loader:
         self.split = split
         self.batch_size = settings.batch_size
         self.num_rows = source.num_rows(split)
-        option = "train.batch_size" if split == "train" else "eval.batch_size"
+        is_trained = split == "train" and not settings.only_scores
+        option = "train.batch_size" if is_trained else "eval.batch_size"
         check_batch(self.batch_size, world_size, option)
-        if split == "train" and self.batch_size > self.num_rows:
+        if is_trained and self.batch_size > self.num_rows:
             raise ValueError(
                 f"batch size {self.batch_size} is larger than the {self.num_rows} rows of split '{split}' of "
                 f"{source.spec.root or 'the synthetic stream'}; want a train.batch_size of at most that many"

@@ -1,7 +1,7 @@
 """The objects of a run, built from its configuration: source, plan, tables and dense component, loaders."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -259,34 +259,33 @@ def build_loaders(config: Config, source: Source, ranks: Ranks) -> Loaders:
 
 def build_train_loader(config: Config, source: Source, ranks: Ranks) -> Loader:
     """Build this rank's loader of the training split."""
-    return _loader(
-        config, source, ranks, TRAIN_SPLIT, config.train.batch_size, config.data.shuffle_block
+    settings = _settings(config, config.train.batch_size)
+    settings = replace(settings, shuffle_block=config.data.shuffle_block)
+    return _loader(source, ranks, TRAIN_SPLIT, settings)
+
+
+def build_test_loader(
+    config: Config, source: Source, ranks: Ranks, split: str | None = None
+) -> Loader:
+    """Build this rank's loader of a split, by default the one to evaluate on, in the order on disk."""
+    settings = replace(_settings(config, config.eval.batch_size), only_scores=True)
+    return _loader(source, ranks, split or config.eval.split, settings)
+
+
+def _settings(config: Config, batch_size: int) -> LoaderSettings:
+    return LoaderSettings(
+        batch_size=batch_size,
+        seed=config.seed,
+        prefetch=config.data.prefetch,
+        workers=config.data.workers,
     )
 
 
-def build_test_loader(config: Config, source: Source, ranks: Ranks) -> Loader:
-    """Build this rank's loader of the split to evaluate on, in the order on disk."""
-    return _loader(config, source, ranks, config.eval.split, config.eval.batch_size, 0)
-
-
-def _loader(
-    config: Config,
-    source: Source,
-    ranks: Ranks,
-    split: str,
-    batch_size: int,
-    shuffle_block: int,
-) -> Loader:
+def _loader(source: Source, ranks: Ranks, split: str, settings: LoaderSettings) -> Loader:
     return Loader(
         source,
         split,
-        LoaderSettings(
-            batch_size=batch_size,
-            seed=config.seed,
-            shuffle_block=shuffle_block,
-            prefetch=config.data.prefetch,
-            workers=config.data.workers,
-        ),
+        settings,
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,

@@ -11,6 +11,7 @@ from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
+from nn.scores.request import output_path, split_to_score
 
 
 def check_inputs(config: Config) -> None:
@@ -29,16 +30,25 @@ def check_inputs(config: Config) -> None:
         return
     if config.checkpoint.restore is not None and not _may_resume(config):
         _check_checkpoint(Path(config.checkpoint.restore))
-    if (
-        is_single_node()
-    ):  # other nodes would wait for the node of rank 0, which creates the directory
+    if not is_single_node():
+        return  # other nodes would wait for the node of rank 0, which writes
+    if config.mode is Mode.predict:
+        output_path(config)
+    else:
         _check_run_dir(config)
 
 
 def _check_dataset(config: Config) -> None:
     assert config.data.path is not None
     spec = FeatureSpec.load(config.data.path, config.data.feature_spec, measure=False)
-    if config.mode is not Mode.plan:
+    if config.mode is Mode.predict:
+        split = split_to_score(config, spec)
+        if config.predict.columns:
+            # Imported here, since only columns of raw data need pyarrow.
+            from nn.scores.named_rows import KeptRows
+
+            KeptRows(Path(config.data.path), split, None, config.predict.columns)
+    elif config.mode is not Mode.plan:
         spec.rows_of(config.eval.split)
     if not any(files.parquet for files in spec.splits.values()):
         # Measuring compares sizes only. In Parquet it reads every file, so the run alone does that.

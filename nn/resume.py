@@ -53,7 +53,7 @@ FREE = (
     "data.threads",  # the old name of data.workers, in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
-    *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile."),
+    *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile.", "predict.", "output"),
 )
 MISSING = "nothing"
 

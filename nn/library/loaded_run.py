@@ -23,7 +23,7 @@ from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks, read_i
 from nn.embedding.multi_hot import MultiHot, expand
 from nn.models.description import read_description
 from nn.models.ranking_model import RankingModel
-from nn.models.tasks import Task, column_of, tasks_of_run
+from nn.models.tasks import Task, scores_of, tasks_of_run
 from nn.observability.records import CONFIG, METRICS, MODEL, SUMMARY, read_records
 from nn.saved_config import load_saved_config
 from nn.training.train_step import AMP_DTYPES
@@ -173,11 +173,7 @@ class Run:
         dtype = AMP_DTYPES.get(self.config.train.amp)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             logits = self.model(batch)
-        columns = []
-        for index, task in enumerate(self.tasks):
-            values = task.shifted(column_of(logits.float(), index), batch.keep_rates).double()
-            columns.append(values.sigmoid() if task.is_binary else values)
-        return torch.stack(columns, dim=1)[: batch.num_valid].cpu()
+        return scores_of(self.tasks, logits, batch.keep_rates)[: batch.num_valid].cpu()
 
 
 def _checkpoint(directory: Path, name: str | None) -> Path:

@@ -87,6 +87,16 @@ class Task:
         rate = self.options.keep_rate
         return logits if rate is None else logits + math.log(rate)
 
+    def scores(self, predictions: Tensor) -> Tensor:
+        """Return the scores of `shifted` logits, float64: the probability of label 1, or the number of a regression.
+
+        Probabilities of 32 bits would make ties of different logits, and another AUC. A logit that is not finite gives NaN,
+        also where its probability would be 0 or 1.
+        """
+        exact = predictions.double()
+        values = exact.sigmoid() if self.is_binary else exact
+        return torch.where(exact.isfinite(), values, math.nan)
+
 
 def tasks_of(
     labels: Sequence[RowColumn],
@@ -242,6 +252,25 @@ def loss_share(
         )
         shares.append(share if task.options.weight == 1 else share * task.options.weight)
     return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+
+
+def scores_of(tasks: Sequence[Task], logits: Tensor, keep_rates: Tensor | None) -> Tensor:
+    """Return the scores of all tasks, [B, T] float64, of the predictions that evaluation measures.
+
+    Args:
+        tasks: in the order of the labels.
+        logits: [B], or [B, T] of several tasks.
+        keep_rates: [B] of the rows; None without such a column.
+    """
+    logits = logits.detach().float()
+    columns = (column_of(logits, index) for index in range(len(tasks)))
+    return torch.stack(
+        [
+            task.scores(task.shifted(column, keep_rates))
+            for task, column in zip(tasks, columns, strict=True)
+        ],
+        dim=1,
+    )
 
 
 def column_of(values: Tensor, index: int) -> Tensor:

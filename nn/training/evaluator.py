@@ -14,7 +14,7 @@ from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
 from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import metrics_of
-from nn.training.prefetch import Prefetcher
+from nn.training.prediction_pass import predictions
 from nn.training.train_step import TrainStep
 
 
@@ -91,18 +91,13 @@ class Evaluator:
             has_weights=self._loader.source.spec.weight is not None,
             group=self._group,
         )
-        self._step.set_training(False)
         num_batches = self._final_batches if is_final else self._num_batches
         batches = self._loader.batches(0, num_batches)
-        prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
         with (progress or NoProgress()).evaluation(num_batches) as advance:
-            for batch, ids in prefetcher:
-                logits = self._step.predict(batch, ids)
-                prefetcher.start_next()
+            for batch, logits in predictions(self._step, batches, self._ranks.device):
                 metrics.update(logits, batch)
                 self._heartbeat.beat()
                 advance()
-        self._step.set_training(True)
         measured = metrics.compute()
         self.problem = None
         if measured["rows"] and not measured["is_finite"]:

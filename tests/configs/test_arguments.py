@@ -133,7 +133,7 @@ REFUSED = [
     (TRAINING, "train.tf32=5", "train.tf32: got 5; want true or false"),
     (TRAINING, "train.epochs=1,2", "train.epochs: got several values"),
     (TRAINING, "optimizer.lr=0.1,0.2", "optimizer.lr: got several values"),
-    (TRAINING, "mode=train,eval", "want one of train, eval, inference, importance, plan"),
+    (TRAINING, "mode=train,eval", "want one of train, eval, inference, importance, predict, plan"),
     (TRAINING, "sharding.types=table_wise,row_wise", "a list is written sharding.types=[a,b]"),
     (TRAINING, "sharding.tables={cat_0:row_wise", "want a value; a list is written"),
     (TRAINING, f"train.epochs={'[' * 500}", "train.epochs: got a value nested deeper than 64 levels"),
@@ -211,7 +211,7 @@ FILES = [
     ("train: {epochs: two}", "experiment/mine.yaml: train.epochs: Value 'two' of type 'str'"),
     (
         "mode: trian",
-        "expected one of [train, eval, inference, importance, plan]; did you mean train?",
+        "expected one of [train, eval, inference, importance, predict, plan]; did you mean train?",
     ),
     ("train: 5", "experiment/mine.yaml: Merge error: int is not a subclass of TrainConfig"),
     ("train: null", "experiment/mine.yaml: train: got null, want a value"),

@@ -282,7 +282,7 @@ def test_no_override_means_an_empty_mapping():
         ("train.batch_size=big", "Value 'big' of type 'str' could not be converted to Integer"),
         (
             "mode=trian",
-            "Invalid value 'trian', expected one of [train, eval, inference, importance, plan]",
+            "Invalid value 'trian', expected one of [train, eval, inference, importance, predict, plan]",
         ),
         (
             "model.name=dlm",

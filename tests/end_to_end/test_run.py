@@ -297,7 +297,7 @@ def test_invalid_options_are_refused_with_one_line_and_write_nothing(changes, me
         ("train.batch_size=4o96", "Value '4o96' of type 'str' could not be converted to Integer"),
         (
             "mode=evall",
-            "Invalid value 'evall', expected one of [train, eval, inference, importance, plan]",
+            "Invalid value 'evall', expected one of [train, eval, inference, importance, predict, plan]",
         ),
         ("checkpoint.parts=tables", "a list is written as [a,b]"),
         ("train.epochs", "'train.epochs' has no value; write train.epochs=VALUE"),

@@ -1,0 +1,111 @@
+"""Scores that a killed `mode=predict` has left beside its output, so that the same command resumes after them."""
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataloading.dataset.documents import read_json
+from dataloading.dataset.durable_files import AppendedFile, replace_text
+
+FACTS = "scores.json"
+CHUNKS = "chunks.jsonl"
+SCORES = "scores.bin"
+
+
+class KeptScores:
+    """Scores of the first rows of a split, float64, in a directory.
+
+    Each chunk has a line with its rows and its CRC-32, so the bytes need no sync: after a power cut, chunks count up to the
+    first one that is damaged.
+
+    Args:
+        directory: exists; what it holds of other scores is removed.
+        facts: model and data that the scores are of, as values of JSON.
+        num_tasks: scores per row.
+
+    Attributes:
+        is_other: whether scores of another model or other data were removed.
+    """
+
+    def __init__(self, directory: Path, facts: dict[str, Any], num_tasks: int) -> None:
+        self._directory = directory
+        self._num_tasks = num_tasks
+        before = _read_facts(directory / FACTS)
+        self.is_other = before not in (None, facts)
+        if before != facts:
+            for name in (FACTS, CHUNKS, SCORES):
+                (directory / name).unlink(missing_ok=True)
+            replace_text(
+                directory / FACTS, json.dumps(facts, indent=1), directory / f".{FACTS}.new"
+            )
+        self._lines: AppendedFile | None = None
+        self._scores: AppendedFile | None = None
+
+    def restore(self) -> Iterator[np.ndarray]:
+        """Yield the intact chunks, [n, tasks] each; then forget the rest, and let `append` follow."""
+        lines, scores = self._directory / CHUNKS, self._directory / SCORES
+        intact: list[str] = []
+        num_bytes = 0
+        if lines.exists() and scores.exists():
+            with scores.open("rb") as stream:
+                for line in lines.read_text(encoding="utf-8", errors="replace").splitlines():
+                    rows = self._intact_rows(line, stream.read(self._bytes_of(line)))
+                    if rows is None:
+                        break
+                    intact.append(line)
+                    num_bytes += rows.nbytes
+                    yield rows
+        replace_text(lines, "".join(f"{line}\n" for line in intact), lines.with_suffix(".new"))
+        with scores.open("ab") as stream:
+            stream.truncate(num_bytes)
+        self._lines = AppendedFile(lines, is_text=True)
+        self._scores = AppendedFile(scores, is_text=False)
+
+    def append(self, scores: np.ndarray) -> None:
+        """Keep a chunk, [n, tasks]; call it after `restore` has ended."""
+        assert self._lines is not None
+        assert self._scores is not None
+        piece = np.ascontiguousarray(scores, "<f8").tobytes()
+        self._scores.append(piece)
+        line = json.dumps({"bytes": len(piece), "crc32": zlib.crc32(piece)})
+        self._lines.append(f"{line}\n".encode())
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._lines, self._scores):
+            if file is not None:
+                file.close()
+
+    def _bytes_of(self, line: str) -> int:
+        chunk = _parsed(line)
+        num_bytes = chunk.get("bytes") if isinstance(chunk, dict) else None
+        row = 8 * self._num_tasks
+        if type(num_bytes) is not int or num_bytes < row or num_bytes % row:
+            return 0
+        # A damaged line may say any number.
+        return min(num_bytes, (self._directory / SCORES).stat().st_size)
+
+    def _intact_rows(self, line: str, piece: bytes) -> np.ndarray | None:
+        chunk = _parsed(line)
+        if not piece or chunk != {"bytes": len(piece), "crc32": zlib.crc32(piece)}:
+            return None
+        return np.frombuffer(piece, "<f8").reshape(-1, self._num_tasks)
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _read_facts(path: Path) -> Any:
+    """Return the facts of kept scores; None if there are none or they are damaged."""
+    try:
+        return read_json(path)
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,77 @@
+"""Columns that name the rows beside their scores: row numbers, or columns that preprocessing has kept."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from configs.messages import printable, shortened, shown
+from dataloading.dataset.kept_columns import KeptColumns
+
+ROW = "row"
+"""Column of row numbers, from 0."""
+ROW_FIELD = pa.field(ROW, pa.int64())
+
+
+class NamedRows(Protocol):
+    """Columns that name the rows."""
+
+    @property
+    def fields(self) -> Sequence[pa.Field]:
+        """Names and types of the columns."""
+
+    def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
+        """Return the columns of the rows [start, stop); calls follow the order of the rows."""
+
+
+def as_arrow(numbers: np.ndarray) -> pa.Array:
+    """Return contiguous numbers as an array of Arrow; `pyarrow.array` would import pandas, which takes seconds."""
+    dtype = pa.from_numpy_dtype(numbers.dtype)
+    return pa.Array.from_buffers(dtype, len(numbers), [None, pa.py_buffer(numbers)])
+
+
+class RowNumbers:
+    """Numbers of the rows."""
+
+    fields: Sequence[pa.Field] = (ROW_FIELD,)
+
+    def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
+        """Return the numbers from `start` to `stop` - 1."""
+        return [as_arrow(np.arange(start, stop))]
+
+
+class KeptRows:
+    """Columns that a dataset keeps of its raw data.
+
+    Args:
+        root: the dataset directory.
+        split: that is scored.
+        num_rows: rows of the split, with which those of the columns are compared; None: not.
+        names: columns to read.
+
+    Raises:
+        ValueError: the dataset does not keep one of them.
+    """
+
+    def __init__(self, root: Path, split: str, num_rows: int | None, names: Sequence[str]) -> None:
+        self._kept = KeptColumns(root, split, num_rows)
+        self._names = list(names)
+        check_names(names, self._kept.names, f"{root}, split '{split}',")
+        self.fields = tuple(self._kept.read(0, 0, names).schema)
+
+    def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
+        """Return the columns of the rows [start, stop)."""
+        return self._kept.read(start, stop, self._names).columns
+
+
+def check_names(names: Sequence[str], kept: Sequence[str], where: str) -> None:
+    """Raise `ValueError` unless all `names` are among the columns that `where` keeps."""
+    for name in names:
+        if name not in kept:
+            listed = shortened(", ".join(map(printable, kept)), 300) or "none"
+            raise ValueError(
+                f"predict.columns: {where} keeps no column {shown(name)}, only {listed}; name the column in table.keep when "
+                "preprocessing, or leave predict.columns out for row numbers"
+            )

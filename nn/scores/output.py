@@ -1,0 +1,85 @@
+"""The output of `mode=predict`: complete or absent, with a directory beside it while it is written."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import Logger
+from pathlib import Path
+from typing import Any
+
+from dataloading.dataset.durable_files import hold, replace_file, sync_directory, sync_file
+from nn.scores.kept_scores import KeptScores
+from nn.scores.named_rows import NamedRows
+from nn.scores.score_file import open_score_file, score_schema
+from nn.scores.score_writer import ScoreWriter
+
+
+def work_directory(path: Path) -> Path:
+    """Return the directory beside the output `path` that holds the scores so far."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The output while it is written, on rank 0.
+
+    Attributes:
+        path: of the complete file.
+        writer: takes the scores.
+    """
+
+    path: Path
+    writer: ScoreWriter
+
+    def finish(self) -> int:
+        """Complete the file, sync and rename it, and remove what was kept for another start; return its bytes."""
+        self.writer.finish()
+        work = work_directory(self.path)
+        sync_file(work / self.path.name)
+        replace_file(work / self.path.name, self.path)
+        sync_directory(self.path.parent)
+        shutil.rmtree(work, ignore_errors=True)
+        return self.path.stat().st_size
+
+
+@contextmanager
+def open_output(
+    path: Path,
+    named: NamedRows,
+    tasks: Sequence[str],
+    origin: Mapping[str, str],
+    facts: dict[str, Any],
+    logger: Logger,
+) -> Iterator[ScoreOutput]:
+    """Open the output at `path`, with the scores that an earlier start of the same command left; only rank 0 may call it.
+
+    Args:
+        path: of the complete file.
+        named: columns that name the rows.
+        tasks: names of the labels.
+        origin: of the scores, for the metadata of Parquet.
+        facts: model and data; scores of others are not used.
+        logger: prints where the command resumes.
+
+    Raises:
+        ValueError: another process writes the output, or two columns have one name.
+        OSError: the files cannot be written.
+    """
+    schema = score_schema(named.fields, tasks, origin, path)
+    with hold(path, f"is writing output={path}"):
+        work = work_directory(path)
+        work.mkdir(exist_ok=True)
+        kept = KeptScores(work, facts, len(tasks))
+        if kept.is_other:
+            logger.info(
+                f"note: {work} held scores of another checkpoint, of other data or other settings; all rows are scored again"
+            )
+        file = open_score_file(work / path.name, schema, len(tasks))
+        output = ScoreOutput(path, ScoreWriter(file, schema, named, kept))
+        if output.writer.num_rows:
+            logger.info(f"resumes after row {output.writer.num_rows:,}, as {work} has the scores")
+        try:
+            yield output
+        finally:
+            output.writer.abandon()

@@ -1,0 +1,88 @@
+"""Terminal output of `mode=predict`: progress as a bar, or as a line every ten seconds in a file or a pipe, and the result."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from configs.messages import printable
+from configs.schema import Config
+from nn.observability.layout import grid, print_columns
+
+LINE_EVERY_S = 10.0
+MIB = 1 << 20
+
+
+class RowProgress:
+    """Progress of a pass over rows; a context manager that removes the bar at its end.
+
+    Args:
+        console: from `make_console`.
+        total: rows of the pass.
+        done: rows that an earlier start has done.
+    """
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console = console
+        self._total = total
+        self._first = done
+        self._started = self._last_line = time.perf_counter()
+        self._bar: Bar | None = None
+        if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
+            # Rendering holds the GIL and delays the pass, so refresh only 4 times per second.
+            columns = (MofNCompleteColumn(), BarColumn(None), TextColumn("rows"))
+            self._bar = Bar(
+                *columns, TimeRemainingColumn(), console=console, expand=True, refresh_per_second=4
+            )
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, done: int) -> None:
+        """Show that `done` rows are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+            return
+        now = time.perf_counter()
+        if now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            speed = (done - self._first) / (now - self._started)
+            self._console.print(f"row {done:,}/{self._total:,}  {speed:,.0f} rows/s")
+
+
+def print_scores(console: Console, config: Config, written: Mapping[str, Any]) -> None:
+    """Print the result of `mode=predict`.
+
+    Args:
+        console: from `make_console`.
+        config: options of the run.
+        written: from `nn.scores.run.predict`.
+    """
+    seconds = written["seconds"]
+    speed = written["scored_rows"] / seconds
+    waited = [
+        f"{written[key] / seconds:.0%} of it waiting for {what}"
+        for key, what in (("data_wait_s", "the data"), ("file_wait_s", "the file"))
+    ]
+    earlier = written["rows"] - written["scored_rows"]
+    of_earlier = f", {earlier:,} of them by an earlier start" if earlier else ""
+    num_bytes = written["bytes"]
+    size = f"{num_bytes / MIB:,.1f} MiB" if num_bytes >= MIB else f"{num_bytes:,} bytes"
+    lines: dict[str, str | Text] = {
+        "scores": f"{written['rows']:,} rows{of_earlier}",
+        "speed": f"{speed:,.0f} rows/s, {seconds:.1f} s, {', '.join(waited)}",
+        "written to": Text(f"{printable(str(config.output))}, {size}"),
+    }
+    console.print(Text("\nresult", style="bold"))
+    print_columns(console, grid(lines))
