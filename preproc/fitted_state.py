@@ -78,7 +78,10 @@ def features_of(table: TableConfig) -> dict[str, Any]:
 
 def save_fitted(directory: Path, table: TableConfig, statistics: dict[str, Any]) -> None:
     """Write preproc.json below `directory`."""
-    saved = {"features": features_of(table), "statistics": statistics}
+    saved: dict[str, Any] = {"features": features_of(table), "statistics": statistics}
+    if table.missing:
+        # Of no use to another fit, whose own description says it; served raw values need it.
+        saved["missing"] = table.missing
     (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
 
@@ -95,11 +98,43 @@ def load_fitted(
     Raises:
         ValueError: `fitted` holds no fitted state, one of other features, or one that is not as it was written.
     """
-    directory = Path(config.fitted or "")
+    return _load(config.fitted, table, warn)
+
+
+def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
+    """Return a fitted state with the features that it says it is of, for who has no description of their own.
+
+    Of the description only features and missing texts are known.
+
+    Raises:
+        ValueError: as of `load_fitted`.
+    """
+    path = Path(fitted) / FITTED
+    saved = _mapping(read_json(path), str(path)) if path.exists() else {}
+    features = _mapping(saved.get("features", {}), f"{path}: features")
+    try:
+        table = TableConfig.of(
+            {
+                **features,
+                "sources": {"rows": {"files": "-"}},
+                "label": {"name": "label of the rows"},
+                "missing": saved.get("missing", []),
+            }
+            if saved
+            else {"sources": {"rows": {"files": "-"}}, "categorical": ["none"]}
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {AGAIN}") from None
+    return _load(fitted, table, lambda line: None), table
+
+
+def _load(fitted: str | None, table: TableConfig, warn: Callable[[str], None]) -> FittedState:
+    """Return the fitted state of a dataset; see `load_fitted`."""
+    directory = Path(fitted or "")
     path = directory / FITTED
-    if not config.fitted or not path.exists() or not (directory / SPEC_NAME).exists():
+    if not fitted or not path.exists() or not (directory / SPEC_NAME).exists():
         raise ValueError(
-            f"fitted={config.fitted}: no dataset with a {FITTED} there; set it to the output of a "
+            f"fitted={fitted}: no dataset with a {FITTED} there; set it to the output of a "
             "run with mode=fit"
         )
     document = _mapping(read_yaml(directory / SPEC_NAME), str(directory / SPEC_NAME))

@@ -100,7 +100,17 @@ class Finding:
 
 def files() -> list[Path]:
     """Everything that people read: code, tests, yaml, README and docs."""
-    tops = ("configs", "dataloading", "preproc", "nn", "compare", "benchmarks", "tests", "docs")
+    tops = (
+        "configs",
+        "dataloading",
+        "preproc",
+        "nn",
+        "compare",
+        "serving",
+        "benchmarks",
+        "tests",
+        "docs",
+    )
     below = [path for top in tops for path in (ROOT / top).rglob("*")]
     return sorted(
         path

@@ -23,6 +23,7 @@ LAYERS = {
     "preproc": {"configs", "dataloading"},
     "nn": {"configs", "dataloading"},
     "compare": {"configs", "dataloading", "nn"},
+    "serving": {"configs", "dataloading", "preproc", "nn"},
     "main": {"configs", "nn"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
@@ -138,6 +139,14 @@ ROOMS = {
         "nn.sharding",
         "nn.training",
     },
+    "serving.manifest": set(),
+    "serving.versions": set(),
+    "serving.inference": {"serving.manifest", "serving.versions"},
+    "serving.exporting": {"serving.inference", "serving.manifest"},
+    "serving.server": {"serving.inference"},
+    "serving.export": {"serving.exporting", "serving.manifest"},
+    "serving.run": {"serving.inference", "serving.server"},
+    "serving.rollback": {"serving.versions"},
     "preproc.column_store": set(),
     "preproc.fitted_state": {"preproc.dataset_writer", "preproc.vocabulary_file"},
     "preproc.raw_files": set(),
@@ -335,7 +344,7 @@ def rooms_imported(lazy: bool) -> dict[str, set[str]]:
     arrows = {room: set() for room in ROOMS}
     for name in sources():
         package = name.split(".")[0]
-        if package not in ("dataloading", "nn", "preproc") or name == package:
+        if package not in ("dataloading", "nn", "preproc", "serving") or name == package:
             continue
         targets = {each for each in ours(name, lazy) if is_below(each, package)} - {package}
         arrows.setdefault(room_of(name), set()).update(map(room_of, targets))
@@ -441,7 +450,7 @@ def test_no_file_is_called_like_a_standard_module():
 
 
 @pytest.mark.parametrize(
-    "package", ["configs", "dataloading", "preproc", "nn", "compare", "main", "dlrm"]
+    "package", ["configs", "dataloading", "preproc", "nn", "compare", "serving", "main", "dlrm"]
 )
 def test_a_flat_package_is_this_repositorys(package):
     found = importlib.import_module(package).__file__

@@ -1,0 +1,62 @@
+"""Command `python -m serving.export`: write a checkpoint as a model directory, and prove that it scores as training does."""
+
+if __name__ == "__main__":
+    # First, since the imports below take a moment.
+    from configs.stop_signals import end_at_once_on_signals
+
+    end_at_once_on_signals()
+
+from omegaconf import DictConfig
+
+from configs.command_line import composed_command, end_command
+from configs.exit_codes import INTERRUPTED_EXIT_CODE
+from configs.messages import on_one_line, os_error_text
+from configs.overrides import to_config
+from configs.serving_schema import ModelExportConfig
+from configs.stop_signals import INTERRUPTED, restore_signals
+from serving.manifest import Manifest
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and export the model; report errors in one line."""
+    try:
+        config: ModelExportConfig = to_config(composed)
+        restore_signals()
+        # Imported here: torch and TorchRec take seconds, and errors of options need neither.
+        from serving.exporting.run import export_model
+
+        manifest = export_model(config)
+    except ValueError as error:
+        end_command(f"error: {error}")
+    except OSError as error:
+        end_command(f"error: {os_error_text(error, f'output={composed.output}')}")
+    except KeyboardInterrupt:
+        end_command(
+            f"{INTERRUPTED}: nothing was written to output; rerun the same command",
+            INTERRUPTED_EXIT_CODE,
+        )
+    for line in report(manifest):
+        print(on_one_line(line))
+    print(on_one_line(f"written to {config.output}"))
+
+
+def report(manifest: Manifest) -> list[str]:
+    """Return the lines that an export prints."""
+    proof = manifest.proof
+    num_bytes = sum(
+        state.bytes for name, state in manifest.files.items() if name.startswith("tables/")
+    )
+    takes = "raw values and ids" if manifest.raw else "ids"
+    return [
+        f"model      {manifest.name} ({manifest.model}), step {manifest.source['step']:,}, takes {takes}",
+        f"tables     {len(manifest.tables)} of {manifest.dtype}, {num_bytes / 2**20:,.1f} MiB",
+        f"proof      {proof['rows']:,} rows of split {proof['split']}: largest difference from the training path "
+        f"{proof['largest_difference']:.1e} (at most {proof['limit']:g})",
+    ]
+
+
+if __name__ == "__main__":
+    try:
+        composed_command(run, ModelExportConfig, "serving_export_schema", "serving_export")()
+    except ValueError as error:
+        end_command(f"error: {error}")

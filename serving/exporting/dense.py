@@ -1,0 +1,125 @@
+"""The dense component of a checkpoint, and its export with a dynamic batch: torch.export, ONNX on request."""
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.schema import Config
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.checkpoint.compatibility import AVERAGE
+from nn.checkpoint.tensor_index import TensorIndex, blocks
+from nn.models.model import Model
+from nn.models.registry import build_dense
+from serving.manifest import DENSE, MOST_ROWS, ONNX
+
+WEIGHT = "dense."
+EXAMPLE_ROWS = 3
+"""torch.export makes a constant of a dimension of 0 or 1."""
+
+
+def load_dense(config: Config, spec: FeatureSpec, index: TensorIndex) -> Model:
+    """Return the dense component with the weights that an evaluation uses: their average, if the run has one.
+
+    Raises:
+        ValueError: the checkpoint has other weights than the model.
+    """
+    dense = build_dense(config.model, spec)
+    wanted = dense.state_dict()
+    state: dict[str, Tensor] = {}
+    for name, value in wanted.items():
+        tensor = index.tensors.get(f"{AVERAGE}{name}") or index.tensors.get(f"{WEIGHT}{name}")
+        if tensor is None or tensor.size != tuple(value.shape):
+            got = None if tensor is None else list(tensor.size)
+            raise ValueError(
+                f"the checkpoint has {got or 'nothing'} for the weight {name}, and the model wants {list(value.shape)}"
+            )
+        rows = list(blocks(tensor))
+        array = np.concatenate(rows) if rows else np.empty(tensor.size, np.float32)
+        state[name] = torch.from_numpy(array.reshape(tensor.size).copy())
+    dense.load_state_dict(state)
+    return dense.eval().requires_grad_(False)
+
+
+def export_dense(directory: Path, dense: Model, num_numerical: int, columns: int) -> None:
+    """Write `dense.pt2`: forward(numerical [B, N], embeddings [B, T]) -> logits.
+
+    Raises:
+        ValueError: torch.export cannot trace the model.
+    """
+    example = _example(num_numerical, columns)
+    batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
+    try:
+        with torch.no_grad(), _quiet():
+            program = torch.export.export(
+                dense, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False
+            )
+            # They would be a pickle in the archive, which nothing needs.
+            program.example_inputs = None
+            # A comparison of the numbers of rows, as code; the server makes both inputs.
+            program._guards_code = []
+            torch.export.save(program, directory / DENSE)
+    except Exception as error:
+        raise ValueError(
+            f"torch.export cannot export the dense component: {str(error).strip().splitlines()[0]}; its forward must be "
+            "plain tensor operations of a dynamic number of rows"
+        ) from error
+
+
+def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int) -> None:
+    """Write `dense.onnx` with the inputs `numerical` and `embeddings` and the output `logits`.
+
+    Raises:
+        ValueError: the packages of ONNX are missing, or an operation has no form in ONNX.
+    """
+    check_onnx()
+    batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
+    try:
+        with torch.no_grad(), _quiet():
+            torch.onnx.export(
+                dense,
+                _example(num_numerical, columns),
+                str(directory / ONNX),
+                input_names=["numerical", "embeddings"],
+                output_names=["logits"],
+                dynamic_shapes=({0: batch}, {0: batch}),
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+    except Exception as error:
+        raise ValueError(
+            f"onnx=true: the dense component cannot be exported: {str(error).strip().splitlines()[0]}; leave onnx out"
+        ) from error
+
+
+def check_onnx() -> None:
+    """Raise ValueError unless the packages of ONNX are installed."""
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"onnx=true needs the package {missing[0]}; install the extra onnx (uv sync --extra onnx), or leave onnx out"
+        )
+
+
+def _example(num_numerical: int, columns: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(EXAMPLE_ROWS, num_numerical), torch.zeros(EXAMPLE_ROWS, columns)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what torch warns and logs about its own internals."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,184 @@
+"""Proof of an export: rows of the test split through the training path and through the written model directory.
+
+The training path is `nn.models.ranking_model` with the checkpoint's own weights, which the sharded step equals. It gets those
+rows of the tables that the test rows look up, so the proof takes no memory for the others.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataloading.batch import Batch
+from dataloading.dataset.source import Source
+from dataloading.loader import Loader, LoaderSettings
+from nn.models.model import Model
+from nn.models.ranking_model import RankingModel
+from nn.models.tasks import Task, check_logits, column_of
+from serving.inference.model import ServedModel
+from serving.inference.model_rows import Rows
+from serving.inference.tables import Ids
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+BATCH_ROWS = 1024
+LIMITS = {"fp32": 1e-6, "bf16": 2e-3, "int8": 2e-3}
+"""Largest difference of a probability, by the dtype of the tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Comparison of two paths.
+
+    Attributes:
+        split: of the rows.
+        rows: number of rows.
+        largest_difference: of all scores; of a task that is not binary, relative to numbers above 1.
+        limit: the largest that is accepted.
+    """
+
+    split: str
+    rows: int
+    largest_difference: float
+    limit: float
+
+
+def proof_batches(source: Source, split: str, num_rows: int) -> list[Batch]:
+    """Return the first rows of a split.
+
+    Raises:
+        ValueError: there is no such split, or it is empty.
+    """
+    available = min(num_rows, source.num_rows(split))
+    if not available:
+        raise ValueError(f"split={split} has no rows to prove the export with; name another")
+    settings = LoaderSettings(batch_size=min(BATCH_ROWS, available), workers=1, prefetch=1)
+    loader = Loader(source, split, settings)
+    try:
+        count = -(-available // settings.batch_size)
+        return [batch for batch in loader.batches(0, count)]
+    finally:
+        loader.close()
+
+
+def looked_up_rows(
+    tables: "Sequence[EmbeddingBagConfig]", batches: Sequence[Batch]
+) -> dict[str, np.ndarray]:
+    """Return the numbers of the rows that batches look up by table, ascending, int64; at least one."""
+    return {
+        table.name: np.unique(
+            np.concatenate(
+                [np.zeros(1, np.int64)]
+                + [
+                    batch.ids[feature].values().numpy().astype(np.int64)
+                    for batch in batches
+                    for feature in table.feature_names
+                ]
+            )
+        )
+        for table in tables
+    }
+
+
+class TrainingPath:
+    """Plain PyTorch model on the rows of the tables that were looked up.
+
+    Args:
+        tables: as declared.
+        numbers: from `looked_up_rows`.
+        rows: these rows of each table, float32.
+        dense: with the checkpoint's weights.
+        tasks: of the model.
+    """
+
+    def __init__(
+        self,
+        tables: "Sequence[EmbeddingBagConfig]",
+        numbers: dict[str, np.ndarray],
+        rows: dict[str, Tensor],
+        dense: Model,
+        tasks: Sequence[Task],
+    ) -> None:
+        small = [replace(table, num_embeddings=len(numbers[table.name])) for table in tables]
+        self._model = _CompactModel(small, dense, numbers)
+        self._model.load_state_dict(
+            {f"tables.{name}": values for name, values in rows.items()}, strict=False
+        )
+        self._tasks = tasks
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Return the predictions of a batch, [B, tasks]."""
+        with torch.no_grad():
+            logits = self._model(batch)
+        check_logits(self._tasks, logits, batch.labels)
+        columns = []
+        for index, task in enumerate(self._tasks):
+            shifted = task.shifted(column_of(logits, index), batch.keep_rates)
+            columns.append(shifted.sigmoid() if task.is_binary else shifted)
+        return torch.stack(columns, dim=1)
+
+
+class _CompactModel(RankingModel):
+    """The model with a few rows of each table: ids are replaced by their place among these rows."""
+
+    def __init__(
+        self,
+        tables: "Sequence[EmbeddingBagConfig]",
+        dense: Model,
+        numbers: dict[str, np.ndarray],
+    ) -> None:
+        super().__init__(tables, dense)
+        self._numbers = {name: torch.from_numpy(rows) for name, rows in numbers.items()}
+
+    def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
+        ids = batch.ids[feature]
+        places = torch.searchsorted(self._numbers[table.name], ids.values().long())
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+
+        small = replace(batch, ids={feature: JaggedTensor(places, lengths=ids.lengths())})
+        return super()._look_up(table, feature, small)
+
+
+def prove(batches: Sequence[Batch], path: TrainingPath, served: ServedModel, split: str) -> Proof:
+    """Compare the scores of both paths.
+
+    Raises:
+        ValueError: they differ by more than the dtype of the tables allows, or are not finite.
+    """
+    largest, num_rows, limit = 0.0, 0, LIMITS[served.manifest.dtype]
+    for wanted, got in _pairs(batches, path, served):
+        largest = max(largest, float(difference(wanted, got)))
+        num_rows += len(wanted)
+    if not largest <= limit:
+        advice = "use dtype=fp32" if served.manifest.dtype != "fp32" else "report this as a bug"
+        raise ValueError(
+            f"the export differs from the training path by {largest:.2e} on {num_rows:,} rows of split {split}, want at most "
+            f"{limit:g} with dtype={served.manifest.dtype}; nothing was written: {advice}"
+        )
+    return Proof(split, num_rows, largest, limit)
+
+
+def difference(wanted: Tensor, got: Tensor) -> Tensor:
+    """Return the largest difference of scores, relative to numbers above 1; nan if one is not a number."""
+    return ((wanted - got).abs() / wanted.abs().clamp(min=1)).max()
+
+
+def _pairs(
+    batches: Sequence[Batch], path: TrainingPath, served: ServedModel
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for batch in batches:
+        yield path.scores(batch), served.scores(rows_of(batch, served))
+
+
+def rows_of(batch: Batch, served: ServedModel) -> Rows:
+    """Return a batch as the server gets it."""
+    ids = {}
+    for feature in served.manifest.categorical:
+        jagged = batch.ids[feature.name]
+        lengths = None if feature.hotness is not None else jagged.lengths().long()
+        ids[feature.name] = Ids(jagged.values().long(), lengths)
+    return Rows(batch.numerical, ids, batch.keep_rates)

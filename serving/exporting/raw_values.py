@@ -1,0 +1,136 @@
+"""The fit of a dataset as the server reads it: the description of features, and vocabularies in mapped files."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from configs.messages import shown
+from configs.table_schema import Categorical, History, Numerical
+from dataloading.dataset.feature_spec import FeatureSpec
+from preproc.fitted_state import FittedState, open_fitted, vocabulary_name
+from serving.inference.requests import IDS, NUMERICAL
+from serving.inference.vocabulary import write_vocabulary
+
+BATCH_ROWS = 1 << 17
+COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
+
+
+def write_raw_values(directory: Path, fitted: str, spec: FeatureSpec) -> dict[str, Any]:
+    """Write the vocabularies of a fit; return the description of the transformation.
+
+    Args:
+        directory: of the model.
+        fitted: dataset directory with the fit.
+        spec: features that the model was trained on.
+
+    Raises:
+        ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
+            evaluates.
+    """
+    state, features = open_fitted(fitted)
+    own = FeatureSpec.load(state.directory)
+    if own.fingerprint() != spec.fingerprint():
+        raise ValueError(
+            f"fitted={fitted} has other features than the dataset that the run was trained on; name the one that was fitted "
+            "for it"
+        )
+    (directory / "vocabulary").mkdir()
+    columns: dict[str, int] = {}
+    numerical = [_numerical(feature, state, columns) for feature in features.numerical]
+    sizes: dict[str, tuple[str, int]] = {}
+    for feature in features.categorical:
+        if not (feature.buckets or feature.vocabulary_of):
+            sizes[feature.name] = _write(directory, state, feature.name)
+    by_name = {feature.name: feature for feature in features.categorical}
+    categorical = [
+        _categorical(feature, by_name, sizes, columns) for feature in features.categorical
+    ]
+    history = [_history(history, columns) for history in features.history]
+    names = [feature["name"] for feature in [*categorical, *history]]
+    if names != [feature.name for feature in spec.categorical]:
+        raise ValueError(f"fitted={fitted}: its features are not those of its feature spec")
+    clash = {NUMERICAL, IDS} & set(columns)
+    if clash:
+        raise ValueError(
+            f"fitted={fitted}: the column {shown(min(clash))} has the name of the input of features; rename it in the source"
+        )
+    return {
+        "columns": columns,
+        "missing": features.missing,
+        "float16": spec.numerical_dtype.name == "float16",
+        "numerical": numerical,
+        "categorical": categorical,
+        "history": history,
+    }
+
+
+def _numerical(feature: Numerical, state: FittedState, columns: dict[str, int]) -> dict[str, Any]:
+    column = _column(feature, columns)
+    return {
+        "name": feature.name,
+        "column": column,
+        "transforms": feature.transforms,
+        "fitted": state.statistics[feature.name],
+    }
+
+
+def _categorical(
+    feature: Categorical,
+    by_name: dict[str, Categorical],
+    sizes: dict[str, tuple[str, int]],
+    columns: dict[str, int],
+) -> dict[str, Any]:
+    owner = by_name[feature.vocabulary_of or feature.name]
+    for name in feature.cross:
+        columns[name] = 1
+    return {
+        "name": feature.name,
+        "column": None if feature.cross else _column(feature, columns, 1 + feature.list),
+        "cross": feature.cross,
+        "separator": feature.separator,
+        "list": feature.list,
+        "buckets": owner.buckets,
+        "vocabulary": sizes.get(owner.name),
+    }
+
+
+def _history(history: History, columns: dict[str, int]) -> dict[str, Any]:
+    if history.name in columns:
+        raise ValueError(
+            f"history {shown(history.name)} has the name of a column of the source; rename it to serve raw values"
+        )
+    columns[history.name] = 2
+    return {"name": history.name, "of": history.of, "length": history.length}
+
+
+def _column(feature: Numerical | Categorical, columns: dict[str, int], dimensions: int = 1) -> str:
+    """Return the column that a feature reads, and add it to `columns`."""
+    expression = (feature.expression or "").strip()
+    if not expression:
+        name = feature.name
+    elif COLUMN.fullmatch(expression):
+        name = expression[1:-1].replace('""', '"') if expression[0] == '"' else expression
+    else:
+        raise ValueError(
+            f"feature {shown(feature.name)} is the SQL expression {shown(expression)}, which the server does not evaluate; "
+            "make it a column before preprocessing, or leave fitted out and send ids"
+        )
+    if columns.setdefault(name, dimensions) != dimensions:
+        raise ValueError(f"column {shown(name)} is a list for one feature and none for another")
+    return name
+
+
+def _write(directory: Path, state: FittedState, feature: str) -> tuple[str, int]:
+    file = f"vocabulary/{quote(feature, safe='')}.bin"
+    return file, write_vocabulary(directory / file, _values(state, feature))
+
+
+def _values(state: FittedState, feature: str) -> Iterator[list[str]]:
+    """Yield the values of a vocabulary in the order of their ids, which `open_fitted` has checked."""
+    from dataloading.dataset.parquet_files import open_file
+
+    with open_file(state.directory / vocabulary_name(feature)) as file:
+        for batch in file.iter_batches(BATCH_ROWS, columns=["value"]):
+            yield batch.column("value").to_pylist()

@@ -1,0 +1,225 @@
+"""Export of a checkpoint as a model directory, which is complete or absent."""
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.command_line import project_version
+from configs.messages import shown
+from configs.schema import Config, open_sections
+from configs.serving_schema import ModelExportConfig
+from dataloading.dataset.durable_files import (
+    clear_leftovers,
+    hold,
+    new_directory,
+    partial_sibling,
+    write_synced,
+)
+from dataloading.dataset.source import Source
+from nn.build import open_source
+from nn.checkpoint.directory import read_facts
+from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
+from nn.embedding.declared_tables import embedding_columns
+from nn.models.registry import declared_tables, typed_config
+from nn.models.tasks import Task, tasks_of_run
+from serving.exporting.dense import check_onnx, export_dense, export_onnx, load_dense
+from serving.exporting.proof import (
+    Proof,
+    TrainingPath,
+    looked_up_rows,
+    proof_batches,
+    prove,
+)
+from serving.exporting.raw_values import write_raw_values
+from serving.exporting.tables import write_tables
+from serving.inference.model import ServedModel
+from serving.manifest import MANIFEST, Feature, Manifest, Output, Table, describe_files
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A checkpoint with what its run was.
+
+    Attributes:
+        path: of the checkpoint.
+        index: of its tensors.
+        facts: its run.json.
+        config: options of the run.
+        source: of the rows that prove the export.
+        tables: as the model declares them.
+        tasks: of the model.
+    """
+
+    path: Path
+    index: TensorIndex
+    facts: dict[str, Any]
+    config: Config
+    source: Source
+    tables: "list[EmbeddingBagConfig]"
+    tasks: list[Task]
+
+
+def export_model(options: ModelExportConfig) -> Manifest:
+    """Export a checkpoint; see `configs.serving_schema.ModelExportConfig`.
+
+    Raises:
+        ValueError: an option names something that cannot be used, the checkpoint is damaged, or the export does not score as
+            training does.
+    """
+    assert options.checkpoint is not None, "checked by the options"
+    assert options.output is not None, "likewise"
+    output = Path(options.output)
+    _check_output(output)
+    if options.onnx:
+        check_onnx()
+    trained = open_trained(Path(options.checkpoint).resolve(), options.data)
+    with hold(output, f"is writing {output}") as alone:
+        _check_output(output)  # again: another process may have written it meanwhile
+        if alone:
+            clear_leftovers(output)
+        with new_directory(output, partial_sibling(output)) as unfinished:
+            return _write(unfinished, trained, options)
+
+
+def _check_output(output: Path) -> None:
+    if os.path.lexists(output):
+        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
+
+
+def open_trained(path: Path, data: str | None) -> Trained:
+    """Open a checkpoint of a run, and the dataset that proves its export.
+
+    Args:
+        path: a `step_N` directory.
+        data: dataset to use instead of the run's.
+
+    Raises:
+        ValueError: it is no checkpoint of a run, the dataset has other features, or the run expands ids.
+    """
+    try:
+        facts = read_facts(path)
+        index = read_index(path)
+        config = config_of(facts)
+    except UnreadableError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"checkpoint={path} is no checkpoint of a run ({error}); name a step_N directory in a run's checkpoints/"
+        ) from None
+    if data is not None:
+        config.data.path = data
+    if config.data.multi_hot.hotness:
+        raise ValueError(
+            "the run expands its ids (data.multi_hot), which no request has; export a model that was trained without"
+        )
+    source = open_source(config)
+    spec = source.spec
+    if spec.fingerprint() != facts["feature_spec"]:
+        raise ValueError(
+            f"data={config.data.path} has other features than the dataset that the run was trained on; set data=DIR to one "
+            "with the same"
+        )
+    tables = declared_tables(config.model, spec)
+    return Trained(path, index, facts, config, source, tables, tasks_of_run(config, spec))
+
+
+def config_of(facts: dict[str, Any]) -> Config:
+    """Return the options of a run from its run.json.
+
+    Raises:
+        ValueError: there are none, or they are not those of this version.
+    """
+    if "config" not in facts:
+        raise ValueError("it has no options of a run")
+    node = OmegaConf.structured(Config)
+    for section in open_sections(Config):
+        OmegaConf.set_struct(node[section], False)
+    try:
+        return typed_config(OmegaConf.merge(node, facts["config"]))  # type: ignore[arg-type]
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"its options are not those of this version: {shown(str(error))}"
+        ) from None
+
+
+def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Manifest:
+    """Write and prove a model directory."""
+    spec, dtype = trained.source.spec, options.dtype.name
+    batches = proof_batches(trained.source, options.split, options.rows)
+    numbers = looked_up_rows(trained.tables, batches)
+    columns = embedding_columns(trained.tables, spec)
+    dense = load_dense(trained.config, spec, trained.index)
+    tables = [
+        Table(
+            table.name,
+            table.num_embeddings,
+            table.embedding_dim,
+            table.pooling.name.lower(),
+            list(table.feature_names),
+        )
+        for table in trained.tables
+    ]
+    rows = write_tables(directory, tables, trained.index, dtype, numbers)
+    export_dense(directory, dense, len(spec.numerical), columns)
+    if options.onnx:
+        export_onnx(directory, dense, len(spec.numerical), columns)
+    raw = None
+    if options.fitted is not None:
+        raw = write_raw_values(directory, options.fitted, spec)
+    manifest = _manifest(trained, options, tables, raw)
+    path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
+    _write_manifest(directory, manifest)
+    proof = prove(batches, path, ServedModel.load(directory), options.split)
+    return _write_manifest(directory, manifest, proof)
+
+
+def _write_manifest(directory: Path, manifest: Manifest, proof: Proof | None = None) -> Manifest:
+    values = {name: getattr(manifest, name) for name in Manifest.__slots__}
+    values |= {"files": manifest.files or describe_files(directory)}
+    complete = Manifest(**values | {"proof": asdict(proof) if proof else {}})
+    write_synced(directory / MANIFEST, complete.to_json())
+    return complete
+
+
+def _manifest(
+    trained: Trained,
+    options: ModelExportConfig,
+    tables: list[Table],
+    raw: dict[str, Any] | None,
+) -> Manifest:
+    spec, config = trained.source.spec, trained.config
+    return Manifest(
+        name=options.name or config.model.name.rpartition(":")[2],
+        model=config.model.name,
+        numerical=list(spec.numerical),
+        categorical=[Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical],
+        keep_rate=None if spec.keep_rate is None else spec.keep_rate.name,
+        outputs=[_output(task) for task in trained.tasks],
+        dtype=options.dtype.name,
+        tables=tables,
+        raw=raw,
+        source={
+            "checkpoint": trained.path.name,
+            "step": trained.facts["num_steps"],
+            "seed": config.seed,
+            "feature_spec": trained.facts["feature_spec"],
+            "recipe": project_version(),
+            "torch": torch.__version__,
+        },
+    )
+
+
+def _output(task: Task) -> Output:
+    rate = task.options.keep_rate
+    return Output(
+        task.name, task.is_binary, 0.0 if rate is None or not task.is_binary else math.log(rate)
+    )

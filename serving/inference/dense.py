@@ -1,0 +1,110 @@
+"""Loading of `dense.pt2` without trust: torch's loader unpickles some entries of an archive and evaluates expressions in it.
+
+Everything that the loader would execute is compared with what an export of this project holds: no entry is a pickle, symbols
+are plain, and every operation is one of ATen's. A model directory is then numbers, as a checkpoint is.
+"""
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.messages import shown
+from dataloading.dataset.documents import parse_json, read_regular
+from serving.manifest import ModelError
+
+MOST_BYTES = 4 << 30
+ENTRY = re.compile(
+    r"[^/]+/(data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)|data/sample_inputs/model\.pt|models/model\.json"
+    r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id))"
+)
+OPERATION = re.compile(
+    r"torch\.ops\.aten\.\w+\.\w+|_operator\.(add|sub|mul|floordiv|mod|eq|ge|le|gt|lt)|torch\.sym_(max|min|sum)"
+)
+WORDS = frozenset(
+    {"Symbol", "Integer", "Add", "Mul", "Max", "Min", "positive", "integer", "True", "False"}
+)
+SYMBOL = re.compile(r"[su]?\d+")
+
+
+def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return forward(numerical [B, N], embeddings [B, T]) -> logits.
+
+    Raises:
+        ModelError: the archive is damaged, or holds what no export of this project holds.
+    """
+    data = read_regular(path, MOST_BYTES)
+    try:
+        check_archive(data)
+        program = torch.export.load(io.BytesIO(data))
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        zipfile.BadZipFile,
+        RuntimeError,
+    ) as error:
+        raise ModelError(f"{path} is no exported dense component: {shown(str(error))}") from None
+    return program.module()
+
+
+def check_archive(data: bytes) -> None:
+    """Raise ValueError if torch's loader would unpickle or evaluate something of an archive."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for entry in archive.infolist():
+            if not ENTRY.fullmatch(entry.filename) or entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"it holds {shown(entry.filename)}")
+            name = entry.filename.partition("/")[2]
+            if name == "data/sample_inputs/model.pt" and entry.file_size:
+                raise ValueError("it holds pickled example inputs")
+            if name.endswith("config.json"):
+                config = parse_json(archive.read(entry), name)
+                if any(value for key, value in _items(config) if key == "use_pickle"):
+                    raise ValueError("it holds a pickled tensor")
+            if name == "models/model.json":
+                _check_program(parse_json(archive.read(entry), name))
+
+
+def _check_program(program: Any) -> None:
+    if program.get("guards_code"):
+        raise ValueError("it holds guards, which are code")
+    for key, value in _items(program):
+        if key == "target" and not (isinstance(value, str) and OPERATION.fullmatch(value)):
+            raise ValueError(f"it calls {shown(value)}, which is no operation of ATen")
+        if key == "expr_str" and not _is_plain(value):
+            raise ValueError(f"it has the expression {shown(value)}")
+        if key in ("in_spec", "out_spec") and isinstance(value, str):
+            for kind, name in _items(json.loads(value)):
+                if kind == "type" and name not in (
+                    None,
+                    "builtins.tuple",
+                    "builtins.dict",
+                    "builtins.list",
+                ):
+                    raise ValueError(f"its inputs are {shown(name)}")
+
+
+def _is_plain(expression: object) -> bool:
+    """Return whether an expression is arithmetic of symbols and integers."""
+    if not isinstance(expression, str) or re.search(r"[^\w '(),=+*/-]", expression):
+        return False
+    return all(word in WORDS or SYMBOL.fullmatch(word) for word in re.findall(r"\w+", expression))
+
+
+def _items(document: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key of a document with its value, at all depths."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield key, value
+            yield from _items(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from _items(value)

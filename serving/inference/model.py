@@ -1,0 +1,77 @@
+"""A model directory that is loaded: rows in, scores out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from serving.inference.dense import load_dense
+from serving.inference.model_rows import Rows
+from serving.inference.raw_values import RawValues
+from serving.inference.tables import Lookup, MappedTables
+from serving.manifest import DENSE, Manifest
+
+# B: rows, N: numerical features, O: outputs
+
+
+class ServedModel:
+    """Tables and dense component of a model directory.
+
+    Args:
+        manifest: of the model.
+        look_up: lookup of its tables.
+        dense: forward of its dense component.
+        raw: its transformation of raw values; None if only ids are served.
+
+    Attributes:
+        manifest: of the model.
+        raw: as given.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        look_up: Lookup,
+        dense: Callable[[Tensor, Tensor], Tensor],
+        raw: RawValues | None,
+    ) -> None:
+        self.manifest = manifest
+        self.raw = raw
+        self._look_up = look_up
+        self._dense = dense
+        self._shifts = torch.tensor([output.shift for output in manifest.outputs])
+        self._is_binary = [output.is_binary for output in manifest.outputs]
+
+    @classmethod
+    def load(cls, directory: Path, manifest: Manifest | None = None) -> Self:
+        """Map the tables and load the dense component of a model directory; `Manifest.verify` compares its files.
+
+        Raises:
+            ModelError: it is no model directory, or is damaged.
+        """
+        manifest = manifest or Manifest.read(directory)
+        raw = RawValues.load(directory, manifest) if manifest.raw else None
+        dense = load_dense(directory / DENSE)
+        return cls(manifest, MappedTables(directory, manifest), dense, raw)
+
+    def logits(self, rows: Rows) -> Tensor:
+        """Return the logits of the dense component, [B], or [B, O] of several outputs."""
+        with torch.inference_mode():
+            return self._dense(rows.numerical, self._look_up(rows.ids, len(rows)))
+
+    def scores(self, rows: Rows) -> Tensor:
+        """Return the scores, float32 [B, O]: probabilities of binary outputs, numbers of others."""
+        with torch.inference_mode():
+            logits = self.logits(rows).view(len(rows), -1) + self._shifts
+            if rows.keep_rates is not None:
+                rates = rows.keep_rates.log()[:, None]
+                logits = logits + rates * torch.tensor(self._is_binary, dtype=torch.float32)
+            if all(self._is_binary):
+                return logits.sigmoid()
+            columns = [
+                column.sigmoid() if is_binary else column
+                for column, is_binary in zip(logits.unbind(1), self._is_binary, strict=True)
+            ]
+            return torch.stack(columns, dim=1)

@@ -1,0 +1,270 @@
+"""Raw values of a request to rows, by the fit of the dataset that the model was trained on.
+
+It computes what `preproc.table.expressions` computes in SQL, without a database: `tests/serving/test_raw_values.py` compares
+both. A value that preprocessing would refuse as a bad row is refused here too; unseen and missing values have id 0.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import torch
+
+from configs.messages import shown
+from configs.table_schema import transform_of
+from serving.inference.model_rows import Rows
+from serving.inference.requests import InputError, keep_rates
+from serving.inference.tables import Ids
+from serving.inference.vocabulary import Vocabulary
+from serving.manifest import Manifest, ModelError
+
+NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+NOT_A_NUMBER = ("nan", "+nan", "-nan")
+SEPARATOR = "\x1f"
+"""Separates the values of a cross."""
+SMALLEST_OVERFLOW = {True: 65520.0, False: math.inf}
+"""By whether numbers are stored as float16: beyond it the stored type has no number."""
+
+# A column has a text or None per row; a list has several per row.
+Texts = Sequence[str | None]
+
+
+class RawValues:
+    """Transformation of raw values.
+
+    Args:
+        description: as `serving.exporting.raw_values` writes it.
+        manifest: of the model.
+        vocabularies: by feature.
+    """
+
+    def __init__(
+        self,
+        description: Mapping[str, Any],
+        manifest: Manifest,
+        vocabularies: Mapping[str, Vocabulary],
+    ) -> None:
+        self._manifest = manifest
+        self._columns: dict[str, int] = description["columns"]
+        self._missing = frozenset(description["missing"])
+        self._numerical: list[dict[str, Any]] = description["numerical"]
+        self._categorical: list[dict[str, Any]] = description["categorical"]
+        self._histories: list[dict[str, Any]] = description["history"]
+        self._is_float16: bool = description["float16"]
+        self._vocabularies = vocabularies
+        self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
+        self._hotness = {feature.name: feature.hotness for feature in manifest.categorical}
+        self._by_name = {feature["name"]: feature for feature in self._categorical}
+
+    @classmethod
+    def load(cls, directory: Path, manifest: Manifest) -> Self:
+        """Map the vocabularies of a model directory.
+
+        Raises:
+            ModelError: the description is malformed, or a vocabulary is damaged.
+        """
+        description = manifest.raw or {}
+        try:
+            vocabularies = {}
+            for feature in description["categorical"]:
+                if feature["vocabulary"] is not None:
+                    file, size = feature["vocabulary"]
+                    if file not in manifest.files:
+                        raise ModelError(f"{directory} lists no {shown(file)}")
+                    if file not in vocabularies:
+                        vocabularies[file] = Vocabulary(directory / file, size)
+            return cls(description, manifest, vocabularies)
+        except (LookupError, TypeError, AttributeError, OSError) as error:
+            raise ModelError(f"{directory}: raw values are malformed: {shown(error)}") from None
+
+    def describe_inputs(self) -> list[dict[str, Any]]:
+        """Return the inputs of raw values, as metadata lists them."""
+        return [
+            {"name": name, "datatype": "BYTES", "shape": [-1] * dimensions}
+            for name, dimensions in self._columns.items()
+        ]
+
+    def rows(
+        self, inputs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], num_rows: int
+    ) -> Rows:
+        """Return the features of raw values.
+
+        Args:
+            inputs: by column: texts, None where one is missing, or an array of numbers.
+            shapes: of the inputs: [B], or [B, L] of lists.
+            num_rows: B.
+
+        Raises:
+            InputError: a column is missing or unknown, or a value is none that preprocessing accepts.
+        """
+        for name in set(self._columns) - set(inputs):
+            _refuse(f"there is no column {shown(name)}; want {', '.join(self._columns)}")
+        for name in set(inputs) - set(self._columns) - self._optional:
+            _refuse(
+                f"there is no column {shown(name)} in the model; want {', '.join(self._columns)}"
+            )
+        for name, dimensions in self._columns.items():
+            shape = shapes[name]
+            if dimensions == 1 and shape not in ((num_rows,), (num_rows, 1)):
+                _refuse(f"column {shown(name)} has shape {list(shape)}; want {[num_rows]}")
+            if dimensions == 2 and len(shape) != 2:
+                _refuse(f"list {shown(name)} has shape {list(shape)}; want [{num_rows}, values]")
+        ids, lengths = {}, []
+        for feature in self._categorical:
+            ids[feature["name"]] = self._ids(feature, inputs, shapes, num_rows)
+        for history in self._histories:
+            name = history["name"]
+            ids[name], counts = self._history(history, inputs[name], shapes[name], num_rows)
+            lengths.append(counts)
+        numbers = [self._numbers(feature, inputs[feature["column"]]) for feature in self._numerical]
+        stacked = np.zeros((num_rows, 0), np.float32)
+        if numbers or lengths:
+            stacked = np.stack([*numbers, *lengths], axis=1).astype(np.float32)
+        rates = {name: np.asarray(inputs[name]) for name in self._optional & set(inputs)}
+        return Rows(torch.from_numpy(stacked), ids, keep_rates(self._manifest, rates, num_rows))
+
+    def _numbers(self, feature: Mapping[str, Any], values: Any) -> np.ndarray:
+        """Return the stored numbers of a numerical feature, float32 [B]."""
+        if isinstance(values, list):
+            numbers = [self._number(feature["name"], row, text) for row, text in enumerate(values)]
+        else:
+            numbers = [None if number != number else float(number) for number in values.flat]
+        for transform, fitted in zip(feature["transforms"], feature["fitted"], strict=True):
+            numbers = _transformed(numbers, transform, fitted)
+        with np.errstate(over="ignore"):
+            stored = np.array([0.0 if x is None else x for x in numbers]).astype(np.float32)
+        most = SMALLEST_OVERFLOW[self._is_float16]
+        bad = ~(np.abs(stored) < most)
+        if bad.any():
+            row = int(bad.argmax())
+            _refuse(
+                f"column {shown(feature['column'])}, row {row}: {shown(feature['name'])} is {stored[row]} after its "
+                "transforms, more than the model has seen"
+            )
+        return stored.astype(np.float16).astype(np.float32) if self._is_float16 else stored
+
+    def _number(self, name: str, row: int, text: str | None) -> float | None:
+        if text is None or text in self._missing or not text:
+            return None
+        if NUMBER.fullmatch(text):
+            number = float(text)
+            if math.isfinite(number):
+                return number
+        if text.strip().lower() not in NOT_A_NUMBER:
+            _refuse(f"row {row}: {shown(name)} is {shown(text)}, wanted a number")
+        return None
+
+    def _texts(self, name: str, values: Any) -> list[str | None]:
+        """Return the values of a column as texts."""
+        if isinstance(values, list):
+            missing = self._missing
+            return [None if not text or text in missing else text for text in values]
+        if values.dtype.kind not in "iu":
+            _refuse(f"column {shown(name)} has numbers that are not whole; send it as BYTES")
+        return [str(number) for number in values.flat]
+
+    def _ids(
+        self,
+        feature: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        num_rows: int,
+    ) -> Ids:
+        if feature["cross"]:
+            columns = [self._texts(name, inputs[name]) for name in feature["cross"]]
+            texts = [
+                None if None in values else SEPARATOR.join(values)
+                for values in zip(*columns, strict=True)
+            ]
+            return Ids(torch.from_numpy(self._encode(feature, texts)))
+        column = feature["column"]
+        texts = self._texts(column, inputs[column])
+        if not feature["separator"] and not feature["list"]:
+            return Ids(torch.from_numpy(self._encode(feature, texts)))
+        lists: list[list[str | None]]
+        if feature["separator"]:
+            lists = [[] if text is None else _split(text, feature["separator"]) for text in texts]
+        else:
+            width = shapes[column][1]
+            lists = [
+                _without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)
+            ]
+        return self._several(feature, lists)
+
+    def _several(self, feature: Mapping[str, Any], lists: list[list[str | None]]) -> Ids:
+        """Return the ids of lists: cut or filled with id 0 to fixed hotness, or ragged."""
+        hotness = self._hotness[feature["name"]]
+        if hotness is not None:
+            lists = [values[:hotness] + _missing(hotness - len(values)) for values in lists]
+        ids = self._encode(feature, [value for values in lists for value in values])
+        if hotness is not None:
+            return Ids(torch.from_numpy(ids))
+        return Ids(torch.from_numpy(ids), torch.tensor([len(values) for values in lists]))
+
+    def _history(
+        self, history: Mapping[str, Any], values: Any, shape: tuple[int, ...], num_rows: int
+    ) -> tuple[Ids, np.ndarray]:
+        """Return the ids of the last values, the most recent first, and their number, float32 [B]."""
+        texts, width = self._texts(history["name"], values), shape[1]
+        lists = [
+            _present(texts[row * width : (row + 1) * width])[: history["length"]]
+            for row in range(num_rows)
+        ]
+        of = self._by_name[history["of"]] | {"name": history["name"]}
+        counts = np.array([len(values) for values in lists], np.float32)
+        return self._several(of, lists), counts
+
+    def _encode(self, feature: Mapping[str, Any], texts: Texts) -> np.ndarray:
+        """Return the id of each value, int64."""
+        if feature["buckets"]:
+            buckets = feature["buckets"]
+            hashed = [0 if text is None else _bucket(text, buckets) for text in texts]
+            return np.array(hashed, np.int64)
+        return self._vocabularies[feature["vocabulary"][0]].ids(texts)
+
+
+def _split(text: str, separator: str) -> list[str | None]:
+    return [value or None for value in text.split(separator)]
+
+
+def _without_end(values: list[str | None]) -> list[str | None]:
+    """Return a list without the missing values at its end, which fill a tensor."""
+    last = max((place for place, value in enumerate(values, 1) if value is not None), default=0)
+    return values[:last]
+
+
+def _present(values: list[str | None]) -> list[str | None]:
+    return [value for value in values if value is not None]
+
+
+def _missing(count: int) -> list[str | None]:
+    return [None] * count
+
+
+def _bucket(text: str, buckets: int) -> int:
+    return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:15], 16) % buckets + 1
+
+
+def _transformed(
+    numbers: list[float | None], transform: Any, fitted: Sequence[float]
+) -> list[float | None]:
+    """Return numbers after one transform; None is a missing number."""
+    name, argument = transform_of(transform)
+    if name == "fill":
+        return [float(argument) if x is None else x for x in numbers]
+    if name == "clip":
+        low, high = map(float, argument)
+        return [None if x is None else min(max(x, low), high) for x in numbers]
+    if name == "log":
+        shift = float(argument)
+        return [None if x is None or not x + shift > 0 else math.log(x + shift) for x in numbers]
+    smallest, size = fitted
+    return [None if x is None else (x - smallest) / (size or 1.0) for x in numbers]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InputError(message)

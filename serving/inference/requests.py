@@ -1,0 +1,153 @@
+"""Tensors of a request to rows: names, shapes and every id and number are checked before anything is looked up."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.messages import shown
+from serving.inference.model_rows import Rows
+from serving.inference.tables import Ids
+from serving.manifest import Feature, Manifest
+
+NUMERICAL = "numerical"
+IDS = "ids"
+PADDING = -1
+"""Fills the rows of a ragged feature behind their last id."""
+
+
+class InputError(ValueError):
+    """An input that a model cannot score; the message names it."""
+
+
+def takes_ids(manifest: Manifest, names: Mapping[str, Any]) -> bool:
+    """Return whether inputs of these names are features; else they are raw values.
+
+    A ragged feature does not decide it, since its column may have the same name.
+    """
+    return not manifest.raw or NUMERICAL in names or IDS in names
+
+
+def describe_inputs(manifest: Manifest) -> list[dict[str, Any]]:
+    """Return the inputs of features, as metadata lists them."""
+    inputs = []
+    if manifest.numerical:
+        inputs.append((NUMERICAL, "FP32", [-1, len(manifest.numerical)]))
+    if manifest.fixed:
+        inputs.append((IDS, "INT64", [-1, manifest.id_columns]))
+    inputs += [(feature.name, "INT64", [-1, -1]) for feature in manifest.ragged]
+    return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
+
+
+class IdInputs:
+    """Inputs of features of one model.
+
+    Args:
+        manifest: of the model.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        fixed = [f for f in manifest.fixed for _ in range(f.hotness or 0)]
+        self._names = [feature.name for feature in fixed]
+        self._rows = torch.tensor([feature.cardinality for feature in fixed])
+        self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
+        self._wanted = {entry["name"] for entry in describe_inputs(manifest)}
+
+    def rows(self, inputs: Mapping[str, np.ndarray], num_rows: int) -> Rows:
+        """Return the rows of the inputs `numerical` [B, N], `ids` [B, H] and of each ragged feature [B, L].
+
+        Raises:
+            InputError: an input is missing, unknown, of another shape, or has an id or number that is not valid.
+        """
+        for name in self._wanted - set(inputs):
+            _refuse(f"there is no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
+        for name in set(inputs) - self._wanted - self._optional:
+            _refuse(f"the model has no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
+        manifest = self._manifest
+        numerical = torch.zeros(num_rows, 0)
+        if manifest.numerical:
+            shape = (num_rows, len(manifest.numerical))
+            numerical = numbers(NUMERICAL, inputs[NUMERICAL], shape, manifest.numerical)
+        ids = self._fixed_ids(inputs[IDS], num_rows) if manifest.fixed else {}
+        ids |= {f.name: _ragged_ids(f, inputs[f.name], num_rows) for f in manifest.ragged}
+        return Rows(numerical, ids, keep_rates(manifest, inputs, num_rows))
+
+    def _fixed_ids(self, values: np.ndarray, num_rows: int) -> dict[str, Ids]:
+        matrix = _integers(IDS, values)
+        wanted = (num_rows, len(self._names))
+        if matrix.shape != wanted:
+            _refuse(f"input {IDS} has shape {list(matrix.shape)}; want {list(wanted)}")
+        bad = (matrix < 0) | (matrix >= self._rows)
+        if bad.any():
+            row, column = (int(place) for place in bad.nonzero()[0])
+            _refuse_id(self._names[column], row, matrix[row, column], self._rows[column])
+        ids, first = {}, 0
+        for feature in self._manifest.fixed:
+            assert feature.hotness is not None
+            last = first + feature.hotness
+            ids[feature.name] = Ids(matrix[:, first:last].reshape(-1))
+            first = last
+        return ids
+
+
+def _ragged_ids(feature: Feature, values: np.ndarray, num_rows: int) -> Ids:
+    matrix = _integers(feature.name, values)
+    if matrix.dim() == 1:
+        matrix = matrix[:, None]
+    is_id = matrix != PADDING
+    bad = is_id & ((matrix < 0) | (matrix >= feature.cardinality))
+    # Padding before an id would change nothing of a sum, but is a mistake of the client.
+    bad[:, 1:] |= is_id[:, 1:] & ~is_id[:, :-1]
+    if bad.any():
+        row, column = (int(place) for place in bad.nonzero()[0])
+        _refuse_id(feature.name, row, matrix[row, column], feature.cardinality)
+    return Ids(matrix[is_id], is_id.sum(1))
+
+
+def keep_rates(
+    manifest: Manifest, inputs: Mapping[str, np.ndarray], num_rows: int
+) -> Tensor | None:
+    """Return the keep rates of rows, if the model knows them and the inputs have them."""
+    if manifest.keep_rate is None or manifest.keep_rate not in inputs:
+        return None
+    name = manifest.keep_rate
+    rates = numbers(name, inputs[name].reshape(num_rows, -1), (num_rows, 1), [name])[:, 0]
+    if not ((rates > 0) & (rates <= 1)).all():
+        _refuse(f"input {shown(name)} has a rate that is not above 0 and at most 1")
+    return rates
+
+
+def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list[str]) -> Tensor:
+    """Return finite numbers as float32; `columns` are named in messages."""
+    if values.dtype.kind not in "fiu":
+        _refuse(f"input {shown(name)} has no numbers; want FP32")
+    if values.shape != shape:
+        _refuse(f"input {shown(name)} has shape {list(values.shape)}; want {list(shape)}")
+    with np.errstate(over="ignore"):
+        tensor = torch.from_numpy(values.astype(np.float32))
+    bad = ~torch.isfinite(tensor)
+    if bad.any():
+        row, column = (int(place) for place in bad.nonzero()[0])
+        _refuse(
+            f"input {shown(name)}, row {row}: {shown(columns[column])} is {values[row, column]}; want a finite number"
+        )
+    return tensor
+
+
+def _integers(name: str, values: np.ndarray) -> Tensor:
+    if values.dtype.kind not in "iu":
+        _refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _refuse_id(feature: str, row: int, value: Any, cardinality: Any) -> NoReturn:
+    _refuse(
+        f"feature {shown(feature)}, row {row}: id {int(value)} is not in the table; want 0 to {int(cardinality) - 1}"
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InputError(message)

@@ -1,0 +1,318 @@
+"""A model directory: what serving reads, described by one manifest.
+
+    model.json           features, tables, tasks, versions, proof; bytes and SHA-256 of every other file
+    dense.pt2            dense component: torch.export, batch 1 to 65,536
+    dense.onnx           the same for ONNX runtimes, on request
+    tables/<table>.bin   rows, one after another: float32, bfloat16 or int8
+    tables/<table>.scale.bin      int8 only: float32 per row, by which the row is multiplied
+    vocabulary/<feature>.bin      raw values only: values and their ids (`serving.inference.vocabulary`)
+
+A model directory is complete or absent. Nothing in it is a pickle, and nothing is executed but the operations of `dense.pt2`,
+which `serving.inference.dense` checks first.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+from configs.messages import shown
+from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
+
+MANIFEST = "model.json"
+DENSE = "dense.pt2"
+ONNX = "dense.onnx"
+FORMAT = 1
+MOST_ROWS = 65_536
+"""Rows of the largest batch that the dense component takes."""
+TABLE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+POOLINGS = ("sum", "mean", "none")
+HASH_BLOCK = 1 << 22
+
+
+class ModelError(ValueError):
+    """A directory is no model directory, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A categorical feature: its ids are row numbers below `cardinality`; `hotness` per row, None if rows differ."""
+
+    name: str
+    cardinality: int
+    hotness: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An embedding table and the features that are looked up in it, in the order of the embeddings."""
+
+    name: str
+    rows: int
+    columns: int
+    pooling: str
+    features: list[str]
+
+    @property
+    def file(self) -> str:
+        """Name of its file in the model directory."""
+        return f"tables/{quote(self.name, safe='')}.bin"
+
+    @property
+    def scale_file(self) -> str:
+        """Name of the file of its scales, which int8 tables have."""
+        return f"tables/{quote(self.name, safe='')}.scale.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A task: a probability if it is binary, else a number.
+
+    Attributes:
+        name: of the task.
+        is_binary: whether its logit becomes a probability.
+        shift: added to the logit: ln of the task's keep rate.
+    """
+
+    name: str
+    is_binary: bool
+    shift: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Content of `model.json`.
+
+    Attributes:
+        name: of the model, in requests.
+        model: the kind of model, such as `dlrm`.
+        numerical: names of the numerical features, in the order of the columns.
+        categorical: categorical features, in the order of the columns of ids.
+        keep_rate: name of the column of keep rates that rows of the dataset have; None without.
+        outputs: tasks.
+        dtype: of the tables, a key of `TABLE_BYTES`.
+        tables: in the order of the embeddings.
+        raw: how raw values become features (`serving.inference.raw_values`); None if only ids are served.
+        source: checkpoint, step, fingerprint of the features, versions of the libraries.
+        proof: rows that were compared with the training path, and the largest difference.
+        files: bytes and SHA-256 of every other file.
+    """
+
+    name: str
+    model: str
+    numerical: list[str]
+    categorical: list[Feature]
+    keep_rate: str | None
+    outputs: list[Output]
+    dtype: str
+    tables: list[Table]
+    raw: dict[str, Any] | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+    proof: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileState] = field(default_factory=dict)
+
+    @property
+    def fixed(self) -> list[Feature]:
+        """Features of fixed hotness, which share the matrix of ids."""
+        return [feature for feature in self.categorical if feature.hotness is not None]
+
+    @property
+    def ragged(self) -> list[Feature]:
+        """Features whose rows differ in their number of ids."""
+        return [feature for feature in self.categorical if feature.hotness is None]
+
+    @property
+    def id_columns(self) -> int:
+        """Columns of the matrix of ids."""
+        return sum(feature.hotness or 0 for feature in self.fixed)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of all embeddings of a row."""
+        hotness = {feature.name: feature.hotness or 0 for feature in self.categorical}
+        return sum(
+            table.columns * (hotness[name] if table.pooling == "none" else 1)
+            for table in self.tables
+            for name in table.features
+        )
+
+    @property
+    def identity(self) -> str:
+        """A number that differs between models of different content, 12 hex digits."""
+        hashes = {name: state.sha256 for name, state in self.files.items()}
+        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:12]
+
+    def interface(self) -> dict[str, Any]:
+        """Return what a client depends on: a version that replaces another must have the same."""
+        raw = self.raw or {}
+        return {
+            "numerical": self.numerical,
+            "categorical": [[feature.name, feature.hotness] for feature in self.categorical],
+            "keep_rate": self.keep_rate,
+            "outputs": [output.name for output in self.outputs],
+            "raw": raw.get("columns"),
+        }
+
+    def to_json(self) -> str:
+        """Return the text of `model.json`."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read and check the manifest of a model directory; no other file is opened.
+
+        Raises:
+            ModelError: there is none, or it is malformed.
+        """
+        path = directory / MANIFEST
+        try:
+            data = read_regular(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ModelError(
+                f"{directory} is no model directory (there is no {MANIFEST} in it); write one with python -m serving.export"
+            ) from None
+        try:
+            document = parse_json(data, str(path))
+            manifest = cls._of(document)
+            _check(directory, manifest)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ModelError(f"{path} is no manifest of a model: {shown(error)}") from None
+        return manifest
+
+    @classmethod
+    def _of(cls, document: Any) -> Self:
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']}, and this version reads {FORMAT}")
+        known = {declared.name for declared in fields(cls)}
+        values = {name: value for name, value in document.items() if name in known}
+        values["categorical"] = [Feature(**feature) for feature in document["categorical"]]
+        values["tables"] = [Table(**table) for table in document["tables"]]
+        values["outputs"] = [Output(**output) for output in document["outputs"]]
+        files: Mapping[str, Any] = document["files"]
+        values["files"] = {name: FileState(**state) for name, state in files.items()}
+        return cls(**values)
+
+    def verify(self, directory: Path) -> None:
+        """Compare size and SHA-256 of every file.
+
+        Raises:
+            ModelError: a file is missing or differs.
+        """
+        for name, wanted in self.files.items():
+            try:
+                got = file_state(directory / name)
+            except OSError as error:
+                raise ModelError(f"{directory / name} cannot be read ({error.strerror})") from None
+            if got != wanted:
+                state = f"{got.bytes:,} bytes instead of {wanted.bytes:,}"
+                if got.bytes == wanted.bytes:
+                    state = "its SHA-256 differs"
+                raise ModelError(f"{directory / name} is damaged ({state}); export the model again")
+
+
+def file_state(path: Path) -> FileState:
+    """Return size and SHA-256 of a file, read block by block."""
+    digest, size = hashlib.sha256(), 0
+    with open_regular(path) as stream:
+        while block := stream.read(HASH_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return FileState(size, digest.hexdigest())
+
+
+def _check(directory: Path, manifest: Manifest) -> None:
+    """Raise ValueError unless all values that a reader uses are of the right kind and fit together."""
+    _texts([manifest.name, manifest.model, *manifest.numerical])
+    names = [feature.name for feature in manifest.categorical]
+    _texts(names)
+    _texts([output.name for output in manifest.outputs])
+    if len(set(names)) < len(names) or not names or not manifest.outputs:
+        raise ValueError("want features of different names, and at least one output")
+    rows = {}
+    for feature in manifest.categorical:
+        _count(feature.cardinality)
+        if feature.hotness is not None:
+            _count(feature.hotness)
+        rows[feature.name] = feature.cardinality
+    for output in manifest.outputs:
+        if type(output.is_binary) is not bool or not _is_finite(output.shift):
+            raise ValueError(f"output {shown(output.name)} is malformed")
+    if manifest.dtype not in TABLE_BYTES:
+        raise ValueError(
+            f"tables of dtype {shown(manifest.dtype)}, want one of {', '.join(TABLE_BYTES)}"
+        )
+    for name, state in manifest.files.items():
+        _check_file(directory, name, state)
+    for table in manifest.tables:
+        _check_table(manifest, table, rows)
+    if {name for table in manifest.tables for name in table.features} != set(names):
+        raise ValueError("a feature has no table")
+    if DENSE not in manifest.files:
+        raise ValueError(f"there is no {DENSE}")
+
+
+def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:
+    _texts([table.name, *table.features])
+    _count(table.rows)
+    _count(table.columns)
+    if table.pooling not in POOLINGS:
+        raise ValueError(f"table {shown(table.name)} has pooling {shown(table.pooling)}")
+    for feature in table.features:
+        if rows[feature] > table.rows:
+            raise ValueError(
+                f"table {shown(table.name)} has fewer rows than feature {shown(feature)}"
+            )
+    wanted = {table.file: table.rows * table.columns * TABLE_BYTES[manifest.dtype]}
+    if manifest.dtype == "int8":
+        wanted[table.scale_file] = table.rows * 4
+    for name, size in wanted.items():
+        if manifest.files[name].bytes != size:
+            raise ValueError(f"{name} has {manifest.files[name].bytes} bytes, want {size}")
+
+
+def _check_file(directory: Path, name: str, state: FileState) -> None:
+    parts = name.split("/")
+    if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise ValueError(f"got file {shown(name)}, want a name in the directory or in one folder")
+    if not resolved(directory / name).is_relative_to(resolved(directory)):
+        raise ValueError(f"file {shown(name)} is a link that leads out of {directory}")
+    if type(state.bytes) is not int or state.bytes < 0 or not isinstance(state.sha256, str):
+        raise ValueError(f"file {shown(name)} has no size and SHA-256")
+
+
+def _texts(values: list[Any]) -> None:
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"got {shown(value)}, want a name")
+
+
+def _count(value: Any) -> None:
+    if type(value) is not int or not 1 <= value < 2**48:
+        raise ValueError(f"got {shown(value)}, want a positive number")
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def describe_files(directory: Path) -> dict[str, FileState]:
+    """Return size and SHA-256 of all files of a directory, by their names in it."""
+    names = sorted(
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
+    return {name: file_state(directory / name) for name in names if name != MANIFEST}

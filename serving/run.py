@@ -1,0 +1,132 @@
+"""Command `python -m serving.run`: serve a model directory on this machine's CPU, over HTTP in KServe's v2 protocol."""
+
+import asyncio
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from configs.command_line import composed_command, end_command
+from configs.messages import on_one_line, os_error_text
+from configs.overrides import to_config
+from configs.serving_schema import ServerConfig
+
+if TYPE_CHECKING:
+    from serving.server.service import Service
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MIB = 2**20
+SPARE_FILES = 64
+"""Open files beside connections."""
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and serve until SIGTERM or SIGINT; report errors in one line."""
+    try:
+        config: ServerConfig = to_config(composed)
+        token = read_token(config.token_file)
+        # Imported here: torch takes seconds, and errors of options need none.
+        from serving.server import service  # noqa: F401
+
+        started = time.perf_counter()
+        asyncio.run(serve(open_service(config, token), config, started))
+    except ValueError as error:
+        end_command(f"error: {error}")
+    except OSError as error:
+        end_command(f"error: {os_error_text(error, f'host={composed.host} port={composed.port}')}")
+    except KeyboardInterrupt:
+        end_command("interrupted before the server was ready", 130)
+
+
+def read_token(path: str | None) -> str | None:
+    """Return the token of a file; ValueError if it has none."""
+    if path is None:
+        return None
+    from dataloading.dataset.documents import read_text
+
+    token = read_text(Path(path), 1 << 16).strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"token_file={path}: want one line of printable ASCII characters")
+    return token
+
+
+def open_service(config: ServerConfig, token: str | None) -> "Service":
+    """Load the model and return its server, which does not listen yet.
+
+    Raises:
+        ValueError: there is no model that can serve.
+    """
+    import torch
+
+    from serving.inference.versions import Versions
+    from serving.server.batching import BatchLimits
+    from serving.server.http_server import HttpLimits
+    from serving.server.service import Service
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    assert config.model is not None, "checked by the options"
+    return Service(
+        Versions(Path(config.model), say, verify=config.verify),
+        BatchLimits(
+            max_batch=config.max_batch,
+            max_queue=config.max_queue,
+            delay_s=config.batch_delay_ms / 1000,
+            deadline_s=config.deadline_ms / 1000,
+        ),
+        HttpLimits(
+            max_body=config.max_body_mib * MIB,
+            max_memory=config.max_memory_mib * MIB,
+            max_connections=config.max_connections,
+            timeout_s=config.timeout_s,
+            token=token,
+        ),
+        config.poll_s,
+        say,
+    )
+
+
+async def serve(service: "Service", config: ServerConfig, started: float) -> None:
+    """Serve until SIGTERM or SIGINT, then answer what has begun."""
+    _allow_files(config.max_connections + SPARE_FILES)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    port = await service.start(config.host, config.port)
+    say(
+        f"ready after {time.perf_counter() - started:.1f} s: {service.title} on http://{config.host}:{port}"
+    )
+    if config.host not in LOOPBACK and config.token_file is None:
+        say(
+            f"anybody who reaches {config.host} can ask this server; set token_file, or host=127.0.0.1"
+        )
+    await stop.wait()
+    say("draining: accepted requests are answered")
+    await service.stop(config.drain_s)
+    say("ended")
+
+
+def _allow_files(count: int) -> None:
+    """Raise the limit of open files, if it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        with suppress(ValueError, OSError):
+            most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def say(line: str) -> None:
+    """Print one line to stderr."""
+    print(on_one_line(line), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        composed_command(run, ServerConfig, "serving_run_schema", "serving_run")()
+    except ValueError as error:
+        end_command(f"error: {error}")

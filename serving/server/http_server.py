@@ -1,0 +1,324 @@
+"""HTTP/1.1 of the server, on asyncio: small, with a limit for everything that a client decides.
+
+A client that sends half a request, a huge body or nothing at all gets a status and one line, or is closed after a time-out.
+Bodies are counted before they are read: all together never exceed `max_memory`.
+"""
+
+import asyncio
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from configs.messages import on_one_line
+
+HEAD_BYTES = 16 << 10
+BACKLOG = 1024
+OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
+"""Paths without a token, for probes."""
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_CLOSING = {"Connection": "close"}
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    Args:
+        status: of the response.
+        message: one line.
+        is_last: whether the connection is closed, since the rest of the request is unread.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        is_last: bool = False,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.is_last, self.headers = status, is_last, headers or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A complete request; names of headers are in lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A response; `headers` without the length."""
+
+    status: HTTPStatus = HTTPStatus.OK
+    body: bytes = b""
+    content_type: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of what a client decides.
+
+    Attributes:
+        max_body: bytes of a body.
+        max_memory: bytes of all bodies together.
+        max_connections: connections at a time.
+        timeout_s: time to send a request or to read its response.
+        token: that requests must bear; None if none.
+    """
+
+    max_body: int
+    max_memory: int
+    max_connections: int
+    timeout_s: float
+    token: str | None = None
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+Refusal = Callable[[RequestError], Response]
+
+
+class HttpServer:
+    """Server of one handler.
+
+    Args:
+        handler: answers a request; a `RequestError` is answered by `refuse`, any other error with 500.
+        refuse: makes the response of an error.
+        limits: of what a client decides.
+        log: called with one line about an error of the handler.
+    """
+
+    def __init__(
+        self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
+    ) -> None:
+        self._handler, self._refuse, self._limits, self._log = handler, refuse, limits, log
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], bool] = {}
+        self._body_bytes = 0
+        self._draining = False
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections."""
+        return len(self._connections)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; return the port.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        self._server = await asyncio.start_server(
+            self._accept, host, port, limit=HEAD_BYTES, backlog=BACKLOG
+        )
+        return self._server.sockets[0].getsockname()[1]
+
+    async def drain(self, timeout_s: float) -> None:
+        """Stop listening, close idle connections, and answer the requests that have begun."""
+        self._draining = True
+        if self._server is not None:
+            self._server.close()
+        for task, is_busy in list(self._connections.items()):
+            if not is_busy:
+                task.cancel()
+        if self._connections:
+            await asyncio.wait(list(self._connections), timeout=timeout_s)
+        for task in list(self._connections):
+            task.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if len(self._connections) >= self._limits.max_connections or self._draining:
+                error = RequestError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "too many connections; try again", is_last=True
+                )
+                await self._send(writer, self._refuse(error), is_last=True)
+                return
+            self._connections[task] = False
+            while await self._serve_one(task, reader, writer):
+                self._connections[task] = False
+        except (OSError, asyncio.CancelledError, TimeoutError):
+            pass  # the client has gone, is too slow, or the server ends
+        finally:
+            self._connections.pop(task, None)
+            writer.close()
+            with suppress(Exception):
+                await writer.wait_closed()
+
+    async def _serve_one(
+        self,
+        task: asyncio.Task[None],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
+        """Answer one request; return whether the connection stays open."""
+        held = 0
+        is_last = False
+        try:
+            head = await self._read_head(reader)
+            if head is None:
+                return False
+            self._connections[task] = True
+            request = _parse_head(head)
+            is_last = request.headers.get("connection", "").lower() == "close"
+            self._check_token(request)
+            held = self._reserve(request)
+            if held:
+                if request.headers.get("expect", "").lower() == "100-continue":
+                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                body = await self._read_body(reader, held)
+                request = Request(request.method, request.path, request.headers, body)
+            response = await self._handler(request)
+        except RequestError as error:
+            is_last = is_last or error.is_last
+            response = self._refuse(error)
+        except (asyncio.CancelledError, OSError):
+            raise
+        except Exception as error:  # a fault of this program, which must not end the server
+            self._log(on_one_line(f"error while a request was answered: {error!r}"))
+            failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
+            response = self._refuse(failure)
+        finally:
+            self._body_bytes -= held
+        is_last = is_last or self._draining
+        await self._send(writer, response, is_last=is_last)
+        return not is_last
+
+    async def _read_head(self, reader: asyncio.StreamReader) -> bytes | None:
+        """Return the request line and headers; None if the client has closed the connection or sends nothing."""
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError as error:
+            if not error.partial:
+                return None
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST, "the request ends within its headers", is_last=True
+            ) from None
+        except asyncio.LimitOverrunError:
+            raise RequestError(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"headers of more than {HEAD_BYTES:,} bytes",
+                is_last=True,
+            ) from None
+        except TimeoutError:
+            return None
+
+    async def _read_body(self, reader: asyncio.StreamReader, num_bytes: int) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await reader.readexactly(num_bytes)
+        except asyncio.IncompleteReadError as error:
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST,
+                f"the body ends after {len(error.partial):,} of {num_bytes:,} bytes",
+                is_last=True,
+            ) from None
+        except TimeoutError:
+            raise RequestError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the body did not arrive within {self._limits.timeout_s:g} s",
+                is_last=True,
+            ) from None
+
+    def _reserve(self, request: Request) -> int:
+        """Return the length of the body, after counting it among the bytes in memory."""
+        if "transfer-encoding" in request.headers:
+            raise RequestError(
+                HTTPStatus.LENGTH_REQUIRED,
+                "send the body with Content-Length; Transfer-Encoding is not supported",
+                is_last=True,
+            )
+        if "content-encoding" in request.headers:
+            raise RequestError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send the body without compression", is_last=True
+            )
+        text = request.headers.get("content-length", "" if request.method == "POST" else "0")
+        if not text:
+            raise RequestError(
+                HTTPStatus.LENGTH_REQUIRED, "want the header Content-Length", is_last=True
+            )
+        if not re.fullmatch(r"[0-9]{1,15}", text):
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST, "Content-Length is no number of bytes", is_last=True
+            )
+        length = int(text)
+        if length > self._limits.max_body:
+            raise RequestError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"a body of {length:,} bytes; want at most {self._limits.max_body:,} (max_body_mib)",
+                is_last=True,
+            )
+        if self._body_bytes + length > self._limits.max_memory:
+            raise RequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the bodies of other requests fill the memory (max_memory_mib); try again",
+                is_last=True,
+                headers={"Retry-After": "1"},
+            )
+        self._body_bytes += length
+        return length
+
+    def _check_token(self, request: Request) -> None:
+        if self._limits.token is None or request.path in OPEN_PATHS:
+            return
+        wanted = f"Bearer {self._limits.token}".encode()
+        got = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(wanted, got):
+            raise RequestError(
+                HTTPStatus.UNAUTHORIZED,
+                "want the header Authorization: Bearer TOKEN with the server's token",
+                is_last=True,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _send(
+        self, writer: asyncio.StreamWriter, response: Response, *, is_last: bool
+    ) -> None:
+        headers = {
+            "Content-Type": response.content_type,
+            "Content-Length": str(len(response.body)),
+            **response.headers,
+            **(_CLOSING if is_last else {}),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        status = response.status
+        writer.write(f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode("latin-1"))
+        writer.write(response.body)
+        async with asyncio.timeout(self._limits.timeout_s):
+            await writer.drain()
+
+
+def _parse_head(head: bytes) -> Request:
+    """Return the request of a request line and headers."""
+    bad = HTTPStatus.BAD_REQUEST
+    first, *lines = head[:-4].split(b"\r\n")
+    parts = first.split(b" ")
+    if len(parts) != 3 or not _TOKEN.fullmatch(parts[0]) or not parts[1].startswith(b"/"):
+        raise RequestError(bad, "the request line is malformed", is_last=True)
+    if parts[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
+        raise RequestError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "want HTTP/1.1", is_last=True)
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon or not _TOKEN.fullmatch(name):
+            raise RequestError(bad, "a header is malformed", is_last=True)
+        key = name.decode("ascii").lower()
+        if key in headers and key in ("content-length", "transfer-encoding", "authorization"):
+            raise RequestError(bad, f"the header {key} is there twice", is_last=True)
+        headers[key] = value.strip(b" \t").decode("latin-1")
+    if parts[2] == b"HTTP/1.0":
+        headers.setdefault("connection", "close")
+    path = parts[1].partition(b"?")[0].decode("latin-1")
+    return Request(parts[0].decode("ascii"), path, headers)

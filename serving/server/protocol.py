@@ -1,0 +1,273 @@
+"""KServe's v2 protocol: JSON, and the extension of binary tensors. Tensors in, tensors out; nothing about models."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+import numpy as np
+
+from configs.messages import shown
+from serving.server.http_server import RequestError, Response
+
+JSON_BYTES = 8 << 20
+"""Most bytes of JSON: its objects take about twenty times as much memory."""
+HEADER_LENGTH = "inference-header-content-length"
+DTYPES = {
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+}
+TEXT = "BYTES"
+MOST_DIMENSIONS = 2
+MOST_INPUTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input.
+
+    Attributes:
+        name: of the input.
+        datatype: a key of `DTYPES`, or `TEXT`.
+        shape: one or two numbers.
+        values: array of this shape; of `TEXT`, a flat list of texts, None where one is missing.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: Any
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A request for scores.
+
+    Attributes:
+        inputs: by name; all have the same first number in their shape.
+        num_rows: that number.
+        id: of the client, which the response repeats.
+        outputs: whether each wanted output is binary; empty for all.
+        is_binary: whether outputs are binary where they do not say.
+    """
+
+    inputs: dict[str, Tensor]
+    num_rows: int
+    id: str | None = None
+    outputs: dict[str, bool] = field(default_factory=dict)
+    is_binary: bool = False
+
+
+def refuse(message: str) -> NoReturn:
+    """Refuse a request that cannot be answered."""
+    raise RequestError(HTTPStatus.BAD_REQUEST, message)
+
+
+def parse_infer(body: bytes, headers: Mapping[str, str]) -> InferRequest:
+    """Return the request of a body.
+
+    Raises:
+        RequestError: it is malformed; the message names the input.
+    """
+    text = headers.get(HEADER_LENGTH)
+    if text is not None and not (text.isdecimal() and len(text) < 12 and int(text) <= len(body)):
+        refuse(f"{HEADER_LENGTH} is not the length of the JSON in the body")
+    length = len(body) if text is None else int(text)
+    if length > JSON_BYTES:
+        raise RequestError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"{length:,} bytes of JSON, want at most {JSON_BYTES:,}; send binary tensors, or fewer rows",
+        )
+    document = _mapping(_json(body[:length]), "the body")
+    entries = document.get("inputs")
+    if not isinstance(entries, list) or not 0 < len(entries) <= MOST_INPUTS:
+        refuse("want a list of inputs")
+    inputs: dict[str, Tensor] = {}
+    rest = memoryview(body)[length:]
+    for entry in entries:
+        tensor, rest = _tensor(_mapping(entry, "an input"), rest)
+        if tensor.name in inputs:
+            refuse(f"input {shown(tensor.name)} is there twice")
+        inputs[tensor.name] = tensor
+    if rest:
+        refuse(f"{len(rest):,} bytes follow the last binary tensor")
+    rows = {tensor.shape[0] for tensor in inputs.values()}
+    if len(rows) > 1:
+        refuse(f"inputs have {', '.join(map(str, sorted(rows)))} rows; want the same number")
+    if 0 in rows:
+        refuse("the inputs have no rows")
+    parameters = _mapping(document.get("parameters") or {}, "parameters")
+    identity = document.get("id")
+    if identity is not None and not isinstance(identity, str):
+        refuse("want a text as id")
+    is_binary = bool(parameters.get("binary_data_output"))
+    outputs = _outputs(document.get("outputs"), is_binary)
+    return InferRequest(inputs, rows.pop(), identity, outputs, is_binary)
+
+
+def _outputs(entries: Any, is_binary: bool) -> dict[str, bool]:
+    outputs = {}
+    if entries is not None and not isinstance(entries, list):
+        refuse("want a list of outputs")
+    for entry in entries or []:
+        entry = _mapping(entry, "an output")
+        parameters = _mapping(entry.get("parameters") or {}, "the parameters of an output")
+        outputs[_name(entry)] = bool(parameters.get("binary_data", is_binary))
+    return outputs
+
+
+def _tensor(entry: Mapping[str, Any], rest: memoryview) -> tuple[Tensor, memoryview]:
+    """Return an input and the binary data after its own."""
+    name = _name(entry)
+    where = f"input {shown(name)}"
+    datatype, shape = entry.get("datatype"), entry.get("shape")
+    if datatype != TEXT and datatype not in DTYPES:
+        refuse(f"{where} has datatype {shown(datatype)}; want one of {', '.join(DTYPES)}, {TEXT}")
+    if (
+        not isinstance(shape, list)
+        or not 1 <= len(shape) <= MOST_DIMENSIONS
+        or not all(type(size) is int and 0 <= size < 2**31 for size in shape)
+    ):
+        refuse(f"{where} has shape {shown(shape)}; want [rows] or [rows, columns]")
+    parameters = _mapping(entry.get("parameters") or {}, f"the parameters of {where}")
+    size = parameters.get("binary_data_size")
+    count = math.prod(shape)
+    if size is None:
+        return Tensor(name, datatype, tuple(shape), _from_json(where, datatype, shape, entry)), rest
+    if type(size) is not int or not 0 <= size <= len(rest):
+        refuse(f"{where} has binary_data_size {shown(size)}, and {len(rest):,} bytes are left")
+    data, rest = rest[:size], rest[size:]
+    if datatype == TEXT:
+        return Tensor(name, datatype, tuple(shape), _texts(where, data, count)), rest
+    dtype = np.dtype(DTYPES[datatype]).newbyteorder("<")
+    if size != count * dtype.itemsize:
+        refuse(
+            f"{where} has {size:,} bytes, and {datatype} {shape} needs {count * dtype.itemsize:,}"
+        )
+    return Tensor(name, datatype, tuple(shape), np.frombuffer(data, dtype).reshape(shape)), rest
+
+
+def _from_json(where: str, datatype: str, shape: list[int], entry: Mapping[str, Any]) -> Any:
+    data = entry.get("data")
+    if not isinstance(data, list):
+        refuse(f"{where} has no list as data")
+    if data and isinstance(data[0], list):
+        if not all(isinstance(row, list) for row in data):
+            refuse(f"{where} mixes lists and values")
+        data = [value for row in data for value in row]
+    if len(data) != math.prod(shape):
+        refuse(f"{where} has {len(data):,} values, and shape {shape} needs {math.prod(shape):,}")
+    if datatype == TEXT:
+        if not all(value is None or isinstance(value, str) for value in data):
+            refuse(f"{where} has a value that is no text; {TEXT} takes texts and null")
+        return data
+    is_float = datatype.startswith("FP")
+    kinds = (int, float) if is_float else (int,)
+    for value in data:
+        if type(value) not in kinds:
+            refuse(f"{where} has the value {shown(value)}, which is no {datatype}")
+    try:
+        array = np.array(data, dtype=np.float64 if is_float else np.int64)
+        narrow = array.astype(DTYPES[datatype])
+    except OverflowError:
+        refuse(f"{where} has a value beyond {datatype}")
+    if not is_float and (narrow != array).any():
+        refuse(f"{where} has a value beyond {datatype}")
+    return narrow.reshape(shape)
+
+
+def _texts(where: str, data: memoryview, count: int) -> list[str | None]:
+    """Return the texts of a binary tensor, each after its length in 4 bytes."""
+    texts: list[str | None] = []
+    place, end = 0, len(data)
+    if count * 4 > end:
+        refuse(f"{where} has {end:,} bytes, too few for {count:,} texts")
+    for _ in range(count):
+        first = place + 4
+        place = first + int.from_bytes(data[place:first], "little")
+        if place > end:
+            refuse(f"{where} ends within a text")
+        try:
+            texts.append(str(data[first:place], "utf-8"))
+        except UnicodeDecodeError:
+            refuse(f"{where} has a text that is not UTF-8")
+    if place != end:
+        refuse(f"{where} has {end - place:,} bytes after its last text")
+    return texts
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        refuse("the body is not JSON")
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        refuse(f"{where} is {shown(value)}; want an object")
+    return value
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    name = entry.get("name")
+    if not isinstance(name, str) or not name:
+        refuse(f"an input or output has the name {shown(name)}; want a text")
+    return name
+
+
+def infer_response(
+    request: InferRequest, model: str, version: str, outputs: Sequence[tuple[str, np.ndarray]]
+) -> Response:
+    """Return the response with these outputs, float32 [B] each.
+
+    Raises:
+        RequestError: the request wants an output that there is not.
+    """
+    names = [name for name, _ in outputs]
+    for name in request.outputs:
+        if name not in names:
+            refuse(f"there is no output {shown(name)}; the model has {', '.join(names)}")
+    entries, blobs = [], []
+    for name, values in outputs:
+        if request.outputs and name not in request.outputs:
+            continue
+        entry: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
+        if request.outputs.get(name, request.is_binary):
+            blobs.append(values.astype("<f4").tobytes())
+            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+        else:
+            entry["data"] = values.tolist()
+        entries.append(entry)
+    document: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries}
+    if request.id is not None:
+        document["id"] = request.id
+    head = json.dumps(document).encode()
+    if not blobs:
+        return Response(body=head)
+    return Response(
+        body=b"".join([head, *blobs]),
+        content_type="application/octet-stream",
+        headers={"Inference-Header-Content-Length": str(len(head))},
+    )
+
+
+def json_response(document: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    """Return a response of JSON."""
+    return Response(status, json.dumps(document).encode())
+
+
+def error_response(error: RequestError) -> Response:
+    """Return the response of a refused request: `{"error": line}`."""
+    body = json.dumps({"error": str(error)}).encode()
+    return Response(error.status, body, headers=error.headers)

@@ -1,0 +1,241 @@
+"""The server: KServe's v2 endpoints over a model and its versions."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+from configs.messages import shown
+from serving.inference.model_rows import Rows
+from serving.inference.requests import IdInputs, InputError, describe_inputs, takes_ids
+from serving.inference.versions import Version, Versions
+from serving.server.batching import Batcher, BatchLimits
+from serving.server.http_server import HttpLimits, HttpServer, Request, RequestError, Response
+from serving.server.metrics import CONTENT_TYPE, Metrics
+from serving.server.protocol import (
+    InferRequest,
+    error_response,
+    infer_response,
+    json_response,
+    parse_infer,
+    refuse,
+)
+
+SERVER = "hybrid-parallel-recsys"
+EXTENSIONS = ["binary_tensor_data"]
+
+
+class Service:
+    """A server of one model.
+
+    Args:
+        versions: of the model.
+        batch_limits: of batches and of the queue.
+        http_limits: of what a client decides.
+        poll_s: time between two looks for a new version.
+        log: called with one line about a change or an error.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        batch_limits: BatchLimits,
+        http_limits: HttpLimits,
+        poll_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._versions, self._poll_s, self._log = versions, poll_s, log
+        self._metrics = Metrics()
+        # One batch at a time, which uses all threads of torch; versions are loaded beside it.
+        self._scorer = ThreadPoolExecutor(1, "scorer")
+        self._loader = ThreadPoolExecutor(1, "loader")
+        self._batcher = Batcher(batch_limits, self._scorer, self._metrics.batch)
+        self._http = HttpServer(self._answer, self._refuse, http_limits, log)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._id_inputs = (versions.current, IdInputs(versions.current.model.manifest))
+        self._is_ready = False
+
+    @property
+    def title(self) -> str:
+        """The model and the version that serve."""
+        version = self._versions.current
+        return f"model {version.model.manifest.name}, version {version.name}"
+
+    async def start(self, host: str, port: int) -> int:
+        """Serve until `stop`; return the port.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        found = await self._http.start(host, port)
+        self._tasks = [
+            asyncio.create_task(self._batcher.run()),
+            asyncio.create_task(self._watch()),
+        ]
+        self._is_ready = True
+        return found
+
+    async def stop(self, drain_s: float) -> None:
+        """Answer the requests that have begun, for at most `drain_s`, and end."""
+        self._is_ready = False
+        await self._http.drain(drain_s)
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        self._scorer.shutdown(wait=False, cancel_futures=True)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._poll_s)
+            try:
+                await loop.run_in_executor(self._loader, self._versions.update)
+            except Exception as error:  # a fault of this program, which must not end the search
+                self._log(f"error while versions were read: {error!r}")
+
+    def _refuse(self, error: RequestError) -> Response:
+        self._metrics.responses[error.status.value] += 1
+        return error_response(error)
+
+    async def _answer(self, request: Request) -> Response:
+        """Return the response of a request.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        response = await self._route(request)
+        self._metrics.responses[response.status.value] += 1
+        return response
+
+    async def _route(self, request: Request) -> Response:
+        parts = request.path.strip("/").split("/")
+        version = self._versions.current
+        name = version.model.manifest.name
+        match parts:
+            case ["metrics"]:
+                self._want(request, "GET")
+                return Response(body=self._metrics_text().encode(), content_type=CONTENT_TYPE)
+            case ["v2"]:
+                self._want(request, "GET")
+                return json_response({"name": SERVER, "version": "2", "extensions": EXTENSIONS})
+            case ["v2", "health", "live"]:
+                self._want(request, "GET")
+                return json_response({"live": True})
+            case ["v2", "health", "ready"]:
+                self._want(request, "GET")
+                status = HTTPStatus.OK if self._is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+                return json_response({"ready": self._is_ready}, status)
+            case ["v2", "models"]:
+                self._want(request, "GET")
+                return json_response([{"name": name, "version": version.name, "state": "READY"}])
+            case ["v2", "models", model, *rest]:
+                self._check_model(model, name)
+                if rest[:1] == ["versions"] and len(rest) > 1:
+                    if rest[1] != version.name:
+                        self._no_version(rest[1], version.name)
+                    rest = rest[2:]
+                return await self._model(request, version, rest)
+        raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
+
+    async def _model(self, request: Request, version: Version, rest: list[str]) -> Response:
+        match rest:
+            case []:
+                self._want(request, "GET")
+                return json_response(_metadata(version))
+            case ["ready"]:
+                self._want(request, "GET")
+                return json_response({"ready": True})
+            case ["infer"]:
+                self._want(request, "POST")
+                return await self._infer(request, version)
+        raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
+
+    async def _infer(self, request: Request, version: Version) -> Response:
+        started = time.monotonic()
+        parsed = parse_infer(request.body, request.headers)
+        scores = await self._batcher.scores(version, self._rows(parsed, version))
+        manifest = version.model.manifest
+        outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
+        response = infer_response(parsed, manifest.name, version.name, outputs)
+        self._metrics.request_seconds.add(time.monotonic() - started)
+        return response
+
+    def _rows(self, request: InferRequest, version: Version) -> Rows:
+        manifest, raw = version.model.manifest, version.model.raw
+        try:
+            if raw is None or takes_ids(manifest, request.inputs):
+                if self._id_inputs[0] is not version:
+                    self._id_inputs = (version, IdInputs(manifest))
+                arrays = {}
+                for tensor in request.inputs.values():
+                    if isinstance(tensor.values, list):
+                        refuse(f"input {shown(tensor.name)} is text; want numbers")
+                    arrays[tensor.name] = tensor.values
+                return self._id_inputs[1].rows(arrays, request.num_rows)
+            columns = {name: tensor.values for name, tensor in request.inputs.items()}
+            shapes = {name: tensor.shape for name, tensor in request.inputs.items()}
+            return raw.rows(columns, shapes, request.num_rows)
+        except InputError as error:
+            refuse(str(error))
+
+    def _metrics_text(self) -> str:
+        version = self._versions.current
+        gauges: dict[str, tuple[str, float]] = {
+            "serving_queued_rows": ("Rows that wait.", self._batcher.queued_rows),
+            "serving_connections": ("Open connections.", self._http.num_connections),
+            "serving_version_swaps_total": ("Changes of the version.", self._versions.swaps),
+            "serving_versions_refused_total": (
+                "Versions that were refused.",
+                self._versions.refused,
+            ),
+        }
+        return self._metrics.text(version.model.manifest.name, version.name, gauges)
+
+    def _check_model(self, model: str, name: str) -> None:
+        if model != name:
+            raise RequestError(
+                HTTPStatus.NOT_FOUND, f"there is no model {shown(model)}, only {shown(name)}"
+            )
+
+    def _no_version(self, version: str, serving: str) -> None:
+        raise RequestError(
+            HTTPStatus.NOT_FOUND, f"version {shown(version)} does not serve; {serving} does"
+        )
+
+    def _want(self, request: Request, method: str) -> None:
+        if request.method != method:
+            raise RequestError(
+                HTTPStatus.METHOD_NOT_ALLOWED, f"want {method}", headers={"Allow": method}
+            )
+
+
+def _metadata(version: Version) -> dict[str, Any]:
+    manifest, raw = version.model.manifest, version.model.raw
+    inputs = describe_inputs(manifest)
+    if raw is not None:
+        inputs += raw.describe_inputs()
+    return {
+        "name": manifest.name,
+        "versions": [version.name],
+        "platform": "pytorch_export",
+        "inputs": inputs,
+        "outputs": [
+            {"name": output.name, "datatype": "FP32", "shape": [-1]} for output in manifest.outputs
+        ],
+        "parameters": {
+            "identity": manifest.identity,
+            "model": manifest.model,
+            "step": manifest.source.get("step"),
+            "dtype": manifest.dtype,
+            "numerical": manifest.numerical,
+            "ids": [
+                feature.name for feature in manifest.fixed for _ in range(feature.hotness or 0)
+            ],
+        },
+    }

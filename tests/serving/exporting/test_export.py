@@ -1,0 +1,234 @@
+"""A checkpoint as a model directory: it scores as the step that trained it, for every model and dtype, or is refused."""
+
+import io
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.serving_schema import TableType
+from nn.build import open_source
+from nn.checkpoint.tensor_index import read_index
+from nn.embedding.declared_tables import embedding_columns
+from nn.models.registry import MODELS, build_dense, declared_tables
+from serving.exporting import proof
+from serving.exporting.dense import export_dense
+from serving.exporting.tables import quantize
+from serving.inference.dense import check_archive, load_dense
+from serving.inference.versions import load_version
+from serving.manifest import DENSE, MANIFEST, Manifest, ModelError
+from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
+from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401
+from tests.nn.training.test_ragged import overrides_of as ragged_case
+from tests.serving.served_models import export, save_run, served_scores
+
+KINDS = [
+    *TINY,
+    "model.name=tests.nn.models.test_kinds_of_tables:Kinds",
+    "data.synthetic.hotness=[3,1,2,5,1]",
+]
+# Through the complete path: tables without pooling and shared ones, buffers, several tasks.
+COMPLETE = ["din with dice", "mmoe of two tasks"]
+# Their dense components alone.
+DENSE_ONLY = [
+    *("wide_deep", "deepfm", "embedding_mlp of positions", "finalmlp", "parallel masknet"),
+    *("wukong", "shared_bottom of two tasks", "ple of two tasks"),
+]
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    return (1 / (1 + np.exp(-logits.astype(np.float64)))).reshape(len(logits), -1)
+
+
+def save_runs(directory: Path, cases: dict[str, list[str]]) -> dict[str, tuple[Path, np.ndarray]]:
+    """Train several runs in one process group."""
+    with ranks_of_cpu():
+        return {name: save_run(directory / name, case) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, two_labels, ragged_data):  # noqa: F811
+    """Return the checkpoint and the logits of the test split of every case."""
+    cases = {name: CASES[name].overrides(two_labels) for name in COMPLETE}
+    cases["dlrm"] = [*TINY, "train.ema_decay=0.5"]
+    cases["bf16"] = [*TINY, "model.embedding_dtype=bf16", "tasks={label: {keep_rate: 0.1}}"]
+    directory = tmp_path_factory.mktemp("runs")
+    cases["ragged"] = ragged_case(ragged_data, "adagrad", "planned")
+    found = save_runs(directory, cases)
+    ranks = run_distributed(save_runs, 2, directory / "two ranks", {"kinds": KINDS})
+    (path, first), (_, second) = (found["kinds"] for found in ranks)
+    # Each rank has half of each batch.
+    both = np.concatenate([first.reshape(2, -1), second.reshape(2, -1)], axis=1)
+    return found | {"kinds on two ranks": (path, both.reshape(-1))}
+
+
+def test_the_cases_have_every_model():
+    named = {CASES[name].name for name in COMPLETE + DENSE_ONLY} | {"dlrm", "dcnv2"}
+    assert named == set(MODELS)
+
+
+@pytest.fixture(scope="module")
+def model(runs, tmp_path_factory) -> Path:
+    """Return the model directory of DLRM."""
+    path = tmp_path_factory.mktemp("model") / "dlrm"
+    export(runs["dlrm"][0], path)
+    return path
+
+
+def test_models_score_as_their_training_step(runs, tmp_path):
+    for name, (checkpoint, logits) in runs.items():
+        manifest = export(checkpoint, tmp_path / name)
+        assert manifest.proof["largest_difference"] <= 1e-6, name
+        wanted = sigmoid(logits - np.log(10) if name == "bf16" else logits)
+        scores = served_scores(tmp_path / name, checkpoint)
+        np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-6, err_msg=name)
+        assert np.unique(scores).size > 10, name
+
+
+@pytest.mark.parametrize("name", [*DENSE_ONLY, "dcnv2"])
+def test_every_dense_component_is_exported_for_any_number_of_rows(name, two_labels, tmp_path):  # noqa: F811
+    case = [*TINY, "model.name=dcnv2"] if name == "dcnv2" else CASES[name].overrides(two_labels)
+    config = compose_config(*case)
+    spec = open_source(config).spec
+    dense = build_dense(config.model, spec).eval().requires_grad_(False)
+    columns = embedding_columns(declared_tables(config.model, spec), spec)
+    export_dense(tmp_path, dense, len(spec.numerical), columns)
+    forward = load_dense(tmp_path / DENSE)
+    for rows in (1, 2, 7):
+        inputs = torch.randn(rows, len(spec.numerical)), torch.randn(rows, columns)
+        torch.testing.assert_close(forward(*inputs), dense(*inputs), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_narrow_tables_score_nearly_the_same(runs, dtype, tmp_path):
+    checkpoint, logits = runs["kinds on two ranks"]
+    manifest = export(checkpoint, tmp_path / "model", dtype=TableType[dtype])
+    found = served_scores(tmp_path / "model", checkpoint)
+    difference = np.abs(found - sigmoid(logits)).max()
+    assert 1e-6 < difference <= 2e-3
+    assert manifest.proof["largest_difference"] == pytest.approx(difference, abs=1e-6)
+    sizes = {name: state.bytes for name, state in manifest.files.items()}
+    table = manifest.tables[1]
+    assert sizes[table.file] == table.rows * table.columns * {"bf16": 2, "int8": 1}[dtype]
+
+
+def test_narrow_ragged_tables_are_pooled_as_wide_ones(runs, tmp_path):
+    checkpoint, logits = runs["ragged"]
+    export(checkpoint, tmp_path / "model", dtype=TableType.int8)
+    found = served_scores(tmp_path / "model", checkpoint)
+    np.testing.assert_allclose(found, sigmoid(logits), rtol=0, atol=2e-3)
+
+
+def test_int8_rows_are_within_half_a_step_and_zero_rows_stay_zero():
+    rows = torch.randn(50, 9)
+    rows[7] = 0
+    steps, scales = quantize(rows)
+    assert ((steps * scales[:, None] - rows).abs() <= scales[:, None] / 2 + 1e-7).all()
+    assert steps[7].eq(0).all()
+
+
+def test_an_export_that_differs_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(proof.LIMITS, "int8", 1e-7)
+    with pytest.raises(ValueError, match=r"differs from the training path by .* use dtype=fp32"):
+        export(runs["dlrm"][0], tmp_path / "model", dtype=TableType.int8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_exists_is_left_alone(runs, tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match=r"output=.*model exists"):
+        export(runs["dlrm"][0], tmp_path / "model")
+
+
+def test_other_features_and_damaged_checkpoints_are_refused(runs, ragged_data, tmp_path):  # noqa: F811
+    checkpoint = runs["dlrm"][0]
+    with pytest.raises(ValueError, match="has other features than the dataset"):
+        export(checkpoint, tmp_path / "model", data=str(ragged_data))
+    with pytest.raises(ValueError, match="is no checkpoint of a run"):
+        export(tmp_path, tmp_path / "model")
+    damaged = tmp_path / "step_2"
+    shutil.copytree(checkpoint, damaged)
+    chunk = read_index(damaged).tensors["tables.cat_1.weight"].chunks[0]
+    data = bytearray(chunk.file.read_bytes())
+    data[chunk.start + 7] ^= 1
+    chunk.file.write_bytes(data)
+    with pytest.raises(ValueError, match="has changed since it was written"):
+        export(damaged, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("name", ["dense.pt2", "tables/cat_1.bin"])
+def test_a_damaged_model_is_refused(model, name, tmp_path):
+    shutil.copytree(model, tmp_path / "model")
+    file = tmp_path / "model" / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match="SHA-256 differs"):
+        load_version(tmp_path / "model", "1", None)
+    file.write_bytes(data[:-1])
+    with pytest.raises(ModelError, match="bytes instead of"):
+        load_version(tmp_path / "model", "1", None)
+    file.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_version(tmp_path / "model", "1", None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"tables": []},
+        {"dtype": "fp64"},
+        {"files": {"../x": {"bytes": 1, "sha256": "0"}}},
+        {"categorical": [{"name": "cat_0", "cardinality": -1, "hotness": 1}]},
+        {"outputs": "all"},
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(model, change, tmp_path):
+    document = json.loads((model / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps(document | change))
+    with pytest.raises(ModelError, match="is no manifest of a model"):
+        Manifest.read(tmp_path)
+
+
+def test_nothing_in_a_model_is_a_pickle(model):
+    for path in model.rglob("*"):
+        data = path.read_bytes() if path.is_file() else b""
+        assert b"pickle" not in data.replace(b'"use_pickle": false', b""), path
+        assert not data.startswith(b"\x80"), path
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("models/model.json", b"torch.ops.aten.relu.default", b"torch.hub.load_state_dict__"),
+        ("models/model.json", b"Symbol(", b"eval__("),
+        ("models/model.json", b"builtins.tuple", b"subprocess.run"),
+        ("data/weights/model_weights_config.json", b'"use_pickle": false', b'"use_pickle": true '),
+        ("data/sample_inputs/model.pt", b"", b"a pickle"),
+        ("data/other", None, b"more"),
+    ],
+)
+def test_what_torch_would_execute_of_an_archive_is_refused(model, name, old, new):
+    data = (model / DENSE).read_bytes()
+    check_archive(data)
+    changed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(changed, "w") as target:
+        for entry in source.infolist():
+            content = source.read(entry)
+            if entry.filename.partition("/")[2] == name:
+                assert old is not None
+                assert old in content
+                content = new if not old else content.replace(old, new, 1)
+            target.writestr(entry, content)
+        if old is None:
+            target.writestr(f"dense/{name}", new)
+    with pytest.raises(ValueError, match=r"it (holds|calls|has)|its inputs are"):
+        check_archive(changed.getvalue())

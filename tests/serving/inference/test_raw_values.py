@@ -1,0 +1,201 @@
+"""Raw values at a server are the features that preprocessing makes of them: the same numbers and ids."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from serving.exporting.raw_values import write_raw_values
+from serving.inference.raw_values import RawValues
+from serving.inference.requests import InputError
+from serving.inference.vocabulary import Vocabulary, write_vocabulary
+from serving.manifest import Feature, Manifest, Output, describe_files
+from tests.helpers.preproc_command import preproc
+
+COLUMNS = ["click", "age", "price", "city", "shop", "tags", "words", "code"]
+TABLE = """{
+  sources: {logs: {files: '%s'}},
+  missing: [NA],
+  label: {name: click},
+  numerical: [
+    {name: age, transforms: [{log: 3}, {fill: 0.5}]},
+    {name: scaled, expression: age, transforms: [{clip: [0, 60]}, minmax]},
+    {name: price, transforms: [{fill: 1}, {clip: [-5, inf]}, standardise]},
+  ],
+  categorical: [
+    city,
+    {name: shop, frequency_limit: 3},
+    {name: town, expression: city, vocabulary_of: city},
+    {name: tags, separator: '|'},
+    {name: words, separator: ' ', hotness: 2, max_size: 4},
+    {name: hashed, expression: code, buckets: 50},
+    {name: city_shop, cross: [city, shop]},
+  ],
+}"""
+
+
+def written_rows(count: int) -> list[list[str]]:
+    """Return rows with unseen values, missing ones, several per field, and texts that are awkward."""
+    generator = np.random.default_rng(7)
+    cities = ["Rome", "Köln, am Rhein", 'say "hi"', "NA", "", "東京", " Rome", "O'Hare", "rome"]
+    ages = ["1", "30", "", "NA", "-7", "1e1", " 12 ", ".5", "5.", "nan", "+4", "1000", "-3"]
+
+    def pick(values: list[str]) -> str:
+        return values[generator.integers(len(values))]
+
+    rows = []
+    for number in range(count):
+        tags = "|".join(
+            pick(["a", "b", "c", "", "é", f"t{number}"]) for _ in range(generator.integers(5))
+        )
+        words = " ".join(
+            pick(["x", "y", "z", "NA", "w", "v"]) for _ in range(generator.integers(4))
+        )
+        rows.append(
+            [
+                str(number % 2),
+                pick(ages),
+                f"{generator.normal() * 9:.6g}",
+                pick(cities),
+                pick([f"s{number % 9}", "s1", f"new{number}"]),
+                tags,
+                words,
+                pick([f"c{number}", "k"]),
+            ]
+        )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory) -> tuple[Path, list[list[str]]]:
+    """Return a dataset that is fitted on 300 rows, and its rows of the test split as texts."""
+    root = tmp_path_factory.mktemp("raw")
+    rows = written_rows(400)
+    with (root / "logs.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([COLUMNS, *rows])
+    # The grammar of overrides has no comma at the end of a list.
+    table = re.sub(r",\s*([\]}])", r"\1", TABLE % (root / "logs.csv"))
+    preproc(
+        "dataset=any",
+        f"table={' '.join(table.split())}",
+        f"output={root / 'data'}",
+        "train_fraction=0.75",
+    )
+    return root / "data", rows[300:]
+
+
+@pytest.fixture(scope="module")
+def raw(fitted, tmp_path_factory) -> RawValues:
+    directory = tmp_path_factory.mktemp("model")
+    spec = FeatureSpec.load(fitted[0])
+    description = write_raw_values(directory, str(fitted[0]), spec)
+    manifest = Manifest(
+        name="m",
+        model="m",
+        numerical=list(spec.numerical),
+        categorical=[Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical],
+        keep_rate=None,
+        outputs=[Output("click", True)],
+        dtype="fp32",
+        tables=[],
+        raw=json.loads(json.dumps(description)),
+        files=describe_files(directory),
+    )
+    return RawValues.load(directory, manifest)
+
+
+def columns_of(rows: list[list[str]]) -> dict[str, list[str]]:
+    columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+    del columns["click"]
+    return columns
+
+
+def featured(raw: RawValues, columns: dict):
+    shapes = {name: (len(values),) for name, values in columns.items()}
+    return raw.rows(columns, shapes, len(next(iter(columns.values()))))
+
+
+def test_served_values_are_those_of_preprocessing(fitted, raw):
+    root, rows = fitted
+    spec = FeatureSpec.load(root)
+    wanted = open_dataset(spec).read("test", np.array([[0, len(rows)]]))
+    got = featured(raw, columns_of(rows))
+    assert spec.numerical == ("age", "scaled", "price")
+    np.testing.assert_array_equal(got.numerical.numpy(), wanted.numerical)
+    assert np.unique(wanted.numerical[:, 0]).size > 5
+    for feature, ids, lengths in zip(spec.categorical, wanted.ids, wanted.lengths, strict=True):
+        found = got.ids[feature.name]
+        np.testing.assert_array_equal(found.values.numpy(), ids, err_msg=feature.name)
+        assert (0 in ids) != (feature.name == "hashed"), "unseen and missing values are among them"
+        if lengths is not None:
+            assert found.lengths is not None
+            np.testing.assert_array_equal(found.lengths.numpy(), lengths)
+            assert 0 in lengths
+
+
+@pytest.mark.parametrize(
+    "text", ["ten", "1_0", "0x10", "inf", "-Infinity", "1e999", "1,5", "NaN(1)"]
+)
+def test_what_is_no_number_is_refused_as_in_preprocessing(fitted, raw, text, tmp_path):
+    rows = [list(fitted[1][0])]
+    rows[0][1] = text
+    with pytest.raises(InputError, match="wanted a number"):
+        featured(raw, columns_of(rows))
+
+
+def test_a_number_beyond_float16_is_refused(fitted, raw):
+    columns = columns_of(fitted[1][:2]) | {"price": ["1", "1e8"]}
+    with pytest.raises(
+        InputError, match=r"'price', row 1: 'price' is .* more than the model has seen"
+    ):
+        featured(raw, columns)
+
+
+def test_numbers_need_not_be_texts(fitted, raw):
+    columns = columns_of(fitted[1][:3]) | {"code": ["17", "17", "4"], "age": ["1", "30", ""]}
+    wanted = featured(raw, columns)
+    got = featured(raw, columns | {"code": np.array([17, 17, 4]), "age": np.array([1, 30, np.nan])})
+    assert got.numerical.equal(wanted.numerical)
+    assert got.ids["hashed"].values.equal(wanted.ids["hashed"].values)
+    with pytest.raises(InputError, match="'code' has numbers that are not whole"):
+        featured(raw, columns | {"code": np.array([17.0, 17, 4])})
+
+
+def test_columns_are_named(fitted, raw):
+    columns = columns_of(fitted[1][:1])
+    with pytest.raises(InputError, match="there is no column 'city'"):
+        featured(raw, {name: values for name, values in columns.items() if name != "city"})
+    with pytest.raises(InputError, match="no column 'country' in the model"):
+        featured(raw, columns | {"country": ["IT"]})
+
+
+def test_an_expression_is_refused_at_export(tmp_path):
+    (tmp_path / "logs.csv").write_text("click,city\n" + "1,Rome\n0,Oslo\n" * 10)
+    table = f"{{sources: {{logs: {{files: '{tmp_path}/logs.csv'}}}}, label: {{name: click}}, "
+    table += "categorical: [{name: town, expression: 'lower(city)'}]}"
+    preproc("dataset=any", f"table={table}", f"output={tmp_path / 'data'}")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match=r"'town' is the SQL expression 'lower\(city\)'"):
+        write_raw_values(
+            tmp_path / "model", str(tmp_path / "data"), FeatureSpec.load(tmp_path / "data")
+        )
+
+
+def test_values_of_one_checksum_are_told_apart(tmp_path):
+    # Texts of equal CRC-32.
+    texts = ["plumless", "buckeroo", "other", ""]
+    size = write_vocabulary(tmp_path / "v", iter([texts[:2], texts[2:3]]))
+    found = Vocabulary(tmp_path / "v", size).ids(
+        ["buckeroo", "plumless", None, "unseen", "other", ""]
+    )
+    assert found.tolist() == [2, 1, 0, 0, 3, 0]
+
+
+def test_an_empty_vocabulary_knows_nothing(tmp_path):
+    assert write_vocabulary(tmp_path / "v", iter([])) == 0
+    assert Vocabulary(tmp_path / "v", 0).ids(["a", None]).tolist() == [0, 0]

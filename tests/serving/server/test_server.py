@@ -1,0 +1,402 @@
+"""The server in this process: protocol, batching, versions under load, and clients that break every rule."""
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.manifest import MANIFEST, Manifest
+from serving.versions import list_versions, withdraw
+from tests.helpers.composed import TINY, ranks_of_cpu
+from tests.serving.served_models import Client, export, save_run, served_scores, serving, tensor
+
+INFER = "/v2/models/dlrm/infer"
+NUM_IDS = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Return two versions of one model, of different weights, and one of another interface."""
+    root = tmp_path_factory.mktemp("models")
+    with ranks_of_cpu():
+        runs = {
+            "one": save_run(root / "a", TINY, 1)[0],
+            "two": save_run(root / "b", [*TINY, "seed=5"], 1)[0],
+            "other": save_run(root / "c", [*TINY, "data.synthetic.num_numerical=2"], 1)[0],
+        }
+    for name, checkpoint in runs.items():
+        export(checkpoint, root / name)
+    return {name: root / name for name in runs} | {"checkpoint": runs["one"]}
+
+
+@pytest.fixture(scope="module")
+def client(models) -> "Client":
+    with serving(
+        models["one"], max_body_mib=1, max_memory_mib=2, timeout_s=2.0, max_batch=64
+    ) as found:
+        yield found
+
+
+def rows(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers and ids of the tables of TINY."""
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(0, [500, 40, 7, 300, 1000], (count, NUM_IDS))
+    return generator.normal(size=(count, 3)).astype(np.float32), ids
+
+
+def inputs(numerical: np.ndarray, ids: np.ndarray) -> list[dict]:
+    return [tensor("numerical", "FP32", numerical), tensor("ids", "INT64", ids)]
+
+
+def scores(answer: dict) -> list[float]:
+    return answer["outputs"][0]["data"]
+
+
+def binary(numerical: np.ndarray, ids: np.ndarray) -> tuple[bytes, dict[str, str]]:
+    """Return body and headers of a request of binary tensors."""
+    blobs = [numerical.astype("<f4").tobytes(), ids.astype("<i4").tobytes()]
+    entries = [
+        {
+            "name": name,
+            "datatype": kind,
+            "shape": list(array.shape),
+            "parameters": {"binary_data_size": len(blob)},
+        }
+        for name, kind, array, blob in zip(
+            ("numerical", "ids"), ("FP32", "INT32"), (numerical, ids), blobs, strict=True
+        )
+    ]
+    head = json.dumps({"inputs": entries, "parameters": {"binary_data_output": True}}).encode()
+    return head + b"".join(blobs), {"Inference-Header-Content-Length": str(len(head))}
+
+
+def binary_scores(client: Client, numerical: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    from http.client import HTTPConnection
+
+    body, headers = binary(numerical, ids)
+    connection = HTTPConnection("127.0.0.1", client.port, timeout=20)
+    connection.request("POST", INFER, body, headers)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    assert response.status == 200, data
+    length = int(response.headers["Inference-Header-Content-Length"])
+    (output,) = json.loads(data[:length])["outputs"]
+    assert output["parameters"]["binary_data_size"] == len(data) - length
+    return np.frombuffer(data[length:], "<f4").reshape(output["shape"])
+
+
+def test_scores_are_those_of_the_model_directory(client, models):
+    """JSON, binary tensors, and a request larger than the largest batch."""
+    from serving.exporting.proof import proof_batches
+    from serving.exporting.run import open_trained
+
+    (batch,) = proof_batches(open_trained(models["checkpoint"], None).source, "test", 200)
+    ids = np.stack([batch.ids[f"cat_{index}"].values().numpy() for index in range(5)], axis=1)
+    wanted = served_scores(models["one"], models["checkpoint"])[:200, 0]
+    numerical = batch.numerical.numpy()
+    status, answer = client.infer(inputs(numerical, ids))
+    assert (status, answer["model_version"]) == (200, "1")
+    np.testing.assert_allclose(scores(answer), wanted, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(binary_scores(client, numerical, ids), np.float32(scores(answer)))
+
+
+def test_endpoints(client):
+    for path in (
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2",
+        "/v2/models",
+        "/v2/models/dlrm/ready",
+    ):
+        assert client.call(path)[0] == 200, path
+    document = json.loads(client.call("/v2/models/dlrm/versions/1")[1])
+    assert [entry["shape"] for entry in document["inputs"]] == [[-1, 3], [-1, 5]]
+    assert client.call("/v2/models/dlrm/versions/2")[0] == 404
+    assert client.call("/v2/models/x")[0] == client.call("/etc/passwd")[0] == 404
+    assert client.call(INFER)[0] == client.call("/metrics", b"x")[0] == 405
+    client.infer(inputs(*rows(3)))
+    text = client.call("/metrics")[1].decode()
+    assert 'serving_responses_total{status="200"}' in text
+    assert 'serving_version{model="dlrm",version="1"} 1' in text
+    for line in text.splitlines():
+        assert line.startswith("#") or len(line.split()) == 2
+
+
+NUMERICAL, IDS = rows(2)
+WRONG = {
+    "no JSON": (b"{", 400, "not JSON"),
+    "nested": (b"[" * 100_000, 400, "not JSON"),
+    "a list": (b"[]", 400, "want an object"),
+    "no inputs": (b"{}", 400, "want a list of inputs"),
+    "one input": ([tensor("ids", "INT64", IDS)], 400, "no input 'numerical'"),
+    "another": ([*inputs(NUMERICAL, IDS), tensor("x", "INT64", IDS)], 400, "no input 'x'"),
+    "twice": (inputs(NUMERICAL, IDS) * 2, 400, "is there twice"),
+    "columns": (inputs(NUMERICAL, IDS[:, :4]), 400, "shape [2, 4]; want [2, 5]"),
+    "rows": (inputs(NUMERICAL[:1], IDS), 400, "1, 2 rows"),
+    "no rows": (inputs(NUMERICAL[:0], IDS[:0]), 400, "no rows"),
+    "shape": (
+        [tensor("numerical", "FP32", NUMERICAL, [2**31, 2]), tensor("ids", "INT64", IDS)],
+        400,
+        "shape",
+    ),
+    "values": (
+        [tensor("numerical", "FP32", NUMERICAL, [3, 3]), tensor("ids", "INT64", IDS)],
+        400,
+        "has 6 values",
+    ),
+    "too large an id": (
+        inputs(NUMERICAL, IDS + np.array([0, 40, 0, 0, 0])),
+        400,
+        "feature 'cat_1', row 0: id",
+    ),
+    "negative id": (inputs(NUMERICAL, IDS - np.array([0, 0, 0, 0, 5000])), 400, "feature 'cat_4'"),
+    "huge id": (inputs(NUMERICAL, IDS.astype(object) + 2**70), 400, "beyond INT64"),
+    "NaN": (inputs(NUMERICAL * np.nan, IDS), 400, "is nan; want a finite number"),
+    "infinite": (inputs(NUMERICAL * np.inf, IDS), 400, "want a finite number"),
+    "text": (
+        [tensor("numerical", "BYTES", [["a"] * 3] * 2), tensor("ids", "INT64", IDS)],
+        400,
+        "is text",
+    ),
+    "text for a number": (inputs(NUMERICAL, IDS.astype(str)), 400, "which is no INT64"),
+    "fraction for an id": (inputs(NUMERICAL, IDS + 0.5), 400, "which is no INT64"),
+    "datatype": ([tensor("numerical", "FP8", NUMERICAL)], 400, "has datatype 'FP8'"),
+    "too many rows": (inputs(*rows(3000)), 413, "want at most 2,048"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests_get_a_status_and_one_line(client, name, monkeypatch):
+    body, status, message = WRONG[name]
+    if isinstance(body, list):
+        body = json.dumps({"inputs": body}).encode()
+    batcher = client.service._batcher
+    monkeypatch.setattr(batcher, "_limits", batcher._limits.__class__(64, 2048, 0.0, 10.0))
+    got, answer = client.call(INFER, body)
+    error = json.loads(answer)["error"]
+    assert got == status, error
+    assert message in error
+    assert "\n" not in error
+    assert client.infer(inputs(NUMERICAL, IDS))[0] == 200
+
+
+def raw_answer(port: int, data: bytes, *, then_close: bool = False) -> bytes:
+    """Send bytes; return all that comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(data)
+        if then_close:
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while block := connection.recv(1 << 16):
+            answer += block
+    return answer
+
+
+POST = f"POST {INFER} HTTP/1.1\r\nHost: x\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /v2 HTTP/1.1\r\nHo", 400),
+        (b"\x16\x03\x01 not HTTP\r\n\r\n", 400),
+        (b"GET /v2\r\n\r\n", 400),
+        (b"GET /v2 HTTP/3\r\n\r\n", 505),
+        (b"GET /v2 HTTP/1.1\r\nno colon\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+        (POST + b"\r\n{}", 411),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+        (POST + b"Content-Length: -1\r\n\r\n", 400),
+        (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+        (POST + b"Content-Length: 1073741824\r\n\r\n", 413),
+        (POST + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", 415),
+        (POST + b"Content-Length: 1000\r\n\r\n{}", 400),
+    ],
+)
+def test_broken_http_gets_a_status_and_the_server_lives(client, data, status):
+    answer = raw_answer(client.port, data, then_close=True)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+    assert b'"error": ' in answer
+    assert client.infer(inputs(NUMERICAL, IDS))[0] == 200
+
+
+def test_a_body_that_never_comes_is_given_up(client):
+    started = time.monotonic()
+    answer = raw_answer(client.port, POST + b"Content-Length: 900000\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert raw_answer(client.port, b"") == b""
+    assert time.monotonic() - started < 10
+
+
+def test_bodies_are_counted_before_they_are_read(client):
+    head = POST + b"Content-Length: 1000000\r\n\r\n{"
+    held = [socket.create_connection(("127.0.0.1", client.port)) for _ in range(2)]
+    for connection in held:
+        connection.sendall(head)
+    deadline = time.monotonic() + 5
+    while client.service._http._body_bytes < 2_000_000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert raw_answer(client.port, head).startswith(b"HTTP/1.1 503 ")
+    for connection in held:
+        connection.close()
+    while client.service._http._body_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert client.infer(inputs(NUMERICAL, IDS))[0] == 200
+
+
+def test_a_thousand_connections_are_served_or_refused(models):
+    with serving(models["one"], max_connections=200) as client:
+        connections = [
+            socket.create_connection(("127.0.0.1", client.port), timeout=20) for _ in range(1000)
+        ]
+        deadline = time.monotonic() + 10
+        while client.service._http.num_connections < 200 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.service._http.num_connections == 200
+        for connection in connections:
+            connection.close()
+        while client.service._http.num_connections and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.infer(inputs(NUMERICAL, IDS))[0] == 200
+
+
+def test_requests_share_batches_and_a_full_queue_refuses(models):
+    with serving(models["one"], max_batch=8, max_queue=64, batch_delay_ms=20.0) as client:
+        data = [rows(1 + index % 5, index) for index in range(60)]
+        with ThreadPoolExecutor(20) as pool:
+            answers = list(pool.map(lambda pair: client.infer(inputs(*pair)), data))
+        assert {status for status, _ in answers} <= {200, 429}
+        for (numerical, ids), (status, answer) in zip(data, answers, strict=True):
+            if status == 200:
+                alone = scores(client.infer(inputs(numerical, ids))[1])
+                np.testing.assert_allclose(scores(answer), alone, rtol=0, atol=1e-6)
+        text = client.call("/metrics")[1].decode()
+        batches = float(text.split("serving_batch_rows_count ")[1].split()[0])
+        scored = sum(status == 200 for status, _ in answers)
+        assert batches < 2 * scored
+        big = inputs(*rows(60))
+        with ThreadPoolExecutor(8) as pool:
+            found = [answer[0] for answer in pool.map(lambda _: client.infer(big), range(24))]
+        assert 429 in found
+        assert 200 in found
+
+
+def test_a_request_that_waits_too_long_is_refused(models):
+    with serving(models["one"], deadline_ms=0.001) as client:
+        status, answer = client.infer(inputs(NUMERICAL, IDS))
+    assert (status, answer["error"].partition(" longer")[0]) == (503, "the request has waited")
+
+
+def test_a_token_is_wanted(models, tmp_path):
+    (tmp_path / "token").write_text("s3cret\n")
+    with serving(models["one"], token_file=str(tmp_path / "token")) as client:
+        assert client.call("/v2/models")[0] == client.infer(inputs(NUMERICAL, IDS))[0] == 401
+        assert client.call("/v2/models", headers={"Authorization": "Bearer s3cre"})[0] == 401
+        assert client.call("/v2/models", headers={"Authorization": "Bearer s3cret"})[0] == 200
+        assert client.call("/v2/health/ready")[0] == 200
+
+
+def test_versions_are_swapped_under_load_and_rolled_back(models, tmp_path, capsys):
+    """Every answer is that of the version it names; torn and other versions are refused; none fails."""
+    root = tmp_path / "versions"
+    root.mkdir()
+    shutil.copytree(models["one"], root / "1")
+    numerical, ids = rows(4)
+    with serving(models["one"]) as one, serving(models["two"]) as two:
+        wanted = [np.array(scores(c.infer(inputs(numerical, ids))[1])) for c in (one, two)]
+    assert np.abs(wanted[0] - wanted[1]).max() > 1e-3
+    with serving(root, poll_s=0.02) as client:
+        seen, failed, over = set(), [], threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                status, answer = client.infer(inputs(numerical, ids))
+                version = answer.get("model_version")
+                right = wanted[1 - int(version) % 2] if status == 200 else None
+                if right is None or np.abs(np.array(scores(answer)) - right).max() > 1e-6:
+                    failed.append(answer)
+                seen.add(version)
+
+        def wait_for(version: str) -> None:
+            deadline = time.monotonic() + 20
+            while client.service._versions.current.name != version:
+                assert time.monotonic() < deadline, version
+                time.sleep(0.01)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for number in range(2, 6):
+            put(models["two" if number % 2 == 0 else "one"], root / str(number))
+            wait_for(str(number))
+        put(models["other"], root / "6")
+        torn = put(models["one"], tmp_path / "torn")
+        with (torn / "tables/cat_0.bin").open("r+b") as stream:
+            stream.truncate(100)
+        torn.rename(root / "7")
+        (root / "8").mkdir()
+        deadline = time.monotonic() + 20
+        while client.service._versions.refused < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert client.service._versions.current.name == "5"
+        assert withdraw(root, 4) == (["8", "7", "6", "5"], "4")
+        wait_for("4")
+        assert client.infer(inputs(numerical, ids))[1]["model_version"] == "4"
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    assert seen == {"1", "2", "3", "4", "5"}
+    printed = capsys.readouterr().err
+    assert "version 6 is refused" in printed
+    assert "version 7 is refused" in printed
+    assert "5 serves on" in printed
+
+
+def put(model: Path, target: Path) -> Path:
+    """Copy a version as an export does: it appears complete."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.copytree(model, partial)
+    os.rename(partial, target)
+    return target
+
+
+def test_a_rollback_needs_an_earlier_version(tmp_path):
+    for name in ("1", "2", "10", "3.withdrawn", "x"):
+        (tmp_path / name).mkdir()
+    assert list_versions(tmp_path) == ["10", "2", "1"]
+    with pytest.raises(ValueError, match="has no such version, only 10, 2, 1"):
+        withdraw(tmp_path, 3)
+    assert withdraw(tmp_path, None) == (["10"], "2")
+    assert withdraw(tmp_path, 1) == (["2"], "1")
+    with pytest.raises(ValueError, match="nothing to return to"):
+        withdraw(tmp_path, None)
+
+
+def test_draining_answers_what_has_begun(models):
+    with serving(models["one"], batch_delay_ms=300.0) as client:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.infer, inputs(NUMERICAL, IDS))
+            deadline = time.monotonic() + 5
+            while not client.service._batcher.queued_rows and time.monotonic() < deadline:
+                time.sleep(0.005)
+            client.stop(5.0)
+            assert answer.result()[0] == HTTPStatus.OK
+        with pytest.raises(OSError, match="refused"):
+            client.call("/v2/health/live")
+
+
+def test_a_manifest_says_what_a_client_depends_on(models):
+    one, other = (Manifest.read(models[name]) for name in ("one", "other"))
+    assert one.interface() == Manifest.read(models["two"]).interface() != other.interface()
+    assert (models["one"] / MANIFEST).exists()

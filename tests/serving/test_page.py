@@ -1,0 +1,89 @@
+"""The commands of docs/serving.md, from the table of docs/your_data.md to the score of a raw row."""
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serving.exporting.dense import load_dense
+from serving.exporting.proof import TrainingPath, looked_up_rows, proof_batches
+from serving.exporting.run import open_trained
+from serving.exporting.tables import write_tables
+from serving.manifest import Manifest
+from tests.helpers.command import ROOT, run_command
+from tests.preproc.table.test_pipeline import build
+from tests.serving.served_models import export, serving
+
+SMALL = ["model.embedding_dim=8", "model.bottom_mlp=[8]", "model.top_mlp=[8,1]", "device=cpu"]
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [block for named, block in found if named == kind]
+
+
+def options(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def described(source: Path) -> dict:
+    """Return the table of docs/your_data.md."""
+    (text,) = blocks("your_data.md", "yaml")
+    return yaml.safe_load(text.replace("${source}", str(source)))["table"]
+
+
+def preprocess(source: Path, output: Path, *overrides: str, **changes) -> None:
+    build(output, described(source) | changes, "frequency_limit=2", "plot=false", *overrides)
+
+
+def training_score(row: dict[str, str], checkpoint: str, place: Path) -> float:
+    """Return the score of a raw row by preprocessing and the training path."""
+    with (place / "new.csv").open("w", newline="") as stream:
+        lines = csv.writer(stream)
+        lines.writerow(["bought", *row])
+        lines.writerows([[number % 2, *row.values()] for number in range(8)])
+    halves = {"by": "fraction", "train": 0.5}
+    fit = ["mode=transform", f"fitted={place / 'data/shop'}"]
+    preprocess(place / "new.csv", place / "data/new", *fit, split=halves)
+    trained = open_trained(Path(checkpoint).resolve(), str(place / "data/new"))
+    (batch,) = proof_batches(trained.source, "test", 1)
+    numbers = looked_up_rows(trained.tables, [batch])
+    (place / "rows").mkdir()
+    tables = Manifest.read(place / "models/1").tables
+    rows = write_tables(place / "rows", tables, trained.index, "fp32", numbers)
+    dense = load_dense(trained.config, trained.source.spec, trained.index)
+    return TrainingPath(trained.tables, numbers, rows, dense, trained.tasks).scores(batch).item()
+
+
+def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, export_it, serve = map(shlex.split, blocks("serving.md", "bash")[0].splitlines())
+    (script,) = blocks("your_data.md", "python")
+    exec(script.replace("20_000", "1_000"), {})  # the code of that page
+    preprocess(tmp_path / "shop.csv", tmp_path / "data/shop")
+    assert train[:2] == ["python", "dlrm.py"]
+    assert run_command(*train[2:], *SMALL).exit_code == 0
+    assert export_it[:3] == ["python", "-m", "serving.export"]
+    wanted = options(export_it)
+    manifest = export(wanted.pop("checkpoint"), wanted.pop("output"), **wanted)
+    assert manifest.proof["rows"] > 100
+    assert serve[:3] == ["python", "-m", "serving.run"]
+    (curl,) = [shlex.split(block) for block in blocks("serving.md", "bash")[1:2]]
+    assert (curl[0], curl[2]) == ("curl", "-d")
+    with serving(Path(options(serve)["model"])) as client:
+        status, answer = client.call(curl[1].removeprefix("localhost:8000"), curl[3].encode())
+    assert status == 200, answer
+    found = json.loads(answer)
+    shown = json.loads(blocks("serving.md", "")[0])
+    assert found["model_version"] == shown["model_version"]
+    assert found["outputs"][0].keys() == shown["outputs"][0].keys()
+    row = {entry["name"]: entry["data"][0] for entry in json.loads(curl[3])["inputs"]}
+    checkpoint = options(export_it)["checkpoint"]
+    score = training_score(row, checkpoint, tmp_path)
+    assert found["outputs"][0]["data"] == pytest.approx([score], abs=1e-6)
+    assert 0.05 < score < 0.95
