@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from configs.command_line import composed_command
+from configs.command_line import SAVED_FLAG, composed_command
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -79,6 +80,7 @@ def command(config_name: str) -> Callable[[], None]:
         config_name,
         groups=("experiment", "data"),
         section_classes={"model": _model_options},
+        read_saved=_saved_options,
     )
     return _process()(composed)
 
@@ -88,6 +90,13 @@ def _model_options(model: DictConfig) -> type:
     from nn.models.registry import find_options
 
     return find_options(model.name)
+
+
+def _saved_options(path: Path) -> dict[str, Any]:
+    """Return the options of an earlier run as the content of a yaml file of `configs/`."""
+    from nn.saved_config import read_saved_config
+
+    return {"defaults": ["base", "_self_"], **read_saved_config(path)}
 
 
 @contextmanager
@@ -126,6 +135,8 @@ def _run(composed: DictConfig) -> None:
         from nn.models.registry import typed_config
         from nn.versions import require_stack
 
+        # The run directory records the command as it was written.
+        sys.argv = [argument for argument in sys.argv if argument != SAVED_FLAG]
         # A program that composes the options itself has no command line.
         if HydraConfig.initialized():
             drop_replaced(composed, HydraConfig.get().overrides.task, Config)

@@ -5,7 +5,7 @@ import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import Choices, hydra_arguments
@@ -23,6 +24,11 @@ from configs.overrides import one_line
 from configs.schema import open_sections
 
 PROJECT = "hybrid-parallel-recsys"
+SAVED = "options_of_a_run"
+"""Name under which the options of an earlier run are composed."""
+SAVED_FLAG = f"--config-name={SAVED}"
+ReadSaved = Callable[[Path], Mapping[str, Any]]
+"""Reads the file that the option `config` names, as the content of a yaml file of `configs/`."""
 
 
 def register(schema: type, name: str, section_classes: SectionClasses = NO_SECTIONS) -> None:
@@ -47,6 +53,7 @@ def composed_command(
     config_name: str,
     groups: Sequence[str] = (),
     section_classes: SectionClasses = NO_SECTIONS,
+    read_saved: ReadSaved | None = None,
 ) -> Callable[[], None]:
     """Return a function that composes `configs/<config_name>.yaml` with the command line and calls `task` with the result.
 
@@ -60,6 +67,7 @@ def composed_command(
         config_name: name of the yaml file to compose.
         groups: config groups, that is, folders of yaml files to choose from.
         section_classes: per open section of the schema, the function that returns its class; used by the help.
+        read_saved: of a schema with the option `config`.
 
     Raises:
         ValueError: from the returned function: an option does not exist, or has an invalid value.
@@ -76,6 +84,8 @@ def composed_command(
             print(f"{PROJECT} {project_version()} (Hydra {hydra.__version__})")
             sys.exit()
         register(schema, schema_name, section_classes)
+        if read_saved is not None:
+            _compose_saved(groups, read_saved)
         try:
             yield
         except Exception as error:
@@ -88,6 +98,31 @@ def composed_command(
         version_base="1.3", config_path="pkg://configs", config_name=config_name
     )
     return one_line_errors()(with_hydra(task))
+
+
+def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
+    """Let Hydra compose the options of an earlier run instead of a recipe, if the command line names them.
+
+    Raises:
+        ValueError: the file holds no such options, or the command line chooses a recipe too.
+    """
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    parsed = [OverridesParser.create().parse_override(text) for text in overrides]
+    named = [override for override in parsed if override.key_or_group == "config"]
+    if not named or named[-1].value() is None:
+        return
+    if named[-1].is_sweep_override():
+        raise ValueError("config names one file; got several values")
+    path = named[-1].value()
+    for override in parsed:
+        if override.key_or_group in groups:
+            raise ValueError(
+                f"config={path} has all options of a run, and {override.input_line} chooses others; leave one of them out"
+            )
+    if any(argument.startswith("--config-name") for argument in sys.argv):
+        raise ValueError(f"config={path} and --config-name exclude each other; write one of them")
+    ConfigStore.instance().store(name=SAVED, node=dict(read_saved(Path(path).expanduser())))
+    sys.argv.insert(1, SAVED_FLAG)
 
 
 def project_version() -> str:

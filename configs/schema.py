@@ -937,6 +937,12 @@ class Config:
     """All options of one run."""
 
     recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
+    config: str | None = option(
+        None,
+        "config.yaml of a run directory, whose options replace those of the recipe; further options of the command line "
+        "prevail",
+        path=True,
+    )
     mode: Mode = option(Mode.train, "train, eval, inference, importance, predict or plan")
     device: Device = option(Device.auto, "auto uses GPUs if there are any, else the CPU")
     seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks")

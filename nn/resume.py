@@ -49,7 +49,7 @@ from nn.training.limits import early_stop, total_steps
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
-    *("run_dir", "mode", "device", "data.path", "data.prefetch", "data.workers"),
+    *("run_dir", "config", "mode", "device", "data.path", "data.prefetch", "data.workers"),
     "data.threads",  # the old name of data.workers, in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
@@ -269,7 +269,8 @@ def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any] | None:
 
 
 def _without_place(flat: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in flat.items() if key != "run_dir" and value is not None}
+    places = ("run_dir", "config")
+    return {key: value for key, value in flat.items() if key not in places and value is not None}
 
 
 def _has_own_checkpoint(config: Config) -> bool:
