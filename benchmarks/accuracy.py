@@ -71,7 +71,7 @@ def _run(
         f"experiment={experiment}",
         f"data.path={args.data}",
         f"run_dir={run_dir}",
-        *(f"seed={seed}", "log.every=1", "log.tensorboard=false", "checkpoint.save=false"),
+        *(f"seed={seed}", "log.every=1", "log.loggers=[]", "checkpoint.save=false"),
         *VARIANTS[name],
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -21,7 +21,7 @@ from benchmarks.launch import children, held_output, launched
 from benchmarks.rows import ROOT, run_parser
 
 RECORD_EVERY = 10
-ENDLESS = ["train.epochs=1000000", f"log.every={RECORD_EVERY}", "log.tensorboard=false"]
+ENDLESS = ["train.epochs=1000000", f"log.every={RECORD_EVERY}", "log.loggers=[]"]
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
         return
     if named[-1].is_sweep_override():
         raise ValueError("config names one file; got several values")
-    path = named[-1].value()
+    path = str(named[-1].value())
     for override in parsed:
         if override.key_or_group in groups:
             raise ValueError(

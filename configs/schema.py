@@ -655,6 +655,9 @@ class TaskConfig:
 SCORE_ENDINGS = (".parquet", ".csv")
 """Endings of `output`; they tell the format."""
 
+LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
+"""Names of the project's own loggers."""
+
 METRICS = ("normalised_entropy", "calibration", "mae")
 """Names that `eval.metrics` may have."""
 
@@ -893,7 +896,11 @@ class LogConfig:
     """Records of a run while it trains."""
 
     every: int = option(100, "steps between records of loss, AUC and speed")
-    tensorboard: bool = option(True, "write TensorBoard events into run_dir/tensorboard")
+    loggers: list[str] = option(
+        ["tensorboard"],
+        "destinations of the records beside metrics.jsonl: tensorboard, wandb, mlflow, or package.module:NAME of one of "
+        "your own (docs/operations.md#loggers)",
+    )
     mlperf: bool = option(
         False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
     )
@@ -911,6 +918,12 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         require(self.every > 0, f"log.every must be positive, got {self.every}")
+        for name in self.loggers:
+            require(
+                name in LOGGER_NAMES or is_import_path(name),
+                f"log.loggers names {name}, which is none of {', '.join(LOGGER_NAMES)}, nor package.module:NAME",
+            )
+            require(self.loggers.count(name) == 1, f"log.loggers names {name} twice; name it once")
         for name in ("mlperf_org", "mlperf_platform"):
             require(getattr(self, name) != "", f"log.{name} is empty; name it, or leave it out")
 

@@ -11,6 +11,7 @@ from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
+from nn.loggers.choice import check_loggers
 from nn.scores.request import output_path, split_to_score
 
 
@@ -18,7 +19,7 @@ def check_inputs(config: Config) -> None:
     """Check that the dataset, the checkpoint and the run directory of a run can be used.
 
     Raises:
-        ValueError: an option names something that is missing or of another kind; raised on all ranks.
+        ValueError: an option names something that is missing, not installed or of another kind; raised on all ranks.
         OSError: something cannot be read.
     """
     if config.data.path is not None:
@@ -28,6 +29,7 @@ def check_inputs(config: Config) -> None:
             _check_run_dir(config)
             _check_plan_dir(Path(config.run_dir))
         return
+    check_loggers(config.log.loggers)
     if config.checkpoint.restore is not None and not _may_resume(config):
         _check_checkpoint(Path(config.checkpoint.restore))
     if not is_single_node():

@@ -45,6 +45,7 @@ from nn.distributed.process_group import (
     ranks_from_environment,
 )
 from nn.importance import as_csv, measure_importance
+from nn.loggers.choice import make_loggers
 from nn.mlperf_log import (
     MLPERF_LOG,
     RESUMED,
@@ -678,7 +679,7 @@ def _recorder(
             config_yaml=config_yaml,
             environment=facts,
             logger=lock.logger,
-            tensorboard=config.log.tensorboard,
+            loggers=make_loggers(config.log.loggers, lock.logger) if ranks.is_rank0 else None,
             kept=kept,
         )
 

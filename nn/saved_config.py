@@ -81,6 +81,9 @@ def _rename_earlier(values: dict[str, Any]) -> None:
     data = values.get("data")
     if isinstance(data, dict) and "threads" in data:
         data.setdefault("workers", data.pop("threads"))
+    log = values.get("log")
+    if isinstance(log, dict) and "tensorboard" in log:
+        log.setdefault("loggers", ["tensorboard"] if log.pop("tensorboard") else [])
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

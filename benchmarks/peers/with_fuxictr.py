@@ -142,7 +142,7 @@ COMMON = (
     f"optimizer.lr={LR}",
     f"train.batch_size={BATCH_SIZE}",
     f"train.epochs={EPOCHS}",
-    *("device=cpu", "checkpoint.save=false", "log.tensorboard=false", "log.every=1000"),
+    *("device=cpu", "checkpoint.save=false", "log.loggers=[]", "log.every=1000"),
 )
 PEER_COMMON = {
     "embedding_dim": EMBEDDING_DIM,

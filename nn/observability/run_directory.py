@@ -7,13 +7,14 @@ memory.json     estimated peak memory per GPU, one `RankMemory` per rank; only f
 metrics.jsonl   environment in the first line, then one record per line, flushed at once
 restarts.jsonl  one object per resume: checkpoint step and environment
 mlperf.log      log of the benchmark (`nn/mlperf_log.py`), with log.mlperf
-tensorboard/    the numbers of the records, under train/ and test/
+tensorboard/    the numbers of the records, for TensorBoard (`nn.loggers`)
 summary.json    result; exists only after the run has finished
 ended.json      why the run ended before its last step, unless it was killed
 curves.png      plot of the records
 importance.json importance of features, with mode=importance; importance.csv is the same as a table
 """
 
+import hashlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -33,8 +34,11 @@ from typing import Any, Self
 import torch
 
 from configs.messages import on_one_line, os_error_text
+from dataloading.dataset.documents import parse_yaml
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
 from nn.distributed.errors import StoppedError
+from nn.loggers.background import Loggers
+from nn.loggers.run_logger import LoggedRun
 from nn.models.metric import Metric
 from nn.observability.curves import draw_curves
 from nn.observability.gpu_topology import gpus_of_host
@@ -53,7 +57,6 @@ from nn.observability.records import (
     KeptRecords,
     has_records,
 )
-from nn.observability.tensorboard_events import TensorBoardEvents
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
 
@@ -170,7 +173,7 @@ class RunDirectory:
         environment: first line of `metrics.jsonl`: `environment()` and other constants of the run. If it contains
             `teacher_auc`, `curves.png` shows that ceiling.
         logger: prints a warning if the curves cannot be drawn.
-        tensorboard: write TensorBoard events too.
+        loggers: get the records too; None for none. They are started here, and closed with the directory.
         kept: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
 
     Raises:
@@ -185,13 +188,13 @@ class RunDirectory:
         config_yaml: str,
         environment: Mapping[str, Any],
         logger: Logger,
-        tensorboard: bool = True,
+        loggers: Loggers | None = None,
         kept: KeptRecords | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._logger = logger
         self._metrics: AppendedFile | None = None
-        self._events: TensorBoardEvents | None = None
+        self._loggers = loggers
         self._has_training = kept is not None and kept.has_training
         if rank != 0:
             return
@@ -204,16 +207,19 @@ class RunDirectory:
         _write(path, "".join(lines) or _line(environment) + "\n")
         if kept is not None and lines:
             append_line(run_dir / RESTARTS, _line({"step": kept.step, **environment}))
-        with ExitStack() as opened:
-            self._metrics = AppendedFile(path, is_text=True)
-            opened.callback(self._metrics.close)
-            directory = run_dir / "tensorboard"
-            if tensorboard:
-                # TensorBoard would otherwise show events of an earlier attempt after the checkpoint.
-                first = 0 if kept is None else kept.step + 1
-                purge_step = first if directory.exists() else None
-                self._events = TensorBoardEvents(directory, purge_step)
-            opened.pop_all()
+        self._metrics = AppendedFile(path, is_text=True)
+        if loggers is not None:
+            first_line = lines[0] if lines else _line(environment) + "\n"
+            loggers.start(
+                LoggedRun(
+                    directory=run_dir,
+                    key=hashlib.sha256((run_dir.name + first_line).encode()).hexdigest()[:16],
+                    config=_options(config_yaml),
+                    config_yaml=config_yaml,
+                    environment=environment,
+                    first_step=0 if kept is None else kept.step + 1,
+                )
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -229,8 +235,8 @@ class RunDirectory:
         """Close the files; records written so far are kept."""
         if self._metrics is not None:
             self._metrics.close()
-        if self._events is not None:
-            self._events.close()
+        if self._loggers is not None:
+            self._loggers.close()
 
     def sync(self) -> None:
         """Sync the records to disk, so that they are as durable as a checkpoint that refers to them."""
@@ -279,6 +285,8 @@ class RunDirectory:
         if self._has_training:
             _draw(self.run_dir, self._logger)
         _write_json(self.run_dir / SUMMARY, to_json_value(summary))
+        if self._loggers is not None:
+            self._loggers.finish(to_json_value(summary))
 
     def _write_end(self, error: BaseException) -> None:
         """Write `ended.json`; the error that ends the run must not be replaced by one of writing."""
@@ -298,13 +306,15 @@ class RunDirectory:
             return
         self._write_line(record)
         self._has_training = self._has_training or group == "train"
-        if self._events is None:
-            return
-        for name, value in record.items():
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            if is_number and name not in ("step", "epoch", FINAL):
-                tag = f"{group}/{name.removeprefix(f'{group}_')}"
-                self._events.add(tag, value, record["step"])
+        if self._loggers is not None:
+            numbers = {
+                name.removeprefix(f"{group}_").removeprefix("test_"): value
+                for name, value in record.items()
+                if isinstance(value, int | float)
+                and math.isfinite(value)
+                and name not in ("step", FINAL)
+            }
+            self._loggers.record(group, record["step"], numbers)
 
     def _write_line(self, record: Mapping[str, Any]) -> None:
         assert self._metrics is not None
@@ -322,6 +332,12 @@ def write_plan(directory: Path, rows: Sequence[TablePlan], memory: Sequence[Rank
     if memory:
         content = [asdict(rank) | {"total": rank.total} for rank in memory]
         _write_json(directory / "memory.json", content)
+
+
+def _options(config_yaml: str) -> dict[str, Any]:
+    """Return the options in the text of a configuration, by section."""
+    options = parse_yaml(config_yaml, CONFIG)
+    return options if isinstance(options, dict) else {}
 
 
 def draw_missing_curves(run_dir: Path, logger: Logger) -> None:

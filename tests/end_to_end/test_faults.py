@@ -24,7 +24,7 @@ from tests.helpers.datasets import plant, write_clicks
 from tests.helpers.rank_processes import RUN, has_ended, start, trains, wait_until
 from tests.helpers.runs import at_step, differences, records, stored_bytes, wait_for_writer
 
-SHORT = [*TINY, "log.tensorboard=false", "train.tf32=false", "checkpoint.save_every=4"]
+SHORT = [*TINY, "log.loggers=[]", "train.tf32=false", "checkpoint.save_every=4"]
 
 
 @pytest.fixture(scope="module")

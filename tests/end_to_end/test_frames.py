@@ -10,7 +10,7 @@ from nn.training.train_step import TrainStep
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY
 
-QUIET = ["log.tensorboard=false", "checkpoint.save=false", "train.max_steps=1", "eval.max_steps=1"]
+QUIET = ["log.loggers=[]", "checkpoint.save=false", "train.max_steps=1", "eval.max_steps=1"]
 MOST_TO_THE_STEP = 5
 MOST_TO_THE_MODEL = 8
 

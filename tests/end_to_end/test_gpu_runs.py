@@ -31,7 +31,7 @@ def started_on_gpus(recipe: str, rule: str, amp: str, run_dir: Path, last_step: 
         *ON_GPU,
         *(f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"),
         *(f"train.amp={amp}", f"train.max_steps={last_step}", f"run_dir={run_dir}"),
-        *("log.every=1", "log.tensorboard=false", "checkpoint.save_every=4", "checkpoint.keep=9"),
+        *("log.every=1", "log.loggers=[]", "checkpoint.save_every=4", "checkpoint.keep=9"),
         recipe=recipe,
     )
     assert ended.exit_code == 0, ended.err
@@ -86,7 +86,7 @@ def started_with_patience(run_dir: Path, amp: str) -> str:
             f"train.amp={amp}",
         ),
         *("eval.every=2", "eval.patience=3", "eval.at_start=false", "eval.max_steps=1"),
-        *("log.tensorboard=false", f"run_dir={run_dir}"),
+        *("log.loggers=[]", f"run_dir={run_dir}"),
     )
     assert ended.exit_code == 0, ended.err
     return ended.out
@@ -118,7 +118,7 @@ def test_inference_accepts_the_batch_sizes_of_training_and_evaluation(tmp_path):
 
 def profiled_on_gpus(run_dir: str) -> int:
     options = [*TINY, "device=cuda", "train.amp=bf16", "train.max_steps=20", "eval.per_epoch=1"]
-    profile = ["profile.steps=5", "profile.start_step=10", "log.tensorboard=false"]
+    profile = ["profile.steps=5", "profile.start_step=10", "log.loggers=[]"]
     return run_command(*options, *profile, "checkpoint.save=false", f"run_dir={run_dir}").exit_code
 
 

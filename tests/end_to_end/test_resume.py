@@ -52,7 +52,7 @@ CASES = list(product(["dlrm", "dcnv2"], RATES))
 # Records, evaluations and saves are at unrelated steps; the last batch of an epoch is partial.
 RUN = [
     *TINY,
-    *("data.synthetic.train_rows=730", "log.every=5", "log.tensorboard=false", "train.epochs=2"),
+    *("data.synthetic.train_rows=730", "log.every=5", "log.loggers=[]", "train.epochs=2"),
     *("eval.per_epoch=2", "eval.at_start=true", "checkpoint.save_every=4", "train.tf32=false"),
 ]
 LAST_STEP = 24

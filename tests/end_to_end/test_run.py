@@ -68,6 +68,7 @@ def test_the_run_directory_is_complete(dlrm):
         "config.yaml",
         "curves.png",
         "metrics.jsonl",
+        "model.json",
         "plan.json",
         "summary.json",
         "tensorboard",
@@ -82,7 +83,8 @@ def test_the_run_directory_is_complete(dlrm):
     saved = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert saved == {"step_24", "step_32", "best", "saved.jsonl"}
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list((run_dir / "tensorboard").iterdir())) == 1
+    events = [path.parent.name for path in (run_dir / "tensorboard").rglob("events.*")]
+    assert sorted(events) == ["tensorboard", "test", "train"]
     assert {
         "steps",
         "test_auc",

@@ -166,7 +166,7 @@ def test_a_cancelled_job_stays_cancelled(submit):
 def test_a_job_that_loses_a_rank_and_a_node_and_is_warned_ends_as_an_uninterrupted_one(submit):
     options = [
         *(*TINY, f"train.epochs={EPOCHS}", "train.tf32=false", "log.every=1"),
-        *("log.tensorboard=false", "checkpoint.save_every=25"),
+        *("log.loggers=[]", "checkpoint.save_every=25"),
     ]
     job = submit("dlrm.py", *options, RANKS_PER_NODE="1")
     run_dir = job.directory / "runs" / "dlrm" / f"job_{job.number}"

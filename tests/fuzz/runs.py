@@ -45,7 +45,7 @@ OPTIONS = [
     "train.batch_size=64",
     "train.epochs=1",
     "eval.batch_size=48",
-    "log.tensorboard=false",
+    "log.loggers=[]",
     "log.every=1",
     "checkpoint.save_every=2",
 ]

@@ -15,7 +15,7 @@ RUN = [
     *("data.synthetic.cardinalities=[500,40,7,300,1000]", "data.synthetic.num_numerical=3"),
     *("model.embedding_dim=8", "model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]"),
     *("train.batch_size=64", "eval.batch_size=128", "eval.per_epoch=3", "optimizer.name=adagrad"),
-    *("optimizer.lr=0.05", "log.every=7", "log.tensorboard=false", "train.tf32=false"),
+    *("optimizer.lr=0.05", "log.every=7", "log.loggers=[]", "train.tf32=false"),
     *("checkpoint.save_every=10",),
 ]
 

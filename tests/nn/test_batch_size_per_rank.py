@@ -19,7 +19,7 @@ from tests.helpers.runs import differences, summary
 RUN = [
     *(option for option in TINY if not option.startswith("train.batch_size")),
     *(
-        "log.tensorboard=false",
+        "log.loggers=[]",
         "eval.at_start=false",
         "checkpoint.save_every=4",
         "train.tf32=false",

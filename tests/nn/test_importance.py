@@ -120,7 +120,7 @@ def test_the_command_finds_the_feature_that_labels_depend_on(tmp_path):
     root = write_clicks(tmp_path / "data")
     options = [
         *(text for text in TINY if not text.startswith("data.synthetic")),
-        *(f"data.path={root}", "log.tensorboard=false"),
+        *(f"data.path={root}", "log.loggers=[]"),
         *("optimizer.name=adam", "optimizer.lr=0.02", "train.epochs=20"),
     ]
     trained = run_command(*options, f"run_dir={tmp_path / 'run'}")

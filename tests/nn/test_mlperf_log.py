@@ -24,7 +24,7 @@ RUN = [
     *("data.synthetic.cardinalities=[50,40,7,30]", "data.multi_hot.hotness=[3,2,1,5]"),
     *("model.embedding_dim=16", "model.bottom_mlp=[16,16]", "model.top_mlp=[16,1]"),
     *("model.cross.projection_dim=8", "train.batch_size=64", "eval.batch_size=512"),
-    *("optimizer.lr=0.05", "log.tensorboard=false", "eval.auc_threshold=0.7"),
+    *("optimizer.lr=0.05", "log.loggers=[]", "eval.auc_threshold=0.7"),
 ]
 
 

@@ -11,7 +11,7 @@ from nn.multirun import Jobs, named
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 
-QUIET = ["log.tensorboard=false", "train.max_steps=2", "eval.at_start=false", "--multirun"]
+QUIET = ["log.loggers=[]", "train.max_steps=2", "eval.at_start=false", "--multirun"]
 
 
 def test_a_job_that_diverges_ends_neither_the_others_nor_the_command(tmp_path):

@@ -40,7 +40,7 @@ def test_all_options_of_a_run_come_back(saved):
 def test_a_run_takes_further_options_and_records_the_command_as_written(saved, tmp_path):
     run_dir = tmp_path / "new"
     arguments = [f"config={saved}", "eval.per_epoch=2", "train.max_steps=2", f"run_dir={run_dir}"]
-    ended = run_command(*arguments, "log.tensorboard=false")
+    ended = run_command(*arguments, "log.loggers=[]")
     assert ended.exit_code == 0, ended.err
     config = load_saved_config(run_dir / "config.yaml", trusted=False)
     assert (config.recipe, config.model.name, config.train.max_steps) == ("dcnv2", "wukong", 2)

@@ -133,7 +133,7 @@ def test_a_run_on_n_files_has_the_result_of_one(tmp_path):
         options = [option for option in TINY if not option.startswith("data.")]
         ended = run_command(
             *options,
-            *(f"data.path={data}", f"run_dir={runs[number]}", "log.tensorboard=false"),
+            *(f"data.path={data}", f"run_dir={runs[number]}", "log.loggers=[]"),
             *("train.tf32=false", "log.every=2"),
         )
         assert ended.exit_code == 0, ended.err

@@ -70,7 +70,8 @@ ROOMS = {
     },
     "nn.sharding": {"nn.distributed", "nn.embedding", "nn.layers", "nn.models", "nn.ops"},
     "nn.checkpoint": {"nn.distributed"},
-    "nn.observability": {"nn.distributed", "nn.models", "nn.sharding"},
+    "nn.loggers": {"nn.user_objects"},
+    "nn.observability": {"nn.distributed", "nn.loggers", "nn.models", "nn.sharding"},
     "nn.metrics": {"nn.models"},
     "nn.training": {
         "nn.checkpoint",
@@ -98,7 +99,7 @@ ROOMS = {
         "nn.resume",
         "nn.training",
     },
-    "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.scores"},
+    "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
     "nn.build": {
         "nn.distributed",
         "nn.embedding",
@@ -131,6 +132,7 @@ ROOMS = {
         "nn.checkpoint",
         "nn.distributed",
         "nn.importance",
+        "nn.loggers",
         "nn.mlperf_log",
         "nn.models",
         "nn.observability",

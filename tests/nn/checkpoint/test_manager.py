@@ -25,7 +25,7 @@ from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_
 from tests.helpers.rank_processes import wait_until
 from tests.helpers.runs import at_step, stored_bytes, wait_for_writer
 
-SHORT = [*TINY, "log.tensorboard=false", "train.max_steps=10", "train.tf32=false"]
+SHORT = [*TINY, "log.loggers=[]", "train.max_steps=10", "train.tf32=false"]
 SAVING = "checkpoint.save_every=4"
 
 

@@ -22,7 +22,7 @@ ONE_TABLE = [
     "data.synthetic.test_rows=253",
     "sharding.types=[table_wise]",
     "optimizer.embedding_name=sgd",
-    "log.tensorboard=false",
+    "log.loggers=[]",
 ]
 
 

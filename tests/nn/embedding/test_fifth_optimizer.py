@@ -101,7 +101,7 @@ def options(rule: str, *overrides: str) -> list[str]:
     return [
         *(*TINY, f"optimizer.embedding_name={HERE}:{rule}", "optimizer.name=adagrad"),
         *("optimizer.lr=0.05", "optimizer.embedding_lr=0.002", "optimizer.eps=0.01"),
-        *("data.synthetic.hotness=[3,1,2,5,1]", "log.tensorboard=false", *overrides),
+        *("data.synthetic.hotness=[3,1,2,5,1]", "log.loggers=[]", *overrides),
     ]
 
 

@@ -229,7 +229,7 @@ def test_a_plan_counts_16_bit_weights_and_float32_copies():
 
 def test_evaluation_and_inference_read_16_bit_tables(tmp_path):
     path = train_and_save(tmp_path, case("bf16", "adagrad"))
-    options = [*case("bf16", "adagrad"), f"checkpoint.restore={path}", "log.tensorboard=false"]
+    options = [*case("bf16", "adagrad"), f"checkpoint.restore={path}", "log.loggers=[]"]
     for mode in ("eval", "inference"):
         run_dir = f"run_dir={tmp_path / mode}"
         assert run_command(*options, f"mode={mode}", run_dir).exit_code == 0

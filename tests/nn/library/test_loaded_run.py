@@ -28,7 +28,7 @@ OPTIONS = [
     *(text for text in TINY if not text.startswith("data.synthetic")),
     *("train.epochs=2", "eval.batch_size=64", "eval.per_epoch=1", "optimizer.lr=0.3"),
     *("data.multi_hot.hotness=[4,1,1]", "sharding.tables={items:row_wise,user:row_wise}"),
-    *("model.dropout=0.2", "train.ema_decay=0.5", "log.tensorboard=false", "train.tf32=false"),
+    *("model.dropout=0.2", "train.ema_decay=0.5", "log.loggers=[]", "train.tf32=false"),
 ]
 
 

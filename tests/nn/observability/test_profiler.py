@@ -10,7 +10,7 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import run_distributed
 
-QUIET = ["log.tensorboard=false", "checkpoint.save=false", "train.max_steps=12", "eval.per_epoch=1"]
+QUIET = ["log.loggers=[]", "checkpoint.save=false", "train.max_steps=12", "eval.per_epoch=1"]
 PROFILE = ["profile.steps=3", "profile.start_step=4"]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nn.observability.run_directory import (
     SUMMARY_KEYS,
@@ -33,7 +32,7 @@ def open_recorder(run_dir: Path, **changes) -> RunDirectory:
     settings["logger"] = getLogger("test")
     if changes.get("rank", 0) == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
-    return RunDirectory(run_dir, **(settings | {"tensorboard": False} | changes))
+    return RunDirectory(run_dir, **(settings | changes))
 
 
 def strict_json(text: str):
@@ -87,27 +86,6 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "num_vectors": 1.0,
         }
     ]
-
-
-def test_tensorboard_gets_the_numbers_under_train_and_test(tmp_path):
-    with open_recorder(tmp_path, tensorboard=True) as recorder:
-        recorder.write_train(TRAIN)
-        recorder.write_test(TEST)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {
-        "train/loss",
-        "train/auc",
-        "test/log_loss",
-        "test/rows",
-    }
-    (loss,) = events.Scalars("train/loss")
-    assert (loss.step, loss.value) == (200, pytest.approx(0.123456789))
-
-
-def test_without_tensorboard_there_is_no_such_folder(tmp_path):
-    open_recorder(tmp_path).close()
-    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_the_end_leaves_a_summary_and_a_picture(tmp_path):
@@ -181,7 +159,7 @@ def test_a_summary_without_one_of_its_keys_is_our_own_mistake(tmp_path, key):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    with open_recorder(tmp_path / "run", rank=1, tensorboard=True) as recorder:
+    with open_recorder(tmp_path / "run", rank=1) as recorder:
         recorder.write_plan([], [])
         recorder.write_train(TRAIN)
         recorder.write_test(TEST)

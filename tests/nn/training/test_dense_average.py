@@ -134,11 +134,11 @@ def test_tables_alone_leave_the_average_at_the_seeds_weights(tmp_path):
 
 
 def test_a_run_evaluates_it_and_refuses_to_resume_without_it(tmp_path):
-    run = [*OPTIONS, "train.max_steps=6", "log.tensorboard=false", f"run_dir={tmp_path / 'run'}"]
+    run = [*OPTIONS, "train.max_steps=6", "log.loggers=[]", f"run_dir={tmp_path / 'run'}"]
     trained = run_command(*run)
     assert trained.exit_code == 0, trained.err
     restore = f"checkpoint.restore={tmp_path / 'run/checkpoints/step_6'}"
-    evaluate = ["mode=eval", restore, "log.tensorboard=false"]
+    evaluate = ["mode=eval", restore, "log.loggers=[]"]
     auc = {
         name: auc_of(tmp_path / name, [*options, *evaluate])
         for name, options in {"average": OPTIONS, "weights": PLAIN}.items()

@@ -24,7 +24,7 @@ RUN = [
     *TINY,
     *("data.synthetic.train_rows=256", "train.epochs=40", "optimizer.lr=0.3", "eval.every=2"),
     *("eval.at_start=false", "eval.patience=3", "checkpoint.save_every=4", "log.every=5"),
-    *("log.tensorboard=false", "train.tf32=false"),
+    *("log.loggers=[]", "train.tf32=false"),
 ]
 
 

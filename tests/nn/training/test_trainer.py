@@ -46,7 +46,7 @@ class Run:
     """A run in this process, and the records it left."""
 
     def __init__(self, run_dir: Path, *overrides: str) -> None:
-        quiet = ["log.tensorboard=false", "checkpoint.save=false", f"run_dir={run_dir}"]
+        quiet = ["log.loggers=[]", "checkpoint.save=false", f"run_dir={run_dir}"]
         self.ended = run_command(*TINY, *quiet, *overrides)
         assert self.ended.exit_code == 0, self.ended.err
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -188,7 +188,7 @@ def test_predictions_that_are_not_finite_are_named_and_end_the_run_with_3(tmp_pa
         return logits
 
     monkeypatch.setattr(TrainStep, "predict", predict_nan)
-    quiet = ["log.tensorboard=false", "eval.per_epoch=2", "train.max_steps=4", "eval.at_start=true"]
+    quiet = ["log.loggers=[]", "eval.per_epoch=2", "train.max_steps=4", "eval.at_start=true"]
     ended = run_command(*TINY, *quiet, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 3
     problem = (
@@ -210,7 +210,7 @@ def test_predictions_that_are_not_finite_are_named_and_end_the_run_with_3(tmp_pa
 
 
 def test_a_restored_model_is_called_that_although_training_starts_at_step_0(tmp_path):
-    short = ["log.tensorboard=false", "train.max_steps=2", "eval.at_start=true", "train.tf32=false"]
+    short = ["log.loggers=[]", "train.max_steps=2", "eval.at_start=true", "train.tf32=false"]
     assert run_command(*TINY, *short, f"run_dir={tmp_path / 'before'}").exit_code == 0
     warm = [
         f"checkpoint.restore={tmp_path / 'before' / 'checkpoints' / 'step_2'}",

@@ -42,6 +42,10 @@ class TensorBoardEvents:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
         self._add(Event(step=step, summary=summary))
 
+    def add_summary(self, summary: Summary, step: int) -> None:
+        """Add a summary of any plugin."""
+        self._add(Event(step=step, summary=summary))
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

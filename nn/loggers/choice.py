@@ -1,0 +1,53 @@
+"""The loggers that `log.loggers` names: those of the project and those of other packages."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from logging import Logger
+
+from nn.loggers.background import Loggers
+from nn.loggers.run_logger import METHODS, RunLogger
+from nn.user_objects import load_user_object
+
+LOGGERS = {
+    "tensorboard": "nn.loggers.tensorboard_logger:TensorBoardLogger",
+    "wandb": "nn.loggers.wandb_logger:WandbLogger",
+    "mlflow": "nn.loggers.mlflow_logger:MLflowLogger",
+}
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Refuse loggers whose library is not installed, without importing it.
+
+    Raises:
+        ValueError: the message names it and how to install it.
+    """
+    for name in names:
+        if name in LOGGERS and find_spec(name) is None:
+            raise ValueError(
+                f"log.loggers names {name}, which is not installed; install it (pip install 'hybrid-parallel-recsys[loggers]') "
+                "or take it out of log.loggers"
+            )
+
+
+def make_loggers(names: Sequence[str], logger: Logger) -> Loggers:
+    """Return the loggers of a run, not started yet; only rank 0 may call it.
+
+    Args:
+        names: `log.loggers`.
+        logger: prints their errors.
+
+    Raises:
+        ValueError: `package.module:NAME` is no logger.
+    """
+    return Loggers({name: _made(name) for name in names}, logger)
+
+
+def _made(name: str) -> RunLogger:
+    make = load_user_object(LOGGERS.get(name, name), "log.loggers")
+    made = make() if callable(make) else make
+    missing = [method for method in METHODS if not callable(getattr(made, method, None))]
+    if missing:
+        raise ValueError(
+            f"log.loggers={name} is no logger: it has no method {missing[0]}; nn/loggers/run_logger.py describes the four"
+        )
+    return made
