@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.arguments import Choices, hydra_arguments
 from configs.exit_codes import USER_ERROR_EXIT_CODE
 from configs.help import NO_SECTIONS, SectionClasses, register_option_help
-from configs.messages import on_one_line
+from configs.messages import on_one_line, shown
 from configs.overrides import one_line
 from configs.schema import open_sections
 
@@ -98,6 +98,36 @@ def composed_command(
         version_base="1.3", config_path="pkg://configs", config_name=config_name
     )
     return one_line_errors()(with_hydra(task))
+
+
+def compose_overrides(
+    schema: type,
+    schema_name: str,
+    config_name: str,
+    overrides: Sequence[str],
+    groups: Sequence[str] = (),
+) -> DictConfig:
+    """Return the composed options of a command from Python; `composed_command` describes the arguments.
+
+    Raises:
+        ValueError: an option does not exist or has an invalid value, or a flag is among the overrides.
+    """
+    flags = [text for text in overrides if text.startswith("-")]
+    if flags:
+        raise ValueError(f"{flags[0]} is a flag of the command line; want options as key=value")
+    configs = _configs_with(schema_name)
+    if config_name not in configs:
+        raise ValueError(
+            f"there is no recipe {shown(config_name)}; choose one of {', '.join(configs)}"
+        )
+    likely = _keys_of_yaml(config_name, open_sections(schema))
+    written = hydra_arguments(overrides, Choices(schema, groups, likely, configs))
+    register(schema, schema_name)
+    try:
+        with hydra.initialize_config_module("configs", version_base="1.3"):
+            return hydra.compose(config_name, written)
+    except Exception as error:
+        raise ValueError(one_line(error)) from None
 
 
 def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:

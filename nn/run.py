@@ -124,23 +124,20 @@ def run(config: Config, config_yaml: str) -> None:
     if config.mode is Mode.predict:
         print_scores(console, config, predict(config, console))
         return
-    source = open_source(config)
-    check_model(config.model, source.spec)
-    check_optimizers(config)
-    tasks_of_run(config, source.spec)
+    source = open_checked(config)
     if config.mode is Mode.plan:
         _show_plan(config, source, console)
         return
-    with _open_session(config, config_yaml, source, console) as session:
+    with open_session(config, config_yaml, source, console) as session:
         problem = None
         if session is None:
             return
         if config.mode is Mode.train:
-            with _open_training(session, started_ms) as (trainer, saving):
+            with open_training(session, started_ms) as (trainer, saving):
                 # Called here, so that few frames lie between the command and a step.
-                with _finishes_writing(saving, session.ranks):
+                with finishes_writing(saving, session.ranks):
                     trainer.train()
-                summary, problem = _finish_training(session, trainer, saving)
+                summary, problem = finish_training(session, trainer, saving)
         elif config.mode is Mode.eval:
             summary = _evaluate(session)
         elif config.mode is Mode.importance:
@@ -152,6 +149,19 @@ def run(config: Config, config_yaml: str) -> None:
             raise SharedError(problem)
         if summary.get(PROBLEM) is not None:
             raise DivergedError(f"the run is complete, but {summary[PROBLEM]}")
+
+
+def open_checked(config: Config) -> Source:
+    """Open the data of a run, and check model, optimizers and tasks against it; no process group is needed.
+
+    Raises:
+        ValueError: the data cannot be opened, or an option is not for it.
+    """
+    source = open_source(config)
+    check_model(config.model, source.spec)
+    check_optimizers(config)
+    tasks_of_run(config, source.spec)
+    return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +242,7 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
 
 
 @contextmanager
-def _open_session(
+def open_session(
     config: Config, config_yaml: str, source: Source, console: Console
 ) -> Iterator[Session | None]:
     """Check, open the process group, plan and build; None if nothing is left to do."""
@@ -350,7 +360,7 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
 
 
 @contextmanager
-def _open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, Saving | None]]:
+def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, Saving | None]]:
     """Build the trainer, at the point that the run starts from, and the objects that save its state.
 
     Args:
@@ -478,7 +488,7 @@ def _checkpoint_manager(session: Session, heartbeat: Heartbeat) -> CheckpointMan
 
 
 @contextmanager
-def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
+def finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
     """After an error, wait for the checkpoint that is being written."""
     try:
         yield
@@ -490,7 +500,7 @@ def _finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _finish_training(
+def finish_training(
     session: Session, trainer: Trainer, saving: Saving | None
 ) -> tuple[dict[str, Any], str | None]:
     """Save the last checkpoint, and record the result.

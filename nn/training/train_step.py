@@ -1,7 +1,7 @@
 """A training step: a pass over a batch, the check of its loss, and the updates. It knows no epochs, files or terminals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,7 @@ class TrainStep:
         frozen: components that keep their weights.
         path: the sparse path.
         capture_blocker: the reason why the step is no CUDA graph, or None.
+        schedule: maps the number of earlier updates to the factor of the learning rates.
     """
 
     def __init__(
@@ -106,6 +107,9 @@ class TrainStep:
         decay = config.train.ema_decay
         self._average = (
             None if decay is None else ParameterAverage(dict(dense.named_parameters()), decay)
+        )
+        self.schedule: Callable[[int], float] = partial(
+            learning_rate_factor, config=config.scheduler
         )
         self._config = config
         self._ranks = ranks
@@ -237,7 +241,7 @@ class TrainStep:
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
     def _set_learning_rate(self, step: int) -> None:
-        factor = learning_rate_factor(step, self._config.scheduler)
+        factor = self.schedule(step)
         for group in self.dense_optimizer.param_groups:
             group["lr"] = self._config.effective_optimizer.lr * factor
         self.path.prepare_update(step, self._config.effective_optimizer.table_lr * factor)

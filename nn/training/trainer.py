@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config
+from dataloading.batch import Batch
 from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
 from nn.checkpoint.manager import CheckpointManager
@@ -86,6 +87,7 @@ class Trainer:
 
     Attributes:
         num_steps: updates made so far.
+        last_step: updates of the complete run.
         best_metric: tells which evaluation is the best.
         best_value: of that metric over all evaluations so far; nan before the first.
     """
@@ -109,7 +111,7 @@ class Trainer:
         self._mlperf = output.mlperf
         self._config = config
         self._ranks = ranks
-        self._last_step = total_steps(config, train_loader.steps_per_epoch)
+        self.last_step = total_steps(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
         self.best_metric = best_metric(step.tasks, config.eval.best_metric)
         self._train_metrics = TaskMetrics(
@@ -134,6 +136,7 @@ class Trainer:
         self._best_step: int | None = None
         self._evals_since_best = 0
         self._speed = ThroughputMeter()
+        self._batches: Generator[Batch, None, None] | None = None
         self._last_record: int | None = None
         self.best_value = math.nan
 
@@ -197,7 +200,7 @@ class Trainer:
         Raises:
             StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
-        start_step, last_step = self.num_steps, self._last_step
+        start_step, last_step = self.num_steps, self.last_step
         eval_at = EvalSteps.of(self._config, self._train_loader.steps_per_epoch)
         if self._config.eval.at_start and not self._is_continuation:
             first = self.evaluate()
@@ -205,31 +208,55 @@ class Trainer:
             self._first_auc[name] = plain_numbers(first).get(self._auc_key(first))
         was_stopped = self._is_continuation and self._early_stop() is not None
         is_done = start_step >= last_step or was_stopped
-        batches = self._train_loader.batches(start_step, max(last_step - start_step, 0))
-        prefetcher = Prefetcher(batches, self._step.path, self._ranks.device)
-        self._step.set_training(True)
-        speed = self._speed = ThroughputMeter()
+        prefetcher = self.start()
         while not is_done:
-            self._begin_profile(speed)
+            self._begin_profile(self._speed)
             with annotate(STEP):
                 trained = self._step.train(self.num_steps, prefetcher)
-            self.num_steps += 1
-            speed.count(trained.batch.global_valid)
-            self._end_profile(speed)
-            self._progress.advance(self.num_steps)
-            self._count(trained)
-            if self._due(self._config.log.every) or self.num_steps == last_step:
-                self._record(speed, prefetcher)
+            self.finish_step(trained, prefetcher)
             if self.num_steps in eval_at:
-                speed.pause()
-                self.evaluate()
-                speed.resume()
+                self.evaluate_between_steps()
             is_done = self.num_steps == last_step or self._early_stop() is not None
-            if self._preemption is not None and not is_done:
-                self._save_or_stop(self._preemption)
-        batches.close()
+            if not is_done:
+                self.save_or_stop()
+        self.end(prefetcher)
+
+    def start(self) -> Prefetcher:
+        """Start to read the batches of the remaining steps, and to measure speed; return them."""
+        num_steps = max(self.last_step - self.num_steps, 0)
+        self._batches = self._train_loader.batches(self.num_steps, num_steps)
+        prefetcher = Prefetcher(self._batches, self._step.path, self._ranks.device)
+        self._step.set_training(True)
+        self._speed = ThroughputMeter()
+        return prefetcher
+
+    def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
+        """Count a step that was trained, and write a record where one is due."""
+        self.num_steps += 1
+        self._speed.count(trained.batch.global_valid)
+        self._end_profile(self._speed)
+        self._progress.advance(self.num_steps)
+        self._count(trained)
+        if self._due(self._config.log.every) or self.num_steps == self.last_step:
+            self._record(self._speed, prefetcher)
+
+    def evaluate_between_steps(self) -> dict[str, Any]:
+        """Evaluate as `evaluate` does; speed leaves that time out."""
+        self._speed.pause()
+        record = self.evaluate()
+        self._speed.resume()
+        return record
+
+    def end(self, prefetcher: Prefetcher) -> None:
+        """Stop reading, and write the record of the steps since the last one."""
+        self.stop_reading()
         if self._loss_steps:
-            self._record(speed, prefetcher)
+            self._record(self._speed, prefetcher)
+
+    def stop_reading(self) -> None:
+        """End the threads that read batches."""
+        if self._batches is not None:
+            self._batches.close()
 
     def conclude(self) -> dict[str, Any]:
         """Make the final evaluation, of the best model under `eval.patience`, and return the run's summary.
@@ -299,7 +326,7 @@ class Trainer:
             self.best_value, self._best_step, self._evals_since_best = value, self.num_steps, 0
         self._test = record
         if self._mlperf is not None:
-            ends_run = self.num_steps >= self._last_step or self._early_stop() is not None
+            ends_run = self.num_steps >= self.last_step or self._early_stop() is not None
             self._mlperf.stop_evaluation(record[self._auc_key(record)], ends_run=ends_run)
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
@@ -313,8 +340,15 @@ class Trainer:
             return ""
         return "restored model" if self._is_restored else "untrained model"
 
-    def _save_or_stop(self, preemption: PreemptionSync) -> None:
-        """Save if a checkpoint is due, and stop after a signal; all ranks decide the same."""
+    def save_or_stop(self) -> None:
+        """Save if a checkpoint is due, and stop after a signal; all ranks decide the same.
+
+        Raises:
+            StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
+        """
+        preemption = self._preemption
+        if preemption is None:
+            return
         assert self._saving is not None
         self._saving.stop.heartbeat.beat()
         decision = preemption.after_step()
@@ -339,7 +373,7 @@ class Trainer:
         self._loss_sum += trained.loss
         self._loss_steps += 1
         every = self._config.log.every
-        steps_to_record = min(-self.num_steps % every, self._last_step - self.num_steps)
+        steps_to_record = min(-self.num_steps % every, self.last_step - self.num_steps)
         if steps_to_record * self._config.train.batch_size < TRAIN_AUC_ROWS:
             batch = trained.batch
             self._train_metrics.update(trained.logits, batch)

@@ -1,0 +1,24 @@
+"""Options of a run from Python, as on the command line."""
+
+from configs.command_line import compose_overrides
+from configs.overrides import drop_replaced
+from configs.schema import Config
+from nn.build import global_batch_size
+from nn.models.registry import typed_config
+
+
+def options(recipe: str, *overrides: str) -> Config:
+    """Return the checked options of `<recipe>.py <overrides>`.
+
+    Args:
+        recipe: `dlrm` or `dcnv2`, a yaml file of `configs/`.
+        overrides: `key=value`, as on the command line; no flags.
+
+    Raises:
+        ValueError: an option does not exist, or has an invalid value.
+    """
+    composed = compose_overrides(Config, "schema", recipe, overrides, ("experiment", "data"))
+    drop_replaced(composed, overrides, Config)
+    config = typed_config(composed)
+    config.train.batch_size = global_batch_size(config)
+    return config

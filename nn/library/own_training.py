@@ -1,0 +1,196 @@
+"""A training whose loop the caller writes: next batch, step, evaluate, save."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from configs.option_values import plain_values
+from configs.schema import Config, Mode
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.distributed.process_group import process_rank
+from nn.early_checks import check_inputs
+from nn.library.named_tensors import named_tensors
+from nn.library_warnings import quiet_libraries
+from nn.mlperf_log import now_ms
+from nn.observability.console import make_console
+from nn.run import (
+    CHECKPOINTS,
+    Session,
+    finish_training,
+    finishes_writing,
+    open_checked,
+    open_session,
+    open_training,
+)
+from nn.training.prefetch import Prefetcher
+from nn.training.train_step import StepResult
+from nn.training.trainer import Saving, Trainer
+from nn.versions import require_stack
+
+NOT_OPEN = "the training is not open; write `with Training(config) as training:`"
+
+
+class Training:
+    """The objects of a training run, without its loop; a context manager.
+
+    Everything else is as with the command: run directory, records every `log.every` steps, checkpoints by
+    `checkpoint.save_every` and by the clock, a checkpoint on SIGTERM, and a run that resumes from the latest checkpoint of its
+    `run_dir`. Under torchrun every rank runs the same loop.
+
+    Args:
+        config: the options, of mode train; see `nn.library.options`.
+        quiet: print nothing.
+    """
+
+    def __init__(self, config: Config, *, quiet: bool = False) -> None:
+        if config.mode is not Mode.train:
+            raise ValueError(f"mode={config.mode.value} is no training; set mode=train")
+        self._config = config
+        self._quiet = quiet
+        self._stack = ExitStack()
+        self._opened: tuple[Session, Trainer, Saving | None, Prefetcher] | None = None
+
+    def __enter__(self) -> Self:
+        """Open the run.
+
+        Raises:
+            ValueError: an invalid option or input, or a run directory that holds the complete run already.
+        """
+        config = self._config
+        check_inputs(config)
+        require_stack()
+        quiet_libraries()
+        with ExitStack() as stack:
+            started_ms, source = now_ms(), open_checked(config)
+            # A console of a rank other than 0 prints nothing.
+            console = make_console(1 if self._quiet else process_rank())
+            text = yaml.safe_dump(plain_values(config), sort_keys=False)
+            session = stack.enter_context(open_session(config, text, source, console))
+            if session is None:
+                raise ValueError(
+                    f"run_dir={config.run_dir} holds the complete run already; set another run_dir, or raise train.epochs or "
+                    "train.max_steps"
+                )
+            trainer, saving = stack.enter_context(open_training(session, started_ms))
+            stack.enter_context(finishes_writing(saving, session.ranks))
+            self._opened = session, trainer, saving, trainer.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._opened is not None:
+            self._trainer.stop_reading()
+        self._opened = None
+        self._stack.__exit__(*exception)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self._session.recorder.run_dir
+
+    @property
+    def spec(self) -> FeatureSpec:
+        """Features and labels of the dataset."""
+        return self._session.source.spec
+
+    @property
+    def num_steps(self) -> int:
+        """Updates made so far; those of earlier starts count too."""
+        return self._trainer.num_steps
+
+    @property
+    def last_step(self) -> int:
+        """Updates of the complete run, by `train.epochs` and `train.max_steps`."""
+        return self._trainer.last_step
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates of an epoch."""
+        loader = self._session.loaders.train
+        assert loader is not None
+        return loader.steps_per_epoch
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the dense component in the latest step."""
+        return self._session.step.learning_rate
+
+    def set_schedule(self, factor: Callable[[int], float]) -> None:
+        """Replace `scheduler`: `factor(step)` times `optimizer.lr` is the learning rate of the step with that number, from 0 on."""
+        self._session.step.schedule = factor
+
+    def batch(self, step: int | None = None) -> dict[str, Tensor | JaggedTensor]:
+        """Read this rank's batch of a step, by default the next one, as named tensors on the host; it is not trained.
+
+        The batch is a function of the seed and the step, so any of them can be read at any time.
+        """
+        loader = self._session.loaders.train
+        assert loader is not None
+        return named_tensors(loader.batch(self.num_steps if step is None else step), self.spec)
+
+    def step(self) -> StepResult:
+        """Train on the next batch; return it with its loss and logits.
+
+        Raises:
+            ValueError: all steps are done.
+            DivergedError: the loss is not finite; nothing was updated.
+            StoppedError: a signal stopped the run, after a checkpoint.
+        """
+        session, trainer, _, prefetcher = self._open()
+        if trainer.num_steps >= trainer.last_step:
+            raise ValueError(
+                f"all {trainer.last_step:,} steps are done; raise train.epochs or train.max_steps"
+            )
+        if trainer.num_steps > session.start.num_steps:
+            # Before a step, so that the checkpoint of the one before has its evaluation.
+            trainer.save_or_stop()
+        trained = session.step.train(trainer.num_steps, prefetcher)
+        trainer.finish_step(trained, prefetcher)
+        return trained
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate on `eval.split`, write the record, and return it, such as `test_auc` and `test_log_loss`."""
+        return self._trainer.evaluate_between_steps()
+
+    def save(self) -> Path:
+        """Write a checkpoint, from which the command and this class resume, and return its directory.
+
+        Raises:
+            ValueError: the run saves none.
+            OSError: it could not be written.
+        """
+        session, trainer, saving, _ = self._open()
+        if saving is None:
+            raise ValueError("checkpoint.save=false saves nothing; set checkpoint.save=true")
+        trainer.save()
+        problem = saving.manager.wait()
+        if problem is not None:
+            raise OSError(problem)
+        return session.recorder.run_dir / CHECKPOINTS / f"step_{trainer.num_steps}"
+
+    def finish(self) -> dict[str, Any]:
+        """Save the last checkpoint, draw the curves, write summary.json, and return its content; the last call."""
+        session, trainer, saving, prefetcher = self._open()
+        trainer.end(prefetcher)
+        summary, problem = finish_training(session, trainer, saving)
+        if problem is not None:
+            raise OSError(problem)
+        return summary
+
+    def _open(self) -> tuple[Session, Trainer, Saving | None, Prefetcher]:
+        if self._opened is None:
+            raise ValueError(NOT_OPEN)
+        return self._opened
+
+    @property
+    def _session(self) -> Session:
+        return self._open()[0]
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._open()[1]

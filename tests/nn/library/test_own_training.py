@@ -1,0 +1,136 @@
+"""A training with a loop of one's own: the same run as the command's, batches by name, its own schedule, and its errors."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from nn.library.options import options
+from nn.library.own_training import Training
+from tests.helpers.command import ROOT, run_command
+from tests.helpers.composed import TINY, compose_config
+from tests.helpers.runs import differences
+from tests.nn.library.test_loaded_run import OPTIONS, write_data
+
+RUN = [
+    *(*TINY, "data.synthetic.hotness=[1,2,1,1,3]", "train.max_steps=8", "log.every=3"),
+    *("train.tf32=false", "optimizer.lr=0.05", "eval.at_start=false", "eval.every=4"),
+    *("log.loggers=[]", "model.dropout=0.1"),
+]
+
+
+def train(run_dir: Path, num_steps: int, *more: str) -> None:
+    """Train up to a step with a loop that evaluates when the command does; finish at the last step."""
+    config = options("dlrm", *RUN, *more, f"run_dir={run_dir}")
+    with Training(config, quiet=True) as training:
+        while training.num_steps < num_steps:
+            training.step()
+            if training.num_steps % 4 == 0:
+                training.evaluate()
+        if training.num_steps == training.last_step:
+            training.finish()
+        else:
+            training.save()
+
+
+def test_an_own_loop_trains_what_the_command_trains(tmp_path):
+    ended = run_command(*RUN, f"run_dir={tmp_path / 'command'}")
+    assert ended.exit_code == 0, ended.err
+    train(tmp_path / "own", 8)
+    assert differences(tmp_path / "command", tmp_path / "own") == []
+    # Left after step 5, and resumed by another loop and by the command.
+    for name in ("resumed", "by command"):
+        train(tmp_path / name, 5)
+    train(tmp_path / "resumed", 8)
+    ended = run_command(*RUN, f"run_dir={tmp_path / 'by command'}")
+    assert ended.exit_code == 0, ended.err
+    assert "warning" not in ended.out
+    for name in ("resumed", "by command"):
+        assert differences(tmp_path / "command", tmp_path / name) == []
+
+
+def test_a_batch_is_a_dictionary_of_named_tensors(tmp_path):
+    data = write_data(tmp_path / "data")
+    own = [text for text in OPTIONS if not text.startswith(("data.multi_hot", "sharding"))]
+    config = options("dlrm", *own, f"data.path={data}", f"run_dir={tmp_path / 'run'}")
+    with Training(config, quiet=True) as training:
+        named = training.batch()
+        again = training.batch(0)
+        result = training.step()
+        batch, rows = result.batch, result.batch.num_valid
+        assert list(named) == ["label", "kept", "age", "price", "user", "tags", "items"]
+        assert torch.equal(named["label"], batch.labels[:rows])
+        assert torch.equal(named["price"], batch.numerical[:rows, 1])
+        assert named["tags"].shape == (rows, 3)
+        assert torch.equal(named["user"], batch.ids["user"].values())
+        assert torch.equal(named["items"].values(), batch.ids["items"].values())
+        assert len(named["items"].lengths()) == rows
+        assert torch.equal(named["tags"], again["tags"])
+        assert not torch.equal(named["user"], training.batch()["user"])
+
+
+def test_an_own_schedule_sets_the_learning_rates(tmp_path):
+    with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
+        training.set_schedule(lambda step: 0.5**step)
+        rates = []
+        for _ in range(3):
+            assert training.step().loss > 0
+            rates.append(training.learning_rate)
+        assert rates == pytest.approx([0.05, 0.025, 0.0125])
+
+
+def test_options_from_python_are_those_of_the_command_line():
+    assert options("dcnv2", *TINY, "eval.per_epoch=2") == compose_config(
+        *TINY, "eval.per_epoch=2", recipe="dcnv2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "message"),
+    [
+        ("dlrm", "train.epoch=2", "there is no option train.epoch; did you mean train.epochs"),
+        ("dlrm", "train.epochs=-2", "train.epochs must be positive"),
+        ("dlrm", "--multirun", "--multirun is a flag of the command line"),
+        ("dlmr", "seed=1", "there is no recipe 'dlmr'; choose one of"),
+        ("dlrm", "experiment=nothing", "there is no experiment=nothing"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(recipe, override, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        options(recipe, override)
+    assert "\n" not in str(caught.value)
+
+
+def test_calls_at_the_wrong_time_are_refused(tmp_path):
+    config = options("dlrm", *RUN, "checkpoint.save=false", f"run_dir={tmp_path / 'run'}")
+    training = Training(config, quiet=True)
+    with pytest.raises(ValueError, match="the training is not open"):
+        training.step()
+    with training:
+        with pytest.raises(ValueError, match=r"checkpoint\.save=false saves nothing"):
+            training.save()
+        while training.num_steps < training.last_step:
+            training.step()
+        with pytest.raises(ValueError, match="all 8 steps are done"):
+            training.step()
+    with pytest.raises(ValueError, match="mode=eval is no training"):
+        Training(options("dlrm", *RUN, "mode=eval"))
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    train(tmp_path / "run", 8)
+    with (
+        pytest.raises(ValueError, match="holds the complete run already"),
+        Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True),
+    ):
+        pass
+
+
+def test_the_script_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "docs/library.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "'label': (512,)" in printed
+    assert "score" in printed
+    assert printed.rstrip().endswith("parameters")
