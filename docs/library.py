@@ -72,8 +72,7 @@ rows = pd.DataFrame(
         **{f.name: generator.integers(0, f.cardinality, 5) for f in run.spec.categorical},
     }
 )
-scores = run.predict(rows)
-print(rows.assign(score=scores["label"]))
+print(rows.join(run.predict(rows)))
 
 # %% [markdown]
 # ## The model

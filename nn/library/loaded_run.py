@@ -1,8 +1,9 @@
 """A finished or running training as an object: its options, its model on one device, its metrics, and predictions."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from nn.models.ranking_model import RankingModel
 from nn.models.tasks import Task, scores_of, tasks_of_run
 from nn.observability.records import CONFIG, METRICS, MODEL, SUMMARY, read_records
 from nn.saved_config import load_saved_config
+from nn.scores.score_file import score_columns
 from nn.training.train_step import AMP_DTYPES
 
 CHECKPOINTS = "checkpoints"
@@ -130,23 +132,24 @@ class Run:
         return read_json(path) if path.exists() else None
 
     def predict(self, table: Any, *, batch_size: int = 8192) -> Any:
-        """Return the predictions of rows: per label the probability of a 1, or the number of a regression label.
+        """Return the scores of rows: per label the probability of a 1, or the number of a regression label.
 
-        They are those that evaluation measures. Labels need not be there. A dataset with a column of keep rates needs it here
-        too, since predictions depend on it.
+        They are those of `mode=predict`. Labels need not be there. With the dataset's column of keep rates, if it has one,
+        scores are corrected by them; a table without is not corrected, with a warning.
 
         Args:
             table: a pandas DataFrame or an Arrow table with a column per feature: ids, and numbers, as the dataset has them.
             batch_size: rows at once.
 
         Returns:
-            A table of the same kind, with a float64 column per label. That of a DataFrame has its index.
+            A table of the same kind with the float64 column `score`, or `score_<label>` of several labels. That of a DataFrame
+            has its index.
 
         Raises:
             ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
         """
         rows, as_given = _arrow_table(table)
-        names = [task.name for task in self.tasks]
+        names = score_columns([task.name for task in self.tasks])
         if rows.num_rows == 0:
             return as_given(pa.table({name: pa.array([], pa.float64()) for name in names}))
         scores = torch.cat([self._scores(batch) for batch in self._batches(rows, batch_size)])
@@ -154,7 +157,14 @@ class Run:
         return as_given(pa.table(columns))
 
     def _batches(self, rows: pa.Table, batch_size: int) -> Iterator[Batch]:
-        source = features_source(rows, self.spec, "the table")
+        spec = self.spec
+        if spec.keep_rate is not None and spec.keep_rate.name not in rows.column_names:
+            warnings.warn(
+                f"the table has no keep rates, column {spec.keep_rate.name}; its scores are not corrected by them",
+                stacklevel=3,
+            )
+            spec = replace(spec, keep_rate=None)
+        source = features_source(rows, spec, "the table")
         loader = Loader(source, SPLIT, LoaderSettings(batch_size=batch_size, workers=1))
         expansion = self._expansion()
         for batch in loader.batches(0, loader.steps_per_epoch):

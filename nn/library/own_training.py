@@ -121,7 +121,7 @@ class Training:
         return self._session.step.learning_rate
 
     def set_schedule(self, factor: Callable[[int], float]) -> None:
-        """Replace `scheduler`: `factor(step)` times `optimizer.lr` is the learning rate of the step with that number, from 0 on."""
+        """Replace `scheduler`: the learning rate of a step is `factor(step)` times `optimizer.lr`; steps count from 0."""
         self._session.step.schedule = factor
 
     def batch(self, step: int | None = None) -> dict[str, Tensor | JaggedTensor]:

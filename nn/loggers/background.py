@@ -73,7 +73,7 @@ class Loggers:
             error, worker.error = worker.error, None
             if error is not None:
                 self._logger.warning(
-                    f"log.loggers: {worker.name} has failed and gets no more records, training goes on: {error}"
+                    f"log.loggers: {worker.name} has failed and gets no more records, training continues: {error}"
                 )
 
 

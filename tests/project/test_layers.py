@@ -131,6 +131,7 @@ ROOMS = {
         "nn.observability",
         "nn.run",
         "nn.saved_config",
+        "nn.scores",
         "nn.training",
         "nn.versions",
     },

@@ -107,11 +107,11 @@ def test_predictions_are_those_of_an_evaluation(world_size, runs, data, tmp_path
     ended = run_command(*OPTIONS, *restore, f"run_dir={tmp_path / 'eval'}")
     assert ended.exit_code == 0, ended.err
     scores = run.predict(test_rows(data).drop_columns(["label"]), batch_size=33)
-    assert scores.column_names == ["label"]
+    assert scores.column_names == ["score"]
     wanted = torch.cat(logits).double().sigmoid()
     assert len(wanted) == ROWS["test"]
     assert wanted.std() > 0.01
-    np.testing.assert_allclose(scores["label"].to_numpy(), wanted.numpy(), atol=1e-6)
+    np.testing.assert_allclose(scores["score"].to_numpy(), wanted.numpy(), atol=1e-6)
 
 
 def test_a_data_frame_gives_a_data_frame_with_its_index(runs, data):
@@ -122,9 +122,18 @@ def test_a_data_frame_gives_a_data_frame_with_its_index(runs, data):
     predicted = run.predict(frame)
     assert isinstance(predicted, pd.DataFrame)
     assert list(predicted.index) == list(frame.index)
-    wanted = run.predict(rows)["label"].to_numpy()[frame.index]
-    np.testing.assert_allclose(predicted["label"], wanted, atol=1e-9)
+    wanted = run.predict(rows)["score"].to_numpy()[frame.index]
+    np.testing.assert_allclose(predicted["score"], wanted, atol=1e-9)
     assert run.predict(frame.iloc[:0]).shape == (0, 1)
+
+
+def test_a_table_without_keep_rates_is_not_corrected_and_says_so(runs, data):
+    run = Run.load(runs[1])
+    rows = test_rows(data)
+    with pytest.warns(UserWarning, match="no keep rates, column kept"):
+        plain = run.predict(rows.drop_columns(["kept"]))["score"].to_numpy()
+    odds = plain / (1 - plain) * rows["kept"].to_numpy()
+    np.testing.assert_allclose(run.predict(rows)["score"], odds / (1 + odds), atol=1e-6)
 
 
 def test_records_and_summary_are_those_of_the_files(runs):
@@ -140,7 +149,6 @@ def test_records_and_summary_are_those_of_the_files(runs):
 IDS = pa.array([0] * ROWS["test"])
 REFUSED = {
     "no column": (lambda t: t.drop_columns(["price"]), "the table: got 'no column price'"),
-    "no keep rate": (lambda t: t.drop_columns(["kept"]), "no column kept"),
     "texts": (
         lambda t: t.set_column(t.column_names.index("user"), "user", pa.array(["a"] * len(t))),
         "the table: column 'user': got 'string', want integers",

@@ -109,7 +109,7 @@ def test_a_failing_logger_costs_one_warning(calls, tmp_path):
     assert ended.exit_code == 0, ended.err
     warnings = [line for line in ended.out.splitlines() if line.startswith("warning: ")]
     assert warnings == [
-        f"warning: log.loggers: {HERE}:Failing has failed and gets no more records, training goes on: ConnectionError: "
+        f"warning: log.loggers: {HERE}:Failing has failed and gets no more records, training continues: ConnectionError: "
         "the server is gone"
     ]
     assert [call[0] for call in calls] == ["start", "train", "train", "close"]
