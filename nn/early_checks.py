@@ -14,6 +14,9 @@ from nn.distributed.launcher import is_single_node
 from nn.loggers.choice import check_loggers
 from nn.scores.request import output_path, split_to_score
 
+LABELLED = (Mode.train, Mode.eval, Mode.importance)
+"""Modes that compare predictions with labels."""
+
 
 def check_inputs(config: Config) -> None:
     """Check that the dataset, the checkpoint and the run directory of a run can be used.
@@ -52,6 +55,10 @@ def _check_dataset(config: Config) -> None:
             KeptRows(Path(config.data.path), split, None, config.predict.columns)
     elif config.mode is not Mode.plan:
         spec.rows_of(config.eval.split)
+    if config.mode in LABELLED:
+        trained = ["train"] if config.mode is Mode.train else []
+        for split in (*trained, config.eval.split):
+            spec.require_labels(split)
     if not any(files.parquet for files in spec.splits.values()):
         # Measuring compares sizes only. In Parquet it reads every file, so the run alone does that.
         FeatureSpec.load(config.data.path, config.data.feature_spec)

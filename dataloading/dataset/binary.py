@@ -10,7 +10,7 @@ Every file is a plain little-endian array without header, padding or index. Row 
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,22 @@ class SplitWriter:
 
     Columns grow independently: chunk by chunk over all columns, or one complete column after another. Threads
     may append to different columns at the same time.
+
+    Args:
+        directory: of the dataset.
+        split: its name.
+        spec: of the dataset.
+        absent: names of the labels, the weight and the keep rate that the split lacks.
     """
 
     file_type: type[GrowingFile] = GrowingFile
 
-    def __init__(self, directory: Path, split: str, spec: FeatureSpec) -> None:
+    def __init__(
+        self, directory: Path, split: str, spec: FeatureSpec, absent: Collection[str] = ()
+    ) -> None:
         self.split = split
         self.spec = spec
+        self.absent = frozenset(absent)
         self._features = {feature.name: feature for feature in spec.categorical}
         names = [file_name(name) for name in self._features]
         names += [
@@ -82,6 +91,7 @@ class SplitWriter:
         self._columns = {
             column.name: self.file_type(folder / column_file_name(spec.labels, column))
             for column in spec.row_columns
+            if column.name not in self.absent
         }
         self._numerical = self.file_type(folder / "numerical.bin") if spec.numerical else None
         self._ids = {name: self.file_type(folder / file_name(name)) for name in self._features}
@@ -139,6 +149,7 @@ class SplitWriter:
             {name: file.path for name, file in self._columns.items()},
             {name: file.path for name, file in self._ids.items()},
             {name: file.path for name, file in self._offsets.items()},
+            absent=self.absent,
         )
 
     def mean_hotness(self, name: str) -> float:
@@ -163,7 +174,7 @@ class SplitWriter:
 
     def _checked_rows(self) -> int:
         """Return the rows that every column holds; ValueError if they disagree or there are none."""
-        first, *_ = self._columns.values()
+        first, *_ = self._files()
         num_rows = first.num_rows
         for file in self._files():
             if file.num_rows != num_rows:
@@ -214,7 +225,11 @@ class SplitWriter:
         self._append_column(column, values)
 
     def _append_column(self, column: RowColumn, values: np.ndarray) -> None:
-        file = self._columns[column.name]
+        file = self._columns.get(column.name)
+        if file is None:
+            raise ValueError(
+                f"{self.spec.title(column)}: split '{self.split}' has been declared without it; leave it out"
+            )
         wrong = column.wrong(values)
         if wrong.any():
             row = int(wrong.argmax())
@@ -336,6 +351,9 @@ class BinarySource:
         padded_to = rows.num_rows if padded_to is None else padded_to
         out = Columns.empty(self.spec, rows.num_rows, padded_to, num_ids, allocate)
         for column, values in out.row_columns(self.spec):
+            if column.name in files.absent:
+                values[: rows.num_rows] = column.default
+                continue
             for place, piece in rows.pieces(columns.columns[column.name]):
                 if column.has_wrong(piece):
                     at = int(column.wrong(piece).argmax())
@@ -405,7 +423,7 @@ class SplitColumns:
     """Columns of one split as arrays.
 
     Attributes:
-        columns: labels, weight and keep rate by name, [N]; uint8 for a binary label, else floats.
+        columns: labels, weight and keep rate that the split has, by name, [N]; uint8 for a binary label, else floats.
         numerical: floats [N, num_numerical]; None without numericals.
         ids: integers by feature: [N], [N, hotness], or flat for a ragged feature.
         offsets: int64 [N + 1] per ragged feature.
@@ -428,7 +446,11 @@ class SplitColumns:
 
         width = len(spec.numerical)
         return cls(
-            columns={c.name: column(files.columns[c.name], c.stored) for c in spec.row_columns},
+            columns={
+                c.name: column(files.columns[c.name], c.stored)
+                for c in spec.row_columns
+                if c.name not in files.absent
+            },
             numerical=None
             if files.numerical is None
             else column(files.numerical, spec.numerical_dtype, width),

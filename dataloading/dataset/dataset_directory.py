@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import yaml
@@ -25,6 +25,7 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
     put_in_place,
     replace_text,
+    sync_stream,
 )
 from dataloading.dataset.feature_spec import (
     NUMERICAL_DTYPES,
@@ -37,6 +38,7 @@ from dataloading.dataset.feature_spec import (
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.split_files import (
     PARQUET,
+    SPLITS,
     SplitFiles,
     expect,
     find_file,
@@ -57,22 +59,34 @@ class DatasetWriter:
         self.directory = directory
         self._spec = spec
         self._splits = {split: make(directory, split, spec) for split, make in splits.items()}
+        self._copied: dict[str, dict[str, Any]] = {}
 
     def __getitem__(self, split: str) -> SplitWriter:
         return self._splits[split]
 
+    def copy_file(self, name: str, root: Path) -> None:
+        """Copy a file that is none of the splits' own, such as their kept columns, from the dataset in `root`."""
+        path = self.directory / name
+        path.parent.mkdir(exist_ok=True)
+        with open_regular(find_file(root, name)) as source, path.open("xb") as copy:
+            num_bytes, crc32 = _copied(source, copy)
+            sync_stream(copy)
+        self._copied[name] = {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
+
     def finish(self) -> None:
         """Close and check all files, then write the spec."""
         splits = {name: writer.close() for name, writer in self._splits.items()}
+        first = self._splits.get("train") or next(iter(self._splits.values()))
         checksums: dict[str, dict[str, Any]] = {}
         for writer in self._splits.values():
             checksums |= writer.checksums(self.directory)
+        checksums |= self._copied
         metadata = self._spec.metadata | {
             "rows": {name: files.num_rows for name, files in splits.items()},
             "files": checksums,
         }
         categorical = tuple(
-            replace(f, mean_hotness=f.hotness or self["train"].mean_hotness(f.name))
+            replace(f, mean_hotness=f.hotness or first.mean_hotness(f.name))
             for f in self._spec.categorical
         )
         write_spec(
@@ -100,6 +114,7 @@ def write_dataset(
     splits: Sequence[str] = ("train", "test"),
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    absent: Mapping[str, Collection[str]] | None = None,
     part_rows: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[DatasetWriter]:
     """Write a dataset directory; leaving the block completes it, an exception leaves `root` as it was.
@@ -113,9 +128,10 @@ def write_dataset(
         keep_rate: name of the column of keep rates, if there is one.
         numerical_dtype: float16 (required by NVIDIA's recipe) or float32.
         file_format: `binary`, or `parquet`, whose columns must grow together.
-        splits: `train`, `test` and any other.
+        splits: at least one of `train`, `test` and `validation`, and any other.
         metadata: plain yaml values; `rows` and `files` are added.
         overwrite: replace a complete dataset, once the new one is complete.
+        absent: per split, names of the labels, the weight and the keep rate that it lacks: all labels, or nothing.
         part_rows: of a dataset in Parquet, the rows of each file per split; a file list then names the files.
 
     Raises:
@@ -136,9 +152,11 @@ def write_dataset(
     )
     _check_spec(spec, splits)
     writer = _split_writer(file_format)
-    makers: dict[str, Callable[..., SplitWriter]] = dict.fromkeys(splits, writer)
+    makers: dict[str, Callable[..., SplitWriter]] = {
+        split: partial(writer, absent=(absent or {}).get(split, ())) for split in splits
+    }
     for split, rows in (part_rows or {}).items():
-        makers[split] = partial(writer, part_rows=rows)
+        makers[split] = partial(makers[split], part_rows=rows)
     with new_output(root, overwrite) as directory:
         dataset = DatasetWriter(directory, spec, makers)
         try:
@@ -192,8 +210,10 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
     if twice:
         raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
     features_by_table(spec.categorical)
-    if not {"train", "test"} <= set(splits):
-        raise ValueError(f"splits: got {shown(list(splits))}, want train, test and any other")
+    if not set(SPLITS).intersection(splits):
+        raise ValueError(
+            f"splits: got {shown(list(splits))}, want at least one of {', '.join(SPLITS)}"
+        )
     for split in splits:
         file_name(split)
     try:
@@ -284,7 +304,9 @@ def _nvidia_reads(spec: FeatureSpec, root: Path) -> bool:
     one_hot = all(f.hotness == 1 and f.dtype.itemsize <= 4 for f in spec.categorical)
     half = bool(spec.numerical) and spec.numerical_dtype == np.float16
     one_label = len(spec.row_columns) == 1 and spec.labels[0].is_binary
-    if not (one_hot and half and one_label and set(spec.splits) == {"train", "test", "validation"}):
+    if any(files.absent for files in spec.splits.values()):
+        return False
+    if not (one_hot and half and one_label and set(spec.splits) == set(SPLITS)):
         return False
     # Files of another name than those of `test` would not be found again.
     found = unnamed_validation(root, spec.splits["test"]).get("validation")
@@ -301,7 +323,8 @@ def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, 
 
     if files.parquet:
         parts = [path.relative_to(root).as_posix() for path in files.parquet]
-        return [{"type": PARQUET, "features": spec.names, "files": parts}]
+        names = [name for name in spec.names if name not in files.absent]
+        return [{"type": PARQUET, "features": names, "files": parts}]
     chunks = [] if files.numerical is None else [chunk(spec.numerical, files.numerical)]
     chunks += [chunk([name], path) for name, path in files.columns.items()]
     for feature in spec.categorical:
@@ -354,14 +377,22 @@ def verify_checksums(spec: FeatureSpec, only: Collection[str] | None = None) -> 
             path = find_file(spec.root, name)
         except ValueError as error:
             raise ValueError(f"{spec.root / SPEC_NAME}: metadata.files: {error}") from None
-        num_bytes = crc32 = 0
         with open_regular(path) as stream:
-            while data := stream.read(1 << 22):
-                crc32 = zlib.crc32(data, crc32)
-                num_bytes += len(data)
+            num_bytes, crc32 = _copied(stream)
         got = {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
         if got != wanted:
             raise ValueError(
                 f"{path} has changed since it was written: got {got}, want {shown(wanted)}; copy it again"
             )
     return len(listed)
+
+
+def _copied(source: IO[bytes], copy: IO[bytes] | None = None) -> tuple[int, int]:
+    """Return bytes and CRC-32 of a file, and write them to `copy`."""
+    num_bytes = crc32 = 0
+    while data := source.read(1 << 22):
+        crc32 = zlib.crc32(data, crc32)
+        num_bytes += len(data)
+        if copy is not None:
+            copy.write(data)
+    return num_bytes, crc32

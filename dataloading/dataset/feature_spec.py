@@ -18,6 +18,7 @@ from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
 from dataloading.dataset.split_files import (
+    SPLITS,
     RowBytes,
     SplitFiles,
     count_rows,
@@ -99,7 +100,7 @@ class FeatureSpec:
         numerical_dtype: float16 or float32.
         labels: in channel order, which is the order of a model's logits; at least one.
         categorical: features in channel order, which is the model's order.
-        splits: `train`, `test` and any other split, by name.
+        splits: at least one of `train`, `test` and `validation`, and any other split, by name.
         metadata: any keys; the writer fills in `rows` and `files`.
         weight: factor of a row's loss and of its part in the metrics; None: all rows count alike.
         keep_rate: rate at which negatives such as this row were kept in the training rows; None without such a column.
@@ -155,6 +156,15 @@ class FeatureSpec:
                 f"{self.root or 'the synthetic stream'}: no split '{split}', only {', '.join(self.splits)}"
             )
         return self.splits[split].num_rows
+
+    def require_labels(self, split: str) -> None:
+        """Raise ValueError if the rows of `split` have no labels, or if there is no such split."""
+        self.rows_of(split)
+        if any(label.name in self.splits[split].absent for label in self.labels):
+            raise ValueError(
+                f"{self.root}: the rows of split '{split}' have no labels ({', '.join(label.name for label in self.labels)}); "
+                "mode=predict scores them, but training and evaluation need labels: preprocess rows that have some"
+            )
 
     def fingerprint(self, cardinalities: Mapping[str, int] | None = None) -> str:
         """Return the SHA-256 (hex) of names, order, cardinalities, hotness and shared tables, on which a model depends.
@@ -278,8 +288,8 @@ def _parse(root: Path, document: object) -> FeatureSpec:
         )
     used = sorted(set(widths.values()) or {NUMERICAL_DTYPES[0]})
     expect(len(used) == 1, "channel_spec.numerical", used, "one dtype for all numericals")
-    for split in ("train", "test"):
-        expect(split in sources, "source_spec", list(sources), f"a split '{split}'")
+    named = any(split in sources for split in SPLITS)
+    expect(named, "source_spec", list(sources), f"a split, one of {', '.join(SPLITS)}")
     tables = tuple(_categorical(features, name) for name in categorical)
     features_by_table(tables)
     ragged = {feature.name: feature.hotness is None for feature in tables}
@@ -300,7 +310,7 @@ def _parse(root: Path, document: object) -> FeatureSpec:
         )
         for split, chunks in sources.items()
     }
-    if "validation" not in splits:
+    if "validation" not in splits and "test" in splits:
         splits |= unnamed_validation(root, splits["test"])
     return FeatureSpec(
         root,
@@ -389,19 +399,19 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
         held = splits[name].num_rows if name in splits else 0
         want = f"the {held} rows that its files hold; copy or write the dataset again"
         expect(held == written, f"metadata.rows.{name}", written, want)
+    first = splits.get("train") or next(iter(splits.values()))
     tables = tuple(
-        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(f, splits["train"]))
-        for f in spec.categorical
+        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(f, first)) for f in spec.categorical
     )
     return replace(spec, splits=splits, categorical=tables)
 
 
-def _mean_hotness(feature: CategoricalFeature, train: SplitFiles) -> float:
-    if not train.parquet:
-        return train.mean_hotness(feature.name, feature.dtype)
+def _mean_hotness(feature: CategoricalFeature, files: SplitFiles) -> float:
+    if not files.parquet:
+        return files.mean_hotness(feature.name, feature.dtype)
     from dataloading.dataset.parquet_files import mean_hotness
 
-    return mean_hotness(train.parquet, feature.name)
+    return mean_hotness(files.parquet, feature.name)
 
 
 def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
@@ -409,17 +419,18 @@ def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
     # Imported here, since only Parquet needs pyarrow.
     from dataloading.dataset.parquet_files import count_rows
 
-    return count_rows(files.parquet, parquet_columns(spec))
+    return count_rows(files.parquet, parquet_columns(spec, files))
 
 
-def parquet_columns(spec: FeatureSpec) -> dict[str, Any]:
-    """Return the `ColumnKind` of each column of a Parquet file of `spec`."""
+def parquet_columns(spec: FeatureSpec, files: SplitFiles) -> dict[str, Any]:
+    """Return the `ColumnKind` of each column of the Parquet files of a split of `spec`."""
     from dataloading.dataset.parquet_files import ColumnKind
 
     kinds = dict.fromkeys(spec.numerical, ColumnKind.number)
     kinds |= {
         column.name: ColumnKind.label if column.is_binary else ColumnKind.number
         for column in spec.row_columns
+        if column.name not in files.absent
     }
     return kinds | {
         f.name: ColumnKind.id if f.hotness == 1 else ColumnKind.ids for f in spec.categorical

@@ -33,7 +33,9 @@ class ParquetSource:
 
     def __init__(self, spec: FeatureSpec) -> None:
         self.spec = spec
-        self._splits = {split: SplitGroups(files.parquet) for split, files in spec.splits.items()}
+        self._splits = {
+            split: SplitGroups(files.parquet, files.absent) for split, files in spec.splits.items()
+        }
         largest = max(split.granule for split in self._splits.values())
         ids = sum(feature.mean_hotness for feature in spec.categorical)
         row_bytes = (

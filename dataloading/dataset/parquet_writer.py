@@ -6,7 +6,7 @@ of it for several ids per row. Values are stored without dictionaries, which tak
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from io import RawIOBase
 from itertools import repeat
@@ -67,6 +67,7 @@ class ParquetSplitWriter(SplitWriter):
         directory: of the dataset.
         split: its name.
         spec: of the dataset.
+        absent: names of the labels, the weight and the keep rate that the split lacks.
         part_rows: rows of each file, which a file list then names; None begins a file after every `PART_ROWS`.
     """
 
@@ -77,9 +78,10 @@ class ParquetSplitWriter(SplitWriter):
         directory: Path,
         split: str,
         spec: FeatureSpec,
+        absent: Collection[str] = (),
         part_rows: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(directory, split, spec)
+        super().__init__(directory, split, spec, absent)
         self._has_list = part_rows is not None
         self._part_rows = repeat(PART_ROWS) if part_rows is None else iter(part_rows)
         self._rows_left = next(self._part_rows)
@@ -112,7 +114,8 @@ class ParquetSplitWriter(SplitWriter):
             text = file_list_text(names)
             write_synced(self._folder / FILE_LIST, text)
             self._list_bytes = text.encode()
-        return SplitFiles(num_rows, parquet=tuple(part.path for part in self._parts))
+        paths = tuple(part.path for part in self._parts)
+        return SplitFiles(num_rows, parquet=paths, absent=self.absent)
 
     def abandon(self) -> None:
         """Close all files without a check."""
@@ -138,6 +141,8 @@ class ParquetSplitWriter(SplitWriter):
     def _write_group(self, num_rows: int) -> None:
         columns = {}
         for column in self.spec.row_columns:
+            if column.name in self.absent:
+                continue
             numbers = _take(self._columns[column.name], num_rows)
             columns[column.name] = pa.array(numbers.view(np.int8) if column.is_binary else numbers)
         if self._numerical is not None:

@@ -59,6 +59,11 @@ class RowColumn:
         return LABEL_DTYPE if self.is_binary else self.dtype.newbyteorder("<")
 
     @property
+    def default(self) -> int:
+        """The number of a row whose split has no such column; the label of such a row must not be used."""
+        return 0 if self.channel is Channel.label else 1
+
+    @property
     def wanted(self) -> str:
         """The numbers that it may hold, for messages."""
         if self.channel is Channel.weight:

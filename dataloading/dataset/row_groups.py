@@ -1,7 +1,7 @@
 """Row groups of Parquet files: decoding, with a check of every value."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import local
@@ -33,10 +33,16 @@ class RowGroup:
 
 
 class SplitGroups:
-    """Row groups of one split, over all its files."""
+    """Row groups of one split, over all its files.
 
-    def __init__(self, paths: tuple[Path, ...]) -> None:
+    Args:
+        paths: its files.
+        absent: names of the labels, the weight and the keep rate that it lacks.
+    """
+
+    def __init__(self, paths: tuple[Path, ...], absent: Collection[str] = ()) -> None:
         self.paths = paths
+        self._absent = absent
         self._metadata: list[pq.FileMetaData] = []
         self._first_group = [0]
         starts = [0]
@@ -77,8 +83,9 @@ class SplitGroups:
                 rate; the message names row and file.
         """
         part, _ = self._locate(group)
+        names = [name for name in spec.names if name not in self._absent]
         where = Place(self.paths[part], self._first_row_in_part(group))
-        return decode(self.table(group, spec.names), spec, where)
+        return decode(self.table(group, names), spec, where, self._absent)
 
     def table(self, group: int, names: Sequence[str]) -> pa.Table:
         """Read the columns `names` of a row group; ValueError if its data is damaged."""
@@ -117,13 +124,16 @@ class SplitGroups:
         return files[name]
 
 
-def decode(table: pa.Table, spec: FeatureSpec, where: "Place") -> RowGroup:
+def decode(
+    table: pa.Table, spec: FeatureSpec, where: "Place", absent: Collection[str] = ()
+) -> RowGroup:
     """Return the rows of a table whose columns have the right types, every value checked.
 
     Args:
-        table: with a column for each of `spec.names`.
+        table: with a column for each of `spec.names` that is not `absent`.
         spec: features.
         where: the table's place, for messages.
+        absent: names of the labels, the weight and the keep rate that the rows lack.
 
     Raises:
         ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the message names row
@@ -131,6 +141,9 @@ def decode(table: pa.Table, spec: FeatureSpec, where: "Place") -> RowGroup:
     """
     columns = []
     for column in spec.row_columns:
+        if column.name in absent:
+            columns.append(np.full(len(table), column.default, column.stored))
+            continue
         numbers = where.numbers(table, column.name)
         wrong = column.wrong(numbers)
         if wrong.any():

@@ -1,7 +1,7 @@
 """Files of one split: their paths inside the dataset directory, and a check of their sizes."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os.path import dirname, join, normpath
 from pathlib import Path
@@ -13,6 +13,8 @@ from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import check_regular, is_file_list, read_file_list, resolved
 
 OFFSET_DTYPE = np.dtype("<i8")
+SPLITS = ("train", "test", "validation")
+"""Names of splits; a dataset has one of them, and may have others."""
 PARQUET = "parquet"
 """Type of a chunk in `source_spec` whose files are Parquet."""
 
@@ -24,12 +26,12 @@ class SplitFiles:
     Attributes:
         num_rows: rows of every file.
         numerical: file of the numericals; None without numericals.
-        columns: file of each label, of the weight and of the keep rate, by name; the first label comes first. Empty in a
-            synthetic stream.
+        columns: file of each label, of the weight and of the keep rate that it has, by name. Empty in a synthetic stream.
         ids: file of each categorical feature, by name.
         offsets: file of each ragged feature, by name.
         parquet: Parquet files that hold all columns, in order; the files above do not exist then.
         lists: file lists that name the Parquet files.
+        absent: names of the labels, the weight and the keep rate that it lacks: rows to be scored have no labels.
     """
 
     num_rows: int
@@ -39,6 +41,7 @@ class SplitFiles:
     offsets: dict[str, Path] = field(default_factory=dict)
     parquet: tuple[Path, ...] = ()
     lists: tuple[Path, ...] = ()
+    absent: frozenset[str] = frozenset()
 
     def paths(self) -> list[Path]:
         """Return all files."""
@@ -46,11 +49,6 @@ class SplitFiles:
         several = (self.columns, self.ids, self.offsets)
         of_columns = [path for paths in several for path in paths.values()]
         return [*single, *of_columns, *self.parquet, *self.lists]
-
-    @property
-    def first_label(self) -> Path:
-        """File of the first label, whose size tells the number of rows."""
-        return next(iter(self.columns.values()))
 
     def mean_hotness(self, name: str, dtype: np.dtype) -> float:
         """Return the mean ids per row of a ragged feature."""
@@ -107,7 +105,7 @@ def parse_chunks(
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
     if any(isinstance(chunk, Mapping) and chunk.get("type") == PARQUET for chunk in chunks):
-        return _parquet_files(root, where, chunks, {*numericals, *columns, *ragged})
+        return _parquet_files(root, where, chunks, {*numericals, *ragged}, columns)
     numerical: Path | None = None
     single: dict[str, Path] = {}
     ids: dict[str, Path] = {}
@@ -130,11 +128,19 @@ def parse_chunks(
             ids[names[0]] = paths[0]
             if len(paths) == 2:
                 offsets[names[0]] = paths[1]
+    absent = _absent(single, columns)
     missing = [name for name in ragged if name not in ids]
-    missing += [name for name in columns if name not in single]
+    missing += [name for name in columns if name not in {*single, *absent}]
     missing += [*numericals] * (numerical is None)
     expect(not missing, where, missing, "a chunk for every feature; these have none")
-    return SplitFiles(0, numerical, {name: single[name] for name in columns}, ids, offsets)
+    held = {name: single[name] for name in columns if name in single}
+    return SplitFiles(0, numerical, held, ids, offsets, absent=absent)
+
+
+def _absent(held: Collection[str], columns: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of `columns` that a split lacks if it has no label, as rows to be scored; otherwise it lacks none."""
+    labels = {name for name, channel in columns.items() if channel == "label"}
+    return frozenset() if labels.intersection(held) else frozenset(columns).difference(held)
 
 
 def _parse_chunk(
@@ -156,12 +162,16 @@ def _parse_chunk(
         raise ValueError(f"{where}.files: {error}") from None
 
 
-def _parquet_files(root: Path, where: str, chunks: list[Any], features: set[str]) -> SplitFiles:
+def _parquet_files(
+    root: Path, where: str, chunks: list[Any], features: set[str], columns: Mapping[str, str]
+) -> SplitFiles:
     """Return the files of a split in Parquet, whose one chunk holds every feature; a file list stands for its files."""
     expect(len(chunks) == 1, where, f"{len(chunks)} chunks", f"one chunk of type {PARQUET}, alone")
     [chunk] = chunks
     names = names_of(chunk.get("features"), f"{where}[0].features")
-    same = set(names) == features and len(names) == len(features)
+    absent = _absent(names, columns)
+    wanted = features | (set(columns) - absent)
+    same = set(names) == wanted and len(names) == len(wanted)
     expect(same, f"{where}[0].features", list(names), "every feature of the spec, once")
     files = chunk.get("files")
     expect(isinstance(files, list) and bool(files), f"{where}[0].files", files, "a list of files")
@@ -179,7 +189,7 @@ def _parquet_files(root: Path, where: str, chunks: list[Any], features: set[str]
         raise ValueError(f"{where}[0].files: {error}") from None
     twice = [name for name, times in Counter(map(normpath, named)).items() if times > 1]
     expect(not twice, f"{where}[0].files", twice, "every file once")
-    return SplitFiles(0, parquet=paths, lists=tuple(lists))
+    return SplitFiles(0, parquet=paths, lists=tuple(lists), absent=absent)
 
 
 def _relative(file_list: Path) -> list[str]:
@@ -251,29 +261,29 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def count_rows(files: SplitFiles, widths: RowBytes) -> int:
-    """Return the rows of a split, by the size of the file of its first label.
+    """Return the rows of a split, by the size of the file of its first label; without labels, of another file.
 
     Args:
         files: files of the split; `num_rows` is ignored.
         widths: bytes per row of each file.
 
     Raises:
-        ValueError: the split is empty, or the size of a file does not match the number of labels.
+        ValueError: the split is empty, or the size of a file does not match the number of rows.
     """
-    label, label_bytes = files.first_label, widths.columns[next(iter(files.columns))]
-    num_rows = label.stat().st_size // label_bytes
-    if num_rows == 0:
-        width = "one byte" if label_bytes == 1 else f"{label_bytes} bytes"
-        raise ValueError(f"{label} is empty: want {width} per row; write the dataset again")
+    first, row_bytes, more = _counted_file(files, widths)
+    num_rows = first.stat().st_size // row_bytes - more
+    if num_rows <= 0:
+        width = "one byte" if row_bytes == 1 else f"{row_bytes} bytes"
+        raise ValueError(f"{first} is empty: want {width} per row; write the dataset again")
     fixed = {} if files.numerical is None else {files.numerical: widths.numerical}
     fixed |= {path: widths.columns[name] for name, path in files.columns.items()}
     fixed |= {
         path: widths.ids[name] for name, path in files.ids.items() if name not in files.offsets
     }
     for path, row_bytes in fixed.items():
-        _check_size(path, row_bytes, num_rows, num_rows, label)
+        _check_size(path, row_bytes, num_rows, num_rows, first)
     for name, path in files.offsets.items():
-        _check_size(path, OFFSET_DTYPE.itemsize, num_rows + 1, num_rows, label)
+        _check_size(path, OFFSET_DTYPE.itemsize, num_rows + 1, num_rows, first)
         offsets = mapped(path, OFFSET_DTYPE)
         num_ids, rest = divmod(files.ids[name].stat().st_size, widths.ids[name])
         if offsets[0] != 0 or offsets[-1] != num_ids or rest:
@@ -284,11 +294,23 @@ def count_rows(files: SplitFiles, widths: RowBytes) -> int:
     return num_rows
 
 
-def _check_size(path: Path, item_bytes: int, num_items: int, num_rows: int, label: Path) -> None:
+def _counted_file(files: SplitFiles, widths: RowBytes) -> tuple[Path, int, int]:
+    """Return a file whose size tells the rows of a split, its bytes per item, and its items beyond one per row."""
+    for name, path in files.columns.items():
+        return path, widths.columns[name], 0
+    if files.numerical is not None:
+        return files.numerical, widths.numerical, 0
+    for name, path in files.ids.items():
+        if name not in files.offsets:
+            return path, widths.ids[name], 0
+    return next(iter(files.offsets.values())), OFFSET_DTYPE.itemsize, 1
+
+
+def _check_size(path: Path, item_bytes: int, num_items: int, num_rows: int, first: Path) -> None:
     got, want = path.stat().st_size, item_bytes * num_items
     if got != want:
         state = "empty" if got == 0 else "truncated" if got < want else "too long"
         raise ValueError(
             f"{path} is {state}: got {got} bytes, want {want} = {num_items} x {item_bytes} bytes for the "
-            f"{num_rows} rows of {label}; copy or write the dataset again"
+            f"{num_rows} rows of {first}; copy or write the dataset again"
         )

@@ -243,6 +243,8 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
         raise ValueError(
             f"the CSV format holds one binary label, and the dataset has {names}; use to=parquet"
         )
+    for split in spec.splits:
+        spec.require_labels(split)
     with new_output(root, overwrite) as directory:
         for split in spec.splits:
             _write_split(rows, split, directory / f"{split}.csv")

@@ -13,7 +13,10 @@ from dataloading.dataset.dataset_directory import (
     write_dataset,
 )
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from dataloading.dataset.kept_columns import kept_file_name
 from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.split_files import SplitFiles
 from preproc.convert.merlin import merlin_rows
 from preproc.convert.mlperf_npy import NpyRows
 from preproc.convert.nvidia_csv import CsvRows, is_csv_spec, write_csv
@@ -51,6 +54,7 @@ def _compare(spec: FeatureSpec, progress: Progress) -> None:
     listed = checksums_of(spec.metadata, f"{spec.root / SPEC_NAME}: metadata")
     paths = [path for files in spec.splits.values() for path in files.paths()]
     names = [path.relative_to(spec.root).as_posix() for path in paths]
+    names += [kept_file_name(split) for split in spec.splits]
     names = [name for name in names if name in listed]
     if names:
         with progress.stage(f"compare the checksums of {len(names)} files"):
@@ -78,11 +82,12 @@ def _write_dataset(
     rows: Rows, output: Path, config: PreprocConfig, progress: Progress
 ) -> dict[str, SplitSummary]:
     spec = rows.spec
+    assert spec.root is not None
     summaries = {}
     part_rows = None
     if config.files_per_split is not None:
-        files = config.files_per_split
-        part_rows = {split: _part_rows(rows, split, files) for split in spec.splits}
+        num_files = config.files_per_split
+        part_rows = {split: _part_rows(rows, split, num_files) for split in spec.splits}
     with write_dataset(
         output,
         categorical=spec.categorical,
@@ -97,17 +102,21 @@ def _write_dataset(
             key: value for key, value in spec.metadata.items() if key not in ("rows", "files")
         },
         overwrite=config.overwrite,
+        absent={split: files.absent for split, files in spec.splits.items()},
         part_rows=part_rows,
     ) as dataset:
-        for split in spec.splits:
-            summary = summaries[split] = SplitSummary(0)
+        for split, files in spec.splits.items():
+            if (spec.root / kept_file_name(split)).exists():
+                dataset.copy_file(kept_file_name(split), spec.root)
+            has_labels = spec.rate_label.name not in files.absent
+            summary = summaries[split] = SplitSummary(0, has_labels=has_labels)
             with progress.stage(f"write {split}") as stage:
                 for chunk in rows.chunks(split):
                     dataset[split].append(
                         numerical=chunk.numerical,
-                        labels=chunk.labels,
-                        weights=chunk.weights,
-                        keep_rates=chunk.keep_rates,
+                        labels=chunk.labels if has_labels else None,
+                        weights=chunk.weights if _has(spec.weight, files) else None,
+                        keep_rates=chunk.keep_rates if _has(spec.keep_rate, files) else None,
                         ids=chunk.ids,
                         lengths=chunk.lengths,
                     )
@@ -116,6 +125,10 @@ def _write_dataset(
                     stage.update(summary.rows, rows=summary.rows)
                 stage.name = f"write {split}: {summary.rows:,} rows"
     return summaries
+
+
+def _has(column: RowColumn | None, files: SplitFiles) -> bool:
+    return column is not None and column.name not in files.absent
 
 
 def _clicks(spec: FeatureSpec, labels: np.ndarray) -> int:

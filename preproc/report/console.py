@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -27,13 +28,20 @@ class SplitSummary:
     """Statistics of one split: rows, rows labelled 1, and ids that are 0 per categorical feature.
 
     The label is the first binary one; `clicks` stays 0 without any. `unseen` counts values without an id, if the run counts
-    them.
+    them. Without labels nothing is known of clicks.
     """
 
     rows: int
     clicks: int = 0
     zero_ids: dict[str, int] = field(default_factory=dict)
     unseen: dict[str, int] = field(default_factory=dict)
+    has_labels: bool = True
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The statistics as plain JSON; the clicks are null without labels."""
+        values = asdict(self)
+        return values | {"clicks": self.clicks if values.pop("has_labels") else None}
 
 
 @dataclass(slots=True)
@@ -214,8 +222,10 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
     for head in ("rows", "clicks", "click rate %"):
         table.add_column(head, justify="right")
     for name, split in splits.items():
-        rate = f"{100 * split.clicks / split.rows:.3f}"
-        table.add_row(name, f"{split.rows:,}", f"{split.clicks:,}", rate)
+        clicks = ["no labels", "-"]
+        if split.has_labels:
+            clicks = [f"{split.clicks:,}", f"{100 * split.clicks / split.rows:.3f}"]
+        table.add_row(name, f"{split.rows:,}", *clicks)
     console.print(table)
 
 

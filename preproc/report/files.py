@@ -26,7 +26,7 @@ def write_report(
         "counted": counted,
         "frequency_limit": frequency_limit,
         "bad_rows": bad_rows,
-        "splits": {name: asdict(split) for name, split in splits.items()},
+        "splits": {name: split.document for name, split in splits.items()},
         "coverage_limits": list(COVERAGE_LIMITS),
         "columns": {name: asdict(column) for name, column in columns.items()},
     }

@@ -52,7 +52,8 @@ def draw(
         figure = Figure(figsize=(13.5, height), dpi=110)
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
         rows = "    ".join(
-            f"{name} {split.rows:,} rows, {100 * split.clicks / max(split.rows, 1):.2f} % clicks"
+            f"{name} {split.rows:,} rows"
+            + f", {100 * split.clicks / max(split.rows, 1):.2f} % clicks" * split.has_labels
             for name, split in splits.items()
         )
         figure.suptitle(rows, x=0.012, ha="left", size=11, weight="bold")

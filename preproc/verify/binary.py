@@ -71,9 +71,9 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
                 num_bytes, crc32 = listed.pop(path, _UNLISTED)
                 yield FileTask(path, num_bytes, crc32, parquet=spec, split=split)
             continue
-        num_rows = _num_rows(spec, split, files)
+        num_rows = num_rows_of(spec, split, files)
         counted = spec.rate_label
-        for column in spec.row_columns:
+        for column in _held(spec, files):
             size = num_rows * column.stored.itemsize
             name = split if column == counted else None
             yield task(files.columns[column.name], _row_column(spec, column), size, name)
@@ -133,14 +133,19 @@ def _listed_files(spec: FeatureSpec) -> dict[Path, tuple[int | None, str | None]
     return files
 
 
-def _num_rows(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
+def _held(spec: FeatureSpec, files: SplitFiles) -> list[RowColumn]:
+    """Return the labels, the weight and the keep rate that a split has."""
+    return [column for column in spec.row_columns if column.name not in files.absent]
+
+
+def num_rows_of(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
     """Return the expected rows of a split: those in the spec, else those of most of its files."""
     written = listed_rows(spec, split)
     if written is not None:
         return written
     rows = [
         files.columns[column.name].stat().st_size // column.stored.itemsize
-        for column in spec.row_columns
+        for column in _held(spec, files)
     ]
     if files.numerical is not None:
         rows.append(files.numerical.stat().st_size // _row_bytes(spec))

@@ -12,29 +12,34 @@ from dataloading.dataset.parquet_files import check_columns, open_file
 from preproc.verify.binary import mistakes
 
 
-def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[str, int]]]:
+def check_values(
+    path: Path, spec: FeatureSpec, split: str
+) -> tuple[int, int, list[tuple[str, int]]]:
     """Check all values of a file.
 
     Args:
         path: of the file.
-        spec: of its columns.
+        spec: of the dataset.
+        split: to which it belongs.
 
     Returns:
-        rows, rows labelled 1, and per kind of mistake (description with the first place, number of mistakes).
+        rows, rows labelled 1 (0 without labels), and per kind of mistake (description with the first place, number of mistakes).
     """
     counts: dict[str, int] = {}
     firsts: dict[str, str] = {}
     num_rows = ones = 0
     try:
         with open_file(path) as file:
-            check_columns(path, file.schema_arrow, parquet_columns(spec))
+            kinds = parquet_columns(spec, spec.splits[split])
+            check_columns(path, file.schema_arrow, kinds)
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=spec.names, use_threads=False)
+                table = file.read_row_group(group, columns=list(kinds), use_threads=False)
                 for kind, rows, first in _mistakes(table, spec):
                     counts[kind] = counts.get(kind, 0) + len(rows)
                     firsts.setdefault(kind, f"{first} at row {num_rows + int(rows[0]):,}")
                 num_rows += len(table)
-                ones += pc.sum(pc.equal(table.column(spec.rate_label.name), 1)).as_py() or 0
+                if spec.rate_label.name in kinds:
+                    ones += pc.sum(pc.equal(table.column(spec.rate_label.name), 1)).as_py() or 0
     except (ValueError, pa.ArrowException, OSError) as error:
         return num_rows, ones, [(str(error).partition("\n")[0].removeprefix(f"{path}: "), 1)]
     mistakes = [(f"{n:,} {kind}, the first {firsts[kind]}", n) for kind, n in counts.items()]
@@ -43,7 +48,7 @@ def check_values(path: Path, spec: FeatureSpec) -> tuple[int, int, list[tuple[st
 
 def _mistakes(table: pa.Table, spec: FeatureSpec) -> Iterator[tuple[str, np.ndarray, object]]:
     """Yield (kind of mistake, its rows in `table`, the first such value)."""
-    single = {column.name: column for column in spec.row_columns}
+    single = {c.name: c for c in spec.row_columns if c.name in table.column_names}
     for name in (*single, *spec.numerical):
         column = table.column(name)
         missing = np.flatnonzero(np.asarray(column.is_null()))

@@ -18,7 +18,7 @@ import numpy as np
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.report.console import Progress, SplitSummary, Stage, print_splits
-from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows
+from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows, num_rows_of
 from preproc.verify.vocabulary import vocabulary_mistakes
 
 CHUNK_BYTES = 1 << 22
@@ -59,11 +59,17 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         meter = _Meter(progress, total, stage)
         findings = verify(tasks, config.threads or os.cpu_count() or 1, meter.advance)
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
-    for name, split in findings.splits.items():
-        files = spec.splits[name]
+    root = Path(config.path)
+    for name, files in spec.splits.items():
         label = spec.rate_label
-        where = files.parquet[0].parent if files.parquet else files.columns[label.name]
-        if label.is_binary and split.rows and split.clicks in (0, split.rows):
+        has_labels = label.name not in files.absent
+        if not has_labels and not files.parquet:
+            # The rows of a split are counted while its labels are read.
+            findings.splits[name] = SplitSummary(num_rows_of(spec, name, files))
+        split = findings.splits[name]
+        split.has_labels = has_labels
+        where = files.parquet[0].parent if files.parquet else files.columns.get(label.name, root)
+        if has_labels and label.is_binary and split.rows and split.clicks in (0, split.rows):
             findings.add(
                 where,
                 f"every {spec.title(label)} is {int(split.clicks > 0)}; nothing to learn or score",
@@ -157,7 +163,7 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
     if task.parquet:
         from preproc.verify.parquet import check_values
 
-        num_items, ones, mistakes = check_values(task.path, task.parquet)
+        num_items, ones, mistakes = check_values(task.path, task.parquet, task.split or "")
         for text, count in mistakes:
             findings.add(task.path, text, count)
     if task.split:

@@ -198,7 +198,6 @@ def test_a_csv_spec_names_every_feature(tmp_path):
         ("{cardinality: 40000}", "{}", "cat_1.bin.cardinality: got None, want an integer"),
         ("label: [label]", "label: {a: 1}", "channel_spec.label: got {'a': 1}, want a list"),
         ("files: [d.csv]}", "files: 7}", "source_spec.test[0].files: got 7, want a list of files"),
-        ("  test:\n", "  tset:\n", "want train, test and any other split"),
         ("  test:\n", "  test:\n  - null\n", "source_spec.test[0]: got None, want a mapping"),
         ("metadata: {}", "metadata: 2001-99-99", "not plain yaml: month must be in 1..12"),
     ],
