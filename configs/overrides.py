@@ -120,6 +120,8 @@ def one_line(error: Exception) -> str:
     text = re.sub(r"^field '[^']*' is not Optional$", "got null, want a value", text)
     text = re.sub(r"^Key '.*' (is )?not in .*$", "there is no such option", text)
     text = re.sub(r"^ValueError raised while resolving interpolation: ", "", text)
+    if key and key.startswith("table.") and text == "there is no such option":
+        text += f"; to add a key to the description of a table, write +{key}=..."
     # OmegaConf's word for a list.
     text += "; a list is written as [a,b]" if "ListConfig" in text else ""
     file = re.match(r"In '([^']*)': ", str(error))

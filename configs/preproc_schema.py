@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from configs.messages import shown
 from configs.schema import SyntheticConfig, option, require
 from configs.table_schema import TableConfig
 
@@ -47,6 +48,14 @@ class Split(Enum):
 
     fraction = "fraction"
     last_file = "last_file"
+
+
+class SplitName(Enum):
+    """Splits."""
+
+    train = "train"
+    test = "test"
+    validation = "validation"
 
 
 class VocabularyRows(Enum):
@@ -124,6 +133,11 @@ class PreprocConfig:
         Split.fraction,
         "fraction: the first train_fraction of the lines train, the rest test; last_file: of the "
         "last file the first half tests and the second half validates, all other files train",
+    )
+    split_name: SplitName | None = option(
+        SplitName.test,
+        "with mode=transform: the one split of all rows, in the order of the files; null, or with test_source: split as "
+        "mode=fit does",
     )
     train_fraction: float = option(
         0.9, "fraction of the lines in the training split, with split=fraction"
@@ -221,7 +235,18 @@ class PreprocConfig:
             "dataset=synthetic needs data.synthetic.cardinalities, one entry per table",
         )
 
+    @property
+    def one_split(self) -> str | None:
+        """Name of the split that all rows become; None: they are divided."""
+        is_one = self.mode is Mode.transform and self.test_source is None
+        return self.split_name.name if is_one and self.split_name else None
+
     def _check_criteo(self) -> None:
+        require(
+            self.table is None,
+            f"table={shown(self.table)} describes dataset=any, and Criteo's logs have their own columns (nothing else to "
+            "keep); drop it",
+        )
         require(
             self.source is not None,
             "no source: set source=FILE, a glob or '[FILE,FILE]', the raw logs to read",

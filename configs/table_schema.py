@@ -5,8 +5,8 @@ Hydra's schema cannot list them.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from configs.messages import printable, shortened, shown
@@ -192,6 +192,7 @@ class TableConfig:
         split: division into splits.
         weight: the weight of a row.
         keep_rate: the rate at which negatives such as a row were kept.
+        keep: columns of the source, or of the query, that the dataset keeps beside its rows as they stand.
     """
 
     sources: dict[str, Source]
@@ -205,6 +206,7 @@ class TableConfig:
     split: SplitRule = field(default_factory=SplitRule)
     weight: RowNumber | None = None
     keep_rate: RowNumber | None = None
+    keep: list[str] = field(default_factory=list)
 
     @property
     def row_numbers(self) -> dict[str, tuple[str, Label | RowNumber]]:
@@ -216,6 +218,18 @@ class TableConfig:
             if (number := getattr(self, key)) is not None:
                 named[f"{key}_"] = (key, number)
         return named
+
+    def without(self, absent: Collection[str]) -> "TableConfig":
+        """Return the description of rows without the columns `absent` of `row_numbers`, unless they have a label."""
+        labels = {name for name, (key, _) in self.row_numbers.items() if key == "label"}
+        if not labels <= set(absent):
+            return self
+        return replace(
+            self,
+            label=[],
+            weight=None if "weight_" in absent else self.weight,
+            keep_rate=None if "keep_rate_" in absent else self.keep_rate,
+        )
 
     @classmethod
     def of(cls, content: Any) -> "TableConfig":
@@ -251,6 +265,7 @@ class TableConfig:
                 for i, feature in enumerate(_list(content, "history"))
             ],
             split=_make(SplitRule, content.get("split") or {}, "table.split"),
+            keep=_list(content, "keep"),
         )
         parsed.check()
         return parsed
@@ -266,6 +281,7 @@ class TableConfig:
         require(isinstance(self.query, str), f"table.query: got {shown(self.query)}, want SQL text")
         _check_texts("table.order_by", self.order_by)
         _check_texts("table.missing", self.missing)
+        self._check_keep()
         for name, source in self.sources.items():
             _check_source(f"table.sources.{name}", source)
         require(
@@ -300,6 +316,15 @@ class TableConfig:
         for history in self.history:
             self._check_history(f"table.history: {shown(history.name)}", history)
         _check_split(self.split, bool(self.query))
+
+    def _check_keep(self) -> None:
+        _check_texts("table.keep", self.keep)
+        lowered = [name.lower() for name in self.keep]
+        twice = [name for name in self.keep if lowered.count(name.lower()) > 1 or not name]
+        require(
+            not twice,
+            f"table.keep: got {shown(twice[-1:])} twice or without a name (SQL ignores case); name every column once",
+        )
 
     def _check_names(self) -> None:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""

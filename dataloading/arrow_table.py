@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 
 from dataloading.dataset.binary import BinarySource
@@ -30,14 +29,11 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     Raises:
         ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
     """
-    spec = replace(spec, weight=None, splits={SPLIT: SplitFiles(table.num_rows)})
-    kinds = parquet_columns(spec)
-    labels = [label.name for label in spec.labels]
+    labels = frozenset(label.name for label in spec.labels)
+    files = SplitFiles(table.num_rows, absent=labels)
+    spec = replace(spec, weight=None, splits={SPLIT: files})
+    kinds = parquet_columns(spec, files)
     present = table.select([column for column in table.column_names if column in kinds])
-    present = present.drop_columns([label for label in labels if label in present.column_names])
-    check_columns(name, present.schema, {key: kinds[key] for key in kinds if key not in labels})
-    zeros = pa.array(np.zeros(table.num_rows, np.uint8))
-    for label in labels:
-        present = present.append_column(label, zeros)
-    rows = decode(present, spec, Place(name))
-    return BinarySource(spec, {SPLIT: joined(spec, [rows], spec.splits[SPLIT])})
+    check_columns(name, present.schema, kinds)
+    rows = decode(present, spec, Place(name), labels)
+    return BinarySource(spec, {SPLIT: joined(spec, [rows], files)})

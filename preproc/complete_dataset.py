@@ -38,6 +38,7 @@ class WrittenColumns:
         statistics: fitted numbers per numerical feature.
         counted: rows that vocabularies are built on, in words.
         bad_rows: rows left out.
+        absent: names of the labels, the weight and the keep rate that new rows lack.
     """
 
     categorical: list[CategoricalFeature]
@@ -47,6 +48,7 @@ class WrittenColumns:
     statistics: dict[str, Any]
     counted: str
     bad_rows: int
+    absent: frozenset[str] = frozenset()
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
@@ -92,7 +94,10 @@ def complete_dataset(
         np.dtype(config.numerical_dtype.name),
         tuple(column for column in columns if column.channel is Channel.label),
         tuple(written.categorical),
-        {split: SplitFiles(summary.rows) for split, summary in written.splits.items()},
+        {
+            split: SplitFiles(summary.rows, absent=written.absent)
+            for split, summary in written.splits.items()
+        },
         metadata,
         *(
             next((column for column in columns if column.channel is channel), None)

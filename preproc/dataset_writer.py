@@ -78,11 +78,11 @@ def finish_dataset(
     directory = spec.root
     assert directory is not None
     splits = {name: _files_of(spec, name) for name in spec.splits}
+    first = splits.get("train") or next(iter(splits.values()))
     categorical = tuple(
         replace(
             feature,
-            mean_hotness=feature.hotness
-            or splits["train"].mean_hotness(feature.name, feature.dtype),
+            mean_hotness=feature.hotness or first.mean_hotness(feature.name, feature.dtype),
         )
         for feature in spec.categorical
     )
@@ -101,17 +101,22 @@ def finish_dataset(
 def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
     """Return the files of a split, by the names that this writer gives them."""
     assert spec.root is not None
-    folder = spec.root / split
+    folder, absent = spec.root / split, spec.splits[split].absent
     return SplitFiles(
         spec.splits[split].num_rows,
         folder / "numerical.bin" if spec.numerical else None,
-        {c.name: folder / column_file_name(spec.labels, c) for c in spec.row_columns},
+        {
+            c.name: folder / column_file_name(spec.labels, c)
+            for c in spec.row_columns
+            if c.name not in absent
+        },
         {feature.name: folder / f"{feature.name}.bin" for feature in spec.categorical},
         {
             feature.name: folder / f"{feature.name}.offsets.bin"
             for feature in spec.categorical
             if feature.hotness is None
         },
+        absent=absent,
     )
 
 

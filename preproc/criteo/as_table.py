@@ -1,14 +1,17 @@
 """Criteo logs as a table dataset: any engine writes the same dataset as `preproc/criteo/pipeline.py`."""
 
-from configs.preproc_schema import PreprocConfig, Split
+from configs.preproc_schema import Mode, PreprocConfig, Split
 from configs.table_schema import Categorical, Label, Numerical, Source, SplitRule, TableConfig
-from preproc.raw_files import find_files
+from preproc.line_blocks import blocks
+from preproc.raw_files import RawFile, find_files
 from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, LABEL, NUMERICAL
 
 
 def criteo_table(config: PreprocConfig) -> TableConfig:
-    """Return the description of the raw logs of `config` as a table."""
-    files = [str(file.path) for file in find_files(config.source, "source")]
+    """Return the description of the raw logs of `config` as a table; new rows may lack the label, the first column."""
+    found = find_files(config.source, "source")
+    has_label = config.mode is not Mode.transform or _num_columns(found[0]) != len(COLUMNS) - 1
+    files = [str(file.path) for file in found]
     split = SplitRule(by=config.split.name)
     if config.test_source:
         tests = [str(file.path) for file in find_files(config.test_source, "test_source")]
@@ -16,9 +19,10 @@ def criteo_table(config: PreprocConfig) -> TableConfig:
             by="column", expression=f"CASE WHEN file_ < {len(files)} THEN 'train' ELSE 'test' END"
         )
         files += tests
+    columns = list(COLUMNS if has_label else COLUMNS[1:])
     assert config.split in (Split.fraction, Split.last_file)
     return TableConfig(
-        sources={"logs": Source(files=files, format="tsv", header=False, columns=list(COLUMNS))},
+        sources={"logs": Source(files=files, format="tsv", header=False, columns=columns)},
         label=[Label(name=LABEL)],
         numerical=[
             Numerical(name=name, transforms=[{"log": 3}, {"fill": 0}]) for name in NUMERICAL
@@ -26,3 +30,8 @@ def criteo_table(config: PreprocConfig) -> TableConfig:
         categorical=[Categorical(name=name) for name in CATEGORICAL],
         split=split,
     )
+
+
+def _num_columns(file: RawFile) -> int:
+    """Return the columns of the first line of a file."""
+    return next(blocks(file, 0), b"").partition(b"\n")[0].count(b"\t") + 1

@@ -123,16 +123,17 @@ class Progress:
             def update(text: str) -> None:
                 status.update(_literal(text))
 
-            stage = Stage(name, update if self.console.is_terminal else self._log)
+            stage = Stage(name, update if self.console.is_terminal else self.say)
             yield stage
         seconds = time.perf_counter() - began
         self.console.print(f"{seconds:8.2f} s  {stage.name}", highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
         """Print a warning in one line."""
-        self._log(f"warning: {text}")
+        self.say(f"warning: {text}")
 
-    def _log(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print one line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -35,6 +35,10 @@ class QueryError(ValueError):
     """SQL that an engine rejects, in its words; no file, line or column is known."""
 
 
+class MissingColumnError(QueryError):
+    """SQL that names a column that does not exist."""
+
+
 class Engine(Protocol):
     """Interface of an engine. Relations have names, and stored results are directories of Parquet files.
 
@@ -263,7 +267,10 @@ def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
         )
     reason = re.sub(r"^(\w+ )+Error: ", "", first_line(message))
     reason = shortened(printable(reason.rstrip("!")), 300)
-    return ValueError(f"{file.path}: {reason}") if file else QueryError(reason)
+    if file:
+        return ValueError(f"{file.path}: {reason}")
+    lacks_column = re.match(r"Referenced column .* not found", reason)
+    return MissingColumnError(reason) if lacks_column else QueryError(reason)
 
 
 def _mistake(message: str) -> str:

@@ -10,13 +10,16 @@ import numpy as np
 
 from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.kept_columns import ROW_GROUP_ROWS, KeptWriter
 from dataloading.dataset.row_columns import Channel, RowColumn
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
-from preproc.table.expressions import text
+from preproc.table.expressions import quoted, text
 from preproc.work_directory import Work
 
 CHUNK_ROWS = 1 << 20
+# Kept columns may be long texts.
+KEPT_CHUNK_ROWS = 4 * ROW_GROUP_ROWS
 
 
 class TableFiles:
@@ -87,6 +90,26 @@ class TableFiles:
                     file.append(values)
             self.records |= file.record
         return clicks
+
+    def write_kept(self, names: list[str]) -> None:
+        """Write the columns of relation `rows_` that the dataset keeps, called `names`."""
+        if not names:
+            return
+        columns = ", ".join(f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(names))
+        files = self._files(self._rows_in)
+        for split, rows in self._splits.items():
+            writer = None
+            for start in range(rows.start, rows.stop, KEPT_CHUNK_ROWS):
+                stop = min(start + KEPT_CHUNK_ROWS, rows.stop)
+                chunk = self._connection.sql(
+                    f"SELECT {columns} FROM read_parquet({files}) "
+                    f"WHERE row_ >= {start} AND row_ < {stop} ORDER BY row_"
+                ).to_arrow_table()
+                assert len(chunk) == stop - start, names
+                writer = writer or KeptWriter(self._dataset, split, chunk.schema)
+                writer.append(chunk)
+            assert writer is not None, "a split without rows"
+            self.records |= writer.close()
 
     def write_numericals(
         self, relation: str, names: list[str], dtype: str

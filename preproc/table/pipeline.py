@@ -9,7 +9,7 @@ write: the files of the dataset. Every written relation is recorded, so a killed
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,8 +18,18 @@ import numpy as np
 
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
-from configs.table_schema import Categorical, History, Numerical, Source, TableConfig, transform_of
+from configs.schema import require
+from configs.table_schema import (
+    Categorical,
+    History,
+    Numerical,
+    Source,
+    SplitRule,
+    TableConfig,
+    transform_of,
+)
 from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.split_files import SPLITS
 from preproc.complete_dataset import WrittenColumns, complete_dataset, row_columns
 from preproc.fitted_state import AGAIN, FittedState, load_fitted, vocabulary_name
 from preproc.raw_files import RawFile, refuse_copies
@@ -77,7 +87,6 @@ USUAL_MISSING = (
 )
 # Smallest numbers that round to infinity; `as_float` has made those of float32 infinite.
 SMALLEST_OVERFLOW = {"float16": 65520.0, "float32": math.inf}
-SPLIT_NAMES = ("train", "test", "validation")
 
 
 def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -> None:
@@ -89,6 +98,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     """
     assert config.output is not None
     output = Path(config.output).resolve()
+    table = _of_new_rows(config, table)
     sources = {name: find_source(name, source) for name, source in table.sources.items()}
     for _, paths in sources.values():
         refuse_copies(paths)
@@ -115,6 +125,19 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     print_result(progress.console, progress, output, rows)
 
 
+def _of_new_rows(config: PreprocConfig, table: TableConfig) -> TableConfig:
+    """Return the description of rows that all become one split, if they do: what divides others may be missing."""
+    if config.one_split is None:
+        return table
+    for history in table.history:
+        require(
+            history.rows == "all" or config.one_split == "train",
+            f"table.history: {shown(history.name)} holds training rows only, and all rows become split "
+            f"{config.one_split}; set split_name=null and a table.split with training rows",
+        )
+    return replace(table, split=SplitRule())
+
+
 def _engine(config: PreprocConfig, directory: Path) -> Engine:
     if config.engine is EngineName.duckdb:
         return DuckDBEngine(config, directory)
@@ -130,8 +153,9 @@ def _engine(config: PreprocConfig, directory: Path) -> Engine:
 def _identity(
     config: PreprocConfig, table: TableConfig, files: list[RawFile], fitted: FittedState | None
 ) -> dict[str, Any]:
-    keys = ("train_fraction", "frequency_limit", "vocabulary", "numerical_dtype", "shuffle")
-    options = {key: getattr(config, key) for key in (*keys, "on_bad", "seed", "mode", "fitted")}
+    keys = ["train_fraction", "frequency_limit", "vocabulary", "numerical_dtype", "shuffle"]
+    keys += ["on_bad", "seed", "mode", "fitted", "one_split"]
+    options = {key: getattr(config, key) for key in keys}
     return {
         "options": {key: getattr(value, "name", value) for key, value in options.items()},
         "fitted": fitted.files if fitted else None,
@@ -155,7 +179,11 @@ class _EncodedFeature:
 
 
 class _Run:
-    """One run; every relation is named like its directory."""
+    """One run; every relation is named like its directory.
+
+    Attributes:
+        held: the description without the labels, the weight and the keep rate that new rows lack.
+    """
 
     def __init__(
         self,
@@ -167,7 +195,7 @@ class _Run:
         sources: dict[str, tuple[Source, list[RawFile]]],
     ) -> None:
         self.config = config
-        self.table = table
+        self.table = self.held = table
         self.engine = engine
         self.work = work
         self.progress = progress
@@ -186,9 +214,9 @@ class _Run:
             stage.name += f": {num_rows:,} rows" + (
                 f", {num_bad:,} bad ones left out" if num_bad else ""
             )
-        counted = (
-            self.splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
-        )
+        # A fit that is only applied counts nothing, and its rows need no training split.
+        of_train = config.vocabulary is VocabularyRows.train and "train" in self.splits
+        counted = self.splits["train"] if of_train else range(num_rows)
         if table.history:
             with self.progress.stage("order histories"):
                 self._slice_histories()
@@ -221,6 +249,7 @@ class _Run:
             columns=columns,
             splits=summaries,
             statistics=statistics,
+            absent=self.absent,
             counted="the fitted run's" if fitted else config.vocabulary.name,
             bad_rows=num_bad,
         )
@@ -259,8 +288,9 @@ class _Run:
             self.progress.stage("write"),
             TableFiles(self.work, dataset, self.splits) as files,
         ):
-            named = dict(zip(table.row_numbers, row_columns(table), strict=True))
+            named = dict(zip(self.held.row_numbers, row_columns(self.held), strict=True))
             clicks, ranges = files.write_row_columns(named), {}
+            files.write_kept(table.keep)
             if names := table.numerical_names:
                 ranges = files.write_numericals("numerical_", names, config.numerical_dtype.name)
             zeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
@@ -284,7 +314,9 @@ class _Run:
             scaled = [feature.name for feature in table.numerical]
             print_notes(self.progress.console, {name: ranges[name] for name in scaled})
         summaries = {
-            split: SplitSummary(len(rows), clicks[split], zeros[split])
+            split: SplitSummary(
+                len(rows), clicks[split], zeros[split], has_labels=bool(self.held.label)
+            )
             for split, rows in self.splits.items()
         }
         self._count_unseen(summaries, encoded, nonzeros)
@@ -303,6 +335,13 @@ class _Run:
                 self.work.save()
         self.engine.view(name, path)
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """Names of the labels, the weight and the keep rate that new rows lack."""
+        held = self.held.row_numbers
+        every = self.table.row_numbers
+        return frozenset(number.name for name, (_, number) in every.items() if name not in held)
+
     def _query(self, name: str, query: str) -> None:
         self._once(name, lambda path: self.engine.write(query, path))
 
@@ -310,6 +349,13 @@ class _Run:
         """Write relation `staged_`, the numbered good rows; return the number of bad rows."""
         table = self.table
         self._once("all_", self._number_all)
+        self.held = table.without(self.work.state["absent"])
+        if not self.held.label:
+            labels = ", ".join(printable(label.name) for label in table.label)
+            self.progress.say(
+                f"note: the sources lack the label ({labels}), so the dataset has no labels: its rows can be scored, but "
+                "not trained or evaluated on"
+            )
         ((num_bad,),) = self.engine.rows("SELECT count(bad_) FROM all_")
         if num_bad and self.config.on_bad is OnBad.fail:
             self._refuse_bad()
@@ -327,7 +373,10 @@ class _Run:
     def _number_all(self, path: Path) -> None:
         """Write all rows with row numbers, and beside them the lines that the engine could not read."""
         sources = {name: read_columns(*source) for name, source in self.sources.items()}
-        staging = Staging(self.engine, self.table, sources)
+        staging = Staging(
+            self.engine, self.table, sources, may_lack_labels=self.config.mode is Mode.transform
+        )
+        self.work.state["absent"] = sorted({*self.table.row_numbers} - {*staging.table.row_numbers})
         try:
             self.engine.number(staging.query, staging.order_by, path)
         except QueryError as error:
@@ -349,7 +398,8 @@ class _Run:
     def _columns(self, *more: str) -> str:
         numbers = [f"n{i}" for i in range(len(self.table.numerical))]
         values = [f"c{i}" for i in range(len(self.table.categorical))]
-        return ", ".join(["file_", *self.table.row_numbers, *numbers, *values, *more])
+        kept = [f"keep{i}_" for i in range(len(self.table.keep))]
+        return ", ".join(["file_", *self.held.row_numbers, *numbers, *values, *kept, *more])
 
     def _refuse_bad(self) -> None:
         (row, file, reason), *_ = self.engine.rows(
@@ -361,6 +411,8 @@ class _Run:
         value = reason.rpartition(",")[0].rpartition(" is ")[2]
         if value.lower() in USUAL_MISSING:
             remedy += f"; if {value!r} means a missing value, set table.missing: ['{value}']"
+        elif reason == "the label is missing" and self.config.mode is Mode.transform:
+            remedy += "; rows to be scored need no label: drop its column from the source"
         elif reason.startswith("the label is ") and value:
             name = printable(quoted(self.table.label[0].name))
             remedy += (
@@ -403,36 +455,41 @@ class _Run:
         ((last_rows,),) = self.engine.rows(
             f"SELECT count(*) FROM staged_ WHERE file_ = {last if last is not None else 0}"
         )
+        one = config.one_split
         expression = split_of(rule, rows, last_rows, config.train_fraction, config.seed)
+        expression = text(one) if one else expression
         self.split = expression
         rows_and_split = f"(SELECT *, {expression} AS name_ FROM staged_)"
         split_rows = dict(
             self.engine.rows(f"SELECT name_, count(*) FROM {rows_and_split} GROUP BY name_")
         )
-        unknown = sorted(set(split_rows) - {*SPLIT_NAMES, None})
+        unknown = sorted(set(split_rows) - {*SPLITS, None})
         problem = None
         if unknown:
-            problem = f"got split {shown(unknown[0])}, want {', '.join(SPLIT_NAMES)} or null"
+            problem = f"got split {shown(unknown[0])}, want {', '.join(SPLITS)} or null"
         if not rows:
             problem = "the sources have no rows; give files that have some"
-        for name in ("train", "test"):
-            if not split_rows.get(name):
-                problem = problem or f"no rows are left for {name} of {rows}; change the split"
+        wanted = ("train", "test") if config.mode is Mode.fit else ()
+        missing = [name for name in wanted if not split_rows.get(name)]
+        if not set(split_rows) & set(SPLITS):
+            missing = ["any split"]
+        if missing:
+            problem = problem or f"no rows are left for {missing[0]} of {rows}; change the split"
         if problem:
             self.work.forget()
             raise ValueError(f"table.split: {problem}")
         start = 0
-        for name in SPLIT_NAMES:
+        for name in SPLITS:
             if split_rows.get(name):
                 self.splits[name] = range(start, start + split_rows[name])
                 start += split_rows[name]
-        if rule.by in ("fraction", "last_file") and not config.shuffle:
+        if (one or rule.by in ("fraction", "last_file")) and not config.shuffle:
             # The rows are in this order already.
             path = "staged_" if "staged_" in self.work.state["relations"] else "all_"
             self.engine.view("rows_", self.work.directory / path)
             self.work.state["rows_in"] = path
             return
-        rank = " ".join(f"WHEN {text(name)} THEN {i}" for i, name in enumerate(SPLIT_NAMES))
+        rank = " ".join(f"WHEN {text(name)} THEN {i}" for i, name in enumerate(SPLITS))
         number = random_number(config.seed, "row_ + 1000000007")
         place = f"CASE WHEN name_ = 'train' THEN {number} ELSE 0 END" if config.shuffle else "0"
         query = (
@@ -454,7 +511,7 @@ class _Run:
         features, histories = self.table.numerical, self.table.history
         if not features and not histories:
             return {}
-        train = self._of(self.splits["train"])
+        train = self._of(self.splits.get("train", counted))
         expressions = []
         for number, feature in enumerate(features):
             expression = f"n{number}"

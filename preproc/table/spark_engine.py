@@ -29,7 +29,7 @@ from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile
-from preproc.table.duckdb_engine import QueryError, nulls_first
+from preproc.table.duckdb_engine import MissingColumnError, QueryError, nulls_first
 from preproc.table.expressions import quoted, text
 from preproc.table.source_files import SourceFiles
 from preproc.work_directory import memory_bytes
@@ -276,4 +276,5 @@ def _reason(columns: list[Column]) -> Column:
 def _explained(error: PySparkException) -> Exception:
     """Return the first two lines of a Spark error, which hold its reason."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return QueryError(shortened(printable(f"Spark: {' '.join(lines[:2])}"), 300))
+    reason = shortened(printable(f"Spark: {' '.join(lines[:2])}"), 300)
+    return MissingColumnError(reason) if "UNRESOLVED_COLUMN" in reason else QueryError(reason)

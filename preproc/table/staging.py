@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from configs.messages import shown
 from configs.table_schema import Label, TableConfig
-from preproc.table.duckdb_engine import Engine, QueryError
+from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
     categorical_value,
@@ -29,6 +29,10 @@ FLOAT_TYPES = ("float", "double")
 # Types of numbers that become doubles without NaN.
 # Parquet, as DuckDB writes it, would round a hugeint.
 TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
+# Types that Parquet stores as they stand, and both engines alike.
+KEPT_TYPE = re.compile(
+    r"u?(tiny|small|big)?int(eger)?|boolean|decimal.*|float|double|varchar|string|date|timestamp.*"
+)
 EXACT_TYPE = re.compile(r"u?(tiny|small|big|huge)?int(eger)?|boolean|decimal.*")
 NAN = "'nan'"
 LARGEST_FLOAT = "3.4028234663852886e38"
@@ -66,19 +70,35 @@ class Staging:
     Attributes:
         query: label, numbers, values and the mistake of every row.
         order_by: columns of the query that order it.
+        table: the description, without the labels, the weight and the keep rate that the sources lack.
     """
 
-    def __init__(self, engine: Engine, table: TableConfig, sources: dict[str, SourceFiles]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        table: TableConfig,
+        sources: dict[str, SourceFiles],
+        may_lack_labels: bool = False,
+    ) -> None:
         """Read the sources.
+
+        Args:
+            engine: reads them.
+            table: the description.
+            sources: by name.
+            may_lack_labels: take rows that have no label.
 
         Raises:
             ValueError: a file cannot be read, or an expression has no meaning; names the file or the expression.
         """
         self._engine = engine
-        self._table = table
         self._sources = sources
+        self.table = table
         self._expressions = _expressions_of(table)
         base = self._base()
+        if may_lack_labels:
+            self.table = self._without_absent(base)
+            self._expressions = _expressions_of(self.table)
         reason = "not one value per expression"
         try:
             values = self._values(base)
@@ -93,6 +113,18 @@ class Staging:
         keys = [f"key{i}_" for i in range(len(table.order_by))]
         self.order_by = keys if table.query else ["file_", "order_"]
 
+    def _without_absent(self, base: str) -> TableConfig:
+        """Return the description without the row numbers whose columns do not exist, if no label has its columns."""
+        absent = set()
+        for item in self._expressions[: len(self.table.row_numbers)]:
+            try:
+                self._engine.columns(f"SELECT *, ({item.sql}\n) AS x_ FROM ({base})")
+            except MissingColumnError:
+                absent.add(item.column)
+            except QueryError:
+                continue  # refused later, by name
+        return self.table.without(absent)
+
     def refuse(self, error: QueryError) -> None:
         """Raise ValueError that names the expression or the file for which a run of the query has failed."""
         base = self._base()
@@ -106,7 +138,7 @@ class Staging:
 
     def _base(self) -> str:
         """Create the relations of the sources; return the query of the rows that expressions read."""
-        table = self._table
+        table = self.table
         # Without a query, expressions read the source itself.
         sql = [table.query] if table.query else [item.sql for item in self._expressions]
         keep_nan = any(map(_calls_isnan, sql))
@@ -122,7 +154,7 @@ class Staging:
         return f"SELECT * FROM ({query}\n)"
 
     def _change(self, files: SourceFiles, keep_nan: bool) -> Callable[[str], str]:
-        missing = self._table.missing
+        missing = self.table.missing
         if files.source.format != "parquet" and not missing:
             return lambda query: query
         return lambda query: _with_missing(
@@ -135,9 +167,9 @@ class Staging:
         if aware:
             values = ", ".join(f"({item.sql}\n) AS {item.column}seen_" for item in aware)
             base = f"SELECT *, {values} FROM ({base})"
-        if aware or self._table.query:
+        if aware or self.table.query:
             base = _with_missing(self._engine, base)
-        columns = ["0 AS file_"] if self._table.query else ["file_", "order_"]
+        columns = ["0 AS file_"] if self.table.query else ["file_", "order_"]
         columns += [
             f"{item.column}seen_ AS {item.column}"
             if item.sees_nan
@@ -148,7 +180,7 @@ class Staging:
 
     def _checked(self, values: str, kinds: dict[str, str]) -> str:
         """Return the query of the stored columns, and the mistake of a row as `bad_`."""
-        table, engine = self._table, self._engine
+        table, engine = self.table, self._engine
         # Columns of the base have no NaN; what expressions compute may.
         clean = {item.column for item in self._expressions if item.is_column}
         values = _with_missing(engine, values, clean=clean)
@@ -193,15 +225,28 @@ class Staging:
         columns += self._history_columns(kinds)
         if table.split.by == "column":
             columns.append("CAST(split_ AS STRING) AS split_")
-        columns.append(f"CASE {' '.join(reasons)} END AS bad_")
+        mistake = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS STRING)"
+        columns.append(f"{mistake} AS bad_")
         if table.query:
             columns += [f"key{i}_" for i in range(len(table.order_by))]
+        columns += self._kept_columns(kinds)
         return f"SELECT {', '.join(columns)} FROM ({values})"
+
+    def _kept_columns(self, kinds: dict[str, str]) -> list[str]:
+        """Return the stored columns that the dataset keeps."""
+        for i, name in enumerate(self.table.keep):
+            kind = kinds[f"keep{i}_"]
+            if not KEPT_TYPE.fullmatch(kind):
+                raise ValueError(
+                    f"table.keep: {shown(name)} is {kind.partition(' ')[0]}, want numbers, text, dates or times; cast it "
+                    "in table.query, or drop it"
+                )
+        return [f"keep{i}_" for i in range(len(self.table.keep))]
 
     def _history_columns(self, kinds: dict[str, str]) -> list[str]:
         """Return the stored columns of the histories: user, time, and whether the filter is true."""
         columns = []
-        for i, history in enumerate(self._table.history):
+        for i, history in enumerate(self.table.history):
             where = f"table.history: {shown(history.name)}"
             time, past = kinds[f"time{i}_"], kinds.get(f"past{i}_", "boolean")
             if not TIME_TYPE.fullmatch(time):
@@ -289,6 +334,8 @@ def _expressions_of(table: TableConfig) -> list[_Expression]:
                 expressions.append(_Expression(f"{column}{i}_", f"{where}: {key}", sql, shown(sql)))
     if table.split.by == "column":
         expressions.append(_expression("split_", "table.split", "", table.split.expression))
+    for i, name in enumerate(table.keep):
+        expressions.append(_expression(f"keep{i}_", "table.keep: ", name, ""))
     if table.query:
         expressions += [
             _expression(f"key{i}_", f"table.order_by[{i}]", "", key)

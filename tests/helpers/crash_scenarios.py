@@ -301,7 +301,7 @@ TABLE = [
     "dataset=any",
     "table={sources:{clicks:{files:input/clicks.csv}},label:{name:clicked},"
     "numerical:[{name:age,transforms:[{fill:0},standardise]}],"
-    "categorical:[city,{name:tags,separator:'|'}],split:{train:0.75}}",
+    "categorical:[city,{name:tags,separator:'|'}],split:{train:0.75},keep:[city]}",
     *("numerical_dtype=float32", "shuffle=true", "threads=2", "output=work/out"),
 ]
 SYNTHETIC = [

@@ -266,7 +266,7 @@ def test_a_fit_that_changes_while_it_is_copied_is_not_recorded(people, fit, tmp_
         rewrite(fit / CITY, value=["Bern", "Rome", "Oslo"])
         copyfile(source, target)
 
-    command = (people, tmp_path / "out", "mode=transform", f"fitted={fit}")
+    command = (people, tmp_path / "out", "mode=transform", f"fitted={fit}", "split_name=null")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", exchanging)
         with pytest.raises(Refused, match="has changed during this run"):

@@ -81,7 +81,8 @@ def test_every_split_mode_fulfils_the_rules_of_nvidias_readers(tmp_path, days, c
 def test_a_fit_that_is_applied_and_both_conversions_fulfil_them_too(tmp_path, days):
     logs = ["dataset=any", table({"by": "last_file"}).replace("DAYS", str(days))]
     preproc(*logs, f"output={tmp_path / 'fit'}")
-    preproc(*logs, "mode=transform", f"fitted={tmp_path / 'fit'}", f"output={tmp_path / 'out'}")
+    fitted = ("mode=transform", f"fitted={tmp_path / 'fit'}", "split_name=null")
+    preproc(*logs, *fitted, f"output={tmp_path / 'out'}")
     assert violated_rules(tmp_path / "out") == []
     assert data_files(tmp_path / "out") == data_files(tmp_path / "fit")
     for there in ("binary", "parquet", "csv"):

@@ -243,7 +243,7 @@ def test_two_histories_of_a_hashed_and_a_sharing_feature(tmp_path):
 def test_a_fit_is_applied_to_the_histories_of_new_rows(tmp_path):
     old, new = random_rows(14), random_rows(15)
     build(tmp_path / "fit", described(write_rows(tmp_path / "old.csv", old)), "frequency_limit=2")
-    options = ("mode=transform", f"fitted={tmp_path / 'fit'}")
+    options = ("mode=transform", f"fitted={tmp_path / 'fit'}", "split_name=null")
     path = write_rows(tmp_path / "new.csv", new)
     build(tmp_path / "out", described(path), *options)
     check(tmp_path / "out", reference(new, 3), 3)

@@ -65,6 +65,6 @@ def test_the_note_of_a_table_counts_training_rows_after_their_transforms(tmp_pat
         r"note: numerical feature '[bold]$x\x1b'",
     ]
     assert "0 to 399, mean 199.5, standard deviation 115.5 in the training rows" in printed[0]
-    options = ("mode=transform", f"fitted={tmp_path / 'out'}")
+    options = ("mode=transform", f"fitted={tmp_path / 'out'}", "split_name=null")
     assert build(tmp_path / "again", table, *options) == files
     assert "note:" not in capsys.readouterr().out

@@ -280,7 +280,7 @@ def test_a_fit_is_applied_to_new_rows_and_unseen_values_are_counted(tmp_path, pe
     new = tmp_path / "new.csv"
     new.write_text("bought,age,city,tags\n1,50,Rome,b\n0,100,Paris,z|a\n1,,Rome,\n0,25,Paris,c\n")
     table = described(new, **features) | {"split": {"train": 0.5}}
-    fitted = ("mode=transform", f"fitted={tmp_path / 'fit'}")
+    fitted = ("mode=transform", f"fitted={tmp_path / 'fit'}", "split_name=null")
     files = build(tmp_path / "out", table, *fitted)
     assert ids_of(files, "train/city.bin") == [1, 0]
     assert ids_of(files, "test/city.bin") == [1, 0]

@@ -101,6 +101,7 @@ def test_a_shared_vocabulary_is_applied_to_new_rows_and_verified(tmp_path):
         table | {"sources": {"t": {"files": str(tmp_path / "new.csv")}}},
         "mode=transform",
         f"fitted={tmp_path / 'fit'}",
+        "split_name=null",
     )
     stored = duckdb.sql(f"SELECT value, id FROM '{tmp_path}/fit/vocabulary/wishes.parquet'")
     ids = dict(stored.fetchall())
