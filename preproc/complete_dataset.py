@@ -71,7 +71,7 @@ def complete_dataset(
     """Write fitted state, report and spec beside the columns, rename all to the output and print its summary."""
     directory = work.dataset
     assert config.output is not None
-    save_fitted(directory, table, written.statistics)
+    save_fitted(directory, table, written.statistics, config.source)
     write_report(
         directory,
         written.columns,

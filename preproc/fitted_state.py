@@ -1,7 +1,8 @@
 """Statistics and vocabularies fitted on training rows, stored beside a dataset for `mode=transform` to apply again.
 
-`preproc.json` holds the statistics and the description of their features. The folder `vocabulary/` holds the
-vocabularies: Parquet with `value`, `id` and `count`. The dataset's spec lists the checksums of all of them.
+`preproc.json` holds the statistics, the description of their features, and how raw rows are read. The folder
+`vocabulary/` holds the vocabularies: Parquet with `value`, `id` and `count`. The dataset's spec lists the checksums of all
+of them.
 
 Nothing of it is used before it is compared with the spec. Ids of a vocabulary are 1, 2, ... by descending count, and by
 the bytes of the value for equal counts, so exchanged ids are found without a checksum too.
@@ -10,13 +11,12 @@ the bytes of the value for equal counts, so exchanged ids are found without a ch
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from configs.messages import shown
-from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Categorical, History, Numerical, TableConfig, transform_of
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
@@ -27,6 +27,10 @@ from preproc.vocabulary_file import check_vocabulary
 
 FITTED = "preproc.json"
 FITTED_TRANSFORMS = ("minmax", "standardise")
+SOURCE = "${source}"
+ROWS_KEYS = (
+    *("sources", "query", "order_by", "missing", "label", "weight", "keep_rate", "split", "keep"),
+)
 AGAIN = "copy the dataset again, or fit again"
 
 
@@ -57,6 +61,10 @@ class FittedState:
             shutil.rmtree(path)
             raise ValueError(f"{source} has changed during this run; rerun the same command")
 
+    def two_ids(self, name: str) -> ValueError:
+        """Return the error of a vocabulary in which a value has two ids."""
+        return ValueError(f"{self.directory / vocabulary_name(name)}: a value has two ids; {AGAIN}")
+
 
 def vocabulary_name(feature: str) -> str:
     """Return the path of a feature's vocabulary below its dataset."""
@@ -76,67 +84,103 @@ def features_of(table: TableConfig) -> dict[str, Any]:
     return features
 
 
-def save_fitted(directory: Path, table: TableConfig, statistics: dict[str, Any]) -> None:
-    """Write preproc.json below `directory`."""
-    saved: dict[str, Any] = {"features": features_of(table), "statistics": statistics}
-    if table.missing:
-        # Of no use to another fit, whose own description says it; served raw values need it.
-        saved["missing"] = table.missing
+def save_fitted(
+    directory: Path, table: TableConfig, statistics: dict[str, Any], source: Any = None
+) -> None:
+    """Write preproc.json below `directory`.
+
+    Args:
+        directory: of the dataset.
+        table: its description.
+        statistics: fitted numbers per numerical feature.
+        source: option `source` of the run, whose place in the files of the table other sources take.
+    """
+    whole = json.loads(json.dumps(asdict(table)))
+    sources = whole["sources"]
+    for described in sources.values():
+        files = described["files"]
+        placed = _with_place(files, source)
+        is_the_source = len(sources) == 1 and (placed == files or isinstance(files, list))
+        described["files"] = SOURCE if is_the_source else placed
+    saved = {
+        "features": features_of(table),
+        "statistics": statistics,
+        "rows": {key: whole[key] for key in ROWS_KEYS},
+    }
     (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
 
+def _with_place(files: Any, source: Any) -> Any:
+    """Return the files of a source with `${source}` in the place of `source`, with which paths may begin."""
+    if files == source:
+        return SOURCE
+    if isinstance(files, list):
+        return [_with_place(file, source) for file in files]
+    begins = isinstance(source, str) and bool(source) and files.startswith(source)
+    return SOURCE + files[len(source) :] if begins else files
+
+
+def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
+    """Return the description of rows in `sources` as the dataset in `directory` had been described when it was fitted.
+
+    Raises:
+        ValueError: there is no fit, or one of an earlier version, or its sources are not replaced by these.
+    """
+    path = directory / FITTED
+    if not path.exists():
+        raise ValueError(_no_fit(directory))
+    saved = _mapping(read_json(path), str(path))
+    rows = saved.get("rows")
+    if not isinstance(rows, Mapping):
+        raise ValueError(
+            f"{path} is of an earlier version, which did not record how raw rows are read; fit again, or make a dataset "
+            "of the new rows with mode=transform"
+        )
+    features = _mapping(saved.get("features"), f"{path}: features")
+    try:
+        table = TableConfig.of({**rows, **features})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {AGAIN}") from None
+    replaced = {
+        name: replace(source, files=_in_place(source.files, sources, f"{path}: {name}"))
+        for name, source in table.sources.items()
+    }
+    if all(replaced[name].files == source.files for name, source in table.sources.items()):
+        raise ValueError(f"{path}: no source of it depends on the option source; make a dataset")
+    return replace(table, sources=replaced)
+
+
+def _in_place(files: Any, sources: Sequence[str], where: str) -> Any:
+    """Return the files of a source with `sources` in the place of `${source}`."""
+    if files == SOURCE:
+        return list(sources)
+    if isinstance(files, list):
+        return [_in_place(file, sources, where) for file in files]
+    if not files.startswith(SOURCE):
+        return files
+    if len(sources) != 1:
+        raise ValueError(
+            f"{where} is {shown(files)}: got {len(sources)} sources, want one in its place"
+        )
+    return sources[0] + files[len(SOURCE) :]
+
+
 def load_fitted(
-    config: PreprocConfig, table: TableConfig, warn: Callable[[str], None]
+    directory: Path | None, table: TableConfig, warn: Callable[[str], None]
 ) -> FittedState:
     """Return the fitted state of an earlier run, compared with the spec of its dataset.
 
     Args:
-        config: `fitted` names the dataset.
+        directory: the dataset, option `fitted`.
         table: features that the fit is applied to.
         warn: called with one line if the spec lists no checksums.
 
     Raises:
         ValueError: `fitted` holds no fitted state, one of other features, or one that is not as it was written.
     """
-    return _load(config.fitted, table, warn)
-
-
-def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
-    """Return a fitted state with the features that it says it is of, for who has no description of their own.
-
-    Of the description only features and missing texts are known.
-
-    Raises:
-        ValueError: as of `load_fitted`.
-    """
-    path = Path(fitted) / FITTED
-    saved = _mapping(read_json(path), str(path)) if path.exists() else {}
-    features = _mapping(saved.get("features", {}), f"{path}: features")
-    try:
-        table = TableConfig.of(
-            {
-                **features,
-                "sources": {"rows": {"files": "-"}},
-                "label": {"name": "label of the rows"},
-                "missing": saved.get("missing", []),
-            }
-            if saved
-            else {"sources": {"rows": {"files": "-"}}, "categorical": ["none"]}
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; {AGAIN}") from None
-    return _load(fitted, table, lambda line: None), table
-
-
-def _load(fitted: str | None, table: TableConfig, warn: Callable[[str], None]) -> FittedState:
-    """Return the fitted state of a dataset; see `load_fitted`."""
-    directory = Path(fitted or "")
+    if directory is None or not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
+        raise ValueError(_no_fit(directory))
     path = directory / FITTED
-    if not fitted or not path.exists() or not (directory / SPEC_NAME).exists():
-        raise ValueError(
-            f"fitted={fitted}: no dataset with a {FITTED} there; set it to the output of a "
-            "run with mode=fit"
-        )
     document = _mapping(read_yaml(directory / SPEC_NAME), str(directory / SPEC_NAME))
     listed = checksums_of(document.get("metadata"), f"{directory / SPEC_NAME}: metadata")
     with_vocabulary = [f.name for f in table.categorical if not (f.buckets or f.vocabulary_of)]
@@ -159,6 +203,37 @@ def _load(fitted: str | None, table: TableConfig, warn: Callable[[str], None]) -
         )
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
     return FittedState(directory, statistics, files)
+
+
+def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
+    """Return a fitted state with the features that it says it is of, for who has no description of their own.
+
+    Of the description only features and missing texts are known.
+
+    Raises:
+        ValueError: as of `load_fitted`.
+    """
+    path = Path(fitted) / FITTED
+    saved = _mapping(read_json(path), str(path)) if path.exists() else {}
+    features = _mapping(saved.get("features", {}), f"{path}: features")
+    try:
+        table = TableConfig.of(
+            {
+                **features,
+                "sources": {"rows": {"files": "-"}},
+                "label": {"name": "label of the rows"},
+                "missing": _mapping(saved.get("rows", {}), f"{path}: rows").get("missing"),
+            }
+            if saved
+            else {"sources": {"rows": {"files": "-"}}, "categorical": ["none"]}
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {AGAIN}") from None
+    return load_fitted(Path(fitted), table, lambda line: None), table
+
+
+def _no_fit(directory: object) -> str:
+    return f"fitted={directory}: no dataset with a {FITTED} there; set it to the output of a run with mode=fit"
 
 
 def _compared(directory: Path, name: str, wanted: dict[str, Any] | None) -> dict[str, Any]:

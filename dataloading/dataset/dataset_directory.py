@@ -151,12 +151,7 @@ def write_dataset(
         None if keep_rate is None else RowColumn.of(keep_rate, Channel.keep_rate),
     )
     _check_spec(spec, splits)
-    writer = _split_writer(file_format)
-    makers: dict[str, Callable[..., SplitWriter]] = {
-        split: partial(writer, absent=(absent or {}).get(split, ())) for split in splits
-    }
-    for split, rows in (part_rows or {}).items():
-        makers[split] = partial(makers[split], part_rows=rows)
+    makers = _split_writers(_split_writer(file_format), splits, absent or {}, part_rows or {})
     with new_output(root, overwrite) as directory:
         dataset = DatasetWriter(directory, spec, makers)
         try:
@@ -220,6 +215,19 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
         yaml.safe_dump(spec.metadata)
     except yaml.YAMLError as error:
         raise ValueError(f"metadata: want plain yaml values: {error}") from None
+
+
+def _split_writers(
+    writer: Callable[..., SplitWriter],
+    splits: Sequence[str],
+    absent: Mapping[str, Collection[str]],
+    part_rows: Mapping[str, Sequence[int]],
+) -> dict[str, Callable[..., SplitWriter]]:
+    """Return the writer of every split with its arguments; see `write_dataset`."""
+    made: dict[str, Callable[..., SplitWriter]] = {
+        split: partial(writer, absent=absent.get(split, ())) for split in splits
+    }
+    return made | {split: partial(made[split], part_rows=rows) for split, rows in part_rows.items()}
 
 
 def _split_writer(file_format: str) -> Callable[..., SplitWriter]:

@@ -185,6 +185,19 @@ class FeatureSpec:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @classmethod
+    def load_features(cls, root: Path) -> "FeatureSpec":
+        """Read the spec in `root` without its splits, whose files need not exist.
+
+        Raises:
+            ValueError: it is missing, malformed or contradictory.
+        """
+        document = _read_yaml(root / SPEC_NAME)
+        try:
+            return _parse_features(root, document)
+        except ValueError as error:
+            raise ValueError(f"{root / SPEC_NAME}: {error}") from None
+
+    @classmethod
     def load(
         cls, root: Path | str, filename: str = SPEC_NAME, *, measure: bool = True
     ) -> "FeatureSpec":
@@ -269,8 +282,30 @@ def _section(document: object, key: str) -> Mapping[str, Any]:
 
 def _parse(root: Path, document: object) -> FeatureSpec:
     """Return the checked spec of `document` without row counts; errors start with the key."""
-    features, sources = _section(document, "feature_spec"), _section(document, "source_spec")
-    channels = _section(document, "channel_spec")
+    spec, sources = _parse_features(root, document), _section(document, "source_spec")
+    named = any(split in sources for split in SPLITS)
+    expect(named, "source_spec", list(sources), f"a split, one of {', '.join(SPLITS)}")
+    names = Counter(map(str, sources))
+    expect(len(names) == len(sources), "source_spec", list(sources), "every split once")
+    splits = {
+        str(split): parse_chunks(
+            root,
+            f"source_spec.{split}",
+            chunks,
+            numericals=spec.numerical,
+            columns={column.name: column.channel.value for column in spec.row_columns},
+            ragged={feature.name: feature.hotness is None for feature in spec.categorical},
+        )
+        for split, chunks in sources.items()
+    }
+    if "validation" not in splits and "test" in splits:
+        splits |= unnamed_validation(root, splits["test"])
+    return replace(spec, splits=splits)
+
+
+def _parse_features(root: Path, document: object) -> FeatureSpec:
+    """Return the checked spec of `document` without splits."""
+    features, channels = _section(document, "feature_spec"), _section(document, "channel_spec")
     metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
     expect(isinstance(metadata, dict), "metadata", metadata, "a mapping")
     categorical, labels, numerical, weights, keep_rates = _channels(channels, features)
@@ -288,37 +323,15 @@ def _parse(root: Path, document: object) -> FeatureSpec:
         )
     used = sorted(set(widths.values()) or {NUMERICAL_DTYPES[0]})
     expect(len(used) == 1, "channel_spec.numerical", used, "one dtype for all numericals")
-    named = any(split in sources for split in SPLITS)
-    expect(named, "source_spec", list(sources), f"a split, one of {', '.join(SPLITS)}")
     tables = tuple(_categorical(features, name) for name in categorical)
     features_by_table(tables)
-    ragged = {feature.name: feature.hotness is None for feature in tables}
-    names = Counter(map(str, sources))
-    expect(len(names) == len(sources), "source_spec", list(sources), "every split once")
-    splits = {
-        str(split): parse_chunks(
-            root,
-            f"source_spec.{split}",
-            chunks,
-            numericals=numerical,
-            columns={
-                column.name: channel.value
-                for channel, columns in row_columns.items()
-                for column in columns
-            },
-            ragged=ragged,
-        )
-        for split, chunks in sources.items()
-    }
-    if "validation" not in splits and "test" in splits:
-        splits |= unnamed_validation(root, splits["test"])
     return FeatureSpec(
         root,
         numerical,
         np.dtype(used[0]),
         row_columns[Channel.label],
         tables,
-        splits,
+        {},
         metadata,
         *(
             next(iter(row_columns[channel]), None)

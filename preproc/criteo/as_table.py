@@ -10,7 +10,7 @@ from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, LABEL, NUMERICAL
 def criteo_table(config: PreprocConfig) -> TableConfig:
     """Return the description of the raw logs of `config` as a table; new rows may lack the label, the first column."""
     found = find_files(config.source, "source")
-    has_label = config.mode is not Mode.transform or _num_columns(found[0]) != len(COLUMNS) - 1
+    columns = columns_of(found[0]) if config.mode is Mode.transform else list(COLUMNS)
     files = [str(file.path) for file in found]
     split = SplitRule(by=config.split.name)
     if config.test_source:
@@ -19,7 +19,6 @@ def criteo_table(config: PreprocConfig) -> TableConfig:
             by="column", expression=f"CASE WHEN file_ < {len(files)} THEN 'train' ELSE 'test' END"
         )
         files += tests
-    columns = list(COLUMNS if has_label else COLUMNS[1:])
     assert config.split in (Split.fraction, Split.last_file)
     return TableConfig(
         sources={"logs": Source(files=files, format="tsv", header=False, columns=columns)},
@@ -32,6 +31,7 @@ def criteo_table(config: PreprocConfig) -> TableConfig:
     )
 
 
-def _num_columns(file: RawFile) -> int:
-    """Return the columns of the first line of a file."""
-    return next(blocks(file, 0), b"").partition(b"\n")[0].count(b"\t") + 1
+def columns_of(file: RawFile) -> list[str]:
+    """Return the columns of a file of new rows by its first line; the label, the first of them, may be missing."""
+    num_columns = next(blocks(file, 0), b"").partition(b"\n")[0].count(b"\t") + 1
+    return list(COLUMNS[1:] if num_columns == len(COLUMNS) - 1 else COLUMNS)

@@ -7,9 +7,9 @@ files of the dataset are the same for all engines (`preproc/table/pipeline.py`).
 import glob
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import duckdb
 
@@ -21,6 +21,9 @@ from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import quoted, text
 from preproc.table.source_files import SourceFiles
 from preproc.work_directory import connect, first_line, is_disk_error, memory_bytes
+
+if TYPE_CHECKING:  # 25 MB of memory that preprocessing does not need
+    import pyarrow as pa
 
 # Memory of Python and NumPy beside DuckDB.
 BASE_BYTES = 200 << 20
@@ -196,6 +199,26 @@ class DuckDBEngine:
             raise
         except duckdb.Error as error:
             raise _explained(None, error) from None
+
+    def stream(self, query: str, rows_at_once: int) -> Iterator["pa.RecordBatch"]:
+        """Yield the rows of a query as it runs; meanwhile only cursors may run others."""
+        import pyarrow as pa
+
+        try:
+            yield from self._connection.sql(query).to_arrow_reader(rows_at_once)
+        except duckdb.OutOfMemoryException:
+            raise
+        # Arrow passes on what DuckDB raises as its own errors.
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            raise _explained(None, duckdb.Error(str(error))) from None
+
+    def schema(self, query: str) -> "pa.Schema":
+        """Return names and types of the columns of a query, as `stream` yields them."""
+        return self._connection.sql(f"SELECT * FROM ({query}) LIMIT 0").to_arrow_table().schema
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """Return another connection to the database, which sees its tables, but not the relations of sources."""
+        return self._connection.cursor()
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
         """Read DuckDB's own list of rejects, one entry per line."""

@@ -10,16 +10,16 @@ import numpy as np
 
 from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
-from dataloading.dataset.kept_columns import ROW_GROUP_ROWS, KeptWriter
 from dataloading.dataset.row_columns import Channel, RowColumn
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
 from preproc.table.expressions import quoted, text
+from preproc.table.transformation import stored_ids, stored_numericals
 from preproc.work_directory import Work
 
 CHUNK_ROWS = 1 << 20
 # Kept columns may be long texts.
-KEPT_CHUNK_ROWS = 4 * ROW_GROUP_ROWS
+KEPT_CHUNK_ROWS = 1 << 18
 
 
 class TableFiles:
@@ -95,6 +95,10 @@ class TableFiles:
         """Write the columns of relation `rows_` that the dataset keeps, called `names`."""
         if not names:
             return
+        # Imported here, since pyarrow takes 25 MB of memory.
+        from dataloading.dataset.kept_columns import ROW_GROUP_ROWS, KeptWriter
+
+        assert KEPT_CHUNK_ROWS % ROW_GROUP_ROWS == 0
         columns = ", ".join(f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(names))
         files = self._files(self._rows_in)
         for split, rows in self._splits.items():
@@ -121,7 +125,7 @@ class TableFiles:
             with GrowingFile(self._dataset, f"{split}/numerical.bin") as file:
                 for part, chunk in self._chunks(relation, columns, rows):
                     of_columns = [np.asarray(column) for column in chunk.values()]
-                    values = np.stack([column.astype(dtype) for column in of_columns], axis=1)
+                    values = stored_numericals(of_columns, dtype)
                     assert len(values) == len(part)
                     assert np.isfinite(values).all(), relation
                     file.append(values)
@@ -136,7 +140,6 @@ class TableFiles:
     ) -> dict[str, tuple[int, int]]:
         """Write the ids of a feature; return per split the ids that are not 0, and those that are."""
         counts = {}
-        dtype = feature.dtype.newbyteorder("<")
         for split, rows in self._splits.items():
             nonzero = zeros = total = 0
             with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
@@ -146,20 +149,14 @@ class TableFiles:
                     offsets.append(np.zeros(1, "<i8"))
                 order = "row_, position_" if is_list else "row_"
                 for part, chunk in self._chunks(relation, "row_, id", rows, order):
-                    ids = np.asarray(chunk["id"], np.int32)
-                    nonzero += int(np.count_nonzero(ids))
-                    if is_list:
-                        lengths = np.bincount(chunk["row_"] - part.start, minlength=len(part))
-                        if feature.hotness is None:
-                            ends = total + np.cumsum(lengths, dtype=np.int64)
-                            offsets.append(ends.astype("<i8"))
-                            total += len(ids)
-                        else:
-                            ids = _fixed(ids, lengths, feature.hotness)
-                    else:
-                        assert len(ids) == len(part), feature.name
+                    nonzero += int(np.count_nonzero(chunk["id"]))
+                    ids, lengths = stored_ids(chunk, part, feature, is_list)
+                    if lengths is not None:
+                        ends = total + np.cumsum(lengths, dtype=np.int64)
+                        offsets.append(ends.astype("<i8"))
+                        total += len(ids)
                     zeros += ids.size - int(np.count_nonzero(ids))
-                    file.append(ids.astype(dtype))
+                    file.append(ids)
                 if feature.hotness is None:
                     offsets.__exit__(None)
                     self.records |= offsets.record
@@ -222,13 +219,3 @@ class TableFiles:
             f"CAST(count AS BIGINT) AS count FROM read_parquet({files}) ORDER BY id) TO {path} "
             "(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
         )
-
-
-def _fixed(ids: np.ndarray, lengths: np.ndarray, hotness: int) -> np.ndarray:
-    """Return ids [rows, hotness]: longer lists are cut, shorter ones are padded with 0."""
-    place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    fixed = np.zeros((len(lengths), hotness), ids.dtype)
-    inside = place < hotness
-    fixed[row[inside], place[inside]] = ids[inside]
-    return fixed

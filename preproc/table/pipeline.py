@@ -14,9 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
-
-from configs.messages import printable, shortened, shown
+from configs.messages import printable, shown
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.schema import require
 from configs.table_schema import (
@@ -31,7 +29,7 @@ from configs.table_schema import (
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.split_files import SPLITS
 from preproc.complete_dataset import WrittenColumns, complete_dataset, row_columns
-from preproc.fitted_state import AGAIN, FittedState, load_fitted, vocabulary_name
+from preproc.fitted_state import FittedState, load_fitted
 from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
@@ -43,23 +41,23 @@ from preproc.report.console import (
 )
 from preproc.table.duckdb_engine import DuckDBEngine, Engine, QueryError
 from preproc.table.expressions import (
-    as_float,
     bucket,
     double,
     extremes,
     fixed_point_sums,
     kept_values,
     mean_and_deviation,
-    quoted,
     random_number,
     split_of,
     text,
     transformed,
 )
 from preproc.table.history import first_items, items, slices, timeline
+from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
 from preproc.table.output_files import TableFiles
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
+from preproc.table.transformation import bucket_ids, numerical_columns, vocabulary_ids
 from preproc.vocabulary_sql import count_values, coverage
 from preproc.work_directory import (
     Work,
@@ -70,23 +68,6 @@ from preproc.work_directory import (
 )
 
 REJECTED = "rejected.tsv"
-# Texts that often mean a missing value; only a description can say so.
-USUAL_MISSING = (
-    "na",
-    "n/a",
-    "#n/a",
-    "null",
-    "none",
-    "nil",
-    "missing",
-    "unknown",
-    "-",
-    "?",
-    ".",
-    "\\n",
-)
-# Smallest numbers that round to infinity; `as_float` has made those of float32 infinite.
-SMALLEST_OVERFLOW = {"float16": 65520.0, "float32": math.inf}
 
 
 def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -> None:
@@ -106,7 +87,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     fitted = None
     if config.mode is Mode.transform:
         with progress.stage(f"compare the fit in {config.fitted} with its records"):
-            fitted = load_fitted(config, table, progress.warn)
+            fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
     identity = _identity(config, table, every, fitted)
     with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
@@ -407,19 +388,7 @@ class _Run:
         )
         where = self._place(row, file)
         self.work.forget()
-        remedy = "correct or remove it, or set on_bad=quarantine"
-        value = reason.rpartition(",")[0].rpartition(" is ")[2]
-        if value.lower() in USUAL_MISSING:
-            remedy += f"; if {value!r} means a missing value, set table.missing: ['{value}']"
-        elif reason == "the label is missing" and self.config.mode is Mode.transform:
-            remedy += "; rows to be scored need no label: drop its column from the source"
-        elif reason.startswith("the label is ") and value:
-            name = printable(quoted(self.table.label[0].name))
-            remedy += (
-                "; or map values to 0 and 1 by table.label.expression, such as "
-                f"CASE {name} WHEN 'yes' THEN 1 WHEN 'no' THEN 0 END"
-            )
-        raise ValueError(f"{where}: {shortened(printable(reason), 300)}; {remedy}")
+        raise bad_row(where, reason, self.table, is_fit=self.config.mode is Mode.fit)
 
     def _place(self, row: int, file: int) -> str:
         """Return the file of a row of `all_`, and its number in the file, from 1."""
@@ -512,15 +481,10 @@ class _Run:
         if not features and not histories:
             return {}
         train = self._of(self.splits.get("train", counted))
-        expressions = []
-        for number, feature in enumerate(features):
-            expression = f"n{number}"
-            fitted = statistics.setdefault(feature.name, [])
-            for place, transform in enumerate(feature.transforms):
-                if fit:
-                    fitted.append(self._fit(feature, transform, expression, train))
-                expression = transformed(expression, transform, fitted[place])
-            expressions.append(f"{as_float(f'coalesce({expression}, 0)')} AS n{number}")
+        if fit:
+            for number, feature in enumerate(features):
+                statistics[feature.name] = self._fit_all(feature, f"n{number}", train)
+        expressions = numerical_columns(features, statistics)
         relation = "rows_"
         if histories:
             joins = (
@@ -560,20 +524,20 @@ class _Run:
     def _refuse_overflow(self, number: int, feature: Numerical) -> None:
         """Raise ValueError that names the first value of a numerical that the stored type cannot hold."""
         dtype = self.config.numerical_dtype.name
-        most = float(np.finfo(dtype).max)
         column = f"n{number}"
         ((row, stored, raw),) = self.engine.rows(
             f"SELECT x.row_, x.{column}, r.{column} FROM numerical_ AS x JOIN rows_ AS r "
             f"ON x.row_ = r.row_ WHERE abs(x.{column}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
         )
-        remedy = "add a transform (clip, log or standardise) to it"
-        if dtype != "float32":
-            remedy += ", or set numerical_dtype=float32"
-        after = f", {stored:g} after its transforms" if feature.transforms else ""
-        raise ValueError(
-            f"{self._place_of_output(row)}: numerical feature {shown(feature.name)} is {shown(raw)}{after}, "
-            f"want at most {most:g}, the largest {dtype}; correct the value, or {remedy}"
-        )
+        raise overflow(self._place_of_output(row), feature, raw, stored, dtype)
+
+    def _fit_all(self, feature: Numerical, expression: str, train: str) -> list[list[float]]:
+        """Return the fitted numbers of every transform of a numerical, each on the result of those before it."""
+        fitted = []
+        for transform in feature.transforms:
+            fitted.append(self._fit(feature, transform, expression, train))
+            expression = transformed(expression, transform, fitted[-1])
+        return fitted
 
     def _fit(self, feature: Numerical, transform: Any, expression: str, train: str) -> list[float]:
         """Return the two numbers of a fitted transform, or an empty list for any other."""
@@ -620,13 +584,7 @@ class _Run:
             kept = kept_values(f"counts_{first}", limit, owner.max_size)
             self._query(name, f"{kept} ORDER BY id")
         for number, feature in zip(numbers, features, strict=True):
-            position = ", r.position_" if feature.is_list else ""
-            self._query(
-                f"encoded_{number}",
-                f"SELECT r.row_{position}, CAST(coalesce(v.id, 0) AS INTEGER) AS id "
-                f"FROM {relations[number]} AS r LEFT JOIN {name} AS v ON r.value = v.value "
-                f"ORDER BY r.row_{position}",
-            )
+            self._query(f"encoded_{number}", vocabulary_ids(relations[number], name, feature))
         covered_query = coverage(f"counts_{first}", COVERAGE_LIMITS)
         (sums,) = self.engine.rows(
             f"SELECT * FROM ({covered_query}) CROSS JOIN (SELECT count(*) FROM {name})"
@@ -657,10 +615,7 @@ class _Run:
         self, number: int, feature: Categorical, buckets: int, relation: str, counted: range
     ) -> _EncodedFeature:
         """Write relation `encoded_<number>` of the hashes of the values."""
-        position = ", r.position_" if feature.is_list else ""
-        ids = bucket("r.value", buckets)
-        query = f"SELECT r.row_{position}, CAST({ids} AS INTEGER) AS id FROM {relation} AS r"
-        self._query(f"encoded_{number}", f"{query} ORDER BY r.row_{position}")
+        self._query(f"encoded_{number}", bucket_ids(relation, buckets, feature))
         ((seen, distinct),) = self.engine.rows(
             f"SELECT count(value), count(DISTINCT value) FROM {self._of(counted, relation)}"
         )
@@ -711,8 +666,7 @@ class _Run:
         self.engine.view(copied, path)
         query = f"SELECT count(*) - count(DISTINCT value) FROM {copied}"
         if self.engine.rows(query) != [(0,)]:
-            source = fitted.directory / vocabulary_name(name)
-            raise ValueError(f"{source}: a value has two ids; {AGAIN}")
+            raise fitted.two_ids(name)
 
     def _rows_with_value(self, number: int, counted: range) -> int:
         """Return how many of the rows `counted` have a value of a categorical feature."""

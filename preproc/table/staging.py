@@ -70,6 +70,7 @@ class Staging:
     Attributes:
         query: label, numbers, values and the mistake of every row.
         order_by: columns of the query that order it.
+        sources: by name, resolved.
         table: the description, without the labels, the weight and the keep rate that the sources lack.
     """
 
@@ -92,7 +93,7 @@ class Staging:
             ValueError: a file cannot be read, or an expression has no meaning; names the file or the expression.
         """
         self._engine = engine
-        self._sources = sources
+        self.sources = sources
         self.table = table
         self._expressions = _expressions_of(table)
         base = self._base()
@@ -132,7 +133,7 @@ class Staging:
             base,
             lambda query: bool(self._engine.rows(f"SELECT count(x_) FROM ({query})")),
         )
-        for files in self._sources.values():
+        for files in self.sources.values():
             refuse_damaged(files.files)
         raise ValueError(f"table: {error}") from None
 
@@ -142,10 +143,10 @@ class Staging:
         # Without a query, expressions read the source itself.
         sql = [table.query] if table.query else [item.sql for item in self._expressions]
         keep_nan = any(map(_calls_isnan, sql))
-        for name, files in self._sources.items():
+        for name, files in self.sources.items():
             self._engine.read(name, files, self._change(files, keep_nan))
         if not table.query:
-            return f"SELECT * FROM {quoted(next(iter(self._sources)))}"
+            return f"SELECT * FROM {quoted(next(iter(self.sources)))}"
         query = table.query.strip().removesuffix(";")
         try:
             self._engine.columns(f"SELECT * FROM ({query}\n)")

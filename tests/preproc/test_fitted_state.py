@@ -66,7 +66,7 @@ def loaded(people: Path, fit: Path) -> list[str]:
     options = ["dataset=any", f"table={_hydra(table(people))}", "output=x"]
     config = to_config(compose_preproc(*options, "mode=transform", f"fitted={fit}"))
     warnings: list[str] = []
-    load_fitted(config, TableConfig.of(config.table), warnings.append)
+    load_fitted(fit, TableConfig.of(config.table), warnings.append)
     return warnings
 
 

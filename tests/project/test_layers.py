@@ -185,6 +185,12 @@ ROOMS = {
         "preproc.vocabulary_sql",
         "preproc.work_directory",
     },
+    "preproc.transformed_rows": {
+        "preproc.criteo",
+        "preproc.fitted_state",
+        "preproc.table",
+        "preproc.vocabulary_sql",
+    },
     "preproc.criteo": {
         "preproc.column_store",
         "preproc.complete_dataset",

@@ -192,7 +192,8 @@ def test_a_line_of_criteo_logs_may_begin_with_the_first_integer(tmp_path):
         ({"keep": ["tags"], "sources": {"o": {"files": "LISTS"}}}, [], "table.keep: 'tags' is varchar[], want numbers, text"),
         ({"numerical": [{"name": "age", "transforms": [{"fill": 0}]}]}, [], "fitted on other features or transforms"),
         ({"sources": {"o": {"files": "LACKS"}}}, [], "table.categorical: 'city': got column 'city': no column \"city\""),
-        ({"label": [{"name": "bought"}, {"name": "order_id"}]}, ["split_name=null"], "table.label: 'bought': got column 'bought': no column"),
+        ({"label": [{"name": "bought"}, {"name": "order_id"}]}, ["split_name=null"],
+         "table.label: 'bought': got column 'bought': no column"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(root, tmp_path, changes, options, message):

@@ -1,0 +1,90 @@
+"""The transformation of rows of one relation: numericals, ids and lists of ids, as SQL and arrays.
+
+Preprocessing applies it to all rows of a dataset (`preproc/table/pipeline.py`), and `preproc/transformed_rows.py` to the
+rows of raw files as they are read. Relations have the columns `row_`, `n<i>` and `c<i>` of `preproc/table/staging.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from configs.table_schema import Categorical, Numerical
+from dataloading.dataset.feature_spec import CategoricalFeature
+from preproc.table.expressions import as_float, bucket, transformed
+
+
+def numerical_columns(
+    features: Sequence[Numerical], statistics: Mapping[str, list[list[float]]]
+) -> list[str]:
+    """Return the expressions `... AS n<i>` of the transformed numericals, in single precision."""
+    columns = []
+    for number, feature in enumerate(features):
+        expression = f"n{number}"
+        for transform, fitted in zip(feature.transforms, statistics[feature.name], strict=True):
+            expression = transformed(expression, transform, fitted)
+        columns.append(f"{as_float(f'coalesce({expression}, 0)')} AS n{number}")
+    return columns
+
+
+def vocabulary_ids(values: str, vocabulary: str, feature: Categorical) -> str:
+    """Return the query (row_, id) of a feature, in the order of rows; lists have a `position_` too.
+
+    Args:
+        values: relation (row_, value), of lists (row_, position_, value).
+        vocabulary: relation (value, id).
+        feature: the feature.
+    """
+    position = ", r.position_" if feature.is_list else ""
+    return (
+        f"SELECT r.row_{position}, CAST(coalesce(v.id, 0) AS INTEGER) AS id "
+        f"FROM {values} AS r LEFT JOIN {vocabulary} AS v ON r.value = v.value "
+        f"ORDER BY r.row_{position}"
+    )
+
+
+def bucket_ids(values: str, buckets: int, feature: Categorical) -> str:
+    """Return the query of `vocabulary_ids` for a feature whose values are hashed."""
+    position = ", r.position_" if feature.is_list else ""
+    ids = bucket("r.value", buckets)
+    return (
+        f"SELECT r.row_{position}, CAST({ids} AS INTEGER) AS id FROM {values} AS r "
+        f"ORDER BY r.row_{position}"
+    )
+
+
+def stored_numericals(columns: Sequence[np.ndarray], dtype: str) -> np.ndarray:
+    """Return numericals [rows, features] as they are stored, infinite where the type cannot hold them."""
+    with np.errstate(over="ignore"):
+        return np.stack([column.astype(dtype) for column in columns], axis=1)
+
+
+def stored_ids(
+    rows: Mapping[str, np.ndarray], part: range, feature: CategoricalFeature, is_list: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the ids of some rows as they are stored, [rows], [rows, hotness] or flat, and the lengths of ragged ones.
+
+    Args:
+        rows: `id`, and `row_` of a list, of the rows `part` of a relation.
+        part: the rows.
+        feature: its hotness and type.
+        is_list: whether a row of the dataset may have several rows of the relation, or none.
+    """
+    ids = np.asarray(rows["id"], np.int32)
+    lengths = None
+    if is_list:
+        lengths = np.bincount(np.asarray(rows["row_"]) - part.start, minlength=len(part))
+        if feature.hotness is not None:
+            ids, lengths = _fixed(ids, lengths, feature.hotness), None
+    else:
+        assert len(ids) == len(part), feature.name
+    return ids.astype(feature.dtype.newbyteorder("<")), lengths
+
+
+def _fixed(ids: np.ndarray, lengths: np.ndarray, hotness: int) -> np.ndarray:
+    """Return ids [rows, hotness]: longer lists are cut, shorter ones are padded with 0."""
+    place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    fixed = np.zeros((len(lengths), hotness), ids.dtype)
+    inside = place < hotness
+    fixed[row[inside], place[inside]] = ids[inside]
+    return fixed

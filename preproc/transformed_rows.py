@@ -1,0 +1,272 @@
+"""Rows of raw files, transformed by the fit of a dataset as they are read, without a dataset of their own.
+
+The SQL and the arrays are those of preprocessing (`preproc/table/staging.py`, `preproc/table/transformation.py`), applied to
+`CHUNK_ROWS` rows at a time, so the features are those of `mode=transform`, bit by bit, and memory does not grow with the
+files. Labels and weights are not read.
+"""
+
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+
+from configs.messages import shown
+from configs.preproc_schema import Layout, Mode, PreprocConfig
+from configs.table_schema import Categorical, Source, SplitRule, TableConfig
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from preproc.criteo.as_table import columns_of
+from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
+from preproc.table.duckdb_engine import DuckDBEngine, QueryError, nulls_first
+from preproc.table.expressions import quoted, text
+from preproc.table.mistakes import bad_row, overflow
+from preproc.table.source_files import SourceFiles, find_source, read_columns
+from preproc.table.staging import Staging
+from preproc.table.transformation import (
+    bucket_ids,
+    numerical_columns,
+    stored_ids,
+    stored_numericals,
+    vocabulary_ids,
+)
+from preproc.vocabulary_sql import COLUMNS
+
+CHUNK_ROWS = 1 << 18
+MEMORY_LIMIT = "4GB"
+"""Memory of DuckDB; vocabularies beyond it lie on disk while rows are read."""
+ROWS = "rows_"
+"""Relation of the rows of a chunk."""
+
+
+class RowBatch(NamedTuple):
+    """Consecutive rows.
+
+    Attributes:
+        features: columns as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it.
+        kept: raw columns as they stand, in the order in which they were named; a name may be that of a feature.
+    """
+
+    features: pa.RecordBatch
+    kept: pa.RecordBatch
+
+
+def open_transformed_rows(
+    fitted: Path,
+    sources: Sequence[Path],
+    keep: Sequence[str] = (),
+    warn: Callable[[str], None] = print,
+) -> "TransformedRows":
+    """Open raw files whose rows are transformed by the fit in the dataset directory `fitted`.
+
+    Args:
+        fitted: a dataset with its fit; the files of its rows need not exist.
+        sources: raw files, or globs, in place of the option `source` of the fit.
+        keep: names of raw columns to return beside the features.
+        warn: called with one line if nothing tells whether the fit is as it was written.
+
+    Raises:
+        ValueError: there is no fit, its features have histories, or the files lack the column of a feature or of `keep`;
+            one line.
+    """
+    table = described_rows(fitted, [str(source) for source in sources])
+    if table.history:
+        raise ValueError(
+            f"{fitted}: the history {shown(table.history[0].name)} of a row takes all rows before it; make a dataset of the "
+            "new rows with mode=transform, and use that"
+        )
+    state = load_fitted(fitted, table, warn)
+    return TransformedRows(
+        FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
+    )
+
+
+class TransformedRows:
+    """Iterator over the batches of rows, in the order of the files; close it, or use it in a `with` statement.
+
+    Attributes:
+        spec: features of the fitted dataset, without splits.
+        kept_schema: names and types of the raw columns.
+    """
+
+    def __init__(self, spec: FeatureSpec, table: TableConfig, state: FittedState) -> None:
+        self.spec = spec
+        self._state = state
+        self._directory = TemporaryDirectory(prefix="transformed-rows-")
+        directory = Path(self._directory.name)
+        self._engine = DuckDBEngine(_config(spec, table, directory), directory)
+        try:
+            sources = {name: _with_columns(name, source) for name, source in table.sources.items()}
+            # A description of rows alone: nothing is divided, and no label is read.
+            rows = replace(table, label=[], weight=None, split=SplitRule())
+            self._staging = Staging(self._engine, rows, sources, may_lack_labels=True)
+            self._table = self._staging.table
+            kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
+            query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"
+            self.kept_schema = self._engine.schema(query) if kept else pa.schema([])
+            self._cursor = self._engine.cursor()
+            self._vocabularies = {
+                feature.name: self._load_vocabulary(number, feature.name)
+                for number, feature in enumerate(self._table.categorical)
+                if not feature.buckets and feature.vocabulary_of is None
+            }
+        except BaseException:
+            self.close()
+            raise
+        self._expressions = numerical_columns(self._table.numerical, state.statistics)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the database and remove its files."""
+        self._engine.close()
+        self._directory.cleanup()
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        """Yield all rows, once.
+
+        Raises:
+            ValueError: a row that cannot be read or stored, with its place; or there are none.
+        """
+        query = self._staging.query
+        if self._table.query:
+            query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(self._staging.order_by)}"
+        # Otherwise DuckDB keeps the order of the files, since nothing in the query changes it.
+        first = 0
+        try:
+            for batch in self._engine.stream(query, CHUNK_ROWS):
+                if batch.num_rows:
+                    yield self._transformed(batch, first)
+                    first += batch.num_rows
+        except QueryError as error:
+            self._staging.refuse(error)
+        if not first:
+            raise ValueError("the sources have no rows; give files that have some")
+
+    def _load_vocabulary(self, number: int, name: str) -> str:
+        """Load the vocabulary of a feature as a table, and return its name."""
+        relation = f"vocabulary_{number}"
+        path = self._state.directory / vocabulary_name(name)
+        self._cursor.execute(
+            f"CREATE TABLE {relation} AS SELECT value, id FROM read_parquet({text(glob.escape(str(path)))})"
+        )
+        repeated = f"SELECT count(*) - count(DISTINCT value) FROM {relation}"
+        if self._cursor.execute(repeated).fetchall() != [(0,)]:
+            raise self._state.two_ids(name)
+        return relation
+
+    def _transformed(self, batch: pa.RecordBatch, first: int) -> RowBatch:
+        """Return a batch of staged rows with its features; `first` is its first row among all."""
+        num_rows = batch.num_rows
+        part = range(num_rows)
+        rows = pa.Table.from_batches([batch]).append_column("row_", _array(np.arange(num_rows)))
+        self._check(batch, first)
+        self._cursor.register(ROWS, rows)
+        columns: dict[str, pa.Array] = {}
+        if self.spec.keep_rate is not None and "keep_rate_" in self._table.row_numbers:
+            columns[self.spec.keep_rate.name] = batch.column("keep_rate_")
+        columns |= self._numericals(batch, first)
+        categorical = zip(self._table.categorical, self.spec.categorical, strict=True)
+        for number, (feature, stored) in enumerate(categorical):
+            columns[stored.name] = self._ids(number, feature, stored, part)
+        self._cursor.unregister(ROWS)
+        kept = [batch.column(f"keep{i}_") for i in range(len(self._table.keep))]
+        return RowBatch(
+            pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)),
+            pa.RecordBatch.from_arrays(kept, schema=self.kept_schema),
+        )
+
+    def _numericals(self, batch: pa.RecordBatch, first: int) -> dict[str, pa.Array]:
+        features = self._table.numerical
+        if not features:
+            return {}
+        query = f"SELECT {', '.join(self._expressions)} FROM {ROWS} ORDER BY row_"
+        single = [np.asarray(c) for c in self._cursor.execute(query).fetchnumpy().values()]
+        dtype = self.spec.numerical_dtype.name
+        stored = stored_numericals(single, dtype)
+        if not np.isfinite(stored).all():
+            row, number = np.argwhere(~np.isfinite(stored))[0].tolist()
+            raw = batch.column(f"n{number}")[row].as_py()
+            where = self._place(batch, first, row)
+            raise overflow(where, features[number], raw, float(single[number][row]), dtype)
+        return {
+            feature.name: _array(np.ascontiguousarray(stored[:, number]))
+            for number, feature in enumerate(features)
+        }
+
+    def _ids(
+        self, number: int, feature: Categorical, stored: CategoricalFeature, part: range
+    ) -> pa.Array:
+        """Return the ids of a feature, or lists of them."""
+        values = f"(SELECT row_, c{number} AS value FROM {ROWS})"
+        if feature.is_list:
+            values = f"({self._engine.exploded(ROWS, 'row_', f'c{number}')})"
+        owners = {other.name: other for other in self._table.categorical}
+        owner = owners[feature.vocabulary_of or feature.name]
+        if owner.buckets:
+            query = bucket_ids(values, owner.buckets, feature)
+        else:
+            query = vocabulary_ids(values, self._vocabularies[owner.name], feature)
+        found = self._cursor.execute(query).fetchnumpy()
+        ids, lengths = stored_ids(found, part, stored, feature.is_list)
+        if stored.hotness == 1:
+            return _array(ids.reshape(-1))
+        if lengths is None:
+            assert stored.hotness is not None
+            lengths = np.full(len(part), stored.hotness)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return pa.ListArray.from_arrays(_array(offsets), _array(ids.reshape(-1)))
+
+    def _check(self, batch: pa.RecordBatch, first: int) -> None:
+        """Raise ValueError for the first bad row."""
+        bad = batch.column("bad_")
+        if bad.null_count < len(bad):
+            row = int(np.asarray(bad.is_valid()).argmax())
+            where, reason = self._place(batch, first, row), bad[row].as_py()
+            raise bad_row(where, reason, self._table, is_fit=False, may_skip=False)
+        if not self._table.query:
+            files, order = (np.asarray(batch.column(name)) for name in ("file_", "order_"))
+            steps = np.diff(files.astype(np.int64)), np.diff(order.astype(np.int64))
+            assert ((steps[0] > 0) | ((steps[0] == 0) & (steps[1] == 1))).all(), "rows out of order"
+
+    def _place(self, batch: pa.RecordBatch, first: int, row: int) -> str:
+        """Return the file of a row of a batch and its number in the file, from 1."""
+        if self._table.query:
+            return f"the query's result, row {first + row + 1}"
+        (source,) = self._staging.sources.values()
+        file = source.files[batch.column("file_")[row].as_py()]
+        # Rows of Parquet are counted from 0, those of text from 1.
+        return f"{file.path}, row {batch.column('order_')[row].as_py() + file.is_parquet}"
+
+
+def _config(spec: FeatureSpec, table: TableConfig, directory: Path) -> PreprocConfig:
+    """Return the options of the engine; they check the description."""
+    return PreprocConfig(
+        mode=Mode.transform,
+        fitted=str(spec.root),
+        output=str(directory),
+        layout=Layout.table,
+        table=asdict(table),
+        memory_limit=MEMORY_LIMIT,
+    )
+
+
+def _with_columns(name: str, source: Source) -> SourceFiles:
+    """Return a source with its files; those of Criteo's logs may lack the label."""
+    found, files = find_source(name, source)
+    if found.columns == list(COLUMNS):
+        found = replace(found, columns=columns_of(files[0]))
+    return read_columns(found, files)
+
+
+def _array(numbers: np.ndarray) -> pa.Array:
+    """Return contiguous numbers as an array of Arrow; `pyarrow.array` would import pandas."""
+    dtype = pa.from_numpy_dtype(numbers.dtype)
+    return pa.Array.from_buffers(dtype, len(numbers), [None, pa.py_buffer(numbers)])
