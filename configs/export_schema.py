@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from configs.schema import option, require
+from configs.schema import Component, option, require
 
 
 class ExportFormat(Enum):
@@ -16,7 +16,7 @@ class ExportFormat(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """Export of a checkpoint's tables."""
+    """Export of a checkpoint's tables and of its dense component."""
 
     checkpoint: str | None = option(
         None, "checkpoint directory (step_N) to read (required)", path=True
@@ -30,7 +30,17 @@ class ExportConfig:
         "npy: one file of ids, one of weights and one per optimizer state; safetensors: one file per "
         "table; tf2: sparse/feature_<i>.npy, as NVIDIA's TF2 recipe loads them",
     )
+    parts: list[Component] = option(
+        [Component.tables],
+        "what to write: tables, dense or both; dense.safetensors and dense_optimizer.safetensors hold the dense component",
+    )
     optimizer: bool = option(True, "write optimizer state too; tf2 has none")
+    fitted: str | None = option(
+        None,
+        "dataset that the model was trained on, whose vocabularies give the raw value of every row: "
+        "<table>.value.parquet",
+        path=True,
+    )
 
     def __post_init__(self) -> None:
         for name, meaning in (
@@ -38,6 +48,17 @@ class ExportConfig:
             ("output", "a directory"),
         ):
             require(bool(getattr(self, name)), f"no {name}: set {name}=DIR, {meaning}")
+        require(bool(self.parts), "parts=[] writes nothing; name tables, dense or both")
+        only_tables = self.parts == [Component.tables]
+        require(
+            self.format is not ExportFormat.tf2 or only_tables,
+            "format=tf2 writes tables only, since the dense component of that recipe is a TensorFlow checkpoint; leave "
+            "parts out",
+        )
+        require(
+            Component.tables in self.parts or not (self.tables or self.fitted),
+            "tables and fitted are of tables, and parts leaves them out; name tables in parts",
+        )
         require(
             self.format is not ExportFormat.tf2 or not self.tables,
             "format=tf2 names tables by the position of their feature, so it needs all of them: leave tables out",

@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,11 +102,7 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
         OSError: the directory cannot be written.
     """
     source, target = unfinished(directory, num_steps), directory / f"step_{num_steps}"
-    index = (source / INDEX_FILE).read_bytes()
-    files = {path.name: path.stat().st_size for path in sorted(source.iterdir())}
-    facts = facts | {"files": files, "index_crc32": zlib.crc32(index)}
-    facts["crc32"] = _crc32(facts)
-    write_synced(source / RUN_FILE, json.dumps(facts, indent=2) + "\n")
+    write_facts(source, facts, sorted(path.name for path in source.iterdir()))
     sync_directory(source)
     # A second checkpoint of a step replaces the first.
     try:
@@ -116,6 +112,22 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
         if not (target / RUN_FILE).exists():
             raise
     return target
+
+
+def write_facts(directory: Path, facts: dict[str, Any], files: Sequence[str]) -> None:
+    """Write run.json of a directory that has all other files.
+
+    Args:
+        directory: of the checkpoint.
+        facts: content of run.json, without what is known of the files.
+        files: names of the files that belong to the checkpoint, the index among them.
+    """
+    facts = facts | {
+        "files": {name: (directory / name).stat().st_size for name in files},
+        "index_crc32": zlib.crc32((directory / INDEX_FILE).read_bytes()),
+    }
+    facts["crc32"] = _crc32(facts)
+    write_synced(directory / RUN_FILE, json.dumps(facts, indent=2) + "\n")
 
 
 def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Command `python -m nn.export`: export tables of a checkpoint as .npy, safetensors or NVIDIA's TF2 layout."""
+"""Command `python -m nn.export`: export tables and dense component of a checkpoint as .npy, safetensors or for TF2."""
 
 if __name__ == "__main__":
     # First, since the imports below take a moment.
@@ -7,6 +7,7 @@ if __name__ == "__main__":
     end_at_once_on_signals()
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -16,7 +17,7 @@ from configs.export_schema import ExportConfig
 from configs.messages import on_one_line, os_error_text
 from configs.overrides import to_config
 from configs.stop_signals import INTERRUPTED, restore_signals
-from nn.export.tables import export_tables
+from nn.export.tables import Selection, export_tables
 
 
 def run(composed: DictConfig) -> None:
@@ -26,12 +27,12 @@ def run(composed: DictConfig) -> None:
         assert config.checkpoint is not None, "ExportConfig refuses a configuration without"
         assert config.output is not None, "likewise"
         restore_signals()
-        written = export_tables(
+        record = export_tables(
             Path(config.checkpoint),
             Path(config.output),
-            config.tables,
+            Selection(config.tables, config.parts, config.optimizer),
             format=config.format,
-            optimizer=config.optimizer,
+            fitted=None if config.fitted is None else Path(config.fitted),
         )
     except ValueError as error:
         end_command(f"error: {error}")
@@ -42,8 +43,19 @@ def run(composed: DictConfig) -> None:
             f"{INTERRUPTED}: nothing was written to output; rerun the same command",
             INTERRUPTED_EXIT_CODE,
         )
-    num_files = sum(map(len, written.values()))
-    print(on_one_line(f"{len(written)} tables, {num_files} files, written to {config.output}"))
+    print(on_one_line(f"{_summary(record, config)} written to {config.output}"))
+
+
+def _summary(record: dict[str, Any], config: ExportConfig) -> str:
+    """Return what was written: numbers of tables and files, and tables without raw values."""
+    tables, dense = record["tables"], record.get("dense", [])
+    num_files = sum(map(len, tables.values())) + len(dense)
+    parts = [f"{len(tables)} tables"] * bool(tables) + ["the dense component"] * bool(dense)
+    text = f"{', '.join(parts)}, {num_files} files,"
+    without = [t for t, files in tables.items() if not files[-1].endswith(".value.parquet")]
+    if config.fitted is not None and without:
+        text = f"no vocabulary for table {', '.join(without)}; {text}"
+    return text
 
 
 if __name__ == "__main__":

@@ -1,121 +1,127 @@
-"""Export of a checkpoint's tables to files, block by block, with memory independent of the table size.
+"""Export of a checkpoint to files for other programs, block by block, with memory independent of the table size.
 
 npy          <table>.id.npy int64 [rows], <table>.weight.npy [rows, columns], and one file per optimizer state
 safetensors  <table>.safetensors, with the same names
+both         dense.safetensors, dense_ema.safetensors and dense_optimizer.safetensors of the dense component
 tf2          sparse/feature_<i>.npy and sparse/config.json: `nn.checkpoint.tf2`
 
 Weights keep their dtype if the format has it. Otherwise they are converted to float32: bfloat16 in npy, both 16-bit dtypes
 in tf2. `id` is the row's number in the table, as batches contain it. `export.json` lists the written files.
+
+npy and safetensors are indexed like the files of a checkpoint (`tensors.json`, `run.json`), so `checkpoint.restore` loads
+the directory.
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from configs.export_schema import ExportFormat
+from configs.schema import Component
 from dataloading.dataset.durable_files import (
     clear_leftovers,
     hold,
     new_directory,
     partial_sibling,
+    write_synced,
 )
+from nn.checkpoint.directory import read_facts, write_facts
 from nn.checkpoint.tensor_index import (
     BLOCK_BYTES,
     DTYPES,
+    FORMAT,
+    INDEX_FILE,
     StoredTensor,
     TensorIndex,
     UnreadableError,
-    blocks,
     read_index,
 )
 from nn.checkpoint.tf2 import CONFIG_FILE, FOLDER, tf2_config, tf2_file_name
+from nn.export.array_files import Array, WrittenArray, write_npy, write_safetensors
 
 RECORD_FILE = "export.json"
-ID = "id"
-SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+ID, VALUE = "id", "value"
+# Tensors that are no tables': a file of each, the last of what a run has collected for its next record.
+DENSE = ("dense", "dense_ema")
+DENSE_OPTIMIZER = "dense_optimizer"
+TRAINER = "trainer"
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """Weights, ids or one optimizer state of all rows of a table.
+class Selection:
+    """Parts of a checkpoint to export.
 
     Attributes:
-        dtype: a key of `DTYPES`.
-        size: one number per dimension, rows first.
-        blocks: values in the order of rows; can be iterated once.
+        tables: names of tables; empty for all.
+        parts: components.
+        optimizer: export optimizer state too.
     """
 
-    dtype: str
-    size: tuple[int, ...]
-    blocks: Iterable[np.ndarray]
+    tables: Sequence[str] = ()
+    parts: Sequence[Component] = (Component.tables,)
+    optimizer: bool = True
+
+    @property
+    def is_all(self) -> bool:
+        """Return whether the checkpoint is exported completely."""
+        return not self.tables and set(self.parts) == set(Component) and self.optimizer
 
 
 def export_tables(
     checkpoint: Path,
     output: Path,
-    tables: Sequence[str] = (),
+    selection: Selection = Selection(),
     *,
     format: ExportFormat = ExportFormat.npy,
-    optimizer: bool = True,
-) -> dict[str, list[str]]:
-    """Export tables to a new directory, which is complete or absent.
+    fitted: Path | None = None,
+) -> dict[str, Any]:
+    """Export parts of a checkpoint to a new directory, which is complete or absent.
 
     Args:
         checkpoint: a `step_N` directory.
         output: directory to create.
-        tables: names of tables; empty for all.
+        selection: what to export.
         format: format of the files.
-        optimizer: export optimizer state too.
+        fitted: dataset whose vocabularies give the raw values of the rows.
 
     Returns:
-        The names of the files by table.
+        The content of `export.json`: `tables` has the names of the files by table, `dense` those of the dense component.
 
     Raises:
-        ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, or a file
-            cannot be read.
+        ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, a file
+            cannot be read, or a vocabulary is of another table.
     """
     _check_output(output)
-    try:
-        index = read_index(checkpoint)
-    except UnreadableError:
-        raise
-    except ValueError as error:
-        raise ValueError(
-            f"checkpoint={checkpoint} is not a checkpoint ({error}); name a step_N directory in a run's "
-            "checkpoints/"
-        ) from None
-    unknown = [name for name in tables if name not in index.tables]
+    index, facts = _open(checkpoint)
+    unknown = [name for name in selection.tables if name not in index.tables]
     if unknown:
         raise ValueError(
-            f"tables={list(tables)}: {checkpoint} has no table {unknown[0]}, only {', '.join(index.tables)}"
+            f"tables={list(selection.tables)}: {checkpoint} has no table {unknown[0]}, only {', '.join(index.tables)}"
         )
+    names = list(selection.tables or index.tables) if Component.tables in selection.parts else []
     with hold(output, f"is writing {output}") as alone:
         _check_output(output)  # again: another process may have written it meanwhile
         if alone:
             clear_leftovers(output)
         with new_directory(output, partial_sibling(output)) as unfinished:
-            written = _write_tables(unfinished, index, tables or index.tables, format, optimizer)
-            name = checkpoint.resolve().name
-            record = {"checkpoint": name, "format": format.name, "tables": written}
+            record: dict[str, Any] = {
+                "checkpoint": checkpoint.resolve().name,
+                "format": format.name,
+            }
+            if format is ExportFormat.tf2:
+                record["tables"] = _write_tf2(unfinished, index)
+            else:
+                record |= _write(unfinished, index, facts, names, selection, format)
+            if fitted is not None:
+                _write_values(unfinished, index, record["tables"], fitted)
             (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
-    return written
+    return record
 
 
 def _check_output(output: Path) -> None:
@@ -123,31 +129,68 @@ def _check_output(output: Path) -> None:
         raise ValueError(f"output={output} exists; name a new directory, or remove that one")
 
 
-def _write_tables(
+def _open(checkpoint: Path) -> tuple[TensorIndex, dict[str, Any]]:
+    """Return the index of a checkpoint and its run.json."""
+    try:
+        return read_index(checkpoint), read_facts(checkpoint)
+    except UnreadableError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"checkpoint={checkpoint} is not a checkpoint ({error}); name a step_N directory in a run's "
+            "checkpoints/"
+        ) from None
+
+
+def _write(
     directory: Path,
     index: TensorIndex,
+    facts: dict[str, Any],
     tables: Sequence[str],
+    selection: Selection,
     format: ExportFormat,
-    optimizer: bool,
-) -> dict[str, list[str]]:
-    """Write the files of `tables` to `directory`; return their names by table."""
-    if format is ExportFormat.tf2:
-        return _write_tf2(directory, index)
-    write = {ExportFormat.npy: _write_npy, ExportFormat.safetensors: _write_safetensors}[format]
-    return {name: write(directory, name, _columns(index, name, optimizer)) for name in tables}
+) -> dict[str, Any]:
+    """Write tables and the dense component, and index them; return the names of the files."""
+    record: dict[str, Any] = {"tables": {}}
+    written: dict[str, WrittenArray] = {}
+    for table in tables:
+        arrays = _arrays(index, table, selection.optimizer)
+        of_table = _write_arrays(directory, file_stem(table), arrays, format)
+        record["tables"][table] = list(dict.fromkeys(array.file for array in of_table.values()))
+        written |= {f"tables.{table}.{kind}": a for kind, a in of_table.items() if kind != ID}
+    kinds = DENSE + (DENSE_OPTIMIZER,) * selection.optimizer
+    kinds = (kinds if Component.dense in selection.parts else ()) + (TRAINER,) * selection.is_all
+    for kind in kinds:
+        prefix = f"{kind}."
+        stored = {
+            n.removeprefix(prefix): t for n, t in index.tensors.items() if n.startswith(prefix)
+        }
+        if stored:
+            path = directory / f"{kind}.safetensors"
+            of_kind = write_safetensors(path, {n: Array.of(t) for n, t in stored.items()})
+            record.setdefault("dense", []).append(path.name)
+            written |= {prefix + name: array for name, array in of_kind.items()}
+    document = {
+        "format": FORMAT,
+        "tables": list(tables),
+        "tensors": {name: array.entry for name, array in written.items()},
+    }
+    write_synced(directory / INDEX_FILE, json.dumps(document) + "\n")
+    write_facts(directory, facts, sorted({INDEX_FILE, *(a.file for a in written.values())}))
+    return record
 
 
-def _columns(index: TensorIndex, table: str, optimizer: bool) -> dict[str, Column]:
+def _arrays(index: TensorIndex, table: str, optimizer: bool) -> dict[str, Array]:
     weight = _table(index, table)
-    columns = {
-        ID: Column("int64", weight.size[:1], _ids(weight.size[0])),
-        "weight": Column(weight.dtype, weight.size, blocks(weight)),
+    arrays = {
+        ID: Array("int64", weight.size[:1], _ids(weight.size[0])),
+        "weight": Array.of(weight),
     }
     for name, state in index.tensors.items():
         kind = name.removeprefix(f"tables.{table}.")
         if optimizer and kind not in (name, "weight") and "." not in kind:
-            columns[kind] = Column(state.dtype, state.size, blocks(state))
-    return columns
+            arrays[kind] = Array.of(state)
+    return arrays
 
 
 def _table(index: TensorIndex, table: str) -> StoredTensor:
@@ -171,69 +214,28 @@ def file_stem(table: str) -> str:
     return quote(table, safe="")
 
 
-def _write_npy(directory: Path, table: str, columns: dict[str, Column]) -> list[str]:
-    names = []
-    for kind, column in columns.items():
-        names.append(f"{file_stem(table)}.{file_stem(kind)}.npy")
-        _write_array(directory / names[-1], column)
-    return names
+def _write_arrays(
+    directory: Path, stem: str, arrays: dict[str, Array], format: ExportFormat
+) -> dict[str, WrittenArray]:
+    if format is ExportFormat.safetensors:
+        return write_safetensors(directory / f"{stem}.safetensors", arrays)
+    return {
+        kind: write_npy(directory / f"{stem}.{file_stem(kind)}.npy", array)
+        for kind, array in arrays.items()
+    }
 
 
-def _write_array(path: Path, column: Column) -> None:
-    if column.dtype == "bfloat16":
-        # numpy has no bfloat16.
-        column = _as_float32(column)
-    with path.open("xb") as stream:
-        header = {
-            "descr": DTYPES[column.dtype].str,
-            "fortran_order": False,
-            "shape": column.size,
-        }
-        np.lib.format.write_array_header_1_0(stream, header)
-        _write_blocks(stream, column.blocks)
+def _write_values(
+    directory: Path, index: TensorIndex, written: dict[str, list[str]], fitted: Path
+) -> None:
+    """Write the raw values of the rows of tables; add the names of the files to `written`."""
+    # Imported here, since only values need pyarrow.
+    from nn.export.row_values import find_vocabularies, write_values
 
-
-def _as_float32(column: Column) -> Column:
-    """Convert 16-bit numbers to float32, which is exact."""
-
-    def widened() -> Iterator[np.ndarray]:
-        for block in column.blocks:
-            if column.dtype == "bfloat16":
-                yield (block.astype(np.uint32) << 16).view(np.float32)
-            else:
-                yield block.astype(np.float32)
-
-    return Column("float32", column.size, widened())
-
-
-def _write_blocks(stream: BinaryIO, arrays: Iterable[np.ndarray]) -> None:
-    for array in arrays:
-        stream.write(np.ascontiguousarray(array).data)
-
-
-def _write_safetensors(directory: Path, table: str, columns: dict[str, Column]) -> list[str]:
-    """Write a safetensors file without its library, which needs all arrays in memory.
-
-    The format is eight bytes with the length of the header, the header as JSON, and the arrays one after another. The
-    header is padded, so that arrays start at a multiple of eight bytes. https://huggingface.co/docs/safetensors
-    """
-    header, end = {}, 0
-    for kind, column in columns.items():
-        start = end
-        end += int(np.prod(column.size)) * DTYPES[column.dtype].itemsize
-        header[kind] = {
-            "dtype": SAFETENSORS_DTYPES[column.dtype],
-            "shape": list(column.size),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    name = f"{file_stem(table)}.safetensors"
-    with (directory / name).open("xb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for column in columns.values():
-            _write_blocks(stream, column.blocks)
-    return [name]
+    for table, vocabulary in find_vocabularies(fitted, list(written)).items():
+        name = f"{file_stem(table)}.{VALUE}.parquet"
+        write_values(vocabulary, directory / name, table, _table(index, table).size[0])
+        written[table].append(name)
 
 
 def _write_tf2(directory: Path, index: TensorIndex) -> dict[str, list[str]]:
@@ -241,15 +243,15 @@ def _write_tf2(directory: Path, index: TensorIndex) -> dict[str, list[str]]:
     written, sizes = {}, []
     for position, table in enumerate(index.tables):
         weight = _table(index, table)
-        column = Column(weight.dtype, weight.size, blocks(weight))
+        array = Array.of(weight)
         if weight.dtype in ("bfloat16", "float16"):
-            column = _as_float32(column)
+            array = array.as_float32()
         elif weight.dtype != "float32":
             raise ValueError(
                 f"table {table} is {weight.dtype}, but the TF2 recipe reads float32 only; use format=npy or safetensors"
             )
         name = f"{FOLDER}/{tf2_file_name(position)}"
-        _write_array(directory / name, column)
+        write_npy(directory / name, array)
         written[table] = [name]
         sizes.append(weight.size)
     config = json.dumps(tf2_config(sizes), indent=4)

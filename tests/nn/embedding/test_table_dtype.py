@@ -15,7 +15,7 @@ from nn.checkpoint import state as checkpoint
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
-from nn.export.tables import export_tables
+from nn.export.tables import Selection, export_tables
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -196,7 +196,7 @@ def test_tables_of_two_ranks_are_exported_in_every_format(dtype, tmp_path):
     tf2 = np.load(tmp_path / "tf2/sparse/feature_3.npy", allow_pickle=False)
     assert tf2.dtype == np.float32
     assert np.array_equal(tf2, wanted.float().numpy())
-    export_tables(path, tmp_path / "st", ["cat_3"], format=ExportFormat.safetensors)
+    export_tables(path, tmp_path / "st", Selection(["cat_3"]), format=ExportFormat.safetensors)
     load_file = pytest.importorskip("safetensors.torch").load_file
     stored = load_file(tmp_path / "st/cat_3.safetensors")
     assert torch.equal(stored["weight"], wanted)

@@ -14,7 +14,7 @@ import torch
 from configs.schema import Component
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import BLOCK_BYTES
-from nn.export.tables import ExportFormat, export_tables
+from nn.export.tables import ExportFormat, Selection, export_tables
 from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu, table_map
 from tests.helpers.distributed import run_distributed
@@ -54,7 +54,8 @@ def complete(saved) -> dict[str, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("rule", ["adagrad", "adam", "sgd"])
 def test_npy_files_hold_ids_rows_and_optimizer_state(saved, complete, rule, tmp_path):
-    written = export_tables(saved[rule], tmp_path / "out")
+    record = export_tables(saved[rule], tmp_path / "out")
+    written = record["tables"]
     states = {"adagrad": ["momentum1"], "adam": ["momentum1", "momentum2"], "sgd": []}[rule]
     assert list(written) == [f"cat_{index}" for index in range(5)]
     for table, files in written.items():
@@ -67,16 +68,15 @@ def test_npy_files_hold_ids_rows_and_optimizer_state(saved, complete, rule, tmp_
             assert exported.dtype == wanted.dtype
             assert np.array_equal(exported, wanted)
     listed = json.loads((tmp_path / "out/export.json").read_text())
-    assert listed == {"checkpoint": "step_3", "format": "npy", "tables": written}
+    assert listed == record == {"checkpoint": "step_3", "format": "npy", "tables": written}
 
 
 def test_safetensors_files_are_read_by_their_own_library(saved, complete, tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
-    export_tables(saved["adam"], tmp_path / "out", ["cat_1"], format=ExportFormat.safetensors)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "cat_1.safetensors",
-        "export.json",
-    }
+    selection = Selection(["cat_1"])
+    export_tables(saved["adam"], tmp_path / "out", selection, format=ExportFormat.safetensors)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"cat_1.safetensors", "export.json", "run.json", "tensors.json"}
     arrays = load_file(tmp_path / "out/cat_1.safetensors")
     assert torch.equal(arrays.pop("id"), torch.arange(40))
     assert set(arrays) == {"weight", "momentum1", "momentum2"}
@@ -85,8 +85,9 @@ def test_safetensors_files_are_read_by_their_own_library(saved, complete, tmp_pa
 
 
 def test_optimizer_state_can_be_left_out(saved, tmp_path):
-    written = export_tables(saved["adam"], tmp_path / "out", ["cat_2"], optimizer=False)
-    assert written == {"cat_2": ["cat_2.id.npy", "cat_2.weight.npy"]}
+    selection = Selection(["cat_2"], optimizer=False)
+    record = export_tables(saved["adam"], tmp_path / "out", selection)
+    assert record["tables"] == {"cat_2": ["cat_2.id.npy", "cat_2.weight.npy"]}
 
 
 def restore_tf2(path: Path, overrides: list[str]) -> Path:
@@ -228,14 +229,14 @@ def test_a_failed_export_leaves_nothing(saved, tmp_path):
 EXPORT = """
 import sys
 from pathlib import Path
-from nn.export import tables
+from nn.export import array_files, tables
 # The slower one is in the way of the other while that one starts and ends.
-blocks = tables._write_blocks
+blocks = array_files.write_blocks
 def slow(stream, arrays):
     print(flush=True)
     sys.stdin.readline()
-    blocks(stream, arrays)
-tables._write_blocks = slow
+    return blocks(stream, arrays)
+array_files.write_blocks = slow
 tables.export_tables(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
