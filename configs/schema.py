@@ -850,6 +850,11 @@ class CheckpointConfig:
         "has checkpoints resumes from the latest without it",
         path=True,
     )
+    mirror: str | None = option(
+        None,
+        "address on an object store (s3://BUCKET/FOLDER) to which checkpoints and records of run_dir are copied, and from which "
+        "a run whose run_dir is behind it resumes",
+    )
     parts: list[CheckpointPart] = option(
         list(CheckpointPart),
         "what to load from checkpoint.restore: dense, tables, or both; with optimizer the run resumes "
@@ -870,6 +875,11 @@ class CheckpointConfig:
                 value is None or value > 0,
                 f"checkpoint.{name} must be positive or null, got {value}",
             )
+        require(
+            self.mirror is None or "://" in self.mirror,
+            f"checkpoint.mirror={self.mirror} is no address of an object store; write it as s3://BUCKET/FOLDER, or copy a "
+            "directory by other means",
+        )
         require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
         components = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(part.name for part in self.parts) + "]"

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -14,6 +13,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
+from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.multi_hot import MultiHot
@@ -38,7 +38,7 @@ def open_source(config: Config) -> Source:
     """Open the dataset directory, or synthetic clicks without one."""
     data = config.data
     if data.path is not None:
-        return open_dataset(FeatureSpec.load(Path(data.path), data.feature_spec))
+        return open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
     return SyntheticSource(
         train_rows=data.synthetic.train_rows,
         test_rows=data.synthetic.test_rows,

@@ -9,6 +9,7 @@ from pathlib import Path
 from configs.messages import shown
 from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.storage.local_copy import local_path
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
 from nn.loggers.choice import check_loggers
@@ -34,7 +35,7 @@ def check_inputs(config: Config) -> None:
         return
     check_loggers(config.log.loggers)
     if config.checkpoint.restore is not None and not _may_resume(config):
-        _check_checkpoint(Path(config.checkpoint.restore))
+        _check_checkpoint(local_path(config.checkpoint.restore))
     if not is_single_node():
         return  # other nodes would wait for the node of rank 0, which writes
     if config.mode is Mode.predict:
@@ -45,14 +46,15 @@ def check_inputs(config: Config) -> None:
 
 def _check_dataset(config: Config) -> None:
     assert config.data.path is not None
-    spec = FeatureSpec.load(config.data.path, config.data.feature_spec, measure=False)
+    root = local_path(config.data.path)
+    spec = FeatureSpec.load(root, config.data.feature_spec, measure=False)
     if config.mode is Mode.predict:
         split = split_to_score(config, spec)
         if config.predict.columns:
             # Imported here, since only columns of raw data need pyarrow.
             from nn.scores.named_rows import KeptRows
 
-            KeptRows(Path(config.data.path), split, None, config.predict.columns)
+            KeptRows(root, split, None, config.predict.columns)
     elif config.mode is not Mode.plan:
         spec.rows_of(config.eval.split)
     if config.mode in LABELLED:
@@ -61,7 +63,7 @@ def _check_dataset(config: Config) -> None:
             spec.require_labels(split)
     if not any(files.parquet for files in spec.splits.values()):
         # Measuring compares sizes only. In Parquet it reads every file, so the run alone does that.
-        FeatureSpec.load(config.data.path, config.data.feature_spec)
+        FeatureSpec.load(root, config.data.feature_spec)
 
 
 def _may_resume(config: Config) -> bool:

@@ -18,6 +18,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_files, changed_samples
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader
+from dataloading.storage.local_copy import local_path
 from nn.build import model_spec
 from nn.checkpoint.compatibility import feature_mismatch
 from nn.checkpoint.directory import (
@@ -298,7 +299,7 @@ def _named(config: Config, source: Source) -> ResumePoint:
         )
     if parts.restore is None:
         return ResumePoint()
-    path = Path(parts.restore)
+    path = local_path(parts.restore)
     facts = check(
         path,
         model_spec(config, source),

@@ -31,8 +31,9 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.checkpoint.directory import clear, list_checkpoints, prune, step_of
+from nn.checkpoint.directory import CHECKPOINTS, clear, list_checkpoints, prune, step_of
 from nn.checkpoint.manager import CheckpointManager, SavedRun
+from nn.checkpoint.mirror import CheckpointMirror, fetch_run
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.failures import lost_rank_message, report_faults, report_lost_rank
@@ -99,9 +100,6 @@ from nn.training.latency import measure
 from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
 from nn.training.trainer import RunOutput, Saving, Trainer
-
-CHECKPOINTS = "checkpoints"
-"""Folder of a run directory."""
 
 
 def run(config: Config, config_yaml: str) -> None:
@@ -257,8 +255,7 @@ def open_session(
         stack.enter_context(report_lost_rank(ranks))
         lock = stack.enter_context(RunLock(logger))
         # Before anything in the run directory is read or renamed.
-        run_dir = None if config.run_dir is None else Path(config.run_dir)
-        ranks.run_on_rank0(partial(lock.take, run_dir))
+        ranks.run_on_rank0(partial(_take_run_directory, config, lock, logger))
         start = own_resume_point(config, source, ranks, logger) or start
         finished = finished_run(config, loaders.train, ranks, start)
         if finished is not None:
@@ -377,11 +374,13 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
         _report_ranges(session, loader)
         saving = heartbeat = None
         if config.checkpoint.save:
+            # Its last upload may take longer than a stopped run may be silent: it ends after `StopRequest`.
+            mirror = stack.enter_context(_mirror(session))
             stop = stack.enter_context(
                 StopRequest(ranks.world_size > 1, lambda: _as_error(lost_rank_message(ranks)))
             )
             heartbeat = stop.heartbeat
-            saving = Saving(_checkpoint_manager(session, heartbeat), stop)
+            saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
             saving.manager.check_room()
         progress = stack.enter_context(
             Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
@@ -462,7 +461,41 @@ def _report_ranges(session: Session, loader: Loader) -> None:
             session.logger.warning(note)
 
 
-def _checkpoint_manager(session: Session, heartbeat: Heartbeat) -> CheckpointManager:
+def _take_run_directory(config: Config, lock: RunLock, logger: Logger) -> None:
+    """Lock the run directory, and copy checkpoints and records into it if its mirror is ahead of it."""
+    run_dir = None if config.run_dir is None else Path(config.run_dir)
+    address = config.checkpoint.mirror if config.mode is Mode.train else None
+    if run_dir is not None and address is not None:
+        # Only a directory that exists is locked here.
+        run_dir.mkdir(parents=True, exist_ok=True)
+    lock.take(run_dir)
+    if run_dir is None or address is None:
+        return
+    step = fetch_run(run_dir, address)
+    if step is not None:
+        logger.info(f"checkpoints up to step {step:,} were copied from checkpoint.mirror")
+
+
+@contextmanager
+def _mirror(session: Session) -> Iterator[CheckpointMirror | None]:
+    """Yield the mirror of the run directory on rank 0, if there is one; upload the rest at the end."""
+    address, ranks = session.config.checkpoint.mirror, session.ranks
+    if address is None:
+        yield None
+        return
+    mirror = CheckpointMirror(session.recorder.run_dir, address, session.logger)
+    ranks.run_on_rank0(mirror.check)
+    try:
+        yield mirror if ranks.is_rank0 else None
+    finally:
+        if ranks.is_rank0:
+            mirror.start()
+            mirror.wait()
+
+
+def _checkpoint_manager(
+    session: Session, heartbeat: Heartbeat, mirror: CheckpointMirror | None
+) -> CheckpointManager:
     """Remove what the previous start left, and return the writer of checkpoints."""
     config, ranks, start = session.config, session.ranks, session.start
     directory = session.recorder.run_dir / CHECKPOINTS
@@ -479,7 +512,7 @@ def _checkpoint_manager(session: Session, heartbeat: Heartbeat) -> CheckpointMan
     return CheckpointManager(
         directory,
         session.step,
-        SavedRun(facts, session.source.spec),
+        SavedRun(facts, session.source.spec, mirror),
         config.checkpoint,
         ranks,
         session.logger,

@@ -7,6 +7,7 @@ if __name__ == "__main__":
     end_at_once_on_signals()
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -22,6 +23,9 @@ from configs.stop_signals import INTERRUPTED, restore_signals
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import SPEC_NAME
+from dataloading.storage.local_copy import local_path
+from dataloading.storage.object_store import is_remote
+from dataloading.storage.upload import writable
 from preproc.report.console import Progress
 
 
@@ -77,6 +81,22 @@ def _was_complete(config: PreprocConfig, output: Path) -> bool:
 
 
 def execute(config: PreprocConfig) -> None:
+    """Run `config.mode` on local copies of what lies on object stores, and upload an output that belongs there."""
+    config = replace(config, path=_local(config.path), fitted=_local(config.fitted))
+    if config.output is None:
+        _execute(config)
+        return
+    with writable(config.output, SPEC_NAME, config.overwrite) as output:
+        # What an upload that failed has left in the cache may be of other options.
+        overwrite = config.overwrite or is_remote(config.output)
+        _execute(replace(config, output=str(output), overwrite=overwrite))
+
+
+def _local(path: str | None) -> str | None:
+    return None if path is None else str(local_path(path))
+
+
+def _execute(config: PreprocConfig) -> None:
     """Run `config.mode`; each mode imports its own dependencies."""
     if config.mode is Mode.verify:
         from preproc.verify.run import run_verify

@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 from configs.messages import printable, shortened
 from dataloading.dataset.documents import is_file_list, read_file_list
+from dataloading.storage.local_copy import local_paths
+from dataloading.storage.object_store import is_remote
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 ENDS_BYTES = 1 << 16
@@ -65,6 +67,9 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     """
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
+        if is_remote(pattern):
+            paths.extend(sorted(local_paths(pattern), key=_natural))
+            continue
         if is_file_list(pattern) and Path(pattern).is_file():
             paths.extend(_listed_files(Path(pattern)))
             continue

@@ -24,6 +24,7 @@ from nn.checkpoint.directory import (
     step_of,
     unfinished,
 )
+from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.staging import StagingBuffer, State, num_bytes
 from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, restore, write
 from nn.distributed.errors import SharedError
@@ -42,10 +43,12 @@ class SavedRun:
     Attributes:
         facts: from `nn.checkpoint.state.facts_of`.
         spec: feature spec of the stored dataset, whose files must not change during the run.
+        mirror: of the run directory, on rank 0; None without.
     """
 
     facts: Mapping[str, Any]
     spec: FeatureSpec
+    mirror: CheckpointMirror | None = None
 
 
 class CheckpointManager:
@@ -80,6 +83,7 @@ class CheckpointManager:
         self._step = step
         self._facts = dict(run.facts)
         self._spec = run.spec
+        self._mirror = run.mirror
         self._config = config
         self._ranks = ranks
         self._logger = logger
@@ -257,6 +261,8 @@ class CheckpointManager:
                 f"the checkpoint of step {num_steps} was written, but not all that follows it: {error}. The next save "
                 "or the next start removes older checkpoints"
             )
+        if self._mirror is not None:
+            self._mirror.start()
         return None
 
     def _discard_failed(self, num_steps: int) -> None:

@@ -39,6 +39,7 @@ ROOMS = {
     "dataloading.reader_processes": set(),
     "dataloading.batch_memory": {"dataloading.batch", "dataloading.reader_processes"},
     "dataloading.teacher": {"dataloading.dataset", "dataloading.randomness"},
+    "dataloading.storage": {"dataloading.dataset"},
     "dataloading.synthetic": {
         "dataloading.dataset",
         "dataloading.gather",
@@ -232,6 +233,7 @@ READS_ENVIRONMENT = {
     "main",
     "configs.command_line",
     "configs.stop_signals",
+    "dataloading.storage.local_copy",
 }
 
 

@@ -1,0 +1,116 @@
+"""Mirror of a run directory on an object store: its checkpoints and records, for machines whose disks do not outlive them."""
+
+from logging import Logger
+from pathlib import Path
+from threading import Thread
+
+from dataloading.storage.local_copy import download_folder
+from dataloading.storage.object_store import ObjectStore
+from dataloading.storage.upload import upload_folder
+from nn.checkpoint.directory import CHECKPOINTS, RUN_FILE, list_checkpoints, step_of
+
+
+class CheckpointMirror:
+    """Uploads of checkpoints by a thread of rank 0, while the training continues.
+
+    A checkpoint that is replaced before it has been uploaded is skipped. An upload that fails is reported in one line, and
+    the next save tries again.
+
+    Args:
+        run_dir: the run directory.
+        address: of its mirror.
+        logger: for the lines about failures.
+    """
+
+    def __init__(self, run_dir: Path, address: str, logger: Logger) -> None:
+        self._run_dir = run_dir
+        self._store = ObjectStore(address)
+        self._logger = logger
+        self._thread: Thread | None = None
+        self._is_behind = False
+
+    def check(self) -> None:
+        """Upload the configuration of the run, so that an address that cannot be written is refused at the start.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        for path in self._run_dir.glob("config.yaml"):
+            self._store.upload(path, path.name)
+
+    def start(self) -> None:
+        """Upload what is new, beside the caller; call it when a checkpoint is complete."""
+        self._is_behind = True
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=self._follow, name="checkpoint-mirror", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the newest checkpoint is uploaded, or its upload has failed."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._is_behind:  # a save between the last look of the thread and its end
+            self._follow()
+
+    def _follow(self) -> None:
+        while self._is_behind:
+            self._is_behind = False
+            try:
+                self._upload()
+            except (OSError, ValueError) as error:
+                self._logger.warning(
+                    f"the mirror of the checkpoints could not be written: {error}. The run continues, and the next save "
+                    "tries again"
+                )
+
+    def _upload(self) -> None:
+        local = {path.name: path for path in list_checkpoints(self._run_dir / CHECKPOINTS)}
+        stored = set(complete_checkpoints(self._store))
+        for name, path in local.items():
+            if name in stored:
+                continue
+            try:
+                upload_folder(path, self._store, RUN_FILE, f"{CHECKPOINTS}/{name}/")
+            except FileNotFoundError:
+                # Pruned meanwhile, since a newer one is complete.
+                continue
+        for path in sorted(self._run_dir.iterdir()):
+            if path.is_file() and not path.name.startswith("."):
+                self._store.upload(path, path.name)
+        for name in stored - set(local):
+            self._store.remove(f"{CHECKPOINTS}/{name}/{RUN_FILE}")
+            self._store.remove_folder(f"{CHECKPOINTS}/{name}")
+
+
+def complete_checkpoints(store: ObjectStore) -> list[str]:
+    """Return the names of the complete checkpoints of a mirror, oldest first."""
+    names = [name for name in store.folders(CHECKPOINTS) if name.startswith("step_")]
+    complete = (name for name in names if store.has(f"{CHECKPOINTS}/{name}/{RUN_FILE}"))
+    return sorted(complete, key=lambda name: step_of(Path(name)))
+
+
+def fetch_run(run_dir: Path, address: str) -> int | None:
+    """Copy checkpoints and records from a mirror that is ahead of the run directory.
+
+    Returns:
+        The step of the newest checkpoint that was copied; None if the run directory is not behind.
+
+    Raises:
+        ValueError: the mirror cannot be read.
+    """
+    store, folder = ObjectStore(address), run_dir / CHECKPOINTS
+    stored = complete_checkpoints(store)
+    local = [path.name for path in list_checkpoints(folder)]
+    newest = max((step_of(Path(name)) for name in stored), default=-1)
+    if newest <= max((step_of(Path(name)) for name in local), default=-1):
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, file in store.list_files().items():
+        if "/" not in name:
+            store.download(file, run_dir / name)
+    # The newest last: if this is interrupted, the run directory is still behind.
+    for name in stored:
+        if name not in local:
+            source = ObjectStore(f"{address.rstrip('/')}/{CHECKPOINTS}/{name}")
+            download_folder(source, source.list_files(), folder / name)
+    return newest

@@ -1,0 +1,117 @@
+"""Commands whose data, output and mirror lie on an S3 server: they end as with directories."""
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataloading.storage import local_copy
+from dataloading.storage.local_copy import local_path
+from dataloading.storage.object_store import ObjectStore
+from dataloading.storage.upload import upload_folder
+from nn.checkpoint.directory import list_checkpoints
+from tests.dataloading.storage.s3_server import s3_server
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY
+from tests.helpers.datasets import write_clicks
+from tests.helpers.preproc_command import Refused, preproc
+from tests.helpers.runs import at_step, differences, summary
+
+OPTIONS = [
+    *(option for option in TINY if not option.startswith("data.")),
+    *("train.batch_size=32", "checkpoint.save_every=4", "log.every=4", "log.tensorboard=false"),
+]
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with s3_server(tmp_path_factory.mktemp("cache")) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    local_copy._local_copy.cache_clear()
+
+
+def checkpoints_of(bucket: str) -> set[str]:
+    files = ObjectStore(f"{bucket}/runs/a").list_files()
+    return {name.split("/")[1] for name in files if name.endswith("/run.json")}
+
+
+def names_of(run_dir: Path) -> set[str]:
+    return {path.name for path in list_checkpoints(run_dir / "checkpoints")}
+
+
+def test_a_run_that_lost_its_disk_resumes_from_its_mirror_bit_by_bit(bucket, tmp_path, monkeypatch):
+    root = write_clicks(tmp_path / "clicks")
+    upload_folder(root, ObjectStore(f"{bucket}/clicks"), "feature_spec.yaml")
+    data, mirror = f"data.path={bucket}/clicks", f"checkpoint.mirror={bucket}/runs/a"
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert run_command(*OPTIONS, f"data.path={root}", f"run_dir={whole}").exit_code == 0
+    run = [*OPTIONS, data, mirror, f"run_dir={run_dir}"]
+    with monkeypatch.context() as patched:
+        at_step(patched, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        stopped = run_command(*run)
+    assert stopped.exit_code == 75, stopped.err
+    (step,) = re.findall(r"after step (\d+); a checkpoint was saved", stopped.err)
+    stored = ObjectStore(f"{bucket}/runs/a").list_files()
+    assert {"config.yaml", "metrics.jsonl"} <= set(stored)
+    assert checkpoints_of(bucket) == names_of(run_dir) >= {f"step_{step}"}
+    shutil.rmtree(run_dir)
+    again = run_command(*run)
+    assert again.exit_code == 0, again.err
+    assert f"checkpoints up to step {step} were copied from checkpoint.mirror" in again.out
+    assert differences(whole, run_dir) == []
+    assert checkpoints_of(bucket) == names_of(run_dir)
+    last = f"{bucket}/runs/a/checkpoints/{max(names_of(run_dir), key=lambda name: int(name[5:]))}"
+    evaluate = ["mode=eval", f"checkpoint.restore={last}", f"run_dir={tmp_path / 'eval'}"]
+    evaluated = run_command(*OPTIONS, data, *evaluate)
+    assert evaluated.exit_code == 0, evaluated.err
+    assert summary(tmp_path / "eval")["test_auc"] == summary(whole)["test_auc"]
+
+
+def test_a_mirror_that_cannot_be_written_is_refused_at_the_start_and_later_a_warning(
+    bucket, tmp_path, monkeypatch
+):
+    run = [*OPTIONS, f"data.path={write_clicks(tmp_path / 'clicks')}", "train.max_steps=6"]
+    mirror = "checkpoint.mirror=s3://no-such-bucket/run"
+    refused = run_command(*run, mirror, f"run_dir={tmp_path / 'refused'}")
+    assert refused.exit_code == 2
+    assert refused.err.startswith("error: s3://no-such-bucket/run: ")
+    assert refused.err.count("\n") == 1
+    upload = ObjectStore.upload
+
+    def without_checkpoints(self: ObjectStore, source, name: str) -> None:
+        if name.startswith("checkpoints/"):
+            raise ValueError("s3://bucket/b: no room")
+        upload(self, source, name)
+
+    monkeypatch.setattr(ObjectStore, "upload", without_checkpoints)
+    ended = run_command(*run, f"checkpoint.mirror={bucket}/b", f"run_dir={tmp_path / 'run'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert "the mirror of the checkpoints could not be written: s3://bucket/b: no room" in ended.out
+    assert "write it as s3://BUCKET/FOLDER" in run_command(*run, "checkpoint.mirror=/x").err
+
+
+def test_preprocessing_reads_from_a_bucket_and_writes_to_one(bucket, tmp_path):
+    (tmp_path / "raw").mkdir()
+    lines = (f"{row % 2},{row},{row % 7}" for row in range(40))
+    (tmp_path / "raw" / "rows.csv").write_text("click,age,shop\n" + "\n".join(lines) + "\n")
+    upload_folder(tmp_path / "raw", ObjectStore(f"{bucket}/raw"), "rows.csv")
+    columns = "label: click, numerical: [age], categorical: [shop]"
+    split = "split: {by: random, train: 0.8}"
+    sources = "sources: {rows: {files: '${source}'}}"
+    table = ["dataset=any", f"table={{{sources}, {columns}, {split}}}"]
+    preproc(*table, f"source={tmp_path / 'raw' / 'rows.csv'}", f"output={tmp_path / 'local'}")
+    command = [*table, f"source={bucket}/raw/*.csv", f"output={bucket}/dataset"]
+    preproc(*command)
+    copy = local_path(f"{bucket}/dataset")
+    for name in ("feature_spec.yaml", "train/shop.bin", "test/numerical.bin"):
+        assert (copy / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+    with pytest.raises(Refused, match="s3://bucket/dataset exists already"):
+        preproc(*command)
