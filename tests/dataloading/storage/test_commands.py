@@ -23,7 +23,7 @@ from tests.helpers.runs import at_step, differences, summary
 
 OPTIONS = [
     *(option for option in TINY if not option.startswith("data.")),
-    *("train.batch_size=32", "checkpoint.save_every=4", "log.every=4", "log.tensorboard=false"),
+    *("train.batch_size=32", "checkpoint.save_every=4", "log.every=4", "log.loggers=[]"),
 ]
 
 
