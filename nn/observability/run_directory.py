@@ -290,7 +290,8 @@ class RunDirectory:
 
     def _write_end(self, error: BaseException) -> None:
         """Write `ended.json`; the error that ends the run must not be replaced by one of writing."""
-        if self._metrics is None:
+        # With a summary the results are complete, whatever failed after it.
+        if self._metrics is None or (self.run_dir / SUMMARY).exists():
             return
         is_stop = isinstance(error, StoppedError | KeyboardInterrupt)
         content = {

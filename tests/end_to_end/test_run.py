@@ -146,9 +146,9 @@ def test_a_plan_opens_no_process_group_and_writes_itself_alone(dlrm, tmp_path, m
     ended = run_command(*TINY, "mode=plan", f"run_dir={tmp_path / 'run'}")
     assert (ended.exit_code, ended.err) == (0, "")
     assert "of 5 tables" in ended.out
-    (written,) = (tmp_path / "run").iterdir()
-    assert written.name == "plan.json"
-    assert len(json.loads(written.read_text())) == 5
+    written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "run").iterdir()}
+    assert set(written) == {"plan.json", "model.json"}
+    assert len(written["plan.json"]) == len(written["model.json"]["tables"]) == 5
     _, run_dir = dlrm
     assert "holds a run, whose plan.json it has" in refused(
         *TINY, "mode=plan", f"run_dir={run_dir}"
