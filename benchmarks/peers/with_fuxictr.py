@@ -123,6 +123,7 @@ PAIRS = {
         "WuKong",
         (
             *("model.layers=1", "model.fm_hidden=[128]", "model.hidden=[128]", "model.dropout=0.5"),
+            *("optimizer.embedding_l2=1e-4", "optimizer.weight_decay=1"),
             *LINEAR_DECAY,
         ),
         {
