@@ -32,6 +32,7 @@ class Layout(Enum):
     """Kind of input."""
 
     criteo = "criteo"
+    mlperf = "mlperf"
     table = "table"
     synthetic = "synthetic"
 
@@ -114,7 +115,7 @@ class PreprocConfig:
         "16,777,216 rows, and no list",
         most=65_536,
     )
-    layout: Layout = option(Layout.criteo, "criteo, table or synthetic; set by dataset=...")
+    layout: Layout = option(Layout.criteo, "criteo, mlperf, table or synthetic; set by dataset=...")
     engine: EngineName = option(
         EngineName.duckdb, "duckdb (this machine) or spark (a cluster); both write the same bytes"
     )
@@ -155,6 +156,11 @@ class PreprocConfig:
     )
     numerical_dtype: NumericalType = option(
         NumericalType.float16, "stored type of numerical features: float16 (NVIDIA's) or float32"
+    )
+    table_rows: list[int] | None = option(
+        None,
+        "rows per table with dataset=criteo_mlperf, one entry per category; ids are taken modulo",
+        most=2**31 - 1,
     )
     shuffle: bool = option(
         False, "write the training rows in a random order, the same for the same seed and rows"
@@ -220,6 +226,9 @@ class PreprocConfig:
             self._check_synthetic()
         elif self.layout is Layout.criteo:
             self._check_criteo()
+        elif self.layout is Layout.mlperf:
+            self._check_criteo()
+            self._check_mlperf()
         else:
             TableConfig.of(self.table)
 
@@ -240,6 +249,28 @@ class PreprocConfig:
         """Name of the split that all rows become; None: they are divided."""
         is_one = self.mode is Mode.transform and self.test_source is None
         return self.split_name.name if is_one and self.split_name else None
+
+    def _check_mlperf(self) -> None:
+        rows = self.table_rows or []
+        require(
+            len(rows) == 26 and min(rows) > 0,
+            f"dataset=criteo_mlperf needs table_rows, a positive number per category (26), got {self.table_rows}",
+        )
+        # MLPerf's procedure leaves no choice.
+        fixed = {
+            "mode": (self.mode, Mode.fit),
+            "engine": (self.engine, EngineName.duckdb),
+            "numerical_dtype": (self.numerical_dtype, NumericalType.float32),
+            "vocabulary": (self.vocabulary, VocabularyRows.train),
+            "frequency_limit": (self.frequency_limit, 0),
+            "test_source": (self.test_source, None),
+        }
+        for name, (got, wanted) in fixed.items():
+            require(
+                got == wanted,
+                f"dataset=criteo_mlperf follows MLPerf's procedure, which knows no {name}={getattr(got, 'name', got)}; "
+                "leave it out, or choose dataset=criteo_1tb",
+            )
 
     def _check_criteo(self) -> None:
         require(

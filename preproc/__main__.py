@@ -61,6 +61,10 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
         from preproc.table.pipeline import build_table
 
         return lambda progress: build_table(config, TableConfig.of(config.table), progress)
+    if config.layout is Layout.mlperf:
+        from preproc.criteo.mlperf import build_mlperf
+
+        return lambda progress: build_mlperf(config, progress)
     if config.engine is EngineName.duckdb and config.mode is Mode.fit:
         from preproc.criteo.pipeline import build_criteo
 

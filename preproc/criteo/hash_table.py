@@ -101,6 +101,61 @@ def _look_up(codes, slots, drawn, ids):
             slot = slots[place]
 
 
+@kernel
+def _number(codes, begin, slots, used, first, drawn, ids):
+    """Write the ids of codes[begin:], new codes in their order; return the index where it stopped and the slots in use.
+
+    It stops at a new code if half of the slots are in use.
+    """
+    most = len(slots) // 2
+    for at in range(begin, len(codes)):
+        code = codes[at]
+        key = np.uint64(code) << HALF
+        place = _place(code, len(slots), drawn)
+        while True:
+            slot = slots[place]
+            if slot == 0:
+                if used == most:
+                    return at, used
+                slots[place] = key | np.uint64(first + used)
+                ids[at] = first + used
+                used += 1
+                break
+            if slot & ~LOW == key:
+                ids[at] = slot & LOW
+                break
+            place = place + 1 if place + 1 < len(slots) else 0
+    return len(codes), used
+
+
+class FirstSeen:
+    """Numbers codes in the order in which they first appear, in a table that grows.
+
+    Attributes:
+        num_codes: distinct codes so far.
+    """
+
+    def __init__(self, first: int) -> None:
+        """Set the number of the first code; it is positive."""
+        self.num_codes = 0
+        self._first = first
+        self._slots = np.zeros(FIRST_SLOTS, np.uint64)
+
+    def __call__(self, codes: np.ndarray) -> np.ndarray:
+        """Return the numbers of uint32 `codes` [n], int32 [n]."""
+        ids = np.empty(len(codes), np.int32)
+        at = 0
+        while True:
+            at, self.num_codes = _number(
+                codes, at, self._slots, self.num_codes, self._first, DRAWN, ids
+            )
+            if at == len(codes):
+                return ids
+            larger = np.zeros(2 * len(self._slots), np.uint64)
+            _insert(self._slots, larger, DRAWN)
+            self._slots = larger
+
+
 class Counter:
     """Counts codes in a table that grows to `most_entries` values.
 

@@ -95,7 +95,19 @@ def _known(dtype: np.dtype) -> np.ndarray:
 def _transformed(
     connection: duckdb.DuckDBPyConnection, dtype: np.dtype, integers: np.ndarray
 ) -> np.ndarray:
-    """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; masked ones are missing."""
+    """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; masked ones are missing.
+
+    A store of integers has them as they are, and missing ones as 0.
+
+    Raises:
+        ValueError: an integer that such a store cannot hold.
+    """
+    if dtype.kind == "i":
+        raw = np.ma.filled(integers, 0)
+        if raw.size and (raw.max() > np.iinfo(dtype).max or raw.min() < np.iinfo(dtype).min):
+            largest = raw[np.abs(raw).argmax()]
+            raise ValueError(f"the integer {largest} of a line is beyond {dtype.name}")
+        return raw.astype(dtype)
     result = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
     return result.fetchnumpy()["y"].astype(dtype)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from preproc.criteo import hash_table as hashing
-from preproc.criteo.hash_table import Counter, Lookup
+from preproc.criteo.hash_table import Counter, FirstSeen, Lookup
 from preproc.criteo.tokenizer import MISSING, NON_HEX
 
 
@@ -90,3 +90,20 @@ def test_texts_without_a_code_are_noticed():
     counter = Counter(10)
     list(counter.add(np.array([1, NON_HEX], np.uint32)))
     assert counter.has_non_hex
+
+
+@pytest.mark.parametrize("kind", ["random", "strided", "ends", "none"])
+def test_first_seen_numbers_codes_in_their_order_however_often_it_grows(kind, monkeypatch):
+    monkeypatch.setattr(hashing, "FIRST_SLOTS", 16)
+    codes = some_codes(kind)
+    codes = np.concatenate([codes, codes[::3], np.array([MISSING, NON_HEX, MISSING], np.uint32)])
+    numbers: dict[int, int] = {}
+    wanted = [numbers.setdefault(code, len(numbers) + 2) for code in codes.tolist()]
+    first_seen = FirstSeen(2)
+    found = [
+        number
+        for start in range(0, len(codes), 999)
+        for number in first_seen(codes[start : start + 999]).tolist()
+    ]
+    assert found == wanted
+    assert first_seen.num_codes == len(numbers)
