@@ -84,7 +84,8 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
             "t": {"files": [str(head), str(tail)]},
             "names": {"files": str(tmp_path / "names.csv")},
         },
-        "query": 'SELECT t.*, l."long" FROM t LEFT JOIN (SELECT c, "long" FROM names) AS l ON t.c = l.c',
+        "query": "SELECT t.*, CAST(nullif(n, '') AS DOUBLE) AS number, DATE '2026-11-22' AS day, "
+        'l."long" FROM t LEFT JOIN (SELECT c, "long" FROM names) AS l ON t.c = l.c',
         "order_by": ["n", "file_", "order_"],
         "label": {"name": "y"},
         "numerical": [
@@ -102,6 +103,8 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
             {"name": "again", "expression": 'coalesce(c, "long")', "vocabulary_of": "tags"},
         ],
         "split": {"by": "random", "train": 0.7, "validation": 0.1},
+        # The spec has the checksums of the kept columns too.
+        "keep": ["long", "n", "number", "day"],
     }
     files = both(
         tmp_path, "dataset=any", f"table={_hydra(table)}", "shuffle=true", "frequency_limit=2"
