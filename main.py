@@ -29,7 +29,7 @@ from configs.exit_codes import (
 )
 from configs.messages import on_one_line, os_error_text
 from configs.overrides import drop_replaced, to_config
-from configs.schema import Config
+from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.distributed.errors import (
     DivergedError,
@@ -120,7 +120,10 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
     except StoppedError as error:
         _end_together(str(error), RESUME_EXIT_CODE)
     except KeyboardInterrupt:
-        text = f"{INTERRUPTED}: the run directory has the records so far and the latest checkpoint, if there is one"
+        kept = "the run directory has the records so far and the latest checkpoint, if there is one"
+        if composed.mode is Mode.predict:
+            kept = "the scores so far are kept beside the output, and the same command resumes"
+        text = f"{INTERRUPTED}: {kept}"
         _end_together(text, INTERRUPTED_EXIT_CODE)
 
 
@@ -149,12 +152,33 @@ def _run(composed: DictConfig) -> None:
         config = typed_config(composed)
         composed.model = OmegaConf.structured(config.model)
         from nn.build import global_batch_size
-        from nn.run import run
 
         config.train.batch_size = composed.train.batch_size = global_batch_size(config)
 
         restore_signals()
+        if config.mode is Mode.predict:
+            _predict(config)
+            return
+        from nn.run import run
+
         run(config, OmegaConf.to_yaml(composed, resolve=True))
+
+
+def _predict(config: Config) -> None:
+    """Write the scores of a split, or of raw files: `nn` scores rows and knows nothing of preprocessing."""
+    from nn.distributed.process_group import process_rank
+    from nn.observability.console import make_console, make_logger
+    from nn.scores.run import predict
+    from nn.scores.terminal import print_scores
+
+    console = make_console(process_rank())
+    raw = None
+    if config.source is not None and config.fitted is not None:
+        from preproc.transformed_rows import open_transformed_rows
+
+        sources, warn = [Path(config.source)], make_logger(console).warning
+        raw = open_transformed_rows(Path(config.fitted), sources, config.predict.columns, warn)
+    print_scores(console, config, predict(config, console, raw))
 
 
 def _place(composed: DictConfig) -> str:

@@ -975,6 +975,14 @@ class Config:
     output: str | None = option(
         None, "file that mode=predict writes: .parquet or .csv (docs/scores.md)", path=True
     )
+    source: str | None = option(
+        None,
+        "raw file, or pattern of files, whose rows mode=predict scores; needs fitted",
+        path=True,
+    )
+    fitted: str | None = option(
+        None, "dataset directory whose fit transforms the rows of source", path=True
+    )
     data: DataConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig, metadata=OPEN_SECTION)
     optimizer: OptimizerConfig = MISSING
@@ -1031,13 +1039,15 @@ class Config:
         )
 
     def _check_predict(self) -> None:
-        if self.mode is not Mode.predict:
-            for name, value in (("output", self.output), ("predict.columns", self.predict.columns)):
-                require(
-                    not value,
-                    f"{name}={value} is of mode=predict, and mode={self.mode.value} would ignore it; leave it out, or set "
-                    "mode=predict",
-                )
+        is_predict = self.mode is Mode.predict
+        for name in ("output", "source", "fitted"):
+            value = getattr(self, name)
+            require(
+                value is None or is_predict,
+                f"{name}={value} is of mode=predict, and mode={self.mode.value} would ignore it; leave it out, or set "
+                "mode=predict",
+            )
+        if not is_predict:
             return
         require(
             self.output is not None and self.output.endswith(SCORE_ENDINGS),
@@ -1052,6 +1062,17 @@ class Config:
             self.checkpoint.components == set(Component),
             "mode=predict needs both components of a trained model; let checkpoint.parts name dense and tables",
         )
+        require(
+            (self.source is None) == (self.fitted is None),
+            "source names raw files, and fitted the dataset whose fit transforms them; set both, or data.path to score a "
+            "dataset",
+        )
+        for name, value in (("data.path", self.data.path), ("predict.split", self.predict.split)):
+            require(
+                self.source is None or value is None,
+                f"source={self.source} and {name}={value} exclude each other: {name} is of rows that are a dataset already; "
+                "leave one of them out",
+            )
 
     @property
     def task_options(self) -> dict[str, TaskConfig]:

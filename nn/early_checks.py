@@ -28,6 +28,8 @@ def check_inputs(config: Config) -> None:
     """
     if config.data.path is not None:
         _check_dataset(config)
+    if config.fitted is not None:
+        FeatureSpec.load_features(Path(config.fitted))
     if config.mode is Mode.plan:
         if config.run_dir is not None:
             _check_run_dir(config)

@@ -90,8 +90,6 @@ from nn.resume import (
     named_resume_point,
     own_resume_point,
 )
-from nn.scores.run import predict
-from nn.scores.terminal import print_scores
 from nn.sharding.memory_estimate import RankMemory, plan_memory
 from nn.sharding.plan import TablePlan
 from nn.training.dense_optimizer import dense_rule
@@ -119,9 +117,6 @@ def run(config: Config, config_yaml: str) -> None:
     """
     started_ms = now_ms()
     console = make_console(process_rank())
-    if config.mode is Mode.predict:
-        print_scores(console, config, predict(config, console))
-        return
     source = open_checked(config)
     if config.mode is Mode.plan:
         _show_plan(config, source, console)

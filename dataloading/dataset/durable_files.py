@@ -120,7 +120,7 @@ class AppendedFile:
             if num_bytes != os.fstat(self._descriptor).st_size:
                 os.ftruncate(self._descriptor, num_bytes)
 
-    def append(self, piece: bytes) -> None:
+    def append(self, piece: bytes | memoryview) -> None:
         """Append a piece.
 
         Raises:

@@ -83,3 +83,5 @@ def open_output(
             yield output
         finally:
             output.writer.abandon()
+            if not output.writer.has_kept:
+                shutil.rmtree(work, ignore_errors=True)

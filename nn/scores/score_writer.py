@@ -63,6 +63,11 @@ class ScoreWriter:
         self._thread = Thread(target=self._work, name="score-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def has_kept(self) -> bool:
+        """Return whether scores were kept for another start."""
+        return self._num_written > 0
+
     def put(self, scores: Tensor) -> None:
         """Take the scores of the next rows, [n, tasks] float64; the host does not wait for the device.
 
@@ -120,9 +125,9 @@ class ScoreWriter:
         if copy.ready is not None:
             copy.ready.synchronize()
         started = time.perf_counter()
-        wrong = np.isnan(copy.rows).any(axis=1)
-        if wrong.any():
-            row = self._num_written + sum(map(len, rows)) + int(wrong.argmax())
+        if np.isnan(copy.rows).any():
+            place = int(np.isnan(copy.rows).any(axis=1).argmax())
+            row = self._num_written + sum(map(len, rows)) + place
             raise ValueError(
                 f"the score of row {row:,} is not finite; the weights or a numerical value of the row are too large: clip or "
                 "scale such values when preprocessing, or use another checkpoint"

@@ -22,11 +22,11 @@ class RowProgress:
 
     Args:
         console: from `make_console`.
-        total: rows of the pass.
+        total: rows of the pass; None if they are not known.
         done: rows that an earlier start has done.
     """
 
-    def __init__(self, console: Console, total: int, done: int) -> None:
+    def __init__(self, console: Console, total: int | None, done: int) -> None:
         self._console = console
         self._total = total
         self._first = done
@@ -58,7 +58,8 @@ class RowProgress:
         if now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
             speed = (done - self._first) / (now - self._started)
-            self._console.print(f"row {done:,}/{self._total:,}  {speed:,.0f} rows/s")
+            total = "" if self._total is None else f"/{self._total:,}"
+            self._console.print(f"row {done:,}{total}  {speed:,.0f} rows/s")
 
 
 def print_scores(console: Console, config: Config, written: Mapping[str, Any]) -> None:

@@ -15,13 +15,17 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.kept_columns import KeptWriter
 from dataloading.dataset.open_dataset import open_dataset
+from nn.build import open_source
+from nn.models.tasks import tasks_of_run
 from nn.observability.console import make_console
+from nn.resume import ResumePoint
 from nn.scores import run as scores_run
 from nn.scores import score_writer
 from nn.scores.run import predict
 from tests.helpers.command import run_command
-from tests.helpers.composed import compose_config
+from tests.helpers.composed import TINY, compose_config
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import needs_one_gpu
 from tests.nn.training.two_heads import LABELS, TWO_HEADS
 
 ROWS = {"train": 200, "test": 333}
@@ -64,10 +68,10 @@ def write_orders(root: Path) -> Path:
 class Trained:
     """A dataset, a run on it, and the options of commands."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
         self.root = write_orders(directory / "data")
         self.options = [
-            *("device=cpu", TWO_HEADS, f"data.path={self.root}", "model.embedding_dim=4"),
+            *(f"device={device}", TWO_HEADS, f"data.path={self.root}", "model.embedding_dim=4"),
             *("optimizer.name=sgd", "optimizer.lr=0.5", "train.epochs=2", "train.ema_decay=0.8"),
             *(f"train.batch_size={BATCH}", f"eval.batch_size={BATCH}", "data.shuffle_block=8"),
             *("log.loggers=[]", "eval.metrics=[calibration]", "train.tf32=false"),
@@ -131,6 +135,14 @@ def test_scores_are_those_of_evaluation_on_one_and_two_ranks(trained, rows, tmp_
     check_against_evaluation(trained, rows, pq.read_table(tmp_path / "two.parquet"))
     # Neither work directory nor lock is left.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.parquet", "two.parquet"]
+
+
+@needs_one_gpu
+def test_a_gpu_writes_the_scores_of_its_evaluation(tmp_path, rows):
+    trained = Trained(tmp_path, "cuda")
+    ended = trained.predict(tmp_path / "one.parquet")
+    assert ended.exit_code == 0, ended.err
+    check_against_evaluation(trained, rows, pq.read_table(tmp_path / "one.parquet"))
 
 
 def test_kept_columns_and_csv(trained, tmp_path):
@@ -234,7 +246,25 @@ def test_a_score_that_is_not_finite_ends_the_command(trained, tmp_path, monkeypa
     ended = trained.predict(tmp_path / "scores.parquet")
     assert ended.exit_code == 2
     assert "the score of row 3 is not finite" in ended.err
-    assert not (tmp_path / "scores.parquet").exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("before", [None, {"label": {"keep_rate": 0.5}}, {"label": {"weight": 2}}])
+@pytest.mark.parametrize("now", [None, 0.5])
+def test_a_constant_keep_rate_must_be_that_of_the_training(before, now):
+    options = [] if now is None else [f"tasks={{label:{{keep_rate:{now}}}}}"]
+    config = compose_config(*TINY, *options)
+    tasks = tasks_of_run(config, open_source(config).spec)
+    start = ResumePoint(Path("step_1"), {"config": {"tasks": before}})
+    if ((before or {}).get("label", {})).get("keep_rate") == now:
+        scores_run._check_keep_rates(config, tasks, start)
+        return
+    with pytest.raises(
+        ValueError, match=r"checkpoint.restore=step_1 was trained with tasks.label.keep_rate="
+    ):
+        scores_run._check_keep_rates(config, tasks, start)
+    config.checkpoint.allow_changes = True
+    scores_run._check_keep_rates(config, tasks, start)
 
 
 REFUSALS = {

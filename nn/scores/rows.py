@@ -1,0 +1,88 @@
+"""Rows to score: those of a split."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, Self
+
+from configs.schema import Config
+from dataloading.batch import Batch
+from dataloading.dataset.file_states import file_samples
+from dataloading.dataset.source import Source
+from nn.build import Loaders, build_test_loader
+from nn.distributed.process_group import Ranks
+from nn.scores.named_rows import KeptRows, NamedRows, RowNumbers
+from nn.scores.request import split_to_score
+
+
+class Rows(Protocol):
+    """Rows to score, in their order; a context manager, entered before the process group exists.
+
+    Attributes:
+        source: has the feature spec of the rows.
+        named: columns that name the rows.
+        num_rows: their number; None if it is not known before the end.
+        title: of the rows, for the terminal and the metadata of the file.
+        missing_rate: column of keep rates that the training rows had and these rows lack, or None.
+        facts: all that tells these rows from others, as values of JSON.
+    """
+
+    source: Source
+    named: NamedRows
+    num_rows: int | None
+    title: str
+    missing_rate: str | None
+    facts: dict[str, Any]
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None: ...
+
+    def start(self, num_done: int) -> tuple[Iterator[Batch], int]:
+        """Return this rank's batches behind the first `num_done` rows, and how many rows of the first batch are done too."""
+
+
+class SplitRows:
+    """Rows of one split of a dataset, or of the synthetic clicks.
+
+    Args:
+        config: of mode predict.
+        source: the rows.
+        ranks: this process.
+
+    Raises:
+        ValueError: there is no such split, or it does not keep one of `predict.columns`.
+    """
+
+    def __init__(self, config: Config, source: Source, ranks: Ranks) -> None:
+        split = split_to_score(config, source.spec)
+        self.source = source
+        self.num_rows: int | None = source.num_rows(split)
+        self.named = self._named_rows(config, split)
+        self.title = f"{config.data.path or 'built-in synthetic clicks'}, split {split}"
+        rate, files = source.spec.keep_rate, source.spec.splits.get(split)
+        is_missing = rate is not None and files is not None and rate.name in files.absent
+        self.missing_rate = rate.name if rate is not None and is_missing else None
+        self.facts = {"files": file_samples(source.spec), "split": split, "rows": self.num_rows}
+        self._loader = build_test_loader(config, source, ranks, split)
+        self._loaders = Loaders(None, self._loader)
+
+    def __enter__(self) -> Self:
+        self._loaders.__enter__()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        self._loaders.__exit__(error, *rest)
+
+    def start(self, num_done: int) -> tuple[Iterator[Batch], int]:
+        """See `Rows`; another start may have had another batch size."""
+        loader = self._loader
+        first_step, num_skipped = divmod(num_done, loader.batch_size)
+        return loader.batches(first_step, loader.steps_per_epoch - first_step), num_skipped
+
+    def _named_rows(self, config: Config, split: str) -> NamedRows:
+        names, root = config.predict.columns, self.source.spec.root
+        if not names:
+            return RowNumbers()
+        if root is None:
+            raise ValueError(
+                f"predict.columns={names}: the synthetic clicks keep no columns; set data.path, or leave predict.columns out"
+            )
+        return KeptRows(root, split, self.num_rows, names)

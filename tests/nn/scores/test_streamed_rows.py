@@ -1,0 +1,140 @@
+"""Scores of raw files, without a dataset of their rows, are those of a dataset that `mode=transform` makes of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from nn.observability.console import make_console
+from nn.scores import score_writer
+from nn.scores.run import predict
+from preproc import transformed_rows
+from tests.helpers.command import run_command
+from tests.helpers.composed import compose_config
+from tests.helpers.distributed import run_distributed
+from tests.nn.scores.test_predict import kill
+from tests.preproc.table.test_new_rows import shop, write_shop
+from tests.preproc.table.test_pipeline import build
+
+NEW = 301
+BATCH = 32
+
+
+class Shop:
+    """Old orders with a trained model, and new ones without labels: as a raw file, and as a dataset."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        write_shop(root / "old.csv", 0, 400)
+        write_shop(root / "new.csv", 350, NEW, ["city", "age", "tags", "order_id"])
+        build(root / "fit", shop(root / "old.csv"))
+        new = shop(root / "new.csv", keep=["order_id", "age"])
+        build(root / "data", new, "mode=transform", f"fitted={root / 'fit'}")
+        self.options = [
+            *(
+                "device=cpu",
+                "model.embedding_dim=4",
+                "model.bottom_mlp=[8,4]",
+                "model.top_mlp=[8,1]",
+            ),
+            *("train.batch_size=32", f"eval.batch_size={BATCH}", "log.loggers=[]"),
+        ]
+        run = f"run_dir={root / 'run'}"
+        ended = run_command(*self.options, f"data.path={root / 'fit'}", run, "train.epochs=3")
+        assert ended.exit_code == 0, ended.err
+
+    def command(self, output: Path, *more: str) -> list[str]:
+        """Return the options that score the raw file; those of `more` replace others."""
+        options = [
+            *(*self.options, "mode=predict", f"output={output}"),
+            f"checkpoint.restore={self.root / 'run/checkpoints/best'}",
+            *(f"source={self.root / 'new.csv'}", f"fitted={self.root / 'fit'}", *more),
+        ]
+        return list({text.partition("=")[0]: text for text in options}.values())
+
+    def predict(self, output: Path, *more: str):
+        """Run the command in this process."""
+        return run_command(*self.command(output, *more))
+
+
+def predict_on_ranks(options: list[str]) -> dict:
+    config = compose_config(*options)
+    raw = transformed_rows.open_transformed_rows(
+        Path(config.fitted), [Path(config.source)], config.predict.columns
+    )
+    return predict(config, make_console(1), raw)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return Shop(tmp_path_factory.mktemp("stream"))
+
+
+@pytest.fixture(autouse=True)
+def few_rows_at_once(monkeypatch):
+    monkeypatch.setattr(transformed_rows, "CHUNK_ROWS", 3 * BATCH + 5)
+
+
+def test_scores_of_a_raw_file_are_those_of_its_dataset(trained, tmp_path):
+    ended = trained.predict(tmp_path / "stream.parquet", "predict.columns=[order_id,age]")
+    assert ended.exit_code == 0, ended.err
+    assert f"{NEW} rows" in ended.out
+    dataset = ["source=null", "fitted=null", f"data.path={trained.root / 'data'}"]
+    named = "predict.columns=[order_id,age]"
+    ended = trained.predict(tmp_path / "dataset.parquet", *dataset, named)
+    assert ended.exit_code == 0, ended.err
+    stream, data = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("stream", "dataset"))
+    assert stream.equals(data)
+    assert stream["order_id"].to_pylist()[:2] == ["o-0350", "o-0351"]
+    assert len(set(stream["score"].to_pylist())) > NEW / 6
+    output = tmp_path / "two.parquet"
+    results = run_distributed(predict_on_ranks, 2, trained.command(output, named))
+    assert [result["rows"] for result in results] == [NEW, NEW]
+    two = pq.read_table(output)
+    assert two.drop_columns("score").equals(stream.drop_columns("score"))
+    np.testing.assert_allclose(two["score"], stream["score"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("columns", ["[order_id]", "[]"])
+def test_a_raw_file_resumes_after_a_kill(trained, tmp_path, monkeypatch, columns):
+    named = f"predict.columns={columns}"
+    with monkeypatch.context() as patch:
+        patch.setattr(score_writer, "CHUNK_ROWS", 2 * BATCH)
+        assert trained.predict(tmp_path / "whole.parquet", named).exit_code == 0
+    output = tmp_path / "parts.parquet"
+    kill(trained, output, monkeypatch, named)
+    ended = trained.predict(output, named)
+    assert ended.exit_code == 0, ended.err
+    assert f"resumes after row {6 * BATCH}," in ended.out
+    parts, whole = pq.read_table(output), pq.read_table(tmp_path / "whole.parquet")
+    assert parts.drop_columns("score").equals(whole.drop_columns("score"))
+    np.testing.assert_allclose(parts["score"], whole["score"], rtol=1e-6)
+
+
+REFUSALS = {
+    "source=null": "source names raw files, and fitted the dataset whose fit transforms them; set both, or data.path",
+    "source=nowhere.csv": "nowhere.csv",
+    "fitted=nowhere": "nowhere/feature_spec.yaml: no such file",
+    "predict.columns=[number]": "number",
+    "predict.split=test": "exclude each other: predict.split is of rows that are a dataset already",
+}
+
+
+@pytest.mark.parametrize("option", REFUSALS)
+def test_invalid_input_is_refused_in_one_line(trained, tmp_path, option):
+    ended = trained.predict(tmp_path / "scores.parquet", option)
+    assert ended.exit_code == 2
+    assert REFUSALS[option] in ended.err
+    assert ended.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_row_is_refused_with_its_place(trained, tmp_path):
+    lines = (trained.root / "new.csv").read_text().splitlines()
+    lines[150] = "city 1,twenty,a,o-1"
+    (tmp_path / "bad.csv").write_text("\n".join(lines) + "\n")
+    ended = trained.predict(tmp_path / "scores.parquet", f"source={tmp_path / 'bad.csv'}")
+    assert ended.exit_code == 2
+    assert f"{tmp_path / 'bad.csv'}, row 150" in ended.err
+    assert not (tmp_path / "scores.parquet").exists()
