@@ -20,7 +20,7 @@ WORKDIR /recsys
 
 # The wheels are a separate layer, so that a change of code does not download them again.
 COPY --chown=trainer pyproject.toml ./
-RUN uv sync --extra cuda --no-dev --no-install-project --no-cache
+RUN uv sync --extra cuda --no-dev --extra sweep --no-install-project --no-cache
 ENV PATH="/recsys/.venv/bin:$PATH"
 
 COPY --chown=trainer configs configs
@@ -28,6 +28,7 @@ COPY --chown=trainer dataloading dataloading
 COPY --chown=trainer preproc preproc
 COPY --chown=trainer nn nn
 COPY --chown=trainer compare compare
+COPY --chown=trainer sweep sweep
 COPY --chown=trainer serving serving
 COPY --chown=trainer benchmarks benchmarks
 COPY --chown=trainer main.py dlrm.py dcnv2.py README.md ./

@@ -22,9 +22,9 @@ from compare.table import (
     sorted_runs,
 )
 from configs.command_line import composed_command, end_command
-from configs.compare_schema import CompareConfig
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE
+from configs.many_runs_schema import CompareConfig
 from configs.messages import os_error_text
 from configs.overrides import to_config
 from configs.stop_signals import INTERRUPTED, restore_signals

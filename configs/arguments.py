@@ -72,7 +72,7 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     Raises:
         ValueError: an option, a flag or a value is invalid; the message names it.
     """
-    flags, overrides = _parted(arguments, f"{_options(choices.schema)[0]}=...")
+    flags, overrides = _parted(arguments, choices)
     _check_flags(flags, choices)
     if "--hydra-help" in flags:
         overrides = []  # it would look for them among Hydra's own options
@@ -88,8 +88,12 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     return [*written, *overrides]
 
 
-def _parted(arguments: Sequence[str], example: str) -> tuple[dict[str, str | None], list[str]]:
-    """Return flags with their values, by their long names, and overrides."""
+def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str | None], list[str]]:
+    """Return flags with their values, by their long names, and overrides.
+
+    Services that tune hyperparameters write an option as `--optimizer.lr=0.01`.
+    """
+    example = f"{_options(choices.schema)[0]}=..."
     flags: dict[str, str | None] = {}
     overrides = []
     rest = list(arguments)
@@ -108,6 +112,8 @@ def _parted(arguments: Sequence[str], example: str) -> tuple[dict[str, str | Non
             is_given = bool(rest) and (flag != "--info" or rest[0] in INFO_KINDS)
             flags[flag] = value if equals else rest.pop(0) if is_given else None
             _check_flag_value(flag, flags[flag])
+        elif equals and written.startswith("--") and _is_option(written[2:], choices):
+            overrides.append(argument[2:])
         else:
             close = get_close_matches(flag, [*FLAGS, *FLAGS_WITH_VALUE], n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}? " if close else ""
@@ -116,6 +122,12 @@ def _parted(arguments: Sequence[str], example: str) -> tuple[dict[str, str | Non
                 "--help lists them (docs/tf2_flags.md has the flags of NVIDIA's TF2 recipe)"
             )
     return flags, overrides
+
+
+def _is_option(key: str, choices: Choices) -> bool:
+    """Return whether a dotted key is an option, or lies in an open section."""
+    is_known = key in _options(choices.schema) or key in choices.groups
+    return is_known or any(_is_below(key, opened) for opened in _below(choices.schema))
 
 
 def _check_flag_value(flag: str, value: str | None) -> None:

@@ -281,10 +281,20 @@ class DataConfig:
         "large row groups of Parquet. Also the threads that draw data.multi_hot at the start",
         most=1024,
     )
+    validation_fraction: float | None = option(
+        None,
+        "fraction of the training rows, the last ones, that are not trained on but are the split validation, for "
+        "eval.split=validation; null: none",
+    )
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
     def __post_init__(self) -> None:
+        fraction = self.validation_fraction
+        require(
+            fraction is None or 0 < fraction < 1,
+            f"data.validation_fraction must lie between 0 and 1 or be null, got {fraction}",
+        )
         require(
             self.shuffle_block >= 0,
             f"data.shuffle_block must not be negative, got {self.shuffle_block}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from configs.messages import shown
 from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.held_out_source import TRAIN, VALIDATION
 from dataloading.storage.local_copy import local_path
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
@@ -58,14 +59,20 @@ def _check_dataset(config: Config) -> None:
 
             KeptRows(root, split, None, config.predict.columns)
     elif config.mode is not Mode.plan:
-        spec.rows_of(config.eval.split)
+        spec.rows_of(_evaluated_split(config))
     if config.mode in LABELLED:
         trained = ["train"] if config.mode is Mode.train else []
-        for split in (*trained, config.eval.split):
+        for split in (*trained, _evaluated_split(config)):
             spec.require_labels(split)
     if not any(files.parquet for files in spec.splits.values()):
         # Measuring compares sizes only. In Parquet it reads every file, so the run alone does that.
         FeatureSpec.load(root, config.data.feature_spec)
+
+
+def _evaluated_split(config: Config) -> str:
+    """Return the split of the dataset that has the rows to evaluate on: those held out are training rows."""
+    is_held_out = config.data.validation_fraction is not None
+    return TRAIN if is_held_out and config.eval.split == VALIDATION else config.eval.split
 
 
 def _may_resume(config: Config) -> bool:

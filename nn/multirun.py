@@ -157,12 +157,14 @@ def job_directory(composed: DictConfig, arguments: Sequence[str]) -> str:
 def named(number: int, values: dict[str, Any]) -> str:
     """Return a file name such as `00-lr=0.01,dropout=0.5`: a number and the values, by the last part of their keys.
 
-    Two keys with the same last part are written completely. Characters that paths or shells treat otherwise become `_`.
+    Two keys with the same last part are written completely. Brackets, quotes and spaces are left out; other characters that
+    paths or shells treat otherwise become `_`.
     """
     keys = [key.lstrip("+") for key in values]
     last = [key.rpartition(".")[2] for key in keys]
     short = [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
     text = ",".join(f"{key}={value}" for key, value in zip(short, values.values(), strict=True))
+    text = re.sub(r"[\[\]{}'\"\s]", "", text)
     safe = re.sub(r"[^\w.,=+-]+", "_", text, flags=re.ASCII).strip("_")
     return f"{number:02d}-{safe[:MAX_NAME_CHARS]}".rstrip("-")
 

@@ -45,6 +45,7 @@ from nn.distributed.process_group import (
     process_rank,
     ranks_from_environment,
 )
+from nn.hypertune import hypertune_report
 from nn.importance import as_csv, measure_importance
 from nn.loggers.choice import make_loggers
 from nn.mlperf_log import (
@@ -386,7 +387,13 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
             session.evaluator(heartbeat),
             config,
             ranks,
-            RunOutput(session.recorder, progress, session.profiler(), mlperf),
+            RunOutput(
+                session.recorder,
+                progress,
+                session.profiler(),
+                mlperf,
+                hypertune_report(session.logger) if ranks.is_rank0 else None,
+            ),
             saving,
         )
         if start.is_continuation:

@@ -39,6 +39,7 @@ LONGEST_FIRST = (
     "nn/checkpoint/test_partial_load.py",
     "project/test_add_a_model.py",
     "project/test_floors.py",
+    "sweep/test_sweep.py",
 )
 # Something of every room in about a minute: what `-m fast` selects.
 FAST = {

@@ -17,6 +17,7 @@ from nn.checkpoint.manager import CheckpointManager
 from nn.distributed.errors import StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
+from nn.hypertune import HypertuneReport
 from nn.metrics.ranking import TRAIN_AUC_ROWS
 from nn.metrics.task_metrics import TaskMetrics
 from nn.mlperf_log import MlperfLog
@@ -52,12 +53,14 @@ class RunOutput:
         progress: the terminal.
         profiler: records a profile of some steps, or None.
         mlperf: the benchmark's log, or None; None on ranks other than 0.
+        hypertune: reports evaluations to a tuning service, or None; None on ranks other than 0.
     """
 
     recorder: RunDirectory
     progress: Progress
     profiler: Profiler | None = None
     mlperf: MlperfLog | None = None
+    hypertune: HypertuneReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Trainer:
         self._recorder = output.recorder
         self._progress = output.progress
         self._profiler = output.profiler
+        self._hypertune = output.hypertune
         self._mlperf = output.mlperf
         self._config = config
         self._ranks = ranks
@@ -283,6 +287,7 @@ class Trainer:
         self._recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
         name = "final" if model_step == self.num_steps else "final, best model"
         self._progress.show_test(record, model=name, problem=problem)
+        self._report_to_service(record, model_step)
         last_auc = self._test.get(self._auc_key(self._test))
         return self._summary(record) | {RESULT_STEP: model_step, LAST_AUC: last_auc}
 
@@ -332,7 +337,13 @@ class Trainer:
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
         self._last_record = self.num_steps
         self._progress.show_test(record, model=self._first_model(), problem=problem)
+        self._report_to_service(record, self.num_steps)
         return record
+
+    def _report_to_service(self, record: Mapping[str, Any], step: int) -> None:
+        """Report an evaluation to the service that tunes hyperparameters, if one has started this run."""
+        if self._hypertune is not None and step > self._first_step:
+            self._hypertune.write(self.best_metric, record[self.best_metric.test_key], step)
 
     def _first_model(self) -> str:
         """Return what the model is before the first step of a run; empty after it."""

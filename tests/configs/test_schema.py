@@ -269,8 +269,8 @@ def test_no_override_means_an_empty_mapping():
         ("sed=1", "error: there is no option sed; did you mean seed? --help lists"),
         ("batch=3", "error: there is no option batch; --help lists them all"),
         (
-            "--train.epochs=2",
-            "error: there is no flag --train.epochs; options are written key=value",
+            "--train.epochz=2",
+            "error: there is no flag --train.epochz; options are written key=value",
         ),
         ("--batch_size", "error: there is no flag --batch_size; options are written key=value"),
         ("-b", "error: there is no flag -b; options are written key=value"),

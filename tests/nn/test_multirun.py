@@ -61,8 +61,8 @@ def test_a_killed_job_has_the_exit_code_of_its_signal():
             {"train.batch_size": "8", "eval.batch_size": "9"},
             "03-train.batch_size=8,eval.batch_size=9",
         ),
-        ({"+data": "a/../b c"}, "03-data=a_.._b_c"),
-        ({"model.top_mlp": "[8,1]"}, "03-top_mlp=_8,1"),
+        ({"+data": "a/../b c"}, "03-data=a_.._bc"),
+        ({"model.top_mlp": "[8,1]"}, "03-top_mlp=8,1"),
         ({}, "03"),
     ],
 )

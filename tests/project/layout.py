@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("configs", "dataloading", "preproc", "nn", "compare", "serving")
+PACKAGES = ("configs", "dataloading", "preproc", "nn", "compare", "serving", "sweep")
 LONGEST_FUNCTION = 60
 MOST_ARGUMENTS = 7
 

@@ -106,6 +106,7 @@ def files() -> list[Path]:
         "preproc",
         "nn",
         "compare",
+        "sweep",
         "serving",
         "benchmarks",
         "tests",

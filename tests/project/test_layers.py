@@ -24,10 +24,11 @@ LAYERS = {
     "nn": {"configs", "dataloading"},
     "compare": {"configs", "dataloading", "nn"},
     "serving": {"configs", "dataloading", "preproc", "nn"},
+    "sweep": {"compare", "configs", "dataloading", "nn"},
     "main": {"configs", "nn", "preproc"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
-    "benchmarks": {"configs", "dataloading", "nn", "main"},
+    "benchmarks": {"configs", "dataloading", "nn", "sweep", "main"},
 }
 # What each room of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
 ROOMS = {
@@ -46,6 +47,7 @@ ROOMS = {
         "dataloading.randomness",
         "dataloading.teacher",
     },
+    "dataloading.held_out_source": {"dataloading.dataset"},
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
     "dataloading.arrow_table": {"dataloading.dataset"},
     "dataloading.loader": {
@@ -79,6 +81,7 @@ ROOMS = {
         "nn.distributed",
         "nn.embedding",
         "nn.layers",
+        "nn.hypertune",
         "nn.metrics",
         "nn.mlperf_log",
         "nn.models",
@@ -100,6 +103,7 @@ ROOMS = {
         "nn.resume",
         "nn.training",
     },
+    "nn.hypertune": {"nn.models"},
     "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
     "nn.build": {
         "nn.distributed",
@@ -140,6 +144,7 @@ ROOMS = {
         "nn.build",
         "nn.checkpoint",
         "nn.distributed",
+        "nn.hypertune",
         "nn.importance",
         "nn.loggers",
         "nn.mlperf_log",
@@ -233,12 +238,15 @@ READS_ENVIRONMENT = {
     "configs.command_line",
     "configs.stop_signals",
     "dataloading.storage.local_copy",
+    "nn.hypertune",
+    "sweep.gpus",
+    "sweep.trial_process",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """`module` as imported; `names` what `from` takes out of it; lazy ones stand inside a function."""
+    """`module` as imported; `names` what `from` takes out of it; lazy ones stand in a function, or are for type checkers."""
 
     module: str
     names: tuple[str, ...]
@@ -257,7 +265,7 @@ def imports_in(source: str) -> list[Import]:
     lazy = {
         inner
         for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types_only(outer)
         for inner in ast.walk(outer)
     }
     found = []
@@ -268,6 +276,11 @@ def imports_in(source: str) -> list[Import]:
             module = "." * node.level + (node.module or "")
             found.append(Import(module, tuple(each.name for each in node.names), node in lazy))
     return found
+
+
+def _is_for_types_only(node: ast.AST) -> bool:
+    """Tell whether a block is `if TYPE_CHECKING:`, whose imports are never run."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 @cache
@@ -421,11 +434,14 @@ def test_the_launchers_variables_are_read_in_one_place():
     assert {each for each in readers if not is_below(each, "benchmarks")} <= READS_ENVIRONMENT
 
 
-@pytest.mark.parametrize("package", ["preproc", "compare"])
-def test_a_command_without_a_model_needs_no_torch(package):
+# A sweep checks the options of its trials, and a model outside the project would be imported for that.
+@pytest.mark.parametrize(
+    ("package", "lazy"), [("preproc", True), ("compare", True), ("sweep", False)]
+)
+def test_a_command_without_a_model_needs_no_torch(package, lazy):
     modules = {name for name in sources() if is_below(name, package)}
-    brought = set().union(*(reached_from(name) for name in modules))
-    assert importers_of("torch", brought) | importers_of("torchrec", brought) == set()
+    brought = set().union(*(reached_from(name, lazy) for name in modules))
+    assert importers_of("torch", brought, lazy) | importers_of("torchrec", brought, lazy) == set()
 
 
 @pytest.mark.parametrize("library", ["duckdb", "isal", "numba"])
@@ -467,7 +483,8 @@ def test_no_file_is_called_like_a_standard_module():
 
 
 @pytest.mark.parametrize(
-    "package", ["configs", "dataloading", "preproc", "nn", "compare", "serving", "main", "dlrm"]
+    "package",
+    ["configs", "dataloading", "preproc", "nn", "compare", "serving", "sweep", "main", "dlrm"],
 )
 def test_a_flat_package_is_this_repositorys(package):
     found = importlib.import_module(package).__file__

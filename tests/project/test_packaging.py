@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ["configs", "dataloading", "preproc", "nn", "compare", "serving"]
+PACKAGES = ["configs", "dataloading", "preproc", "nn", "compare", "serving", "sweep"]
 SCRIPTS = ["main.py", "dlrm.py", "dcnv2.py"]
 
 

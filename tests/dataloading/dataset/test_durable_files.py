@@ -33,7 +33,7 @@ from dataloading.dataset.durable_files import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("configs", "dataloading", "preproc", "nn", "compare")
+PACKAGES = ("configs", "dataloading", "preproc", "nn", "compare", "sweep")
 HERE_ONLY = {"os.fsync", "os.rename", "os.replace", "fcntl.flock", "fcntl.lockf"}
 
 

@@ -1,0 +1,107 @@
+"""Every option of `python -m compare` and `python -m sweep`, in the style of `configs/schema.py`."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from configs.schema import option, require
+
+
+@dataclass(kw_only=True, slots=True)
+class CompareConfig:
+    """Comparison of runs."""
+
+    runs: list[str] = option(
+        ["runs"],
+        "run directories, or folders with run directories at any depth; also written without runs=, as arguments",
+        path=True,
+    )
+    metric: str | None = option(
+        None, "metric to sort by and to draw, such as log_loss or auc.click; null: the runs' own"
+    )
+    csv: str | None = option(
+        None, "CSV file to write: a row per run, with all options that differ", path=True
+    )
+    json: str | None = option(
+        None,
+        "JSON file to write: an object per run, with all of its options and metrics",
+        path=True,
+    )
+    picture: str | None = option(None, "PNG to write: the curves of all runs", path=True)
+
+    def __post_init__(self) -> None:
+        require(bool(self.runs), "runs names no directory; name at least one")
+
+
+class Sampler(Enum):
+    """Ways to choose the values of a trial."""
+
+    tpe = "tpe"
+    random = "random"
+    grid = "grid"
+    qmc = "qmc"
+    gp = "gp"
+
+
+class Pruner(Enum):
+    """Ways to end a trial that does not look promising."""
+
+    none = "none"
+    median = "median"
+    asha = "asha"
+    hyperband = "hyperband"
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepConfig:
+    """Search for the best values of options."""
+
+    recipe: str = option(
+        "dlrm",
+        "what the trials train: dlrm or dcnv2 (as dlrm.py, dcnv2.py), an experiment such as deepfm_criteo, or a model such "
+        "as deepfm",
+    )
+    space: str | None = option(
+        None,
+        "yaml file of the options to choose and their values, or the name of one in configs/sweep_spaces (required)",
+        path=True,
+    )
+    overrides: list[str] = option(
+        [], "options of all trials; also written without overrides=, as arguments: data.path=DIR"
+    )
+    trials: int = option(20, "trials, counting pruned and failed ones", most=100_000)
+    parallel: int = option(1, "trials that run at once; with GPUs at most one per GPU", most=1024)
+    sampler: Sampler = option(
+        Sampler.tpe,
+        "tpe; random; grid (all combinations of choices and steps); qmc (quasi-random); gp (Gaussian process)",
+    )
+    pruner: Pruner = option(
+        Pruner.median,
+        "what ends a trial after an evaluation: none; median (worse than the median of the others); asha; hyperband",
+    )
+    sampler_seed: int = option(0, "seed of the sampler; `seed` is that of the trials")
+    metric: str | None = option(
+        None, "metric to choose by, such as log_loss; null: eval.best_metric of the trials"
+    )
+    restarts: int = option(
+        2, "restarts of a trial whose process was killed, from its latest checkpoint", most=1000
+    )
+    keep_checkpoints: bool = option(
+        False, "keep the checkpoints of all trials; false keeps those of the best one"
+    )
+    output: str | None = option(
+        None,
+        "directory of the sweep, in which the same command resumes; null: sweeps/<recipe>-<name of space>",
+        path=True,
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.space),
+            "no space: set space=FILE, a yaml file such as {optimizer.lr: {low: 0.001, high: 0.01, log: true}}",
+        )
+        for name in ("trials", "parallel"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be positive, got {value}")
+        for name in ("sampler_seed", "restarts"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name} must not be negative, got {value}")

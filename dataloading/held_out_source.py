@@ -1,0 +1,72 @@
+"""A source whose last training rows are a split of their own, `validation`, to choose a model by."""
+
+import numpy as np
+
+from dataloading.dataset.source import Allocate, Columns, Source
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+class HeldOutSource:
+    """Rows of another source, of which the last training rows are held out.
+
+    Rows keep their order, so that of logs in the order of time the latest are held out, as a test split has still later ones.
+    The border lies between two row groups of Parquet.
+
+    Args:
+        source: of the rows, with a split `train` and none called `validation`.
+        fraction: of the training rows to hold out, between 0 and 1.
+
+    Raises:
+        ValueError: the dataset has a split `validation`, or too few rows for one.
+    """
+
+    def __init__(self, source: Source, fraction: float) -> None:
+        self.spec = source.spec
+        if VALIDATION in self.spec.splits:
+            raise ValueError(
+                f"data.validation_fraction={fraction:g}: the dataset has a split '{VALIDATION}' already; leave it out, and "
+                f"set eval.split={VALIDATION}"
+            )
+        self._source = source
+        self._num_rows, granule = source.num_rows(TRAIN), source.granule(TRAIN)
+        held = max(1, round(self._num_rows * fraction))
+        self._border = (self._num_rows - held) // granule * granule
+        if self._border <= 0:
+            groups = f" in row groups of {granule:,}" if granule > 1 else ""
+            raise ValueError(
+                f"data.validation_fraction={fraction:g} of {self._num_rows:,} training rows{groups} leaves none to train on; "
+                "lower it"
+            )
+
+    def num_rows(self, split: str) -> int:
+        """Return the rows of `split`; ValueError if there is no such split."""
+        if split == TRAIN:
+            return self._border
+        return (
+            self._num_rows - self._border if split == VALIDATION else self._source.num_rows(split)
+        )
+
+    def granule(self, split: str) -> int:
+        """Return the rows of `split` that are read together."""
+        return self._source.granule(_stored(split))
+
+    def before_fork(self, split: str, num_processes: int) -> None:
+        """Decode what `num_processes` processes, forked next, would each decode."""
+        self._source.before_fork(_stored(split), num_processes)
+
+    def read(
+        self,
+        split: str,
+        runs: np.ndarray,
+        padded_to: int | None = None,
+        allocate: Allocate = np.empty,
+    ) -> Columns:
+        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`."""
+        moved = runs + self._border if split == VALIDATION else runs
+        return self._source.read(_stored(split), moved, padded_to, allocate)
+
+
+def _stored(split: str) -> str:
+    """Return the split of the dataset that holds the rows of `split`."""
+    return TRAIN if split == VALIDATION else split

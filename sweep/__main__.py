@@ -1,0 +1,77 @@
+"""Command `python -m sweep`: try values of options in runs of their own, and test the best one."""
+
+if __name__ == "__main__":
+    # First, since the imports below take a moment.
+    from configs.stop_signals import end_at_once_on_signals
+
+    end_at_once_on_signals()
+
+import signal
+import sys
+
+from omegaconf import DictConfig
+
+from configs.arguments import quoted
+from configs.command_line import composed_command, end_command
+from configs.console import LiteralConsole
+from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
+from configs.many_runs_schema import SweepConfig
+from configs.messages import os_error_text
+from configs.overrides import no_option, to_config
+from configs.schema import Config, describe
+from configs.stop_signals import restore_signals
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and sweep; report errors in one line."""
+    try:
+        config = to_config(composed)
+        try:
+            # Imported here: --help needs no Optuna.
+            import optuna  # noqa: F401
+        except ModuleNotFoundError:
+            raise ValueError(
+                "python -m sweep needs Optuna, which is not installed: pip install '.[sweep]', or uv sync --extra sweep"
+            ) from None
+        from sweep.driver import StoppedSweepError
+        from sweep.run import run_sweep
+
+        restore_signals()
+        try:
+            run_sweep(config, LiteralConsole())
+        except StoppedSweepError as error:
+            is_interrupt = error.signum == signal.SIGINT
+            end_command(str(error), INTERRUPTED_EXIT_CODE if is_interrupt else RESUME_EXIT_CODE)
+    except ValueError as error:
+        end_command(f"error: {error}")
+    except OSError as error:
+        end_command(f"error: {os_error_text(error, f'output={composed.output}')}")
+    except KeyboardInterrupt:
+        end_command("interrupted: the same command resumes", INTERRUPTED_EXIT_CODE)
+
+
+def with_trial_options(arguments: list[str]) -> list[str]:
+    """Return the arguments with the options of the trials as one option, `overrides`.
+
+    Raises:
+        ValueError: an argument is an option neither of the sweep nor of a run.
+    """
+    own = {key for key, _ in describe(SweepConfig)}
+    of_runs = [key for key, _ in describe(Config)]
+    others: list[str] = []
+    trials: list[str] = []
+    for argument in arguments:
+        key = argument.partition("=")[0].lstrip("+~")
+        is_own = argument.startswith("-") or key in own or key.startswith("hydra.") or not argument
+        if not is_own and "." not in key and key not in (*of_runs, "experiment", "data"):
+            raise no_option(key, [*own, *of_runs])
+        (others if is_own else trials).append(argument)
+    return [*others, f"overrides=[{','.join(map(quoted, trials))}]"] if trials else others
+
+
+if __name__ == "__main__":
+    try:
+        sys.argv[1:] = with_trial_options(sys.argv[1:])
+        composed_command(run, SweepConfig, "sweep_schema", "sweep")()
+    except ValueError as error:
+        end_command(f"error: {error}")

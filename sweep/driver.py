@@ -1,0 +1,188 @@
+"""The loop of a sweep: keep as many trials running as may run at once, until all have ended."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from configs.many_runs_schema import SweepConfig
+from nn.multirun import named
+from sweep.plan import TrialPlan
+from sweep.space import Space, as_override, suggest
+from sweep.study import Study
+from sweep.trial import Ending, RunningTrial, remove_checkpoints
+from sweep.trial_process import Process, Start, environment_of, start_process, stop
+
+POLL_SECONDS = 0.25
+TRIALS, LOGS = "trials", "logs"
+RUN_DIR, PROBLEM, BEST_STEP = "run_dir", "problem", "best_step"
+"""Attributes of a trial in the study."""
+STATES = {
+    Ending.complete: TrialState.COMPLETE,
+    Ending.pruned: TrialState.PRUNED,
+    Ending.failed: TrialState.FAIL,
+}
+
+
+class StoppedSweepError(Exception):
+    """A signal stopped the sweep; its trials have saved checkpoints."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}; the same command resumes")
+        self.signum = signum
+
+
+@dataclass(slots=True)
+class Driver:
+    """The running trials of a sweep.
+
+    Attributes:
+        directory: of the sweep.
+        config: of the sweep.
+        space: of the trials.
+        plan: of the trials.
+        study: of the sweep.
+        gpus: ids of GPUs, one per trial that may run at once; or None for each on CPUs.
+        say: prints a line.
+        start_process: starts a trial's command.
+    """
+
+    directory: Path
+    config: SweepConfig
+    space: Space
+    plan: TrialPlan
+    study: Study
+    gpus: Sequence[str | None]
+    say: Callable[[str], None]
+    start_process: Start = start_process
+    _running: list[RunningTrial] = field(default_factory=list)
+    _signum: int = 0
+
+    def run(self) -> None:
+        """Run all trials that have not ended.
+
+        Raises:
+            StoppedSweepError: a signal arrived; all trials have stopped, and resume.
+        """
+        (self.directory / TRIALS).mkdir(exist_ok=True)
+        (self.directory / LOGS).mkdir(exist_ok=True)
+        unfinished = self.study.trials(TrialState.RUNNING)
+        with self._signals():
+            try:
+                while not self._signum:
+                    self._fill(unfinished)
+                    if not self._running:
+                        break
+                    self._update()
+                    time.sleep(POLL_SECONDS)
+            finally:
+                stop([t.process for t in self._running if t.process is not None])
+        if self._signum:
+            raise StoppedSweepError(self._signum)
+        self._tidy()
+
+    def _fill(self, unfinished: list[FrozenTrial]) -> None:
+        """Start trials until no more may run at once: first those that a killed command has left."""
+        while len(self._running) < len(self.gpus):
+            if unfinished:
+                self._add(self.study.resume(unfinished.pop(0)), "resumes")
+            elif self.study.has_more():
+                self._add(self.study.ask(), "starts")
+            else:
+                return
+
+    def _add(self, trial: Trial, how: str) -> None:
+        values = suggest(trial, self.space)
+        name = named(trial.number, {key: _short(value) for key, value in values.items()})
+        run_dir = self.directory / TRIALS / name
+        if trial.user_attrs.get(RUN_DIR) is None:
+            trial.set_user_attr(RUN_DIR, str(run_dir.relative_to(self.directory)))
+        taken = {running.gpu for running in self._running}
+        gpu = next((gpu for gpu in self.gpus if gpu is None or gpu not in taken), None)
+        log = self.directory / LOGS / f"{trial.number:02d}.log"
+        self._running.append(
+            RunningTrial(
+                *(trial, values, run_dir, log, gpu, self.plan.metric, self._start),
+                restarts=self.config.restarts,
+            )
+        )
+        texts = " ".join(as_override(key, value) for key, value in values.items())
+        self.say(f"trial {trial.number} {how}: {texts}{'' if gpu is None else f' (GPU {gpu})'}")
+
+    def _start(self, running: RunningTrial) -> Process:
+        if running.process is not None:
+            self.say(f"trial {running.trial.number}: its process was killed; it resumes")
+        command = self.plan.command(running.values, running.run_dir)
+        environment = environment_of(running.gpu, self.config.parallel)
+        return self.start_process(command, environment, running.log)
+
+    def _update(self) -> None:
+        for running in list(self._running):
+            ending = running.update(self._report)
+            if ending is not None:
+                self._running.remove(running)
+                self._end(running, ending)
+
+    def _report(self, running: RunningTrial, step: int, value: float) -> None:
+        self.say(f"trial {running.trial.number} step {step:,}: {self.plan.metric.key} {value:.4f}")
+
+    def _end(self, running: RunningTrial, ending: Ending) -> None:
+        """Record the end of a trial before its process is ended, so that a killed command does not resume it."""
+        trial, number = running.trial, running.trial.number
+        value, step = running.result() if running.run_dir.exists() else (None, None)
+        trial.set_user_attr(BEST_STEP, step)
+        if ending is Ending.failed:
+            trial.set_user_attr(PROBLEM, running.problem)
+        before = self.study.best()
+        self.study.tell(trial, STATES[ending], value if ending is Ending.complete else None)
+        if ending is Ending.pruned and running.process is not None:
+            # The GPU is free for the next trial only after this one has ended.
+            stop([running.process])
+        best = self.study.best()
+        is_best = best is not None and best.number == number
+        self.say(
+            f"trial {number} {_ending_text(ending, value, running.problem)}{', the best' * is_best}"
+        )
+        if not self.config.keep_checkpoints:
+            if not is_best:
+                remove_checkpoints(running.run_dir)
+            elif before is not None:
+                remove_checkpoints(self.directory / before.user_attrs[RUN_DIR])
+
+    def _tidy(self) -> None:
+        """Remove checkpoints that a killed command has left."""
+        best = self.study.best()
+        for trial in () if self.config.keep_checkpoints else self.study.trials():
+            if best is None or trial.number != best.number:
+                remove_checkpoints(self.directory / trial.user_attrs[RUN_DIR])
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Stop after SIGINT or SIGTERM, between two polls."""
+
+        def request(signum: int, frame: FrameType | None) -> None:
+            self._signum = signum
+
+        before = {
+            number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _ending_text(ending: Ending, value: float | None, problem: str) -> str:
+    if ending is Ending.failed:
+        return f"failed: {problem}"
+    return f"is {ending.value}: {'no value' if value is None else f'{value:.4f}'}"

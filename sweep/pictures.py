@@ -1,0 +1,160 @@
+"""Pictures of a sweep: its trials as parallel coordinates, and the importance of each option."""
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compare.table import short_keys
+from dataloading.dataset.durable_files import replace_bytes
+from nn.models.metric import Metric
+from nn.observability.curves import FAINT, INK, STYLE, TRAIN
+from sweep.space import Choices, Range, Space
+
+COORDINATES, IMPORTANCES = "parallel_coordinates.png", "importances.png"
+MAX_LABEL_CHARS = 18
+LEAST_SPREAD = 1e-12
+
+
+def draw_coordinates(
+    rows: Sequence[dict[str, Any]], space: Space, metric: Metric, out_png: Path
+) -> None:
+    """Draw a line per trial through its value of each option to its value of the metric.
+
+    Complete trials have the colour of their metric; pruned ones, with their last evaluation, are dashed and grey.
+
+    Args:
+        rows: of the trials, as of `sweep.results.rows_of`.
+        space: of the trials.
+        metric: that they are chosen by.
+        out_png: file to write.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from matplotlib import colormaps, rc_context
+    from matplotlib.figure import Figure
+
+    drawn = [row for row in rows if row["value"] is not None]
+    values = np.array([row["value"] for row in drawn if row["state"] == "complete"])
+    low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
+    shown_low = min([low, *(row["value"] for row in drawn)])
+    shown_high = max([high, *(row["value"] for row in drawn)])
+    names = [*short_keys(list(space)), metric.key]
+    with rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(2.6 + 2.1 * len(names), 5.6), dpi=130)
+        figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
+        counts = [f"{len(drawn)} of {len(rows)} trials", f"{len(values)} complete"]
+        figure.suptitle("   ·   ".join(counts), x=0.012, ha="left", size=13, weight="bold")
+        axes = figure.subplots()
+        # The worst first, so that the best lie on top.
+        for row in reversed(drawn):
+            heights = [_height(space[key], row[key]) for key in space]
+            heights.append((row["value"] - shown_low) / max(shown_high - shown_low, LEAST_SPREAD))
+            share = (row["value"] - low) / max(high - low, LEAST_SPREAD)
+            share = share if metric.larger_is_better else 1 - share
+            is_complete = row["state"] == "complete"
+            style: dict[str, Any] = (
+                {"color": colormaps["viridis_r"](0.05 + 0.9 * share), "linewidth": 1.6}
+                if is_complete
+                else {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (4, 3)), "alpha": 0.8}
+            )
+            if row is drawn[0]:
+                style |= {"linewidth": 3.2, "marker": "o", "markersize": 5}
+            axes.plot(range(len(names)), heights, **style)
+        _coordinate_axes(axes, space, names, (shown_low, shown_high))
+        _save(figure, out_png)
+
+
+def _coordinate_axes(
+    axes: Any, space: Space, names: Sequence[str], values: tuple[float, float]
+) -> None:
+    """Draw a vertical axis with its ticks per option, and one for the metric."""
+    ticks = [_ticks(values_of) for values_of in space.values()]
+    low, high = values
+    ticks.append(
+        [(share, f"{low + share * (high - low):.4f}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    )
+    for place, labelled in enumerate(ticks):
+        axes.axvline(place, color=INK, linewidth=0.9, zorder=0)
+        for height, text in labelled:
+            axes.plot([place - 0.012, place + 0.012], [height, height], color=INK, linewidth=0.9)
+            axes.text(
+                *(place - 0.03, height, text),
+                **{"ha": "right", "va": "center", "fontsize": 8.5},
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
+                zorder=6,
+            )
+    axes.set_xticks(range(len(names)), names, fontsize=10, weight="bold")
+    axes.set_xlim(-0.45, len(names) - 0.9)
+    axes.set_ylim(-0.06, 1.06)
+    axes.set_yticks([])
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def draw_importances(importances: Mapping[str, float], out_png: Path) -> None:
+    """Draw a bar per option: its share of the variance of the metric over the complete trials (fANOVA).
+
+    Args:
+        importances: by option; empty if they are unknown.
+        out_png: file to write.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    ordered = sorted(importances.items(), key=lambda item: item[1])
+    with rc_context(STYLE):
+        figure = Figure(figsize=(8, 1.5 + 0.45 * max(len(ordered), 2)), dpi=130)
+        figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
+        title = "importance of options, share of the variance"
+        figure.suptitle(title, x=0.012, ha="left", size=13, weight="bold")
+        axes = figure.subplots()
+        if not ordered:
+            text = "unknown: it takes more than one complete trial, with different values"
+            axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=FAINT)
+            axes.set_xticks([])
+            axes.set_yticks([])
+        else:
+            keys, shares = zip(*ordered, strict=True)
+            bars = axes.barh(keys, shares, color=TRAIN, height=0.62)
+            axes.bar_label(bars, fmt="{:.2f}", padding=4)
+            axes.set_xlim(0, max(1.0, 1.1 * max(shares)))
+            axes.grid(visible=False, axis="y")
+        _save(figure, out_png)
+
+
+def _height(values: Choices | Range, value: Any) -> float:
+    """Return the place of a value on its axis, between 0 and 1."""
+    if isinstance(values, Choices):
+        last = len(values.values) - 1
+        return values.values.index(value) / last if last else 0.5
+    low, high = float(values.low), float(values.high)
+    if values.log:
+        low, high, value = np.log(low), np.log(high), np.log(value)
+    return float((value - low) / (high - low))
+
+
+def _ticks(values: Choices | Range) -> list[tuple[float, str]]:
+    if isinstance(values, Choices):
+        return [(_height(values, value), _clipped(value)) for value in values.values]
+    shares = (0, 0.25, 0.5, 0.75, 1)
+    low, high = float(values.low), float(values.high)
+    if values.log:
+        return [(share, f"{low * (high / low) ** share:.3g}") for share in shares]
+    return [(share, f"{low + share * (high - low):.4g}") for share in shares]
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 3]}..."
+
+
+def _save(figure: Any, out_png: Path) -> None:
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    replace_bytes(out_png, picture.getvalue(), out_png.with_name(f".{out_png.name}.tmp"))

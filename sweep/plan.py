@@ -1,0 +1,250 @@
+"""The common part of all trials: the command, its options, the split and the metric they are chosen by; checked first."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from configs.arguments import Choices as ArgumentChoices
+from configs.arguments import hydra_arguments
+from configs.command_line import register
+from configs.many_runs_schema import SweepConfig
+from configs.overrides import drop_replaced, no_option, one_line
+from configs.schema import Config, Device, Mode, describe, require
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
+from dataloading.held_out_source import VALIDATION
+from nn.early_checks import check_inputs
+from nn.models.metric import Metric, best_of, metrics_of_label
+from nn.models.registry import MODELS, options_of_own_models, typed_config
+from sweep.space import Space, as_override, corners
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = ("dlrm", "dcnv2")
+GROUPS = ("experiment", "data")
+CHOICES = ArgumentChoices(Config, GROUPS)
+VALIDATION_FRACTION = 0.1
+TEST = "test"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPlan:
+    """The command of a trial without the values that are its own.
+
+    Attributes:
+        script: of the command, such as `dlrm.py`.
+        overrides: of all trials.
+        metric: that trials are chosen by.
+        split: that it is measured on.
+        uses_gpus: whether trials train on a GPU where there is one.
+    """
+
+    script: Path
+    overrides: tuple[str, ...]
+    metric: Metric
+    split: str
+    uses_gpus: bool
+
+    def command(self, values: Mapping[str, Any], run_dir: Path) -> list[str]:
+        """Return the command of the trial with these values."""
+        own = [as_override(key, value) for key, value in values.items()]
+        return [sys.executable, str(self.script), *self.overrides, *own, f"run_dir={run_dir}"]
+
+    def test_command(self, values: Mapping[str, Any], checkpoint: Path, run_dir: Path) -> list[str]:
+        """Return the command that evaluates a trial's checkpoint on all rows of the test split."""
+        last = [
+            *(
+                "mode=eval",
+                f"eval.split={TEST}",
+                "eval.max_steps=null",
+                "eval.final_max_steps=null",
+            ),
+            *("eval.best_metric=null", f"checkpoint.restore={checkpoint}"),
+        ]
+        return [*self.command(values, run_dir), *last]
+
+
+def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
+    """Check the space and all options against those of the command, and return what trials have in common.
+
+    Raises:
+        ValueError: an option does not exist or has an invalid value, in any corner of the space; or the sweep cannot choose.
+    """
+    script, named = _command(config.recipe)
+    overrides = [*named, *config.overrides]
+    own = [text.partition("=")[0].lstrip("+~") for text in overrides]
+    for key in own:
+        require(
+            key not in space,
+            f"{key} is in the space and among the options of all trials; write it once",
+        )
+    if config.metric is not None:
+        overrides.append(f"eval.best_metric={config.metric}")
+    _known_keys(space)
+    first = _Composition(script.stem, tuple(overrides)).config({})
+    if "model.name" not in space:
+        _known_to_model(first, space)
+    split, added = _selection(first, own)
+    overrides += added
+    composition = _Composition(script.stem, tuple(overrides))
+    for values in corners(space):
+        try:
+            checked = composition.config(values)
+        except ValueError as error:
+            raise ValueError(f"space: {error}") from None
+    check_inputs(checked)
+    require(
+        checked.checkpoint.save,
+        "checkpoint.save=false: the best trial is tested from its checkpoint, and trials resume from theirs; leave it out",
+    )
+    require(checked.mode is Mode.train, f"mode={checked.mode.value}: trials train; leave mode out")
+    metric = best_of(_metrics(checked), checked.eval.best_metric)
+    return TrialPlan(
+        script,
+        (*overrides, f"eval.best_metric={metric.key}"),
+        metric,
+        split,
+        checked.device is not Device.cpu,
+    )
+
+
+def _command(recipe: str) -> tuple[Path, list[str]]:
+    """Return the script and the options that `recipe` stands for."""
+    if recipe in COMMANDS:
+        return ROOT / f"{recipe}.py", []
+    experiments = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
+    if recipe in experiments:
+        return ROOT / "dlrm.py", [f"experiment={recipe}"]
+    if recipe in MODELS:
+        return ROOT / "dlrm.py", [f"recipe={recipe}", f"model.name={recipe}"]
+    names = [*COMMANDS, *MODELS, *experiments]
+    close = get_close_matches(recipe, names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"there is no recipe={recipe}; {hint}want {', '.join(COMMANDS)}, an experiment ({', '.join(experiments)}) or a model "
+        f"({', '.join(MODELS)})"
+    )
+
+
+def _known_keys(space: Space) -> None:
+    """Refuse options of the space that no run has, with the one that was probably meant."""
+    options = [key for key, _ in describe(Config)]
+    for key in space:
+        is_known = key in GROUPS or any(_is_below(key, name) for name in options)
+        if not is_known and not key.startswith("model."):
+            raise ValueError(f"space: {no_option(key, [*options, *options_of_own_models()])}")
+
+
+def _known_to_model(config: Config, space: Space) -> None:
+    """Refuse options of the space that the model lacks: a run ignores those of other models."""
+    known = [key for key, _ in describe(type(config.model), "model.")]
+    for key in space:
+        if not key.startswith("model.") or any(_is_below(key, name) for name in known):
+            continue
+        if any(_is_below(key, name) for name in options_of_own_models()):
+            raise ValueError(
+                f"space: {key} is of another model, and model.name={config.model.name} would ignore it"
+            )
+        raise ValueError(f"space: {no_option(key, known)}")
+
+
+def _is_below(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")
+
+
+def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the split that trials are chosen by, and the options that make it.
+
+    Raises:
+        ValueError: it would be the test split.
+    """
+    if "eval.split" in own:
+        require(
+            config.eval.split != TEST,
+            f"eval.split={TEST}: trials chosen by the test split would be tested by what they were chosen by; leave it out, or "
+            "name another split",
+        )
+        return config.eval.split, []
+    added = [f"eval.split={VALIDATION}"]
+    has_split = False
+    if config.data.path is not None:
+        spec = FeatureSpec.load(config.data.path, config.data.feature_spec, measure=False)
+        has_split = VALIDATION in spec.splits
+    if not has_split and config.data.validation_fraction is None:
+        added.append(f"data.validation_fraction={VALIDATION_FRACTION}")
+    return VALIDATION, added
+
+
+class _Composition:
+    """The options of a run as its command composes them, to which values of trials are added.
+
+    Args:
+        recipe: name of the yaml file in configs/.
+        overrides: of the command line.
+    """
+
+    def __init__(self, recipe: str, overrides: Sequence[str]) -> None:
+        self._recipe = recipe
+        self._overrides = overrides
+        self._composed = _composed(recipe, overrides)
+
+    def config(self, values: Mapping[str, Any]) -> Config:
+        """Return the checked options of a run with further values.
+
+        Raises:
+            ValueError: an option does not exist, or has an invalid value.
+        """
+        added = [as_override(key, value) for key, value in values.items()]
+        arguments = hydra_arguments([*self._overrides, *added], CHOICES)
+        if any(key in GROUPS for key in values):
+            composed = _composed(self._recipe, [*self._overrides, *added])
+        else:
+            # Faster than to compose all files again.
+            composed = deepcopy(self._composed)
+            for text in arguments[len(arguments) - len(added) :]:
+                override = OverridesParser.create().parse_override(text)
+                OmegaConf.update(composed, override.key_or_group, override.value(), force_add=True)
+        drop_replaced(composed, arguments, Config)
+        return typed_config(composed)
+
+
+def _composed(recipe: str, overrides: Sequence[str]) -> DictConfig:
+    """Return the options of a run as its command composes them, not checked yet."""
+    arguments = hydra_arguments(overrides, CHOICES)
+    # The sweep's own command line is composed already.
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    register(Config, "schema")
+    try:
+        with initialize_config_module("configs", version_base="1.3"):
+            return compose(recipe, arguments)
+    except Exception as error:
+        raise ValueError(one_line(error)) from None
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
+def _metrics(config: Config) -> list[Metric]:
+    """Return the metrics that a run measures."""
+    labels: Sequence[RowColumn] = (RowColumn("label"),)
+    if config.data.path is not None:
+        spec = FeatureSpec.load(config.data.path, config.data.feature_spec, measure=False)
+        labels = spec.labels
+    return [
+        metric
+        for label in labels
+        for metric in metrics_of_label(
+            label,
+            further=config.eval.metrics,
+            has_groups=config.eval.group is not None,
+            is_single=len(labels) == 1,
+        )
+    ]

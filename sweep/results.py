@@ -1,0 +1,176 @@
+"""Results of a sweep: the table of its trials, `trials.csv`, the test of the best one, and `sweep.json`."""
+
+import csv
+import io
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from compare.run_record import RunRecord
+from compare.table import short_keys
+from configs.schema import require
+from dataloading.dataset.durable_files import replace_text
+from nn.models.metric import metric_of_key
+from nn.observability.records import METRICS
+from sweep.driver import BEST_STEP, POLL_SECONDS, PROBLEM, RUN_DIR
+from sweep.plan import TrialPlan
+from sweep.space import Space
+from sweep.study import Study, settings_of
+from sweep.trial import best_checkpoint
+from sweep.trial_process import Start, environment_of, last_line
+
+SWEEP, TABLE = "sweep.json", "trials.csv"
+STATE_NAMES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "running",
+    TrialState.WAITING: "waiting",
+}
+
+
+def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]:
+    """Return a row per trial, the best one first, those without a value last."""
+    rows = []
+    for trial in study.trials():
+        run_dir = directory / trial.user_attrs.get(RUN_DIR, "")
+        has_records = RUN_DIR in trial.user_attrs and (run_dir / METRICS).exists()
+        run = RunRecord.read(run_dir) if has_records else None
+        rows.append(
+            {
+                "trial": trial.number,
+                "state": STATE_NAMES[trial.state],
+                **{key: trial.params.get(key) for key in space},
+                "value": _value(trial),
+                "best_step": trial.user_attrs.get(BEST_STEP),
+                "steps": 0 if run is None else run.steps,
+                "seconds": None if run is None else run.seconds(),
+                "run_dir": trial.user_attrs.get(RUN_DIR),
+                "problem": trial.user_attrs.get(PROBLEM, ""),
+            }
+        )
+    sign = -1 if study.direction == "maximize" else 1
+    order = {"complete": 0, "pruned": 1}
+    rows.sort(key=lambda row: (order.get(row["state"], 2), sign * (row["value"] or 0.0)))
+    return rows
+
+
+def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space, name: str) -> None:
+    """Print a line per trial.
+
+    Args:
+        console: to print on.
+        rows: of the trials.
+        space: whose options are columns.
+        name: of the metric.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in ("trial", "state", *short_keys(list(space)), name, "at step", "steps"):
+        table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
+    for row in rows:
+        values = [_text(row[key]) for key in space]
+        value = "" if row["value"] is None else f"{row['value']:.4f}"
+        step = "" if row["best_step"] is None else f"{row['best_step']:,}"
+        table.add_row(str(row["trial"]), row["state"], *values, value, step, f"{row['steps']:,}")
+    console.print(table)
+    for row in rows:
+        if row["problem"]:
+            console.print(f"trial {row['trial']} failed: {row['problem']}", highlight=False)
+
+
+def write_table(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write `trials.csv`."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_text(directory / TABLE, text.getvalue(), directory / f".{TABLE}.tmp")
+
+
+def test_once(
+    directory: Path, plan: TrialPlan, best: FrozenTrial, gpu: str | None, start: Start
+) -> dict[str, Any]:
+    """Evaluate the best trial's checkpoint on the test split; return the metrics.
+
+    A repetition of the command reads them from the run directory of the first evaluation.
+
+    Raises:
+        ValueError: the evaluation failed.
+    """
+    run_dir = directory / f"test_trial_{best.number:02d}"
+    summary = RunRecord.read(run_dir).summary if run_dir.exists() else {}
+    if not summary:
+        checkpoint = best_checkpoint(directory / best.user_attrs[RUN_DIR])
+        command = plan.test_command(best.params, checkpoint, run_dir)
+        log = directory / "logs" / f"{run_dir.name}.log"
+        process = start(command, environment_of(gpu, 1), log)
+        while (exit_code := process.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        require(
+            exit_code == 0,
+            f"trial {best.number} could not be tested (exit code {exit_code}): {last_line(log)}; {log} has more",
+        )
+        summary = RunRecord.read(run_dir).summary
+    return {key: value for key, value in summary.items() if metric_of_key(key) is not None}
+
+
+def write_sweep(
+    directory: Path,
+    study: Study,
+    plan: TrialPlan,
+    space: Space,
+    rows: Sequence[dict[str, Any]],
+    measured: dict[str, Any],
+) -> None:
+    """Write `sweep.json`, whose existence shows that the sweep is complete.
+
+    Args:
+        directory: of the sweep.
+        study: of the sweep.
+        plan: of the trials.
+        space: of the trials.
+        rows: of the trials.
+        measured: of the best trial and of all of them: entries of the file.
+    """
+    best = study.best()
+    assert best is not None
+    run_dir = directory / best.user_attrs[RUN_DIR]
+    command = plan.command(best.params, run_dir)
+    content = {
+        **settings_of(study.config, space, plan.metric, plan.split),
+        "sampler": study.config.sampler.value,
+        "pruner": study.config.pruner.value,
+        "direction": study.direction,
+        "total_steps": sum(row["steps"] for row in rows),
+        "best": {
+            "trial": best.number,
+            "values": best.params,
+            "value": best.value,
+            "step": best.user_attrs[BEST_STEP],
+            "checkpoint": str(best_checkpoint(run_dir)),
+            "command": shlex.join(["python", *command[1:]]),
+        },
+        **measured,
+        "trials": sorted(rows, key=lambda row: row["trial"]),
+    }
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    replace_text(directory / SWEEP, text, directory / f".{SWEEP}.tmp")
+
+
+def _value(trial: FrozenTrial) -> float | None:
+    """Return the value of a trial; of a pruned one its last evaluation."""
+    if trial.state is TrialState.PRUNED and trial.intermediate_values:
+        return trial.intermediate_values[max(trial.intermediate_values)]
+    return trial.value
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,139 @@
+"""A sweep from its options: check, lock its directory, run the trials, test the best one, write the results."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from configs.many_runs_schema import Sampler, SweepConfig
+from configs.schema import require
+from dataloading.dataset.durable_files import hold
+from sweep.driver import Driver
+from sweep.gpus import visible_gpus
+from sweep.pictures import COORDINATES, IMPORTANCES, draw_coordinates, draw_importances
+from sweep.plan import TEST, TrialPlan, plan_trials
+from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep, write_table
+from sweep.space import Space, grid_of, read_space
+from sweep.study import Study, keep_settings, settings_of
+from sweep.trial_process import Start, start_process
+
+
+def run_sweep(config: SweepConfig, console: Console, start: Start = start_process) -> None:
+    """Run a sweep, or what is left of it.
+
+    Args:
+        config: of the sweep.
+        console: to print on.
+        start: starts a trial's command.
+
+    Raises:
+        ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete.
+        OSError: a file cannot be read or written.
+        StoppedSweepError: a signal arrived.
+    """
+    assert config.space is not None, "SweepConfig refuses a configuration without"
+    path, space = read_space(config.space)
+    if config.sampler is Sampler.grid:
+        next(grid_of(space))
+    plan = plan_trials(config, space)
+    slots = _slots(config, plan)
+    directory = Path(config.output or f"sweeps/{config.recipe}-{path.stem}")
+    with ExitStack() as stack:
+        stack.enter_context(hold(directory, f"is sweeping in {directory}"))
+        directory.mkdir(exist_ok=True)
+        keep_settings(directory, settings_of(config, space, plan.metric, plan.split))
+        study = Study(directory, config, space, plan.metric)
+        _print_head(console, config, plan, directory, study)
+        if study.has_more():
+            # It shows that a sweep is complete, and this one is not.
+            (directory / SWEEP).unlink(missing_ok=True)
+        driver = Driver(
+            directory,
+            config,
+            space,
+            plan,
+            study,
+            slots,
+            lambda text: _print(console, text),
+            start,
+        )
+        driver.run()
+        _conclude(directory, study, plan, space, slots, console, start)
+
+
+def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
+    """Return the GPU of each trial that may run at once; None for each on a machine without.
+
+    Raises:
+        ValueError: there are fewer GPUs.
+    """
+    gpus = visible_gpus() if plan.uses_gpus else []
+    if not gpus:
+        return [None] * config.parallel
+    require(
+        config.parallel <= len(gpus),
+        f"parallel={config.parallel}, and there are {len(gpus)} GPUs, of which each trial has one; set parallel={len(gpus)}, or "
+        "device=cpu",
+    )
+    return gpus[: config.parallel]
+
+
+def _print_head(
+    console: Console, config: SweepConfig, plan: TrialPlan, directory: Path, study: Study
+) -> None:
+    better = "larger" if plan.metric.larger_is_better else "smaller"
+    ended = len(study.trials())
+    known = f", {ended} of them started by an earlier command" if ended else ""
+    for text in (
+        f"sweep of {study.num_trials} trials{known}, {config.parallel} at once, sampler {config.sampler.value}, pruner "
+        f"{config.pruner.value}",
+        f"chosen by {plan.metric.key} ({better} is better) on split {plan.split}",
+        f"output {directory}/",
+    ):
+        _print(console, text)
+
+
+def _print(console: Console, text: str) -> None:
+    """Print a line as it is, without colours for numbers and without line breaks."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _conclude(
+    directory: Path,
+    study: Study,
+    plan: TrialPlan,
+    space: Space,
+    slots: Sequence[str | None],
+    console: Console,
+    start: Start,
+) -> None:
+    """Print and write the results, and test the best trial."""
+    rows = rows_of(directory, study, space)
+    console.print()
+    print_trials(console, rows, space, f"{plan.split} {plan.metric.key}")
+    write_table(directory, rows)
+    draw_coordinates(rows, space, plan.metric, directory / COORDINATES)
+    importances = study.importances()
+    draw_importances(importances, directory / IMPORTANCES)
+    best = study.best()
+    if best is None:
+        raise ValueError(
+            f"none of the {len(rows)} trials is complete; {directory}/logs has their output"
+        )
+    test = test_once(directory, plan, best, slots[0], start)
+    write_sweep(directory, study, plan, space, rows, {TEST: test, "importances": importances})
+    value = "" if best.value is None else f"{best.value:.4f}"
+    shown = ", ".join(
+        f"{key.removeprefix('test_')} {number:.4f}"
+        for key, number in test.items()
+        if number is not None
+    )
+    console.print()
+    for text in (
+        f"best        trial {best.number}: {plan.split} {plan.metric.key} {value}",
+        f"test        {shown}",
+        f"written to  {directory}/",
+        f"            {SWEEP}  {TABLE}  {COORDINATES}  {IMPORTANCES}  trials/  logs/",
+    ):
+        _print(console, text)

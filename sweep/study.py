@@ -1,0 +1,167 @@
+"""The study of a sweep: Optuna's ask and tell over its journal, which survives a kill at any moment."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from configs.many_runs_schema import Pruner, Sampler, SweepConfig
+from configs.schema import require
+from dataloading.dataset.documents import read_json
+from dataloading.dataset.durable_files import AppendedFile, replace_text
+from nn.models.metric import Metric
+from sweep.space import Space, as_plain, grid_of, suggest
+
+JOURNAL, SETTINGS = "journal.log", "settings.json"
+MAX_STARTUP_TRIALS = 10
+
+
+class Study:
+    """Trials of a sweep directory, which the caller holds alone.
+
+    Args:
+        directory: of the sweep.
+        config: of the sweep.
+        space: of the trials.
+        metric: that they are chosen by.
+
+    Raises:
+        ValueError: the directory holds another sweep, or the sampler cannot search this space.
+    """
+
+    def __init__(self, directory: Path, config: SweepConfig, space: Space, metric: Metric) -> None:
+        self.config, self._space = config, space
+        self._grid: list[dict[str, Any]] = []
+        self.num_trials = config.trials
+        if config.sampler is Sampler.grid:
+            self._grid = list(islice(grid_of(space), config.trials))
+            self.num_trials = len(self._grid)
+        self.direction = "maximize" if metric.larger_is_better else "minimize"
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # constant_liar, which keeps trials that run at once apart, is one of them.
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        path = directory / JOURNAL
+        # A killed process leaves its lock, and perhaps a part of a line. Nobody else writes here.
+        Path(f"{path}.lock").unlink(missing_ok=True)
+        AppendedFile(path, is_text=True).close()
+        self._study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(path))),
+            study_name="sweep",
+            direction=self.direction,
+            sampler=self._sampler(0),
+            pruner=_pruner(config.pruner),
+            load_if_exists=True,
+        )
+
+    def has_more(self) -> bool:
+        """Return whether there are trials to ask for."""
+        is_waiting = bool(self.trials(TrialState.WAITING))
+        return is_waiting or len(self.trials()) < self.num_trials
+
+    def ask(self) -> Trial:
+        """Return a new trial with its values; those of a trial that was asked for before a kill are completed."""
+        number = len(self.trials())
+        # A sampler that is seeded once would draw the same values again after a restart.
+        self._study.sampler = self._sampler(number)
+        if self._grid and not self.trials(TrialState.WAITING):
+            self._study.enqueue_trial(self._grid[number])
+        trial = self._study.ask()
+        suggest(trial, self._space)
+        return trial
+
+    def resume(self, frozen: FrozenTrial) -> Trial:
+        """Return a trial that was running when the sweep was killed."""
+        self._study.sampler = self._sampler(frozen.number)
+        trial = Trial(self._study, frozen._trial_id)
+        suggest(trial, self._space)
+        return trial
+
+    def tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:
+        """Record the end of a trial."""
+        self._study.tell(trial, value, state=state)
+
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the trials in some states, or all, by number."""
+        return self._study.get_trials(deepcopy=False, states=states or None)
+
+    def best(self) -> FrozenTrial | None:
+        """Return the complete trial with the best value; of equal ones the first."""
+        complete = [trial for trial in self.trials(TrialState.COMPLETE) if trial.value is not None]
+        sign = -1.0 if self.direction == "maximize" else 1.0
+        return min(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
+
+    def importances(self) -> dict[str, float]:
+        """Return the share of each option in the variance of the metric; empty if too few trials are complete."""
+        with suppress(ValueError, RuntimeError):
+            evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+            return dict(optuna.importance.get_param_importances(self._study, evaluator=evaluator))
+        return {}
+
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
+        """Return the sampler of a trial; trials differ in their seeds."""
+        config = self.config
+        seed = config.sampler_seed * 1_000_003 + number
+        startup = max(1, min(MAX_STARTUP_TRIALS, config.trials // 4))
+        if config.sampler is Sampler.tpe:
+            return optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=startup, constant_liar=config.parallel > 1
+            )
+        if config.sampler is Sampler.gp:
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup)
+        if config.sampler is Sampler.qmc:
+            # The sequence counts its points in the journal.
+            return optuna.samplers.QMCSampler(seed=config.sampler_seed, scramble=True)
+        return optuna.samplers.RandomSampler(seed=seed)
+
+
+def _pruner(name: Pruner) -> optuna.pruners.BasePruner:
+    if name is Pruner.median:
+        return optuna.pruners.MedianPruner()
+    if name is Pruner.asha:
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=1)
+    return (
+        optuna.pruners.HyperbandPruner() if name is Pruner.hyperband else optuna.pruners.NopPruner()
+    )
+
+
+def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Record what a sweep searches, or compare it with what an earlier start has recorded.
+
+    Raises:
+        ValueError: the directory holds another sweep.
+    """
+    path = directory / SETTINGS
+    now = json.loads(json.dumps(settings))
+    if not path.exists():
+        require(
+            not any(directory.iterdir()),
+            f"output={directory} is not empty and holds no sweep; set another output",
+        )
+        replace_text(path, json.dumps(now, indent=2) + "\n", directory / f".{SETTINGS}.tmp")
+        return
+    before = read_json(path)
+    for key in sorted(now.keys() | before.keys()):
+        require(
+            now.get(key) == before.get(key),
+            f"output={directory} holds a sweep with another {key}: {before.get(key)} instead of {now.get(key)}; set another "
+            "output, or repeat that one",
+        )
+
+
+def settings_of(config: SweepConfig, space: Space, metric: Metric, split: str) -> dict[str, Any]:
+    """Return what may not change between two starts of a sweep; trials, parallel, sampler and pruner may."""
+    return {
+        "recipe": config.recipe,
+        "space": as_plain(space),
+        "overrides": sorted(config.overrides),
+        "metric": metric.key,
+        "split": split,
+    }

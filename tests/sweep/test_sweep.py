@@ -1,0 +1,283 @@
+"""A sweep with trials of tenths of a second: results, kills, failures, pruning and refusals."""
+
+import csv
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from configs.many_runs_schema import Pruner, Sampler, SweepConfig
+from dataloading.dataset.durable_files import hold
+from sweep.__main__ import with_trial_options
+from sweep.driver import StoppedSweepError
+from sweep.run import run_sweep
+from sweep.space import Range, as_override, read_space
+from sweep.trial_process import start_process
+from tests.helpers.runs import Killed
+from tests.sweep import fake_run
+
+SPACE = "optimizer.lr: {low: 0.001, high: 10, log: true}\nseed: [1, 2]\n"
+
+
+class Starts:
+    """Commands that were started, in place of which fake runs are."""
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.kill_at: int | None = None
+
+    def __call__(self, command, environment, log):
+        if len(self.commands) == self.kill_at:
+            self.kill_at = None
+            raise Killed
+        self.commands.append(list(command))
+        return start_process(
+            [sys.executable, "-S", fake_run.__file__, *command[2:]], environment, log
+        )
+
+    @property
+    def tests(self) -> list[list[str]]:
+        return [command for command in self.commands if "mode=eval" in command]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("sweep.driver.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("sweep.results.POLL_SECONDS", 0.02)
+
+
+@pytest.fixture
+def space(tmp_path) -> Path:
+    path = tmp_path / "space.yaml"
+    path.write_text(SPACE)
+    return path
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    return tmp_path / "sweep"
+
+
+def sweep(space: Path, output: Path, starts: Starts | None = None, **changes) -> str:
+    """Run a sweep; return what it prints."""
+    overrides = ["device=cpu", *changes.pop("overrides", [])]
+    text = io.StringIO()
+    settings = {"trials": 4, "parallel": 2, "pruner": Pruner.none} | changes
+    config = SweepConfig(space=str(space), output=str(output), overrides=overrides, **settings)
+    run_sweep(config, Console(file=text, width=200), starts or Starts())
+    return text.getvalue()
+
+
+def starts_of(output: Path) -> dict[str, int]:
+    """Return how often each trial was started, by its number."""
+    runs = sorted((output / "trials").iterdir())
+    return {run.name[:2]: len((run / "starts").read_text().splitlines()) for run in runs}
+
+
+def test_the_best_trial_is_tested_once_and_results_are_left(space, output):
+    starts = Starts()
+    text = sweep(space, output, starts, trials=5)
+    result = json.loads((output / "sweep.json").read_text())
+    rows = list(csv.DictReader((output / "trials.csv").open()))
+    assert [row["trial"] for row in rows] == [
+        str(trial["trial"]) for trial in sorted(result["trials"], key=lambda row: -row["value"])
+    ]
+    best = max(result["trials"], key=lambda row: row["value"])
+    assert (result["best"]["trial"], result["best"]["value"]) == (best["trial"], best["value"])
+    assert result["split"] == "validation"
+    # At the last evaluation the AUC is below the test's by 0.001 + 0.1 / 4.
+    assert result["test"]["test_auc"] == pytest.approx(best["value"] + 0.025)
+    assert [name[:2] for name in starts_of(output)] == [f"{number:02d}" for number in range(5)]
+    assert len(starts.tests) == 1
+    assert "eval.split=test" in starts.tests[0]
+    assert all("data.validation_fraction=0.1" in command for command in starts.commands)
+    kept = [path.parent.name[:2] for path in (output / "trials").glob("*/checkpoints")]
+    assert kept == [f"{best['trial']:02d}"]
+    assert f"best        trial {best['trial']}: validation auc {best['value']:.4f}" in text
+    for name in ("parallel_coordinates.png", "importances.png"):
+        assert imread(output / name)[..., :3].std() > 0.05
+    assert result["importances"]["optimizer.lr"] > result["importances"]["seed"]
+    # The same command has nothing left to do.
+    again = Starts()
+    sweep(space, output, again, trials=5)
+    assert again.commands == []
+
+
+def test_after_a_kill_of_the_sweep_no_trial_is_lost_or_run_twice(space, output):
+    starts = Starts()
+    starts.kill_at = 3
+    with pytest.raises(Killed):
+        sweep(space, output, starts)
+    starts.commands.clear()
+    # What a killed process leaves: its lock, and a part of a line.
+    journal = output / "journal.log"
+    Path(f"{journal}.lock").symlink_to(journal)
+    with journal.open("a") as stream:
+        stream.write('{"op_code": 5, "wor')
+    sweep(space, output, starts)
+    numbers = [
+        trial["trial"] for trial in json.loads((output / "sweep.json").read_text())["trials"]
+    ]
+    assert numbers == [0, 1, 2, 3]
+    for run in (output / "trials").iterdir():
+        steps = [
+            json.loads(line)["step"] for line in (run / "metrics.jsonl").open() if "step" in line
+        ]
+        assert steps == [10, 20, 30, 40]
+
+
+def test_a_killed_trial_resumes_and_then_fails(space, output, tmp_path):
+    text = sweep(space, output, overrides=["recipe=killed"], trials=2)
+    assert "its process was killed; it resumes" in text
+    assert starts_of(output) == {"00": 2, "01": 2}
+    assert {t["state"] for t in json.loads((output / "sweep.json").read_text())["trials"]} == {
+        "complete"
+    }
+    with pytest.raises(ValueError, match="none of the 1 trials is complete"):
+        sweep(space, tmp_path / "b", overrides=["recipe=always_killed"], trials=1, restarts=1)
+    assert starts_of(tmp_path / "b") == {"00": 2}
+
+
+def test_a_trial_that_diverges_is_recorded_and_ends_no_other(tmp_path, output):
+    space = tmp_path / "space.yaml"
+    space.write_text("optimizer.lr: [0.1, 5.0]\n")
+    text = sweep(space, output, overrides=["recipe=diverge"], sampler=Sampler.grid)
+    trials = json.loads((output / "sweep.json").read_text())["trials"]
+    assert [(trial["state"], trial["problem"]) for trial in trials] == [
+        ("complete", ""),
+        ("failed", "diverged: the loss is nan"),
+    ]
+    assert "trial 1 failed: diverged: the loss is nan" in text
+
+
+def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
+    space = tmp_path / "space.yaml"
+    space.write_text(f"optimizer.lr: {[*(0.1 + 0.001 * number for number in range(6)), 9.0]}\n")
+    options = {"sampler": Sampler.grid, "pruner": Pruner.median, "trials": 7, "parallel": 1}
+    sweep(space, output, **options | {"trials": 6, "pruner": Pruner.none})
+    starts = Starts()
+    # The process of the last one would wait for 30 s after each evaluation.
+    original = starts.__call__
+    sweep(
+        space,
+        output,
+        lambda command, environment, log: original([*command, "recipe=slow"], environment, log),
+        **options,
+    )
+    trials = json.loads((output / "sweep.json").read_text())["trials"]
+    assert [trial["state"] for trial in trials] == ["complete"] * 6 + ["pruned"]
+    assert trials[6]["steps"] == 10
+
+
+def test_each_trial_that_runs_at_once_has_a_gpu_of_its_own(space, output, monkeypatch):
+    monkeypatch.setattr("sweep.run.visible_gpus", lambda: ["3", "5"])
+    sweep(space, output, trials=2, overrides=["device=auto"])
+    runs = sorted((output / "trials").iterdir())
+    assert [(run / "starts").read_text() for run in runs] == ["3\n", "5\n"]
+    with pytest.raises(ValueError, match=r"^parallel=3, and there are 2 GPUs, of which each trial"):
+        sweep(space, output, parallel=3, overrides=["device=auto"])
+
+
+def test_a_signal_stops_the_trials_and_the_same_command_resumes(space, output):
+    starts = Starts()
+
+    def start(command, environment, log):
+        process = starts(command, environment, log)
+        if len(starts.commands) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    with pytest.raises(StoppedSweepError, match=r"^stopped by SIGTERM; the same command resumes"):
+        sweep(space, output, start)
+    assert not (output / "sweep.json").exists()
+    again = Starts()
+    sweep(space, output, again)
+    assert len(starts.commands) == 2
+    assert sorted({name[:2] for name in starts_of(output)}) == ["00", "01", "02", "03"]
+
+
+def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tmp_path):
+    sweep(space, output, trials=1)
+    with hold(output, "is sweeping there"), pytest.raises(ValueError, match="is sweeping in"):
+        sweep(space, output)
+    space.write_text(SPACE.replace("10", "20"))
+    with pytest.raises(
+        ValueError, match=r"holds a sweep with another space: .* set another output"
+    ):
+        sweep(space, output)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").touch()
+    with pytest.raises(ValueError, match="is not empty and holds no sweep"):
+        sweep(space, tmp_path / "full")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("optimizer.lrr: [1, 2]", "there is no option optimizer.lrr; did you mean optimizer.lr?"),
+        ("model.dropuot: [0.1]", "there is no option model.dropuot; did you mean model.dropout?"),
+        ("model.hidden: [[8], [9]]", "model.hidden is of another model, and model.name=dlrm"),
+        ("model.dropout: [0.1, 1.5]", "model.dropout must be at least 0 and below 1"),
+        ("optimizer.lr: {low: -1, high: 1}", "optimizer.lr must be positive, got -1"),
+        ("", "the space is empty"),
+        ("{}", "the space is empty"),
+        ("seed: []", "seed has no choices"),
+        ("seed: [1, 1]", "seed has a choice twice"),
+        ("seed: 3", "got 3, want a list of choices, or {low: .., high: ..}"),
+        ("seed: {low: 1}", "seed needs low and high"),
+        ("seed: {low: 1, high: 9, steps: 2}", "there is no 'steps'; want low, high, and log or step"),
+        ("seed: {low: 1, high: 9, step: 2, log: true}", "log and step exclude each other"),
+        ("optimizer.lr: {low: 0, high: 1, log: true}", "low must be positive with log: true"),
+        ("eval.split: [test]", "eval.split cannot differ between trials"),
+    ],
+)  # fmt: skip
+def test_a_bad_space_is_refused_before_anything_starts(space, output, content, message):
+    space.write_text(content)
+    with pytest.raises(ValueError, match=r"space") as caught:
+        sweep(space, output)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "dlmr"}, "there is no recipe=dlmr; did you mean dlrm?"),
+        ({"metric": "aucc"}, "eval.best_metric=aucc is not measured"),
+        ({"sampler": Sampler.grid}, "sampler=grid needs choices or a step, and optimizer.lr is"),
+        ({"overrides": ["eval.split=test"]}, "eval.split=test: trials chosen by the test split"),
+        ({"overrides": ["seed=3"]}, "seed is in the space and among the options of all trials"),
+        ({"overrides": ["checkpoint.save=false"]}, "checkpoint.save=false: the best trial is tested"),
+        ({"overrides": ["optimizer.lrr=3"]}, "there is no option optimizer.lrr; did you mean"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_anything_starts(space, output, changes, message):
+    with pytest.raises(ValueError, match=r"^\w") as caught:
+        sweep(space, output, **changes)
+    assert str(caught.value).startswith(message)
+    assert not output.exists()
+
+
+def test_the_committed_space_is_that_of_the_sample():
+    path, space = read_space("deepfm_criteo")
+    assert path.name == "deepfm_criteo.yaml"
+    assert space["optimizer.lr"] == Range(0.001, 0.01, log=True)
+    assert space["model.dropout"].ends() == ("0.4", "0.5", "0.6")
+
+
+def test_options_of_trials_stand_beside_those_of_the_sweep():
+    written = ["space=s.yaml", "data.path=a b", "trials=3", "model.top_mlp=[8,1]", "--help"]
+    assert with_trial_options(written) == [
+        *("space=s.yaml", "trials=3", "--help"),
+        "overrides=['data.path=a b','model.top_mlp=[8,1]']",
+    ]
+    with pytest.raises(ValueError, match=r"^there is no option trails; did you mean trials\?"):
+        with_trial_options(["trails=3"])
+    assert as_override("optimizer.lr", 1e-5) == "optimizer.lr=1e-05"
