@@ -244,9 +244,10 @@ def test_feature_names_do_not_become_paths(tmp_path):
     assert ended.exit_code == 0, ended.err
     path = next((run_dir / "checkpoints").glob("step_*"))
     written = export_tables(path, output)
-    assert any("/outside/" in name for name in written)
+    assert any("/outside/" in name for name in written["tables"])
     assert {entry.name for entry in tmp_path.iterdir()} == {"room"}
-    assert files_below(output) == {"export.json", *chain.from_iterable(written.values())}
+    files = [*chain.from_iterable(written["tables"].values())]
+    assert files_below(output) == {"export.json", "run.json", "tensors.json", *files}
 
 
 FAKE = {
