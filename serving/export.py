@@ -6,6 +6,9 @@ if __name__ == "__main__":
 
     end_at_once_on_signals()
 
+import os
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from configs.command_line import composed_command, end_command
@@ -21,8 +24,12 @@ def run(composed: DictConfig) -> None:
     """Check the composed options and export the model; report errors in one line."""
     try:
         config: ModelExportConfig = to_config(composed)
+        check_paths(config)
         restore_signals()
-        # Imported here: torch and TorchRec take seconds, and errors of options need neither.
+        # Imported here: torch and TorchRec take seconds, and the errors above need neither.
+        from nn.library_warnings import quiet_libraries
+
+        quiet_libraries()
         from serving.exporting.run import export_model
 
         manifest = export_model(config)
@@ -38,6 +45,22 @@ def run(composed: DictConfig) -> None:
     for line in report(manifest):
         print(on_one_line(line))
     print(on_one_line(f"written to {config.output}"))
+
+
+def check_paths(config: ModelExportConfig) -> None:
+    """Check that checkpoint and output can be used, before torch is imported.
+
+    Raises:
+        ValueError: one of them cannot; the export itself checks again.
+    """
+    checkpoint = Path(config.checkpoint or "")
+    if not (checkpoint / "run.json").exists():
+        missing = f"there is no {'run.json in it' if checkpoint.is_dir() else 'such directory'}"
+        raise ValueError(
+            f"checkpoint={checkpoint} is no checkpoint of a run ({missing}); name a step_N directory in a run's checkpoints/"
+        )
+    if os.path.lexists(config.output or ""):
+        raise ValueError(f"output={config.output} exists; name a new directory, or remove that one")
 
 
 def report(manifest: Manifest) -> list[str]:

@@ -15,12 +15,15 @@ from configs.command_line import composed_command, end_command
 from configs.messages import on_one_line, os_error_text
 from configs.overrides import to_config
 from configs.serving_schema import ServerConfig
+from serving.manifest import MANIFEST
+from serving.versions import list_versions
 
 if TYPE_CHECKING:
     from serving.server.service import Service
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MIB = 2**20
+STARTED = time.perf_counter()
 SPARE_FILES = 64
 """Open files beside connections."""
 
@@ -30,9 +33,11 @@ def run(composed: DictConfig) -> None:
     try:
         config: ServerConfig = to_config(composed)
         token = read_token(config.token_file)
+        check_model(Path(config.model or ""))
         # Imported here: torch takes seconds, and errors of options need none.
-        from serving.server import service  # noqa: F401
+        from serving.inference.dense import import_loader
 
+        import_loader()
         started = time.perf_counter()
         asyncio.run(serve(open_service(config, token), config, started))
     except ValueError as error:
@@ -41,6 +46,18 @@ def run(composed: DictConfig) -> None:
         end_command(f"error: {os_error_text(error, f'host={composed.host} port={composed.port}')}")
     except KeyboardInterrupt:
         end_command("interrupted before the server was ready", 130)
+
+
+def check_model(path: Path) -> None:
+    """Check that there is a manifest or a version, before torch is imported.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if not (path / MANIFEST).exists() and not list_versions(path):
+        raise ValueError(
+            f"model={path} is no model directory and has no versions; write one with python -m serving.export output={path}/1"
+        )
 
 
 def read_token(path: str | None) -> str | None:
@@ -98,8 +115,10 @@ async def serve(service: "Service", config: ServerConfig, started: float) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     port = await service.start(config.host, config.port)
+    now = time.perf_counter()
     say(
-        f"ready after {time.perf_counter() - started:.1f} s: {service.title} on http://{config.host}:{port}"
+        f"ready after {now - STARTED:.1f} s, {started - STARTED:.1f} s of them imports: {service.title} on "
+        f"http://{config.host}:{port}"
     )
     if config.host not in LOOPBACK and config.token_file is None:
         say(

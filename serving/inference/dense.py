@@ -34,6 +34,12 @@ WORDS = frozenset(
 SYMBOL = re.compile(r"[su]?\d+")
 
 
+def import_loader() -> None:
+    """Import what torch's loader imports at its first call, which takes longer than loading a model."""
+    import torch._inductor.cpp_builder
+    import torch.export.pt2_archive._package  # noqa: F401
+
+
 def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
     """Return forward(numerical [B, N], embeddings [B, T]) -> logits.
 

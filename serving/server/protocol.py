@@ -131,7 +131,7 @@ def _tensor(entry: Mapping[str, Any], rest: memoryview) -> tuple[Tensor, memoryv
     name = _name(entry)
     where = f"input {shown(name)}"
     datatype, shape = entry.get("datatype"), entry.get("shape")
-    if datatype != TEXT and datatype not in DTYPES:
+    if not isinstance(datatype, str) or (datatype != TEXT and datatype not in DTYPES):
         refuse(f"{where} has datatype {shown(datatype)}; want one of {', '.join(DTYPES)}, {TEXT}")
     if (
         not isinstance(shape, list)
@@ -170,6 +170,10 @@ def _from_json(where: str, datatype: str, shape: list[int], entry: Mapping[str, 
     if datatype == TEXT:
         if not all(value is None or isinstance(value, str) for value in data):
             refuse(f"{where} has a value that is no text; {TEXT} takes texts and null")
+        try:
+            "".join(value or "" for value in data).encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            refuse(f"{where} has a text that is not UTF-8")
         return data
     is_float = datatype.startswith("FP")
     kinds = (int, float) if is_float else (int,)

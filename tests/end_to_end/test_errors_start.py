@@ -16,7 +16,10 @@ from tests.helpers.datasets import write_clicks
 from tests.helpers.rank_processes import wait_until
 from tests.project.layout import is_ours
 
-RECIPES = ("dlrm", "preproc/__main__", "nn/export/__main__")
+RECIPES = (
+    *("dlrm", "preproc/__main__", "nn/export/__main__"),
+    *("serving/export", "serving/run", "serving/rollback"),
+)
 # What a refusal may not import.
 SLOW = ("torch", "torchrec", "duckdb", "numba", "pyarrow", "matplotlib")
 # Runs commands in one process; prints exit code, text and slow imports of each.
@@ -44,6 +47,16 @@ EARLY = [
     (["experiment=nope"], r"there is no experiment=nope; "),
 ]  # fmt: skip
 
+EARLY_SERVING = [
+    ("export", [], r"no checkpoint: set checkpoint="),
+    ("export", ["checkpoint=/nope", "output=/nope/x"], r"checkpoint=/nope is no checkpoint of a run"),
+    ("run", ["model=/nope"], r"model=/nope cannot be read"),
+    ("run", ["model={empty}"], r"is no model directory and has no versions"),
+    ("run", ["model={empty}", "token_file={file}"], r"token_file=.*file: want one line"),
+    ("run", ["model={empty}", "port=70000"], r"port must be at most 65,535, got 70000"),
+    ("rollback", ["model={empty}"], r"nothing to return to; it has the versions none"),
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, Path]:
@@ -62,6 +75,10 @@ def without_torch(places) -> list[tuple[int | None, str, str, list[str]]]:
     commands = [("dlrm", [text.format(**places) for text in texts]) for texts, _ in EARLY]
     commands += [(recipe, ["--help"]) for recipe in RECIPES]
     commands += [("dcnv2", ["--cfg=job"])]
+    commands += [
+        (f"serving/{name}", [text.format(**places) for text in texts])
+        for name, texts, _ in EARLY_SERVING
+    ]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(slow=SLOW)],
         input=json.dumps(commands),
@@ -78,6 +95,14 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(without_torch, 
     exit_code, out, err, slow = without_torch[index]
     assert (exit_code, out, slow) == (2, "", []), err
     assert re.search(EARLY[index][1], err), err
+    assert re.fullmatch(r"error: [^\n]+\n", err)
+
+
+@pytest.mark.parametrize("index", range(len(EARLY_SERVING)))
+def test_serving_refuses_before_torch_is_imported(without_torch, index):
+    exit_code, out, err, slow = without_torch[index - len(EARLY_SERVING)]
+    assert (exit_code, out, slow) == (2, "", []), err
+    assert re.search(EARLY_SERVING[index][2], err), err
     assert re.fullmatch(r"error: [^\n]+\n", err)
 
 

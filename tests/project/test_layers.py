@@ -160,7 +160,12 @@ ROOMS = {
     "serving.exporting": {"serving.inference", "serving.manifest"},
     "serving.server": {"serving.inference"},
     "serving.export": {"serving.exporting", "serving.manifest"},
-    "serving.run": {"serving.inference", "serving.server"},
+    "serving.run": {
+        "serving.inference",
+        "serving.manifest",
+        "serving.server",
+        "serving.versions",
+    },
     "serving.rollback": {"serving.versions"},
     "preproc.column_store": set(),
     "preproc.fitted_state": {"preproc.dataset_writer", "preproc.vocabulary_file"},

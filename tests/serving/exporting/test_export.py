@@ -20,7 +20,7 @@ from serving.exporting.dense import export_dense
 from serving.exporting.tables import quantize
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
-from serving.manifest import DENSE, MANIFEST, Manifest, ModelError
+from serving.manifest import DENSE, MANIFEST, ONNX, Manifest, ModelError
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
@@ -103,6 +103,20 @@ def test_every_dense_component_is_exported_for_any_number_of_rows(name, two_labe
     for rows in (1, 2, 7):
         inputs = torch.randn(rows, len(spec.numerical)), torch.randn(rows, columns)
         torch.testing.assert_close(forward(*inputs), dense(*inputs), rtol=0, atol=1e-6)
+
+
+def test_onnx_computes_the_same(runs, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    manifest = export(runs["dlrm"][0], tmp_path / "model", onnx=True)
+    assert ONNX in manifest.files
+    session = runtime.InferenceSession(tmp_path / "model" / ONNX)
+    forward = load_dense(tmp_path / "model" / DENSE)
+    for rows in (1, 5):
+        inputs = torch.randn(rows, 3), torch.randn(rows, manifest.num_columns)
+        names = ("numerical", "embeddings")
+        feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+        (logits,) = session.run(["logits"], feed)
+        np.testing.assert_allclose(logits, forward(*inputs).numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])

@@ -2,12 +2,17 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +20,7 @@ import pytest
 
 from serving.manifest import MANIFEST, Manifest
 from serving.versions import list_versions, withdraw
+from tests.helpers.command import ROOT
 from tests.helpers.composed import TINY, ranks_of_cpu
 from tests.serving.served_models import Client, export, save_run, served_scores, serving, tensor
 
@@ -79,8 +85,6 @@ def binary(numerical: np.ndarray, ids: np.ndarray) -> tuple[bytes, dict[str, str
 
 
 def binary_scores(client: Client, numerical: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    from http.client import HTTPConnection
-
     body, headers = binary(numerical, ids)
     connection = HTTPConnection("127.0.0.1", client.port, timeout=20)
     connection.request("POST", INFER, body, headers)
@@ -169,6 +173,16 @@ WRONG = {
     ),
     "text for a number": (inputs(NUMERICAL, IDS.astype(str)), 400, "which is no INT64"),
     "fraction for an id": (inputs(NUMERICAL, IDS + 0.5), 400, "which is no INT64"),
+    "no name of a datatype": (
+        [tensor("numerical", ["FP32"], NUMERICAL), tensor("ids", "INT64", IDS)],
+        400,
+        "has datatype ['FP32']",
+    ),
+    "half a character": (
+        [tensor("numerical", "BYTES", [["\ud800"] * 3] * 2), tensor("ids", "INT64", IDS)],
+        400,
+        "is not UTF-8",
+    ),
     "datatype": ([tensor("numerical", "FP8", NUMERICAL)], 400, "has datatype 'FP8'"),
     "too many rows": (inputs(*rows(3000)), 413, "want at most 2,048"),
 }
@@ -394,6 +408,29 @@ def test_draining_answers_what_has_begun(models):
             assert answer.result()[0] == HTTPStatus.OK
         with pytest.raises(OSError, match="refused"):
             client.call("/v2/health/live")
+
+
+def test_the_command_serves_until_sigterm(models):
+    command = [sys.executable, "-m", "serving.run", f"model={models['one']}", "port=0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        ready = process.stderr.readline()
+        found = re.fullmatch(
+            r"ready after [\d.]+ s, [\d.]+ s of them imports: model dlrm, version 1 on http://127.0.0.1:(\d+)\n",
+            ready,
+        )
+        assert found, ready
+        connection = HTTPConnection("127.0.0.1", int(found[1]), timeout=20)
+        connection.request("GET", "/v2/health/ready")
+        assert connection.getresponse().read() == b'{"ready": true}'
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.read() == "draining: accepted requests are answered\nended\n"
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
 
 
 def test_a_manifest_says_what_a_client_depends_on(models):
