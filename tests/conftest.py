@@ -40,6 +40,8 @@ LONGEST_FIRST = (
     "project/test_add_a_model.py",
     "project/test_floors.py",
     "sweep/test_sweep.py",
+    "serving/exporting/test_export.py",
+    "serving/server/test_server.py",
 )
 # Something of every room in about a minute: what `-m fast` selects.
 FAST = {
@@ -74,6 +76,9 @@ FAST = {
     "preproc/table/test_pipeline.py",
     "preproc/test_synthetic.py",
     "preproc/verify/test_verify.py",
+    "serving/exporting/test_quantize.py",
+    "serving/inference/test_raw_values.py",
+    "serving/server/test_protocol.py",
     "project/test_layers.py",
     "project/test_layout.py",
     "project/test_words.py",

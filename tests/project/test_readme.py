@@ -1,6 +1,7 @@
 """Files, options, experiments and flags that README.md and docs/ name exist."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from configs.preproc_schema import PreprocConfig
 from configs.schema import Config, describe
+from configs.serving_schema import ModelExportConfig, ServerConfig
 from nn.models.registry import OPTIONS
 from tests.project.layout import is_ours
 
@@ -189,7 +191,8 @@ def test_every_key_that_a_command_of_a_page_sets_is_an_option(page):
 def test_every_key_of_the_flag_tables_is_an_option():
     keys = set().union(*(keys_in(each) for each in code(FLAGS)))
     assert "train.batch_size" in keys
-    assert keys - TRAINING_KEYS - {"experiment", "data"} == set()
+    serving = {key.name for kind in (ModelExportConfig, ServerConfig) for key in fields(kind)}
+    assert keys - TRAINING_KEYS - serving - {"experiment", "data"} == set()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/tf2_flags.md"])

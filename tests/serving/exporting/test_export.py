@@ -17,7 +17,6 @@ from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import MODELS, build_dense, declared_tables
 from serving.exporting import proof
 from serving.exporting.dense import export_dense
-from serving.exporting.tables import quantize
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
 from serving.manifest import DENSE, MANIFEST, ONNX, Manifest, ModelError
@@ -137,14 +136,6 @@ def test_narrow_ragged_tables_are_pooled_as_wide_ones(runs, tmp_path):
     export(checkpoint, tmp_path / "model", dtype=TableType.int8)
     found = served_scores(tmp_path / "model", checkpoint)
     np.testing.assert_allclose(found, sigmoid(logits), rtol=0, atol=2e-3)
-
-
-def test_int8_rows_are_within_half_a_step_and_zero_rows_stay_zero():
-    rows = torch.randn(50, 9)
-    rows[7] = 0
-    steps, scales = quantize(rows)
-    assert ((steps * scales[:, None] - rows).abs() <= scales[:, None] / 2 + 1e-7).all()
-    assert steps[7].eq(0).all()
 
 
 def test_an_export_that_differs_is_refused_and_leaves_nothing(runs, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def options(words: list[str]) -> dict[str, str]:
 
 def described(source: Path) -> dict:
     """Return the table of docs/your_data.md."""
-    (text,) = blocks("your_data.md", "yaml")
+    text = blocks("your_data.md", "yaml")[0]
     return yaml.safe_load(text.replace("${source}", str(source)))["table"]
 
 
@@ -63,7 +63,7 @@ def training_score(row: dict[str, str], checkpoint: str, place: Path) -> float:
 def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train, export_it, serve = map(shlex.split, blocks("serving.md", "bash")[0].splitlines())
-    (script,) = blocks("your_data.md", "python")
+    script = blocks("your_data.md", "python")[0]
     exec(script.replace("20_000", "1_000"), {})  # the code of that page
     preprocess(tmp_path / "shop.csv", tmp_path / "data/shop")
     assert train[:2] == ["python", "dlrm.py"]

@@ -1,0 +1,64 @@
+"""Requests of the v2 protocol: JSON and binary tensors hold the same, and texts may be missing."""
+
+import json
+
+import numpy as np
+import pytest
+
+from serving.server.http_server import RequestError
+from serving.server.protocol import infer_response, parse_infer
+
+
+def request(entries: list[dict], *blobs: bytes, **more) -> tuple[bytes, dict[str, str]]:
+    """Return body and headers."""
+    head = json.dumps({"inputs": entries, **more}).encode()
+    return head + b"".join(blobs), {"inference-header-content-length": str(len(head))}
+
+
+def entry(name: str, kind: str, shape: list[int], blob: bytes) -> dict:
+    parameters = {"binary_data_size": len(blob)}
+    return {"name": name, "datatype": kind, "shape": shape, "parameters": parameters}
+
+
+def test_binary_tensors_hold_what_json_does():
+    ids = np.arange(6, dtype="<i4").tobytes()
+    texts = b"".join(len(t).to_bytes(4, "little") + t for t in (b"a", b"", "é".encode()))
+    entries = [entry("ids", "INT32", [3, 2], ids), entry("city", "BYTES", [3], texts)]
+    found = parse_infer(*request(entries, ids, texts, id="7"))
+    in_json = [
+        {"name": "ids", "datatype": "INT32", "shape": [3, 2], "data": [[0, 1], [2, 3], [4, 5]]},
+        {"name": "city", "datatype": "BYTES", "shape": [3], "data": ["a", None, "é"]},
+    ]
+    wanted = parse_infer(json.dumps({"inputs": in_json}).encode(), {})
+    assert (found.num_rows, found.id, wanted.id) == (3, "7", None)
+    np.testing.assert_array_equal(found.inputs["ids"].values, wanted.inputs["ids"].values)
+    assert found.inputs["city"].values == ["a", "", "é"]
+    assert wanted.inputs["city"].values == ["a", None, "é"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "blob", "message"),
+    [
+        ([1], b"\5\0\0\0a", "ends within a text"),
+        ([1], b"\1\0\0\0\xff", "not UTF-8"),
+        ([1], b"\1\0\0\0ab", "1 bytes after its last text"),
+        ([9], b"\0\0\0\0", "too few for 9 texts"),
+    ],
+)
+def test_broken_texts_are_refused(shape, blob, message):
+    with pytest.raises(RequestError, match=message):
+        parse_infer(*request([entry("city", "BYTES", shape, blob)], blob))
+
+
+def test_a_client_chooses_outputs_and_their_form():
+    blob = b"\0" * 4
+    wanted = [{"name": "buy", "parameters": {"binary_data": True}}]
+    parsed = parse_infer(*request([entry("x", "FP32", [1], blob)], blob, outputs=wanted))
+    outputs = [("click", np.float32([0.5])), ("buy", np.float32([0.25]))]
+    response = infer_response(parsed, "m", "3", outputs)
+    length = int(response.headers["Inference-Header-Content-Length"])
+    document = json.loads(response.body[:length])
+    assert (document["model_version"], [o["name"] for o in document["outputs"]]) == ("3", ["buy"])
+    assert np.frombuffer(response.body[length:], "<f4").tolist() == [0.25]
+    with pytest.raises(RequestError, match="no output 'buy'; the model has click"):
+        infer_response(parsed, "m", "3", outputs[:1])
