@@ -15,7 +15,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nn.observability.curves import FAINT, INK, STYLE, TRAIN
+from nn.plots.style import FAINT, INK, STYLE, TRAIN
 
 PANELS = {
     "strong": ("Strong scaling: global batch 65,536", ("dlrm_t15_1", "dlrm_t15_2", "dlrm_t15_4")),

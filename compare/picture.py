@@ -10,7 +10,9 @@ import numpy as np
 from compare.run_record import RunRecord, State
 from dataloading.dataset.durable_files import replace_bytes
 from nn.models.metric import Metric
-from nn.observability.curves import FAINT, SMOOTH_FROM, STYLE, limits, series, smoothed, thinned
+from nn.observability.records import FINAL
+from nn.plots.series import SMOOTH_FROM, limits, series, smoothed, thinned
+from nn.plots.style import FAINT, STYLE
 
 MAX_NAMED = 10
 """Runs with a colour and a name; the others are drawn in grey, since nobody tells more lines apart."""
@@ -48,7 +50,8 @@ def draw_runs(
         right.set_title("training loss", loc="left")
         key = "" if metric is None else metric.test_key
         for axes, name, has_dots in ((left, key, True), (right, "loss", False)):
-            lines = [series(run.records, name) for run in runs]
+            curves = [[r for r in run.records if FINAL not in r] for run in runs]
+            lines = [series(records, name) for records in curves]
             # The best one last, on top of the others.
             for index in reversed(range(len(runs))):
                 style = _style(index, runs[index], colors, names)

@@ -100,6 +100,7 @@ from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
 from nn.training.trainer import RunOutput, Saving, Trainer
 
+SYNTHETIC = "built-in synthetic clicks"
 
 def run(config: Config, config_yaml: str) -> None:
     """Run `config.mode`.
@@ -346,6 +347,10 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
         num_hosts=ranks.world_size // ranks.local_world_size,
     )
     facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_rank0 else None
+    # The title of the curves.
+    facts["data"] = config.data.path or SYNTHETIC
+    facts["batch_size"] = config.train.batch_size
+    facts["seed"] = config.seed
     # The point that the curves mark as the restored model.
     facts["restored"] = config.checkpoint.restore
     facts["start_step"] = start_step
@@ -751,7 +756,7 @@ def _header_facts(
     facts = {
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
         f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
-        "data": f"{data.path or 'built-in synthetic clicks'}, "
+        "data": f"{data.path or SYNTHETIC}, "
         f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
         "seed": str(config.seed),

@@ -10,7 +10,7 @@ import numpy as np
 from compare.table import short_keys
 from dataloading.dataset.durable_files import replace_bytes
 from nn.models.metric import Metric
-from nn.observability.curves import FAINT, INK, STYLE, TRAIN
+from nn.plots.style import FAINT, INK, STYLE, TRAIN
 from sweep.space import Choices, Range, Space
 
 COORDINATES, IMPORTANCES = "parallel_coordinates.png", "importances.png"

@@ -3,12 +3,14 @@
 That file has the environment in the first line, then one record per line. This module imports no torch.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.messages import shown
 from dataloading.dataset.documents import parse_json, read_regular
+from nn.plots.curves import RunRecords
 
 CONFIG = "config.yaml"
 PLAN = "plan.json"
@@ -65,6 +67,22 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     numbered = list(enumerate(_complete_lines(path), start=1))
     objects = [_parsed(path, number, line) for number, line in numbered]
     return (objects[0], objects[1:]) if objects else ({}, [])
+
+
+def read_run(run_dir: Path) -> RunRecords:
+    """Return what a picture of a run shows: its records without a final evaluation, and the steps that it resumed from.
+
+    Raises:
+        ValueError: a record is no record; the message names file and line. Lines of restarts that are damaged are left out.
+        OSError: a file cannot be read.
+    """
+    header, records = read_records(run_dir / METRICS)
+    restarts = []
+    path = run_dir / RESTARTS
+    for line in _complete_lines(path) if path.exists() else []:
+        with suppress(ValueError):
+            restarts.append(_parsed(path, 2, line)["step"])
+    return RunRecords(header, [record for record in records if FINAL not in record], restarts)
 
 
 def has_records(path: Path) -> bool:

@@ -40,7 +40,6 @@ from nn.distributed.errors import StoppedError
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import LoggedRun
 from nn.models.metric import Metric
-from nn.observability.curves import draw_curves
 from nn.observability.gpu_topology import gpus_of_host
 from nn.observability.records import (
     CONFIG,
@@ -56,7 +55,9 @@ from nn.observability.records import (
     SUMMARY,
     KeptRecords,
     has_records,
+    read_run,
 )
+from nn.plots.curves import draw_curves
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
 
@@ -350,7 +351,7 @@ def draw_missing_curves(run_dir: Path, logger: Logger) -> None:
 def _draw(run_dir: Path, logger: Logger) -> None:
     """Draw the curves; a run does not lose its result because of them."""
     try:
-        draw_curves(run_dir / METRICS, run_dir / CURVES)
+        draw_curves(read_run(run_dir), run_dir / CURVES)
     except Exception as error:
         text = os_error_text(error) if isinstance(error, OSError) else str(error)
         logger.warning(f"{run_dir / CURVES} could not be drawn: {text}")

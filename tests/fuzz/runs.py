@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nn.checkpoint.tensor_index import INDEX_FILE
-from nn.observability.curves import draw_curves
+from nn.observability.records import read_run
+from nn.plots.curves import draw_curves
 from nn.run import run
 from tests.fuzz.commands import as_export, as_recipe
 from tests.fuzz.harness import Fuzzer
@@ -200,7 +201,7 @@ def _changed_records(made: Run, change: tuple[list[Edit], bool], room: Path) -> 
     text = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")
     (run_dir / "metrics.jsonl").write_bytes(text)
     if draw:
-        as_recipe(lambda: draw_curves(run_dir / "metrics.jsonl", room / "curves.png"))
+        as_recipe(lambda: draw_curves(read_run(run_dir), room / "curves.png"))
     else:
         as_recipe(lambda: train(run_dir))
 

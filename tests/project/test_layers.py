@@ -74,7 +74,8 @@ ROOMS = {
     "nn.sharding": {"nn.distributed", "nn.embedding", "nn.layers", "nn.models", "nn.ops"},
     "nn.checkpoint": {"nn.distributed"},
     "nn.loggers": {"nn.user_objects"},
-    "nn.observability": {"nn.distributed", "nn.loggers", "nn.models", "nn.sharding"},
+    "nn.plots": set(),
+    "nn.observability": {"nn.distributed", "nn.loggers", "nn.models", "nn.plots", "nn.sharding"},
     "nn.metrics": {"nn.models"},
     "nn.training": {
         "nn.checkpoint",

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from nn.observability.records import has_records, read_records, records_until
+from nn.observability.records import (
+    FINAL,
+    has_records,
+    read_records,
+    read_run,
+    records_until,
+)
+from nn.plots.curves import RunRecords
 
 HEADER = {"recipe": "dlrm"}
 LINES = [HEADER, {"step": 5, "loss": 0.5}, {"step": 10, "loss": 0.4}, {"step": 15, "loss": 0.3}]
@@ -79,3 +86,13 @@ def test_records_after_the_checkpoint_are_not_kept(tmp_path):
 def test_a_start_without_a_record_has_none(tmp_path, num_lines, tail, wanted):
     assert has_records(write(tmp_path, *encoded(*LINES[:num_lines]), tail)) is wanted
     assert not has_records(tmp_path / "none")
+
+
+def test_a_run_for_a_picture_has_its_restarts_and_no_final_evaluation(tmp_path):
+    """The final one is recorded last, of other rows and of the model of an earlier step."""
+    lines = [{"recipe": "x"}, {"step": 8, "test_auc": 0.7}, {"step": 4, "test_auc": 0.8, FINAL: 1}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert read_run(tmp_path) == RunRecords({"recipe": "x"}, [{"step": 8, "test_auc": 0.7}], [])
+    (tmp_path / "restarts.jsonl").write_text('{"step": 3}\n{"st\n{"step": 3}\n{"step": 5}')
+    assert read_run(tmp_path).restarts == [3, 3]

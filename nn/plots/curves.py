@@ -1,0 +1,371 @@
+"""Picture of a run's records: loss, the main metric of each task, throughput and learning rate over steps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.messages import shortened
+from nn.plots.series import SMOOTH_FROM, Series, is_finite, limits, series, smoothed, thinned
+from nn.plots.style import FAINT, INK, RATE, SPEED, TEST, TRAIN, picture, plain
+
+MOST_TASKS = 11
+"""Tasks with a panel of their own."""
+SMALLEST_EPOCH = 1e-9
+TASKS_IN_TITLE = 3
+LABELLED = 3
+"""Lines of so few points have their values beside the points."""
+METRICS = (("auc", "AUC", True), ("rmse", "RMSE", False))
+"""Main metric of a binary label and of a number: name, title, whether larger is better."""
+
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecords:
+    """The records of a run.
+
+    Attributes:
+        header: environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `start_step`, `restored`,
+            `teacher_auc` (the best AUC that synthetic labels allow), all of them optional.
+        records: of training and of evaluations, in their order. A final evaluation is none of them: it may be of other
+            rows, and of a model of an earlier step.
+        restarts: steps of the checkpoints that the run resumed from.
+    """
+
+    header: Mapping[str, Any]
+    records: Records
+    restarts: Sequence[int] = ()
+
+    @property
+    def first_step(self) -> int:
+        """Return the step that the run began at."""
+        start = self.header.get("start_step")
+        return min(self.last_step, int(start) if is_finite(start) else 0)
+
+    @property
+    def last_step(self) -> int:
+        """Return the last recorded step."""
+        return max((record["step"] for record in self.records), default=0)
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """Return the steps of an epoch; None if no record tells."""
+        for record in reversed(self.records):
+            epoch = record.get("epoch")
+            if is_finite(epoch) and epoch > SMALLEST_EPOCH and record["step"] > 0:
+                return record["step"] / epoch
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    """The main metric of a task: its key without `test_`, a title, and its direction."""
+
+    key: str
+    title: str
+    larger_is_better: bool
+
+    def best(self, values: np.ndarray) -> int:
+        return int(values.argmax() if self.larger_is_better else values.argmin())
+
+
+def main_metrics(records: Records) -> list[_Metric]:
+    """Return the main metric of each task, in the order of the records; the AUC without any."""
+    keys = dict.fromkeys(
+        key.removeprefix(prefix)
+        for record in records
+        for key in record
+        for prefix in ("test_", "train_")
+        if key.startswith(prefix)
+    )
+    found: dict[str, _Metric] = {}
+    for name, title, larger_is_better in METRICS:
+        for key in keys:
+            metric, _, task = key.partition(".")
+            if metric == name and task not in found:
+                found[task] = _Metric(key, f"{task} {title}".lstrip(), larger_is_better)
+    order = {key.partition(".")[2]: place for place, key in reversed(list(enumerate(keys)))}
+    ordered = sorted(found.items(), key=lambda item: order[item[0]])
+    return [metric for _, metric in ordered] or [_Metric("auc", "AUC", True)]
+
+
+def draw_curves(run: RunRecords, out_png: Path) -> None:
+    """Plot the records of a run; a panel without data says so.
+
+    Args:
+        run: its records.
+        out_png: file to write, 1,560 pixels wide.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    metrics = main_metrics(run.records)
+    drawn = metrics[:MOST_TASKS]
+    rows = list(_rows_of_panels(1 + len(drawn)))
+    height = 3.3 + 4.4 * (0.55 + 0.45 * len(rows))
+    with picture(out_png, height, _title(run, metrics), _facts(run, metrics)) as figure:
+        # Six columns hold rows of two and of three panels with common edges.
+        columns = 6 if 3 in rows else 2
+        grid = figure.add_gridspec(len(rows) + 1, columns, height_ratios=[1.7] * len(rows) + [1])
+        panels: list[Any] = []
+        for row, count in enumerate([*rows, 2]):
+            wide = columns // count
+            for place in range(count):
+                cell = grid[row, place * wide : (place + 1) * wide]
+                panels.append(figure.add_subplot(cell, sharex=panels[0] if panels else None))
+        _draw_loss(panels[0], run, is_sum=len(metrics) > 1)
+        for axes, metric in zip(panels[1:], drawn, strict=False):
+            _draw_metric(axes, run, metric)
+        _draw_speed(panels[-2], run)
+        _draw_rate(panels[-1], run)
+        for axes in panels:
+            _mark_restarts(axes, run)
+        _set_steps(panels, run)
+
+
+def _rows_of_panels(count: int) -> Iterator[int]:
+    """Yield the panels per row: at most three, evenly filled."""
+    num_rows = -(-count // 3)
+    for row in range(num_rows):
+        yield count // num_rows + (row < count % num_rows)
+
+
+def _title(run: RunRecords, metrics: Sequence[_Metric]) -> str:
+    parts = [str(run.header.get("recipe", "run"))]
+    for metric in metrics[:TASKS_IN_TITLE]:
+        steps, values = series(run.records, f"test_{metric.key}")
+        if not len(values):
+            continue
+        best = metric.best(values)
+        text = f"test {shortened(metric.title, 28)} {values[-1]:.4f}"
+        if values[best] == values[-1]:
+            text += ", the best"
+        else:
+            text += f", best {values[best]:.4f}"
+            text += f" at step {steps[best]:,.0f}" if len(metrics) == 1 else ""
+        parts.append(text)
+    if len(metrics) > TASKS_IN_TITLE:
+        parts.append(f"{len(metrics) - TASKS_IN_TITLE} more tasks")
+    _, losses = series(run.records, "test_log_loss")
+    parts += [f"log loss {value:.4f}" for value in losses[-1:]]
+    return "   ·   ".join(parts)
+
+
+def _facts(run: RunRecords, metrics: Sequence[_Metric]) -> str:
+    header, parts = run.header, []
+    if len(metrics) > MOST_TASKS:
+        parts.append(f"the first {MOST_TASKS} of {len(metrics)} tasks")
+    if header.get("data") is not None:
+        parts.append(shortened(str(header["data"]), 60))
+    if is_finite(header.get("batch_size")):
+        parts.append(f"batch {header['batch_size']:,}")
+    if is_finite(header.get("seed")):
+        parts.append(f"seed {header['seed']}")
+    if header.get("gpu") is not None:
+        parts.append(f"{header.get('world_size')} x {header['gpu']}")
+    steps = f"{run.last_step:,} steps"
+    if run.steps_per_epoch is not None:
+        epochs = f"{run.last_step / run.steps_per_epoch:.3g}"
+        steps += f" ({epochs} epoch{'s' * (epochs != '1')})"
+    parts.append(steps)
+    _, speeds = series(run.records, "samples_per_s")
+    if len(speeds):
+        parts.append(f"median {np.median(speeds):,.0f} samples/s")
+    if run.restarts:
+        count = len(run.restarts)
+        parts.append(f"resumed {f'{count} times' if count > 1 else 'once'} (dotted)")
+    return "   ·   ".join(parts)
+
+
+def _draw_loss(axes: Any, run: RunRecords, *, is_sum: bool) -> None:
+    loss, test = series(run.records, "loss"), series(run.records, "test_log_loss")
+    axes.set_title("loss, the sum over tasks" if is_sum else "log loss" if len(test[0]) else "loss")
+    _draw_train(axes, loss, TRAIN, "train")
+    _draw_test(axes, test)
+    _finish(axes, {TRAIN: loss, TEST: test})
+
+
+def _draw_metric(axes: Any, run: RunRecords, metric: _Metric) -> None:
+    train = series(run.records, f"train_{metric.key}")
+    test = series(run.records, f"test_{metric.key}")
+    num_undefined = 0 if len(test[0]) else sum(f"test_{metric.key}" in r for r in run.records)
+    undefined = f", undefined in all {num_undefined} evaluations" if num_undefined else ""
+    axes.set_title(plain("ROC AUC" if metric.key == "auc" else metric.title) + undefined)
+    _draw_train(axes, train, TRAIN, "train, latest rows")
+    _draw_test(axes, test)
+    _mark_best(axes, test, metric)
+    _mark_restored(axes, run.header, test)
+    ceiling = run.header.get("teacher_auc")
+    lines = [(np.zeros(1), np.array([ceiling]))] if _has_ceiling(ceiling, metric) else []
+    for _, (value,) in lines:
+        label = f"ceiling, the teacher's own AUC: {value:.4f}"
+        axes.axhline(value, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label=label)
+    _finish(axes, {TRAIN: train, TEST: test}, *lines)
+
+
+def _has_ceiling(ceiling: object, metric: _Metric) -> bool:
+    return is_finite(ceiling) and metric.key == "auc"
+
+
+def _draw_speed(axes: Any, run: RunRecords) -> None:
+    speed = series(run.records, "samples_per_s")
+    axes.set_title("samples/s")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    _draw_train(axes, speed, SPEED)
+    _finish(axes, {SPEED: speed}, from_zero=True)
+
+
+def _draw_rate(axes: Any, run: RunRecords) -> None:
+    rate = series(run.records, "lr")
+    axes.set_title("learning rate")
+    if len(rate[1]):
+        _draw_points(axes, rate, RATE)
+        # The complete schedule: a short warm-up belongs to it.
+        axes.set_ylim(min(0, rate[1].min()), 1.12 * rate[1].max() or 1)
+    else:
+        _finish(axes, {})
+
+
+def _draw_points(axes: Any, line: Series, color: str, label: str | None = None) -> None:
+    """Draw a line whose points are seen, and labelled, if there are few of them."""
+    points = {"marker": "o", "markersize": 4} if len(line[0]) < SMOOTH_FROM else {}
+    axes.plot(*thinned(line), color=color, linewidth=1.8, label=label, **points)
+    if len(line[0]) <= LABELLED:
+        for step, value in zip(*line, strict=True):
+            axes.annotate(
+                _short(value) if abs(value) >= 1 else f"{value:.4f}",
+                (step, value),
+                (0, 9),
+                textcoords="offset points",
+                ha="center",
+                size=8.5,
+                color=color,
+            )
+
+
+def _draw_train(axes: Any, line: Series, color: str, label: str | None = None) -> None:
+    steps, values = line
+    if len(values) < SMOOTH_FROM:
+        if len(values):
+            _draw_points(axes, line, color, label)
+        return
+    axes.plot(*thinned(line), color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(*thinned((steps, smoothed(values))), color=color, linewidth=1.8, label=label)
+
+
+def _draw_test(axes: Any, line: Series) -> None:
+    if len(line[0]):
+        _draw_points(axes, line, TEST, "test")
+
+
+def _mark_best(axes: Any, line: Series, metric: _Metric) -> None:
+    steps, values = line
+    if not len(values):
+        return
+    best = metric.best(values)
+    label = f"best: {values[best]:.4f} at step {steps[best]:,.0f}"
+    axes.plot(
+        *(steps[best], values[best]),
+        color=TEST,
+        linestyle="none",
+        marker="*",
+        markersize=16,
+        markeredgecolor="white",
+        label=label,
+        zorder=4,
+    )
+
+
+def _mark_restored(axes: Any, header: Mapping[str, Any], line: Series) -> None:
+    """Mark the evaluation before the first step of a run that started from a checkpoint."""
+    steps, values = line
+    if header.get("restored") is None or not len(steps) or steps[0] != header.get("start_step"):
+        return
+    label = f"restored model: {values[0]:.4f}"
+    axes.plot(steps[0], values[0], color=INK, linestyle="none", marker="D", label=label, zorder=5)
+
+
+def _mark_restarts(axes: Any, run: RunRecords) -> None:
+    """Draw a line at each step that the run resumed from."""
+    for step in set(run.restarts):
+        axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
+
+
+def _finish(
+    axes: Any,
+    lines: Mapping[str, Series],
+    *further: Series,
+    from_zero: bool = False,
+) -> None:
+    """Set y range and legend, mark points outside the frame, or label an empty panel.
+
+    Args:
+        axes: the panel.
+        lines: what was drawn, by colour.
+        further: lines that the frame shows too.
+        from_zero: whether the frame begins at zero.
+    """
+    value_range = limits(*lines.values())
+    if value_range is not None:
+        value_range = limits(*lines.values(), *further) or value_range
+        low, high = (0, 1.12 * value_range[1]) if from_zero else value_range
+        axes.set_ylim(low, high)
+        _mark_outside(axes, lines, low, high)
+    else:
+        axes.text(0.5, 0.5, "no records", transform=axes.transAxes, ha="center", color=FAINT)
+        axes.set_yticks([])
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")
+
+
+def _mark_outside(axes: Any, lines: Mapping[str, Series], low: float, high: float) -> None:
+    """Draw a triangle at the edge of the frame for points beyond it, and their range beside the panel's title."""
+    extremes = []
+    for marker, place, text, extreme in (
+        ("^", 0.985, "▲ up to", max),
+        ("v", 0.015, "▼ down to", min),
+    ):
+        farthest = []
+        for color, (steps, values) in lines.items():
+            beyond = values > high if marker == "^" else values < low
+            if not beyond.any():
+                continue
+            at = thinned((steps[beyond], values[beyond]), 60)[0]
+            axes.plot(
+                *(at, np.full(len(at), place)),
+                transform=axes.get_xaxis_transform(),
+                color=color,
+                marker=marker,
+                markersize=5.5,
+                linestyle="none",
+                zorder=5,
+            )
+            farthest.append(extreme(values[beyond]))
+        extremes += [f"{text} {_short(extreme(farthest))}"] if farthest else []
+    axes.set_title("   ".join(extremes), loc="right", size=8.5, color=FAINT)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _set_steps(panels: Sequence[Any], run: RunRecords) -> None:
+    """Set the range of steps; label the lowest row with steps and, below them, epochs."""
+    first, last = run.first_step, run.last_step
+    margin = 0.04 * max(last - first, 1)
+    panels[0].set_xlim(first - margin, max(last, first + 1) + margin)
+    for axes in panels[:-2]:
+        axes.tick_params(labelbottom=False)
+    for axes in panels[-2:]:
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("step", labelpad=2)
+        scale = run.steps_per_epoch
+        if scale:
+            epochs = axes.secondary_xaxis(
+                -0.3, functions=(lambda step, s=scale: step / s, lambda epoch, s=scale: epoch * s)
+            )
+            epochs.set_xlabel("epoch", labelpad=2)
