@@ -935,6 +935,10 @@ class LogConfig:
         False,
         "say in the log of log.mlperf that you cleared the caches of all hosts before the run",
     )
+    pictures: bool = option(
+        True,
+        "draw run_dir/curves.png and run_dir/predictions.png at the end, which takes a second or two",
+    )
 
     def __post_init__(self) -> None:
         require(self.every > 0, f"log.every must be positive, got {self.every}")

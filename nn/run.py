@@ -76,7 +76,7 @@ from nn.observability.profiler import Profiler, check_profile
 from nn.observability.records import PLAN, PROBLEM, UNSAVED, KeptRecords
 from nn.observability.run_directory import (
     RunDirectory,
-    draw_missing_curves,
+    draw_missing_pictures,
     empty_summary,
     environment,
     write_model,
@@ -94,7 +94,7 @@ from nn.resume import (
 from nn.sharding.memory_estimate import RankMemory, plan_memory
 from nn.sharding.plan import TablePlan
 from nn.training.dense_optimizer import dense_rule
-from nn.training.evaluator import Evaluator
+from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.latency import measure
 from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
@@ -327,7 +327,8 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
     """Do what the last start of a finished run could not: draw its curves, remove older checkpoints, link the best."""
     if config.mode is not Mode.train or config.run_dir is None:
         return
-    draw_missing_curves(Path(config.run_dir), logger)
+    if config.log.pictures:
+        draw_missing_pictures(Path(config.run_dir), logger)
     if start.is_continuation and config.checkpoint.save:
         directory = Path(config.run_dir) / CHECKPOINTS
         clear(directory, start.num_steps)
@@ -561,7 +562,7 @@ def finish_training(
 
     def finish() -> None:
         summary.update(_checkpoints(session.recorder.run_dir, summary["best_step"]))
-        session.recorder.finish(summary)
+        session.recorder.finish(summary, pictures=session.config.log.pictures)
 
     # The summary comes last: a run that is killed before it has not finished.
     ranks.run_on_rank0(finish)
@@ -597,9 +598,10 @@ def _evaluate(session: Session) -> dict[str, Any]:
     if evaluator.problem is not None:
         record[PROBLEM] = evaluator.problem
     session.recorder.write_test(record)
+    session.recorder.write_predictions(described_predictions(session.config, evaluator, num_steps))
     summary = empty_summary(session.metrics) | {"steps": num_steps} | record
     summary["teacher_auc"] = session.teacher_auc
-    session.recorder.finish(summary)
+    session.recorder.finish(summary, pictures=session.config.log.pictures)
     return summary
 
 
@@ -635,7 +637,7 @@ def _importance(session: Session) -> dict[str, Any]:
     values = {metric.test_key: importance["unpermuted"][metric.key] for metric in session.metrics}
     summary = empty_summary(session.metrics) | {"steps": session.start.num_steps} | values
     summary["teacher_auc"] = session.teacher_auc
-    session.recorder.finish(summary)
+    session.recorder.finish(summary, pictures=session.config.log.pictures)
     return summary
 
 
@@ -664,7 +666,7 @@ def _inference(session: Session) -> dict[str, Any]:
     print_inference(session.console, results)
     summary = empty_summary(session.metrics) | {"steps": session.start.num_steps}
     summary |= {"inference": results, "teacher_auc": session.teacher_auc}
-    session.recorder.finish(summary)
+    session.recorder.finish(summary, pictures=session.config.log.pictures)
     return summary
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from preproc.report.console import (
     print_columns,
     print_splits,
 )
+from preproc.report.distributions import read_distributions
 from preproc.report.files import write_report
+from preproc.report.plot import ReportFacts
 from preproc.work_directory import Work
 
 
@@ -72,12 +75,24 @@ def complete_dataset(
     directory = work.dataset
     assert config.output is not None
     save_fitted(directory, table, written.statistics, config.source)
+    first_split = next(iter(written.splits))
+    distributions = read_distributions(
+        directory / first_split / "numerical.bin",
+        list(table.numerical_names),
+        config.numerical_dtype.name,
+    )
+    for name, distribution in distributions.items():
+        written.columns[name].distribution = distribution
     write_report(
         directory,
         written.columns,
-        written.splits,
+        ReportFacts(
+            name=Path(config.output).name,
+            splits=written.splits,
+            frequency_limit=config.frequency_limit,
+            has_clicks=any(column.is_binary for column in row_columns(table)),
+        ),
         counted=written.counted,
-        frequency_limit=config.frequency_limit,
         bad_rows=written.bad_rows,
         plot=config.plot,
     )

@@ -6,7 +6,7 @@ counts once. A binary label without weights takes `RankingMetrics`.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn.functional import pad, softplus
 
 from dataloading.batch import Batch
 from nn.metrics.grouped_auc import grouped_auc, weighted_auc
+from nn.metrics.prediction_curves import describe_predictions, score_buckets
 from nn.metrics.ranking import BLOCK_ROWS, Collectives, RankingMetrics, first_not_finite
 from nn.models.metric import AUC, CALIBRATION, GAUC, LOG_LOSS, MAE, NORMALISED_ENTROPY, RMSE
 from nn.models.tasks import Task, check_logits, column_of
@@ -128,6 +129,19 @@ class TaskMetrics:
                 results["is_finite"] = False
             results |= {metric.key: measured[metric.name] for metric in wanted}
         return results
+
+    def describe_predictions(self) -> dict[str, dict[str, Any]]:
+        """Return calibration, gain and lift of every binary label over all ranks by its name; all must call it.
+
+        All predictions must be finite. Regression labels have none.
+        """
+        return {
+            task.name: describe_predictions(
+                score_buckets(*kept.kept(), self._kept_weights(), self._collectives)
+            )
+            for task, kept in zip(self._tasks, self._of_task, strict=True)
+            if isinstance(kept, RankingMetrics)
+        }
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
         """Return the first of this rank's logits that is not finite: its `update` call, its place there, and their number.

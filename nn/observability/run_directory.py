@@ -11,6 +11,7 @@ tensorboard/    the numbers of the records, for TensorBoard (`nn.loggers`)
 summary.json    result; exists only after the run has finished
 ended.json      why the run ended before its last step, unless it was killed
 curves.png      plot of the records
+predictions.json  calibration, gain and lift of binary labels in the latest evaluation; predictions.png shows them
 importance.json importance of features, with mode=importance; importance.csv is the same as a table
 """
 
@@ -22,7 +23,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -34,7 +35,7 @@ from typing import Any, Self
 import torch
 
 from configs.messages import on_one_line, os_error_text
-from dataloading.dataset.documents import parse_yaml
+from dataloading.dataset.documents import parse_yaml, read_json
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
 from nn.distributed.errors import StoppedError
 from nn.loggers.background import Loggers
@@ -58,8 +59,12 @@ from nn.observability.records import (
     read_run,
 )
 from nn.plots.curves import draw_curves
+from nn.plots.predictions import draw_predictions
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import TablePlan
+
+PREDICTIONS = "predictions.json"
+PREDICTIONS_PNG = "predictions.png"
 
 UNTRAINED_AUC = "untrained_test_auc"
 RESTORED_AUC = "restored_test_auc"
@@ -201,7 +206,8 @@ class RunDirectory:
             return
         # The configuration comes first: records without it would belong to an unknown run.
         _write(run_dir / CONFIG, config_yaml)
-        for name in (SUMMARY, CURVES, ENDED):
+        stale = [SUMMARY, CURVES, PREDICTIONS_PNG, ENDED]
+        for name in stale if kept is not None and kept.lines else [*stale, PREDICTIONS]:
             (run_dir / name).unlink(missing_ok=True)
         path = run_dir / METRICS
         lines = kept.lines if kept is not None else []
@@ -266,6 +272,19 @@ class RunDirectory:
         """Append the record of the final evaluation; `record["step"]` is the number of steps of its model."""
         self._write_record(FINAL, {**record, FINAL: True})
 
+    def write_predictions(self, described: Mapping[str, Any]) -> None:
+        """Write `predictions.json` of the latest evaluation; without any predictions, remove that of an earlier one.
+
+        Args:
+            described: from `nn.training.evaluator.described_predictions`.
+        """
+        if self._metrics is None:
+            return
+        if described:
+            _write_json(self.run_dir / PREDICTIONS, to_json_value(described))
+        else:
+            (self.run_dir / PREDICTIONS).unlink(missing_ok=True)
+
     def write_importance(self, importance: Mapping[str, Any], table: str) -> None:
         """Write `importance.json` and, as a table, `importance.csv`."""
         if self._metrics is None:
@@ -273,18 +292,21 @@ class RunDirectory:
         _write_json(self.run_dir / "importance.json", to_json_value(importance))
         _write(self.run_dir / "importance.csv", table)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Draw `curves.png`, after training, and write `summary.json`, whose existence shows that the results are complete.
+    def finish(self, summary: Mapping[str, Any], *, pictures: bool = True) -> None:
+        """Draw `curves.png`, after training, and `predictions.png`, then write `summary.json`: the results are complete.
 
         Args:
             summary: result with at least `SUMMARY_KEYS`; values that were not measured are None or nan.
+            pictures: whether pictures are drawn (`log.pictures`).
         """
         missing = [key for key in SUMMARY_KEYS if key not in summary]
         assert not missing, f"summary without {missing}"
         if self._metrics is None:
             return
-        if self._has_training:
-            _draw(self.run_dir, self._logger)
+        if pictures and self._has_training:
+            _draw_curves(self.run_dir, self._logger)
+        if pictures:
+            _draw_predictions(self.run_dir, self._logger)
         _write_json(self.run_dir / SUMMARY, to_json_value(summary))
         if self._loggers is not None:
             self._loggers.finish(to_json_value(summary))
@@ -342,19 +364,33 @@ def _options(config_yaml: str) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
-def draw_missing_curves(run_dir: Path, logger: Logger) -> None:
-    """Draw the curves of a finished run that has none, because it was killed or had no room for them."""
+def draw_missing_pictures(run_dir: Path, logger: Logger) -> None:
+    """Draw the pictures of a finished run that has none, because it was killed or had no room for them."""
     if not (run_dir / CURVES).exists() and has_records(run_dir / METRICS):
-        _draw(run_dir, logger)
+        _draw_curves(run_dir, logger)
+    if not (run_dir / PREDICTIONS_PNG).exists():
+        _draw_predictions(run_dir, logger)
 
 
-def _draw(run_dir: Path, logger: Logger) -> None:
-    """Draw the curves; a run does not lose its result because of them."""
+def _draw_curves(run_dir: Path, logger: Logger) -> None:
+    path = run_dir / CURVES
+    _try_to_draw(path, lambda: draw_curves(read_run(run_dir), path), logger)
+
+
+def _draw_predictions(run_dir: Path, logger: Logger) -> None:
+    """Draw the predictions of the latest evaluation, if there are any."""
+    source, path = run_dir / PREDICTIONS, run_dir / PREDICTIONS_PNG
+    if source.exists():
+        _try_to_draw(path, lambda: draw_predictions(read_json(source), path), logger)
+
+
+def _try_to_draw(path: Path, draw: Callable[[], None], logger: Logger) -> None:
+    """Draw a picture; a run does not lose its result because of it."""
     try:
-        draw_curves(read_run(run_dir), run_dir / CURVES)
+        draw()
     except Exception as error:
         text = os_error_text(error) if isinstance(error, OSError) else str(error)
-        logger.warning(f"{run_dir / CURVES} could not be drawn: {text}")
+        logger.warning(f"{path} could not be drawn: {text}")
 
 
 def _line(record: Mapping[str, Any]) -> str:

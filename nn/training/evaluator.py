@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from configs.schema import EvalConfig
+from configs.schema import Config, EvalConfig
 from dataloading.gather import Selection
 from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
@@ -47,6 +47,8 @@ class Evaluator:
     Attributes:
         problem: why the metrics of the latest evaluation are undefined although all inputs are finite, or None; the same on
             all ranks.
+        predictions: calibration, gain and lift of every binary label in the latest evaluation, from
+            `nn.metrics.prediction_curves`; empty if a prediction was not finite.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Evaluator:
         self._heartbeat = heartbeat or Heartbeat()
         self._group = config.group
         self.problem: str | None = None
+        self.predictions: dict[str, dict[str, Any]] = {}
         self._num_batches = self._available(config.max_steps)
         final = config.final_max_steps
         self._final_batches = self._num_batches if final is None else self._available(final)
@@ -102,6 +105,7 @@ class Evaluator:
         self.problem = None
         if measured["rows"] and not measured["is_finite"]:
             self.problem = self._what_is_not_finite(metrics, int(measured["rows"]))
+        self.predictions = metrics.describe_predictions() if measured["is_finite"] else {}
         return {
             **{metric.test_key: measured[metric.key] for metric in metrics_of(self._step.tasks)},
             "test_rows": measured["rows"],
@@ -148,3 +152,21 @@ class Evaluator:
         return (
             f" (its largest numerical value is {source.spec.numerical[column]}={values[column]:g})"
         )
+
+
+def described_predictions(config: Config, evaluator: Evaluator, step: int) -> dict[str, Any]:
+    """Return the predictions of the latest evaluation, as `predictions.json` has them; none if they are not defined.
+
+    Args:
+        config: of the run.
+        evaluator: that has evaluated.
+        step: of the model.
+    """
+    if not evaluator.predictions:
+        return {}
+    return {
+        "recipe": config.recipe,
+        "split": config.eval.split,
+        "step": step,
+        "tasks": evaluator.predictions,
+    }

@@ -38,7 +38,7 @@ from nn.observability.run_directory import (
 )
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
-from nn.training.evaluator import Evaluator
+from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.limits import EvalSteps, early_stop, total_steps
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
@@ -285,6 +285,7 @@ class Trainer:
         }
         problem = self._evaluator.problem
         self._recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
+        self._recorder.write_predictions(self._described(model_step))
         name = "final" if model_step == self.num_steps else "final, best model"
         self._progress.show_test(record, model=name, problem=problem)
         self._report_to_service(record, model_step)
@@ -335,6 +336,7 @@ class Trainer:
             self._mlperf.stop_evaluation(record[self._auc_key(record)], ends_run=ends_run)
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
+        self._recorder.write_predictions(self._described(self.num_steps))
         self._last_record = self.num_steps
         self._progress.show_test(record, model=self._first_model(), problem=problem)
         self._report_to_service(record, self.num_steps)
@@ -344,6 +346,10 @@ class Trainer:
         """Report an evaluation to the service that tunes hyperparameters, if one has started this run."""
         if self._hypertune is not None and step > self._first_step:
             self._hypertune.write(self.best_metric, record[self.best_metric.test_key], step)
+
+    def _described(self, step: int) -> dict[str, Any]:
+        """Return the predictions of the latest evaluation, of the model after `step`."""
+        return described_predictions(self._config, self._evaluator, step)
 
     def _first_model(self) -> str:
         """Return what the model is before the first step of a run; empty after it."""

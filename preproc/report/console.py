@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.messages import printable, shown
+from preproc.report.distributions import Distribution
 from preproc.report.embedding_sizes import suggested_embedding_dim
 
 # Root mean square of a numerical feature above which the report has a note. Values scaled by minmax, standardise or
@@ -55,6 +56,7 @@ class ColumnSummary:
         coverage: of a categorical feature, per limit of `COVERAGE_LIMITS` the values seen at least that often
             and their rows.
         rows: rows of the statistics.
+        distribution: of a numerical feature, as it is stored.
     """
 
     missing: float
@@ -62,6 +64,7 @@ class ColumnSummary:
     kept: int | None = None
     coverage: list[list[int]] | None = None
     rows: int = 0
+    distribution: Distribution | None = None
 
 
 @dataclass(slots=True)

@@ -4,17 +4,16 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
-from preproc.report.plot import draw
+from preproc.report.console import COVERAGE_LIMITS, ColumnSummary
+from preproc.report.plot import ReportFacts, draw
 
 
 def write_report(
     directory: Path,
     columns: dict[str, ColumnSummary],
-    splits: dict[str, SplitSummary],
+    facts: ReportFacts,
     *,
     counted: str,
-    frequency_limit: int,
     bad_rows: int,
     plot: bool,
 ) -> None:
@@ -24,12 +23,12 @@ def write_report(
     """
     document = {
         "counted": counted,
-        "frequency_limit": frequency_limit,
+        "frequency_limit": facts.frequency_limit,
         "bad_rows": bad_rows,
-        "splits": {name: split.document for name, split in splits.items()},
+        "splits": {name: split.document for name, split in facts.splits.items()},
         "coverage_limits": list(COVERAGE_LIMITS),
         "columns": {name: asdict(column) for name, column in columns.items()},
     }
     (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     if plot:
-        draw(directory / "report.png", columns, splits, frequency_limit)
+        draw(directory / "report.png", columns, facts)

@@ -1,6 +1,8 @@
-"""report.png: one line per column, with its missing rows, distinct values, and values kept per frequency limit."""
+"""report.png: numerical features with their distribution, categorical ones with values kept per frequency limit."""
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 
 from configs.messages import printable, shortened
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
+from preproc.report.distributions import NUM_BINS, Distribution
 
 # matplotlib warns where the home directory cannot be written, and takes a temporary one.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
@@ -28,54 +31,152 @@ STYLE: dict[Any, Any] = {
     "ytick.left": False,
     "ytick.labelcolor": INK,
 }
+MOST_ROWS = 100
+"""Features of a kind that are drawn; report.json has all."""
+LINE_INCHES, BLOCK_INCHES, HEAD_INCHES = 0.215, 0.85, 0.75
+
+Columns = Mapping[str, ColumnSummary]
 
 
-def draw(
-    path: Path,
-    columns: dict[str, ColumnSummary],
-    splits: dict[str, SplitSummary],
-    frequency_limit: int,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class ReportFacts:
+    """Facts of the dataset in the head of the picture.
+
+    Attributes:
+        name: of the dataset.
+        splits: summaries of the written splits.
+        frequency_limit: limit of the run; a column may have its own.
+        has_clicks: whether there is a binary label.
+    """
+
+    name: str
+    splits: Mapping[str, SplitSummary] = field(default_factory=dict)
+    frequency_limit: int = 1
+    has_clicks: bool = True
+
+
+def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
     """Draw the summary of every column.
 
     Args:
         path: of the image.
         columns: one entry per feature, in the order of the rows of the figure.
-        splits: summaries of the written splits.
-        frequency_limit: limit of the run; a column may have its own.
+        facts: of the dataset.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    numerical = {name: c for name, c in columns.items() if c.distinct is None}
+    categorical = {name: c for name, c in columns.items() if c.distinct is not None}
+    blocks: list[tuple[Columns, Callable[..., None]]] = []
+    for found, draw_block in ((numerical, _draw_numerical), (categorical, _draw_categorical)):
+        if found:
+            blocks.append((dict(list(found.items())[:MOST_ROWS]), draw_block))
+    heights = [BLOCK_INCHES + LINE_INCHES * max(len(shown), 2) for shown, _ in blocks]
     with rc_context(STYLE):
-        height = 1.7 + 0.215 * max(len(columns), 6)
+        height = HEAD_INCHES + sum(heights)
         figure = Figure(figsize=(13.5, height), dpi=110)
-        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
-        rows = "    ".join(
-            f"{name} {split.rows:,} rows"
-            + f", {100 * split.clicks / max(split.rows, 1):.2f} % clicks" * split.has_labels
-            for name, split in splits.items()
+        figure.set_layout_engine(
+            "constrained", w_pad=0.1, h_pad=0.08, rect=(0, 0, 1, 1 - HEAD_INCHES / height)
         )
-        figure.suptitle(rows, x=0.012, ha="left", size=11, weight="bold")
-        missing, sizes, covered = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1.5, 2))
-        _draw_missing(missing, columns)
-        _draw_sizes(sizes, columns, frequency_limit)
-        _draw_coverage(covered, columns, frequency_limit)
-        missing.set_yticks(range(len(columns)), [_label(name) for name in columns])
-        missing.set_ylim(len(columns) - 0.4, -0.6)
+        left_out = len(columns) - sum(len(shown) for shown, _ in blocks)
+        _draw_head(figure, facts, len(numerical), len(categorical), left_out)
+        if blocks:
+            parts = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)
+            for (shown, draw_block), (part,) in zip(blocks, parts, strict=True):
+                draw_block(part, shown, facts)
         figure.savefig(path)
 
 
-def _draw_missing(axes: Any, columns: dict[str, ColumnSummary]) -> None:
+def _draw_head(
+    figure: Any, facts: ReportFacts, num_numerical: int, num_categorical: int, left_out: int
+) -> None:
+    kinds = f"{num_numerical:,} numerical and {num_categorical:,} categorical features"
+    title = f"{shortened(printable(facts.name), 60)}   ·   {kinds}".replace("$", r"\$")
+    rows = "   ·   ".join(
+        f"{name} {split.rows:,} rows"
+        + (
+            f", {100 * split.clicks / max(split.rows, 1):.2f} % clicks"
+            if facts.has_clicks and split.has_labels
+            else ""
+        )
+        for name, split in facts.splits.items()
+    )
+    if left_out:
+        rows += f"   ·   {left_out:,} features are not drawn; report.json has all"
+    height = figure.get_figheight()
+    figure.text(0.012, 1 - 0.22 / height, title, va="center", size=12, weight="bold")
+    figure.text(0.012, 1 - 0.48 / height, rows, va="center", size=9.5, color=FAINT)
+
+
+def _draw_numerical(figure: Any, columns: Columns, facts: ReportFacts) -> None:
+    missing, shapes, numbers = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1.5, 2))
+    _draw_missing(missing, columns)
+    found = [column.distribution for column in columns.values() if column.distribution is not None]
+    rows = f" ({found[0].rows:,} rows)" if found else ""
+    shapes.set_title(f"values after transforms, 1 % to 99 %{rows}")
+    heads = ("mean", "std. dev.", "smallest", "1 %", "median", "99 %", "largest")
+    for y, column in enumerate(columns.values()):
+        if column.distribution is None:
+            shapes.text(0.5, y, "not counted", ha="center", va="center", size=7.5, color=FAINT)
+            continue
+        _draw_shape(shapes, y, column.distribution)
+        for x, value in enumerate(_numbers(column.distribution)):
+            _cell(numbers, x + 0.4, y, f"{value:.4g}", ha="right", size=7.5)
+    shapes.set(xlim=(-0.24, 1.24), xticks=())
+    shapes.spines["bottom"].set_visible(False)
+    numbers.set(xlim=(-0.6, len(heads) - 0.4))
+    numbers.set_xticks([x + 0.4 for x in range(len(heads))], heads, ha="right")
+    numbers.xaxis.tick_top()
+    numbers.tick_params(axis="x", length=0)
+    numbers.spines["bottom"].set_visible(False)
+
+
+def _numbers(found: Distribution) -> list[float]:
+    smallest, least, _, median, _, most, largest = found.quantiles
+    return [found.mean, found.deviation, smallest, least, median, most, largest]
+
+
+def _draw_shape(axes: Any, y: int, found: Distribution) -> None:
+    """Draw a histogram in the line of a feature, with its ends beside it."""
+    if found.high == found.low:
+        axes.plot((0.5, 0.5), (y + 0.38, y - 0.38), color=BLUE, linewidth=3)
+        is_constant = found.quantiles[0] == found.quantiles[-1]
+        text = f"{'always' if is_constant else '1 % to 99 %:'} {found.low:.4g}"
+        _cell(axes, 0.56, y, text, size=7.5)
+        return
+    heights = np.repeat(np.array(found.counts) / max(found.counts), 2)
+    x = np.linspace(0, 1, NUM_BINS + 1).repeat(2)[1:-1]
+    axes.plot((0, 1), (y + 0.4, y + 0.4), color=LIGHT_BLUE, linewidth=0.8)
+    axes.fill_between(x, y + 0.4, y + 0.4 - 0.8 * heights, color=BLUE, alpha=0.75, linewidth=0)
+    for place, value, side in ((-0.02, found.low, "right"), (1.02, found.high, "left")):
+        _cell(axes, place, y, f"{value:.4g}", ha=side, size=7.5, color=FAINT)
+
+
+def _draw_categorical(figure: Any, columns: Columns, facts: ReportFacts) -> None:
+    has_coverage = any(column.coverage for column in columns.values())
+    ratios = (1, 1.5, 2) if has_coverage else (1, 3.5)
+    missing, sizes, *covered = figure.subplots(1, len(ratios), sharey=True, width_ratios=ratios)
+    _draw_missing(missing, columns)
+    _draw_sizes(sizes, columns, facts.frequency_limit)
+    for axes in covered:
+        _draw_coverage(figure, axes, columns, facts.frequency_limit)
+    # The cells of the coverage have set the range of the lines.
+    missing.set_ylim(max(len(columns), 2) - 0.4, -0.6)
+
+
+def _draw_missing(axes: Any, columns: Columns) -> None:
     parts = [100 * column.missing for column in columns.values()]
     axes.barh(range(len(parts)), parts, color=GREY, height=0.7)
     for y, part in enumerate(parts):
-        if part:
-            axes.text(part + 1, y, f"{part:.1f}" if part >= 0.1 else "< 0.1", va="center", size=7.5)
+        text = "0" if not part else f"{part:.1f}" if part >= 0.1 else "< 0.1"
+        _cell(axes, part + 1, y, text, size=7.5, color=INK if part else FAINT)
     axes.set(title="missing, % of rows", xlim=(0, 112), xticks=(0, 25, 50, 75, 100))
+    axes.set_yticks(range(len(columns)), [_label(name) for name in columns])
+    axes.set_ylim(max(len(columns), 2) - 0.4, -0.6)
 
 
-def _draw_sizes(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: int) -> None:
+def _draw_sizes(axes: Any, columns: Columns, frequency_limit: int) -> None:
     most = 10.0
     for y, column in enumerate(columns.values()):
         if column.distinct is None or column.kept is None:
@@ -86,7 +187,7 @@ def _draw_sizes(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: i
         text = _short(column.kept)
         if column.kept != column.distinct:
             text += f" of {_short(column.distinct)}"
-        axes.text(1.2 * max(column.distinct, 1), y, text, va="center", size=7.5)
+        _cell(axes, 1.2 * max(column.distinct, 1), y, text, size=7.5)
     # Space for the text after the longest bar.
     axes.set(
         title=f"values that are kept (dark) of those seen, limit {frequency_limit}",
@@ -96,7 +197,7 @@ def _draw_sizes(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: i
     axes.minorticks_off()
 
 
-def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit: int) -> None:
+def _draw_coverage(figure: Any, axes: Any, columns: Columns, frequency_limit: int) -> None:
     """Draw per limit the fraction of rows with a value whose value is kept."""
     cells = np.full((len(columns), len(COVERAGE_LIMITS)), np.nan)
     table_rows = np.zeros(len(COVERAGE_LIMITS), np.int64)
@@ -106,12 +207,15 @@ def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit
             cells[y] = [100 * rows / seen for _, rows in column.coverage]
             table_rows += [values + 1 for values, _ in column.coverage]
     # Darker cells lose more rows.
-    axes.imshow(100 - cells, cmap="YlOrBr", vmin=0, vmax=60, aspect="auto", alpha=0.85)
+    image = axes.imshow(cells, cmap="YlOrBr_r", vmin=40, vmax=100, aspect="auto", alpha=0.85)
+    bar = figure.colorbar(image, ax=axes, extend="min", pad=0.01, aspect=max(len(columns), 10))
+    bar.set_label("rows kept, %", color=FAINT)
+    bar.outline.set_visible(False)
     for (y, x), part in np.ndenumerate(cells):
         if np.isfinite(part):
             text = "100" if part == 100 else f"{min(part, 99.9):.1f}"
             dark = part < 60
-            axes.text(x, y, text, ha="center", va="center", size=7, color="white" if dark else INK)
+            _cell(axes, x, y, text, ha="center", size=7, color="white" if dark else INK)
     heads = [
         f"{limit}\n{_short(int(total))}"
         for limit, total in zip(COVERAGE_LIMITS, table_rows, strict=True)
@@ -123,6 +227,11 @@ def _draw_coverage(axes: Any, columns: dict[str, ColumnSummary], frequency_limit
     axes.set_title("rows whose value is kept, % of those that have one")
     axes.set_xlabel("frequency limit, and rows of all tables with it", color=FAINT)
     axes.spines["bottom"].set_visible(False)
+
+
+def _cell(axes: Any, x: float, y: float, text: str, **options: Any) -> None:
+    """Draw a text inside a panel. The layout, which would measure each of a thousand, leaves it out."""
+    axes.text(x, y, text, va="center", **options).set_in_layout(False)
 
 
 def _label(name: str) -> str:

@@ -17,6 +17,7 @@ from tests.helpers.datasets import plant, write_clicks
 # Neither split divides evenly over batches and ranks.
 ROWS = ["data.synthetic.train_rows=2021", "data.synthetic.test_rows=253"]
 SHORT = [*TINY, *ROWS, "log.every=8", "train.tf32=false"]
+PICTURES = "log.pictures=true"
 ON_FILES = [option for option in TINY if not option.startswith("data.")]
 
 
@@ -36,7 +37,9 @@ def refused(*arguments: str) -> str:
 def dlrm(tmp_path_factory) -> tuple[Ended, Path]:
     """Run `python dlrm.py` from another directory."""
     directory = tmp_path_factory.mktemp("dlrm")
-    ended = start_command(str(ROOT / "dlrm.py"), *SHORT, "run_dir=run", directory=directory)
+    ended = start_command(
+        str(ROOT / "dlrm.py"), *SHORT, PICTURES, "run_dir=run", directory=directory
+    )
     return ended, directory / "run"
 
 
@@ -70,6 +73,8 @@ def test_the_run_directory_is_complete(dlrm):
         "metrics.jsonl",
         "model.json",
         "plan.json",
+        "predictions.json",
+        "predictions.png",
         "summary.json",
         "tensorboard",
     }
@@ -174,6 +179,12 @@ def test_evaluating_a_checkpoint_reproduces_the_metrics_of_training(dlrm, tmp_pa
     for name in ("steps", "test_auc", "test_log_loss", "test_rows", "teacher_auc"):
         assert evaluated[name] == trained[name]
     assert evaluated["samples_per_s"] is None
+    numbers = [
+        json.loads((path / "predictions.json").read_text()) for path in (run_dir, tmp_path / "run")
+    ]
+    assert numbers[0] == numbers[1]
+    assert numbers[0]["step"] == 32
+    assert numbers[0]["tasks"]["label"]["rows"] == trained["test_rows"]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -359,7 +370,7 @@ def test_a_finished_run_without_its_curves_gets_them(dlrm, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy, symlinks=True)
     (copy / "curves.png").unlink()
-    ended = run_command(*SHORT, f"run_dir={copy}")
+    ended = run_command(*SHORT, PICTURES, f"run_dir={copy}")
     assert "nothing to do" in ended.out
     assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
 

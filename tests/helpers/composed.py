@@ -45,6 +45,8 @@ TINY = [
     "train.batch_size=64",
     "eval.batch_size=128",
     "device=cpu",
+    # Drawing takes longer than such a run.
+    "log.pictures=false",
 ]
 # Overrides that name a file of configs/.
 GROUPS = ("experiment", "data")

@@ -54,11 +54,11 @@ def batch_of(rows, *, padding=0, weights=True, rates=True):
     return padded(logits, math.nan), batch
 
 
-def measured(weights: bool, rates: bool) -> list[dict]:
-    """Metrics that this rank computes; the second rank has two batches and an idle one has none."""
+def measured(weights: bool, rates: bool) -> tuple[list[dict], list[dict]]:
+    """Metrics and curves that this rank computes; the second rank has two batches and an idle one has none."""
     options = {"click": TaskConfig(keep_rate=None if rates else 0.5)}
     tasks = tasks_of([CLICK, RATING], options, further=FURTHER, has_groups=True)
-    results = []
+    results, curves = [], []
     with ranks_of_cpu() as ranks:
         for shares in (SHARES, [slice(0, ROWS), slice(0, 0)]):
             metrics = TaskMetrics(
@@ -69,7 +69,8 @@ def measured(weights: bool, rates: bool) -> list[dict]:
             for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
                 metrics.update(*batch_of(list(part), padding=3, weights=weights, rates=rates))
             results.append(metrics.compute())
-    return results
+            curves.append(metrics.describe_predictions())
+    return results, curves
 
 
 def gauc_by_loop(scores, labels, groups, weights):
@@ -110,12 +111,30 @@ def test_two_ranks_tell_the_numbers_of_scikit_learn(of_two_ranks, weights, rates
         "rmse.rating": math.sqrt(squares),
         "mae.rating": mean_absolute_error(labels[:, 1], logits[:, 1], sample_weight=weight),
     }
-    first, second = of_two_ranks[weights, rates]
+    (first, _), (second, _) = of_two_ranks[weights, rates]
+    alone, _ = measured(weights, rates)
     assert first == second
-    for result in (*first, *measured(weights, rates)):
+    for result in (*first, *alone):
         assert result == pytest.approx(wanted, rel=1e-6)
     # The number of ranks changes the order of the sums alone.
-    assert first[0] == pytest.approx(measured(weights, rates)[0], rel=1e-12)
+    assert first[0] == pytest.approx(alone[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_two_ranks_describe_the_predictions_of_one(of_two_ranks, weights):
+    (_, first), (_, second) = of_two_ranks[weights, True]
+    _, alone = measured(weights, True)
+    assert first == second
+    assert list(first[0]) == ["click"]
+    for described in first:
+        (one,), two = alone[0].values(), described["click"]
+        assert two["rows"] == one["rows"] == ROWS
+        # So few distinct scores have a bucket each, for any number of ranks.
+        for key in ("mean_prediction", "mean_label", "calibration_error"):
+            assert two[key] == pytest.approx(one[key], rel=1e-9), key
+        assert two["gain"]["lift"] == pytest.approx(one["gain"]["lift"], rel=1e-9)
+        for mine, other in zip(one["calibration"], two["calibration"], strict=True):
+            assert other == pytest.approx(mine, rel=1e-9)
 
 
 def one_class(ranks):

@@ -9,9 +9,12 @@ from dataclasses import fields
 from logging import getLogger
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from nn.metrics.prediction_curves import ScoreBuckets, describe_predictions
+from nn.observability.records import records_until
 from nn.observability.run_directory import (
     SUMMARY_KEYS,
     RunDirectory,
@@ -119,6 +122,48 @@ def test_curves_that_cannot_be_drawn_do_not_cost_the_summary(tmp_path, caplog):
     assert (tmp_path / "summary.json").exists()
     (message,) = caplog.messages
     assert message.startswith(f"{tmp_path / 'curves.png'} could not be drawn: Is a directory: ")
+
+
+DESCRIBED = {
+    "recipe": "dlrm",
+    "split": "test",
+    "step": 8,
+    "tasks": {"label": describe_predictions(ScoreBuckets(*np.ones((4, 9))))},
+}
+
+
+def test_the_latest_predictions_are_kept_and_drawn(tmp_path):
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_predictions(DESCRIBED)
+        recorder.write_predictions(DESCRIBED | {"step": 16})
+        recorder.finish(SUMMARY)
+    assert strict_json((tmp_path / "predictions.json").read_text())["step"] == 16
+    assert (tmp_path / "predictions.png").read_bytes().startswith(b"\x89PNG")
+    # A run that resumes keeps them until its next evaluation, and a new one does not.
+    kept = records_until(tmp_path / "metrics.jsonl", 16, None)
+    open_recorder(tmp_path, kept=kept).close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "predictions.json" in names
+    assert "predictions.png" not in names
+    open_recorder(tmp_path).close()
+    assert not (tmp_path / "predictions.json").exists()
+
+
+def test_undefined_predictions_replace_earlier_ones(tmp_path):
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_predictions(DESCRIBED)
+        recorder.write_predictions({})
+        recorder.finish(SUMMARY)
+    assert not list(tmp_path.glob("predictions*"))
+
+
+def test_a_run_without_pictures_has_its_numbers(tmp_path):
+    with open_recorder(tmp_path) as recorder:
+        recorder.write_train(TRAIN)
+        recorder.write_predictions(DESCRIBED)
+        recorder.finish(SUMMARY, pictures=False)
+    assert not list(tmp_path.glob("*.png"))
+    assert (tmp_path / "predictions.json").exists()
 
 
 def test_a_run_without_records_has_no_picture(tmp_path):

@@ -1,0 +1,84 @@
+"""Distribution of each numerical feature, from evenly spaced rows of a written split."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+BLOCKS = 64
+BLOCK_ROWS = 4096
+"""Rows of a larger split are read in so many blocks, which a disk reads in some seconds whatever its size."""
+NUM_BINS = 40
+QUANTILES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Values of a numerical feature, as they are stored.
+
+    Attributes:
+        rows: rows that were read.
+        mean: of the values.
+        deviation: standard deviation.
+        quantiles: at `QUANTILES`: smallest, 1 %, quarter, median, three quarters, 99 %, largest.
+        low: lower end of the histogram, the 1 % quantile.
+        high: its upper end, the 99 % quantile.
+        counts: values per bin; `NUM_BINS` of equal width, values outside are in the first and the last.
+    """
+
+    rows: int
+    mean: float
+    deviation: float
+    quantiles: list[float]
+    low: float
+    high: float
+    counts: list[int]
+
+
+def read_distributions(
+    numerical_bin: Path, names: list[str], dtype: str
+) -> dict[str, Distribution]:
+    """Return the distribution of each feature; nothing if there are no features or no rows.
+
+    Args:
+        numerical_bin: row-major values of a split.
+        names: features, in the order of the columns.
+        dtype: of the file.
+    """
+    if not names or not numerical_bin.stat().st_size:
+        return {}
+    stored = np.memmap(numerical_bin, dtype=dtype, mode="r").reshape(-1, len(names))
+    return {
+        name: _distribution(column.astype(np.float64))
+        for name, column in zip(names, _spaced_rows(stored).T, strict=True)
+    }
+
+
+def _spaced_rows(stored: np.ndarray) -> np.ndarray:
+    """Return all rows, or of many rows blocks at equal distances."""
+    if len(stored) <= BLOCKS * BLOCK_ROWS:
+        return np.asarray(stored)
+    starts = np.linspace(0, len(stored) - BLOCK_ROWS, BLOCKS).astype(int)
+    return np.concatenate([stored[start : start + BLOCK_ROWS] for start in starts])
+
+
+def _distribution(values: np.ndarray) -> Distribution:
+    quantiles = np.quantile(values, QUANTILES)
+    low, high = float(quantiles[1]), float(quantiles[-2])
+    # numpy makes no bins between equal ends.
+    span = (low, high) if high > low else (low - 0.5, low + 0.5)
+    counts, _ = np.histogram(values.clip(*span), NUM_BINS, span)
+    return Distribution(
+        rows=len(values),
+        mean=_rounded(values.mean()),
+        deviation=_rounded(values.std()),
+        quantiles=[_rounded(value) for value in quantiles],
+        low=_rounded(low),
+        high=_rounded(high),
+        counts=counts.tolist(),
+    )
+
+
+def _rounded(value: float) -> float:
+    """Round to 6 digits: the last ones of a sum depend on the processor."""
+    return float(f"{value:.6g}")
