@@ -88,6 +88,22 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     return [*written, *overrides]
 
 
+def help_words(arguments: Sequence[str], choices: Choices) -> tuple[list[str], list[str]]:
+    """Part the words after --help, such as `optimizer`, from the other arguments.
+
+    Returns:
+        The words, none without --help, and the other arguments.
+
+    Raises:
+        ValueError: a flag is invalid.
+    """
+    flags, overrides = _parted(arguments, choices)
+    if "--help" not in flags:
+        return [], list(arguments)
+    words = [word for word in overrides if word and "=" not in word and not word.startswith("~")]
+    return words, [argument for argument in arguments if argument not in words]
+
+
 def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str | None], list[str]]:
     """Return flags with their values, by their long names, and overrides.
 

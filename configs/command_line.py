@@ -16,9 +16,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from configs.arguments import Choices, hydra_arguments
+from configs.arguments import Choices, help_words, hydra_arguments
 from configs.exit_codes import USER_ERROR_EXIT_CODE
-from configs.help import NO_SECTIONS, SectionClasses, register_option_help
+from configs.help import (
+    NO_SECTIONS,
+    SectionClasses,
+    Topics,
+    UnknownTopicError,
+    register_option_help,
+)
 from configs.messages import on_one_line, shown
 from configs.overrides import one_line
 from configs.schema import open_sections
@@ -31,19 +37,25 @@ ReadSaved = Callable[[Path], Mapping[str, Any]]
 """Reads the file that the option `config` names, as the content of a yaml file of `configs/`."""
 
 
-def register(schema: type, name: str, section_classes: SectionClasses = NO_SECTIONS) -> None:
+def register(
+    schema: type,
+    name: str,
+    section_classes: SectionClasses = NO_SECTIONS,
+    topics: Topics | None = None,
+) -> None:
     """Register a schema with Hydra under its name in the yaml files, and its help; call it before composing.
 
     Args:
         schema: typed options.
         name: name of the schema in the yaml files.
         section_classes: per open section of the schema, the function that returns its class; used by the help.
+        topics: the part of the help to print; None for everything.
     """
     node = OmegaConf.structured(schema)
     for section in open_sections(schema):
         OmegaConf.set_struct(node[section], False)
     ConfigStore.instance().store(name=name, node=node)
-    register_option_help(schema, section_classes)
+    register_option_help(schema, section_classes, topics)
 
 
 def composed_command(
@@ -79,11 +91,15 @@ def composed_command(
         os.environ["HYDRA_FULL_ERROR"] = "1"
         likely = _keys_of_yaml(config_name, open_sections(schema))
         configs = _configs_with(schema_name)
-        sys.argv[1:] = hydra_arguments(sys.argv[1:], Choices(schema, groups, likely, configs))
+        choices = Choices(schema, groups, likely, configs)
+        words, arguments = help_words(sys.argv[1:], choices)
+        sys.argv[1:] = hydra_arguments(arguments, choices)
+        if words:
+            sys.argv.append("hydra.help.template=${option_help:}")
         if "--version" in sys.argv[1:]:
             print(f"{PROJECT} {project_version()} (Hydra {hydra.__version__})")
             sys.exit()
-        register(schema, schema_name, section_classes)
+        register(schema, schema_name, section_classes, Topics(words, groups))
         if read_saved is not None:
             _compose_saved(groups, read_saved)
         try:
@@ -92,6 +108,10 @@ def composed_command(
             # From the task they are its own errors, or bugs; before it only options and yaml files are read.
             if _was_called(task, error):
                 raise
+            if isinstance(error, BrokenPipeError):
+                _end_unread()
+            if (unknown := _unknown_topic(error)) is not None:
+                raise ValueError(str(unknown)) from None
             raise ValueError(one_line(error)) from None
 
     with_hydra = hydra.main(
@@ -167,6 +187,20 @@ def _was_called(function: Callable, error: BaseException) -> bool:
     """Return whether an error was raised inside a function."""
     code = inspect.unwrap(function).__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _end_unread() -> NoReturn:
+    """End a command whose reader has read enough, as `--help | head` does."""
+    # Python would write the rest when it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit()
+
+
+def _unknown_topic(error: BaseException | None) -> UnknownTopicError | None:
+    """Return the error of the help among those that it has become."""
+    while error is not None and not isinstance(error, UnknownTopicError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Text of `--help`: every option with its value after composition and its meaning.
+"""Text of `--help`: every option with its value after composition and its meaning, in the groups of the schema.
 
 Hydra fills a help template from the composed yaml, which holds values but no meanings. The schema holds the
 meanings, so a resolver joins the two: a yaml with
@@ -7,22 +7,34 @@ meanings, so a resolver joins the two: a yaml with
       help:
         template: |
           ...
+          ${group_help:experiment}
           ${option_help:}
 
-prints them for the schema last given to `register_option_help`.
+prints the files of `configs/experiment/`, and the options of the schema last given to `register_option_help`.
+`--help optimizer` prints those of a group alone.
 """
 
+import shutil
+import sys
 import textwrap
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from omegaconf import Container, DictConfig, OmegaConf
 
+from configs.messages import shown
 from configs.schema import describe
 
 NOT_COMPOSED = object()
 WIDTH = 100
+"""Columns of a file or a pipe; a terminal has its own, up to `MOST_WIDTH`."""
+MOST_WIDTH = 120
 MEANING_COLUMN = 40
+CONFIGS = Path(__file__).parent
 
 
 SectionClasses = Mapping[str, Callable[[DictConfig], type]]
@@ -30,35 +42,146 @@ SectionClasses = Mapping[str, Callable[[DictConfig], type]]
 NO_SECTIONS: SectionClasses = {}
 
 
-def register_option_help(schema: type, section_classes: SectionClasses = NO_SECTIONS) -> None:
-    """Make `${option_help:}` print the options of `schema`; call it before Hydra composes."""
+class UnknownTopicError(ValueError):
+    """A word after `--help` is in no option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topics:
+    """The part of the help that is printed.
+
+    Attributes:
+        words: groups, options or parts of their names; empty for everything.
+        groups: config groups of the command, such as `experiment`.
+    """
+
+    words: Sequence[str] = ()
+    groups: Sequence[str] = ()
+
+    def choose(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys that a word names, or all of them.
+
+        A word names a group or an option, else the options with it in their names.
+
+        Raises:
+            UnknownTopicError: a word names nothing.
+        """
+        if not self.words:
+            return list(keys)
+        chosen: set[str] = set()
+        for word in self.words:
+            found = [key for key in keys if f"{key}.".startswith(f"{word}.")]
+            found = found or [key for key in keys if word in key]
+            if not found and word not in self.groups:
+                known = [*keys, *self.groups, *(part for key in keys for part in key.split("."))]
+                close = get_close_matches(word, known, n=1)
+                hint = f"did you mean {close[0]}? " if close else ""
+                raise UnknownTopicError(
+                    f"--help: no option has {shown(word)} in its name; {hint}--help alone lists all options"
+                )
+            chosen.update(found)
+        return [key for key in keys if key in chosen]
+
+
+def register_option_help(
+    schema: type, section_classes: SectionClasses = NO_SECTIONS, topics: Topics | None = None
+) -> None:
+    """Make the help print the options of `schema`, or the topics among them; call it before Hydra composes."""
+    chosen = topics or Topics()
     OmegaConf.register_new_resolver(
         "option_help",
-        lambda *, _root_: option_help(schema, _root_, section_classes),
+        lambda *, _root_: _for_hydra(option_help(schema, _root_, section_classes, chosen)),
         replace=True,
+    )
+    OmegaConf.register_new_resolver(
+        "group_help", lambda group: _for_hydra(group_help(group, is_short=True)), replace=True
     )
 
 
+def _for_hydra(text: str) -> str:
+    # Hydra substitutes $NAME in the finished text, so a dollar sign of ours has to be doubled.
+    return text.replace("$", "$$")
+
+
 def option_help(
-    schema: type, config: DictConfig, section_classes: SectionClasses = NO_SECTIONS
+    schema: type,
+    config: DictConfig,
+    section_classes: SectionClasses = NO_SECTIONS,
+    topics: Topics | None = None,
 ) -> str:
-    """Return a line `key=value  meaning` for every option of `schema`, values from `config`."""
+    """Return a line `key=value  meaning` for the chosen options of `schema`, values from `config`, with a title per section.
+
+    Raises:
+        UnknownTopicError: no option has a word of `topics` in its name.
+    """
     sections = {name: find(config[name]) for name, find in section_classes.items()}
     defaults = OmegaConf.create(
         {name: OmegaConf.structured(found) for name, found in sections.items()}
     )
-    lines = []
-    for key, meaning in describe(schema, sections=sections):
-        value = OmegaConf.select(config, key, default=NOT_COMPOSED)
-        if value is NOT_COMPOSED:
-            value = OmegaConf.select(defaults, key)
-        head = f"  {key}={_as_override(value)}"
-        wrapped = textwrap.wrap(meaning, WIDTH - MEANING_COLUMN, break_on_hyphens=False)
-        if len(head) <= MEANING_COLUMN - 2:
-            head = head.ljust(MEANING_COLUMN) + wrapped.pop(0)
-        lines += [head, *(" " * MEANING_COLUMN + line for line in wrapped)]
-    # Hydra substitutes $NAME in the finished text, so a dollar sign of ours has to be doubled.
-    return "\n".join(lines).replace("$", "$$")
+    meanings = dict(describe(schema, sections=sections))
+    topics = topics or Topics()
+    chosen = topics.choose(list(meanings))
+    titles = _titles(schema, sections)
+    blocks = [group_help(word) for word in topics.words if word in topics.groups]
+    for section, keys in groupby(chosen, lambda key: key.partition(".")[0] if "." in key else ""):
+        lines = [titles[section]] if section else []
+        for key in keys:
+            value = OmegaConf.select(config, key, default=NOT_COMPOSED)
+            if value is NOT_COMPOSED:
+                value = OmegaConf.select(defaults, key)
+            lines += _entry(f"{key}={_as_override(value)}", meanings[key])
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _titles(schema: type, sections: Mapping[str, type]) -> dict[str, str]:
+    """Return the title of every section: its name, and the first sentence of its class's docstring."""
+    types = get_type_hints(schema) | dict(sections)
+    found = {}
+    for declared in fields(schema):
+        section = types[declared.name]
+        if is_dataclass(section):
+            text = (section.__doc__ or "").strip().splitlines()[0].rstrip(".")
+            found[declared.name] = f"{declared.name}: {text}"
+    return found
+
+
+def group_help(group: str, *, is_short: bool = False) -> str:
+    """Return an entry `group=name  description` per file of a config group.
+
+    Args:
+        group: folder of the files. The first comment of a file describes it.
+        is_short: leave out what follows a colon.
+    """
+    lines: list[str] = []
+    for path in sorted((CONFIGS / group).glob("*.yaml")):
+        comments = (
+            line.removeprefix("# ").strip()
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.startswith("# ") and "@package" not in line
+        )
+        meaning = next(comments, "")
+        if is_short:
+            meaning = meaning.partition(": ")[0].rstrip(".")
+        lines += _entry(f"{group}={path.stem}", meaning)
+    return "\n".join(lines)
+
+
+def _width() -> int:
+    """Return the columns of a line."""
+    if not sys.stdout.isatty():
+        return WIDTH
+    columns = shutil.get_terminal_size().columns - 1
+    return min(max(columns, MEANING_COLUMN + 20), MOST_WIDTH)
+
+
+def _entry(head: str, meaning: str) -> list[str]:
+    """Return the lines of an entry: its head and, beside or below it, its meaning."""
+    wrapped = textwrap.wrap(meaning, _width() - MEANING_COLUMN, break_on_hyphens=False)
+    head = f"  {head}"
+    if len(head) <= MEANING_COLUMN - 2 and wrapped:
+        head = head.ljust(MEANING_COLUMN) + wrapped.pop(0)
+    return [head, *(" " * MEANING_COLUMN + line for line in wrapped)]
 
 
 def _as_override(value: Any) -> str:

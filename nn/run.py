@@ -102,6 +102,7 @@ from nn.training.trainer import RunOutput, Saving, Trainer
 
 SYNTHETIC = "built-in synthetic clicks"
 
+
 def run(config: Config, config_yaml: str) -> None:
     """Run `config.mode`.
 

@@ -379,6 +379,45 @@ def test_help_lists_every_option_with_value_and_meaning(recipe, options):
     )  # not in the yaml
 
 
+def test_help_has_a_title_per_group_and_names_the_experiments():
+    lines = run_command("--help").out.splitlines()
+    title = lines.index(
+        "optimizer: Optimizers of the dense component and of the tables; the tables' is fused into "
+        "their backward pass"
+    )
+    assert lines[title - 1] == ""
+    assert lines[title + 1].startswith("  optimizer.name=")
+    named = {line.split()[0] for line in lines if line.startswith("  experiment=")}
+    assert named == {f"experiment={path.stem}" for path in (ROOT / "configs/experiment").iterdir()}
+    assert "  experiment=dlrm_criteo_t3             DLRM on Criteo 1TB, frequency limit 3" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["lr"], {"optimizer.lr", "optimizer.embedding_lr"}),
+        (["data.synthetic.names", "seed"], {"data.synthetic.names", "seed"}),
+        (["cross", "--config-name", "dcnv2"], {"model.cross.num_layers", "model.cross.structure"}),
+        (["experiment"], {"experiment"}),
+        (["profile"], {"profile.steps", "profile.start_step", "profile.nvtx"}),
+    ],
+)
+def test_a_word_narrows_the_help(words, keys):
+    ended = run_command("--help", *words)
+    assert (ended.exit_code, ended.err) == (0, "")
+    printed = {line.split("=")[0].strip() for line in ended.out.splitlines() if "=" in line[:40]}
+    assert printed == keys | ({"model.cross.projection_dim"} if "cross" in words else set())
+    assert "Hydra" not in ended.out
+
+
+def test_a_word_that_is_in_no_option_is_refused():
+    ended = run_command("--help", "optimzer")
+    assert (ended.exit_code, ended.out) == (2, "")
+    assert ended.err == (
+        "error: --help: no option has 'optimzer' in its name; did you mean optimizer? --help alone lists all options\n"
+    )
+
+
 def test_help_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_command("--help").exit_code == 0

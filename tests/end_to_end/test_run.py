@@ -380,7 +380,7 @@ def test_an_evaluation_that_was_killed_is_started_again(dlrm, tmp_path, monkeypa
     restore = f"checkpoint.restore={run_dir / 'checkpoints' / 'step_32'}"
     evaluate = [*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}"]
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "summary.json")
 
     with monkeypatch.context() as patched:
