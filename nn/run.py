@@ -73,7 +73,7 @@ from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note
 from nn.observability.plan_table import print_hardware, print_memory, print_plan
 from nn.observability.profiler import Profiler, check_profile
-from nn.observability.records import PLAN, PROBLEM, UNSAVED, KeptRecords
+from nn.observability.records import ENDED, PLAN, PROBLEM, UNSAVED, KeptRecords
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
@@ -326,7 +326,11 @@ def _training_memory(
 
 def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> None:
     """Do what the last start of a finished run could not: draw its curves, remove older checkpoints, link the best."""
-    if config.mode is not Mode.train or config.run_dir is None:
+    if config.run_dir is None:
+        return
+    # An error after the summary, such as of a last sync, does not make the run unfinished.
+    (Path(config.run_dir) / ENDED).unlink(missing_ok=True)
+    if config.mode is not Mode.train:
         return
     if config.log.pictures:
         draw_missing_pictures(Path(config.run_dir), logger)
