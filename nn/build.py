@@ -12,7 +12,7 @@ from configs.schema import MOST_SAMPLES, Amp, Config, Device, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
-from dataloading.held_out_source import HeldOutSource
+from dataloading.held_out_source import VALIDATION, HeldOutSource
 from dataloading.loader import Loader, LoaderSettings
 from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
@@ -38,12 +38,15 @@ TRAIN_SPLIT = "train"
 def open_source(config: Config) -> Source:
     """Open the dataset directory, or synthetic clicks without one, with a validation split if one is held out.
 
+    Scores of new rows need no training rows, from which it would be held out.
+
     Raises:
         ValueError: no rows can be held out.
     """
     source = _stored_source(config)
     fraction = config.data.validation_fraction
-    return source if fraction is None else HeldOutSource(source, fraction)
+    scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
+    return source if fraction is None or scores_others else HeldOutSource(source, fraction)
 
 
 def _stored_source(config: Config) -> Source:

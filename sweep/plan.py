@@ -18,10 +18,11 @@ from configs.arguments import hydra_arguments
 from configs.command_line import register
 from configs.many_runs_schema import SweepConfig
 from configs.overrides import drop_replaced, no_option, one_line
-from configs.schema import Config, Device, Mode, describe, require
+from configs.schema import Config, DataConfig, Device, Mode, describe, require
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.held_out_source import VALIDATION
+from dataloading.storage.local_copy import local_path
 from nn.early_checks import check_inputs
 from nn.models.metric import Metric, best_of, metrics_of_label
 from nn.models.registry import MODELS, options_of_own_models, typed_config
@@ -176,7 +177,7 @@ def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
     added = [f"eval.split={VALIDATION}"]
     has_split = False
     if config.data.path is not None:
-        spec = FeatureSpec.load(config.data.path, config.data.feature_spec, measure=False)
+        spec = _spec_of(config.data)
         has_split = VALIDATION in spec.splits
     if not has_split and config.data.validation_fraction is None:
         added.append(f"data.validation_fraction={VALIDATION_FRACTION}")
@@ -232,11 +233,16 @@ def _composed(recipe: str, overrides: Sequence[str]) -> DictConfig:
         GlobalHydra.instance().hydra = before
 
 
+def _spec_of(data: DataConfig) -> FeatureSpec:
+    assert data.path is not None
+    return FeatureSpec.load(local_path(data.path), data.feature_spec, measure=False)
+
+
 def _metrics(config: Config) -> list[Metric]:
     """Return the metrics that a run measures."""
     labels: Sequence[RowColumn] = (RowColumn("label"),)
     if config.data.path is not None:
-        spec = FeatureSpec.load(config.data.path, config.data.feature_spec, measure=False)
+        spec = _spec_of(config.data)
         labels = spec.labels
     return [
         metric

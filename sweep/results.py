@@ -17,7 +17,7 @@ from rich.table import Table
 from compare.run_record import RunRecord
 from compare.table import short_keys
 from configs.schema import require
-from dataloading.dataset.durable_files import replace_text
+from dataloading.dataset.durable_files import replace_link, replace_text
 from nn.models.metric import metric_of_key
 from nn.observability.records import METRICS
 from sweep.driver import BEST_STEP, POLL_SECONDS, PROBLEM, RUN_DIR
@@ -28,6 +28,8 @@ from sweep.trial import best_checkpoint
 from sweep.trial_process import Start, environment_of, last_line
 
 SWEEP, TABLE = "sweep.json", "trials.csv"
+BEST = "best"
+"""Link to the run directory of the best trial."""
 STATE_NAMES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
@@ -130,7 +132,7 @@ def write_sweep(
     rows: Sequence[dict[str, Any]],
     measured: dict[str, Any],
 ) -> None:
-    """Write `sweep.json`, whose existence shows that the sweep is complete.
+    """Link the best trial, and write `sweep.json`, whose existence shows that the sweep is complete.
 
     Args:
         directory: of the sweep.
@@ -144,6 +146,7 @@ def write_sweep(
     assert best is not None
     run_dir = directory / best.user_attrs[RUN_DIR]
     command = plan.command(best.params, run_dir)
+    replace_link(directory / BEST, best.user_attrs[RUN_DIR], directory / f".{BEST}.tmp")
     content = {
         **settings_of(study.config, space, plan.metric, plan.split),
         "sampler": study.config.sampler.value,

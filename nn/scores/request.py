@@ -5,6 +5,7 @@ from pathlib import Path
 
 from configs.schema import SCORE_ENDINGS, Config
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.storage.object_store import is_remote, shown_address
 
 DEFAULT_SPLIT = "test"
 
@@ -16,6 +17,10 @@ def output_path(config: Config) -> Path:
         ValueError: it exists, or its directory does not or cannot be written.
     """
     assert config.output is not None, "Config refuses mode=predict without an output"
+    if is_remote(config.output):
+        raise ValueError(
+            f"output={shown_address(config.output)}: scores are written to a file of this machine; set such an output, and copy it"
+        )
     path = Path(config.output)
     if os.path.lexists(path):
         raise ValueError(f"output={path} exists; move or delete it, or set another output")
