@@ -41,13 +41,13 @@ from nn.checkpoint.tensor_index import (
     CHECKSUM_BYTES,
     FORMAT,
     INDEX_FILE,
+    THREADS,
     ChunkReader,
     StoredTensor,
 )
 
 ALIGNMENT = 64
 """Bytes; arrays begin at multiples of it, so that they can be mapped into memory."""
-THREADS = 4
 
 
 class FileRange(NamedTuple):

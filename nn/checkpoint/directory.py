@@ -31,12 +31,12 @@ from dataloading.dataset.durable_files import (
     sync_directory,
     write_synced,
 )
-from nn.checkpoint.dcp_storage import THREADS
 from nn.checkpoint.run_facts import check_facts
 from nn.checkpoint.tensor_index import (
     CHECKSUM_BYTES,
     DTYPES,
     INDEX_FILE,
+    THREADS,
     Chunk,
     UnreadableError,
     file_inside,

@@ -32,6 +32,8 @@ BLOCK_BYTES = 2**24
 """Bytes per read."""
 CHECKSUM_BYTES = 2**26
 """Bytes per checksum."""
+THREADS = 4
+"""Threads that write files, or read them to compare checksums."""
 
 # torch's name of a dtype -> numpy's dtype. numpy has no bfloat16; its bits are read as uint16.
 DTYPES = {
