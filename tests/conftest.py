@@ -46,7 +46,15 @@ LONGEST_FIRST = (
 # Something of every room in about a minute: what `-m fast` selects.
 FAST = {
     "configs/test_schema.py",
+    "compare/test_compare.py",
+    "dataloading/storage/test_object_store.py",
     "dataloading/test_batch.py",
+    "nn/library/test_loaded_run.py",
+    "nn/loggers/test_loggers.py",
+    "nn/plots/test_curves.py",
+    "nn/scores/test_streamed_rows.py",
+    "preproc/report/test_report.py",
+    "sweep/test_sweep.py",
     "dataloading/dataset/test_feature_spec.py",
     "dataloading/test_partition.py",
     "dataloading/test_synthetic.py",

@@ -218,7 +218,7 @@ def _preproc(_: None, overridden: list[str], room: Path) -> None:
 
 def _export(_: None, overridden: list[str], room: Path) -> None:
     arguments = ["checkpoint=nothing", f"output={room / 'out'}", *overridden]
-    with patch("nn.export.__main__.export_tables", lambda *paths, **options: {}):
+    with patch("nn.export.__main__.export_tables", lambda *paths, **options: {"tables": {}}):
         _command(export_command.run, ExportConfig, "export", arguments, ())
 
 
