@@ -188,6 +188,10 @@ class PreprocConfig:
             f"threads must be positive or null, got {self.threads}",
         )
         require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
+        require(
+            all(rows > 0 for rows in self.table_rows or []),
+            f"table_rows must all be positive, got {self.table_rows}",
+        )
         files = self.files_per_split
         require(
             files is None or files > 0, f"files_per_split must be positive or null, got {files}"
@@ -251,9 +255,8 @@ class PreprocConfig:
         return self.split_name.name if is_one and self.split_name else None
 
     def _check_mlperf(self) -> None:
-        rows = self.table_rows or []
         require(
-            len(rows) == 26 and min(rows) > 0,
+            len(self.table_rows or []) == 26,
             f"dataset=criteo_mlperf needs table_rows, a positive number per category (26), got {self.table_rows}",
         )
         # MLPerf's procedure leaves no choice.

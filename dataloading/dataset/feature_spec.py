@@ -282,7 +282,9 @@ def _section(document: object, key: str) -> Mapping[str, Any]:
 
 def _parse(root: Path, document: object) -> FeatureSpec:
     """Return the checked spec of `document` without row counts; errors start with the key."""
-    spec, sources = _parse_features(root, document), _section(document, "source_spec")
+    # First, since a file without it is no spec of a dataset, whatever else it lacks.
+    sources = _section(document, "source_spec")
+    spec = _parse_features(root, document)
     named = any(split in sources for split in SPLITS)
     expect(named, "source_spec", list(sources), f"a split, one of {', '.join(SPLITS)}")
     names = Counter(map(str, sources))

@@ -19,7 +19,8 @@ def output_path(config: Config) -> Path:
     assert config.output is not None, "Config refuses mode=predict without an output"
     if is_remote(config.output):
         raise ValueError(
-            f"output={shown_address(config.output)}: scores are written to a file of this machine; set such an output, and copy it"
+            f"output={shown_address(config.output)}: scores are written to a file of this machine; set such an output, and "
+            "copy it"
         )
     path = Path(config.output)
     if os.path.lexists(path):

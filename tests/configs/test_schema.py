@@ -175,9 +175,10 @@ REFUSED = [
     (EvalConfig, {"per_epoch": 0}, "eval.per_epoch must be positive, got 0"),
     (EvalConfig, {"auc_threshold": 1.0}, "eval.auc_threshold must lie between 0 and 1, got 1.0"),
     (DataConfig, {"validation_fraction": 1.0}, "data.validation_fraction must lie between 0 and 1 or be null, got 1.0"),
-    (CheckpointConfig, {"mirror": "/mnt/a"}, "checkpoint.mirror=/mnt/a is no address of an object store; write it as s3://BUCKET/FOLDER, or copy a "
-        "directory by other means"),
-    (LogConfig, {"loggers": ["tensorbord"]}, "log.loggers names tensorbord, which is none of tensorboard, wandb, mlflow, nor package.module:NAME"),
+    (CheckpointConfig, {"mirror": "/mnt/a"}, "checkpoint.mirror=/mnt/a is no address of an object store; write it as "
+        "s3://BUCKET/FOLDER, or copy a directory by other means"),
+    (LogConfig, {"loggers": ["tensorbord"]}, "log.loggers names tensorbord, which is none of tensorboard, wandb, mlflow, nor "
+        "package.module:NAME"),
     (LogConfig, {"loggers": ["a.b:C", "a.b:C"]}, "log.loggers names a.b:C twice; name it once"),
     (LogConfig, {"mlperf_org": ""}, "log.mlperf_org is empty; name it, or leave it out"),
     (EvalConfig, {"max_steps": -3}, "eval.max_steps must be positive or null, got -3"),

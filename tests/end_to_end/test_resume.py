@@ -152,7 +152,7 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(uninterrupted, tmp_pa
 def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(
     uninterrupted, tmp_path, monkeypatch
 ):
-    def end(*_):
+    def end(*_, **__):
         wait_for_writer()
         raise Killed
 

@@ -315,7 +315,9 @@ def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_p
             assert (ended.exit_code, ended.err) == (0, "")
     assert summary(tmp_path / "complete")["steps"] == 6
     assert stored_bytes(tmp_path / "resumed") == stored_bytes(tmp_path / "complete")
-    written = export_tables(tmp_path / "complete" / "checkpoints" / "step_6", tmp_path / "out")
+    written = export_tables(tmp_path / "complete" / "checkpoints" / "step_6", tmp_path / "out")[
+        "tables"
+    ]
     config = compose_config(*case.overrides(two_labels))
     with ranks_of_cpu():
         spec = build(config).source.spec

@@ -157,7 +157,7 @@ def test_a_saved_model_is_evaluated_to_the_same_numbers(complete_run, tmp_path):
 
 
 def test_tables_are_exported_under_their_names(complete_run, tmp_path):
-    written = export_tables(complete_run / "checkpoints" / "step_12", tmp_path / "out")
+    written = export_tables(complete_run / "checkpoints" / "step_12", tmp_path / "out")["tables"]
     assert list(written) == TABLES
     weight = np.load(tmp_path / "out" / "factors_cat_3.weight.npy")
     assert weight.shape == (300, 8)

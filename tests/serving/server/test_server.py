@@ -328,7 +328,7 @@ def test_versions_are_swapped_under_load_and_rolled_back(models, tmp_path, capsy
     with serving(models["one"]) as one, serving(models["two"]) as two:
         wanted = [np.array(scores(c.infer(inputs(numerical, ids))[1])) for c in (one, two)]
     assert np.abs(wanted[0] - wanted[1]).max() > 1e-3
-    with serving(root, poll_s=0.02) as client:
+    with serving(root, poll_s=0.02, deadline_ms=20_000) as client:
         seen, failed, over = set(), [], threading.Event()
 
         def ask() -> None:
