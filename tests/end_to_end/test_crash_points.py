@@ -17,13 +17,13 @@ from tests.helpers.file_system_faults import unsupported
 
 # Scenario: number of points per fault, spread evenly from the first change to the last.
 SHARES = {
-    "training": {"kill": 4, "torn": 1, "ENOSPC": 3, "full": 2, "EIO": 2, "broken": 1},
-    "training_2_ranks": {"kill": 1, "lost_rank": 2, "ENOSPC": 1, "broken": 1},
-    "training_resumed": {"kill": 3},
-    "preprocessing": {"kill": 3, "full": 1, "EIO": 1},
-    "preprocessing_table": {"kill": 3, "torn": 1, "ENOSPC": 2, "EIO": 2},
-    "preprocessing_overwrite": {"kill": 3, "broken": 1},
-    "export_npy": {"kill": 2, "torn": 1, "full": 1, "EIO": 1},
+    "training": {"kill": 3, "torn": 1, "ENOSPC": 2, "full": 1, "EIO": 1, "broken": 1},
+    "training_2_ranks": {"kill": 1, "lost_rank": 1, "ENOSPC": 1, "broken": 1},
+    "training_resumed": {"kill": 2},
+    "preprocessing": {"kill": 2, "full": 1, "EIO": 1},
+    "preprocessing_table": {"kill": 2, "torn": 1, "ENOSPC": 1, "EIO": 1},
+    "preprocessing_overwrite": {"kill": 2, "broken": 1},
+    "export_npy": {"kill": 1, "torn": 1, "full": 1, "EIO": 1},
 }
 # Points where a command once lost work or did not resume, by their call and file.
 KNOWN = {
