@@ -21,13 +21,11 @@ from compare.table import (
     print_table,
     sorted_runs,
 )
-from configs.command_line import composed_command, end_command
+from configs.command_line import composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
-from configs.exit_codes import INTERRUPTED_EXIT_CODE
 from configs.many_runs_schema import CompareConfig
-from configs.messages import os_error_text
 from configs.overrides import to_config
-from configs.stop_signals import INTERRUPTED, restore_signals
+from configs.stop_signals import restore_signals
 
 PIPE_WIDTH = 200
 
@@ -59,16 +57,10 @@ def compare(config: CompareConfig) -> None:
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and compare; report errors in one line."""
-    try:
+    with errors_end_command():
         config = to_config(composed)
         restore_signals()
         compare(config)
-    except ValueError as error:
-        end_command(f"error: {error}")
-    except OSError as error:
-        end_command(f"error: {os_error_text(error)}")
-    except KeyboardInterrupt:
-        end_command(f"{INTERRUPTED}: rerun the same command", INTERRUPTED_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import Choices, help_words, hydra_arguments
-from configs.exit_codes import USER_ERROR_EXIT_CODE
+from configs.exit_codes import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from configs.help import (
     NO_SECTIONS,
     SectionClasses,
@@ -25,14 +25,17 @@ from configs.help import (
     UnknownTopicError,
     register_option_help,
 )
-from configs.messages import on_one_line, shown
+from configs.messages import UNKNOWN_PLACE, on_one_line, os_error_text, shown
 from configs.overrides import one_line
 from configs.schema import open_sections
+from configs.stop_signals import INTERRUPTED
 
 PROJECT = "hybrid-parallel-recsys"
 SAVED = "options_of_a_run"
 """Name under which the options of an earlier run are composed."""
 SAVED_FLAG = f"--config-name={SAVED}"
+RERUN = f"{INTERRUPTED}: rerun the same command"
+NO_OUTPUT = f"{INTERRUPTED}: nothing was written to output; rerun the same command"
 ReadSaved = Callable[[Path], Mapping[str, Any]]
 """Reads the file that the option `config` names, as the content of a yaml file of `configs/`."""
 
@@ -207,6 +210,29 @@ def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn
     """Print one message to stderr, in one line, and end the process with `exit_code`."""
     print(on_one_line(message), file=sys.stderr, flush=True)
     sys.exit(exit_code)
+
+
+@contextmanager
+def errors_end_command(
+    place: str = UNKNOWN_PLACE,
+    more: str = "",
+    interrupted: str = RERUN,
+) -> Iterator[None]:
+    """End the process with one message after a user error, an error of the system, or Ctrl-C.
+
+    Args:
+        place: what the command reads or writes, for an error of the system that names no file.
+        more: continues the remedy for a full disk.
+        interrupted: message after Ctrl-C.
+    """
+    try:
+        yield
+    except ValueError as error:
+        end_command(f"error: {error}")
+    except OSError as error:
+        end_command(f"error: {os_error_text(error, place, more)}")
+    except KeyboardInterrupt:
+        end_command(interrupted, INTERRUPTED_EXIT_CODE)
 
 
 def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:

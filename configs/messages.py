@@ -93,9 +93,10 @@ _REMEDIES = {
 }
 
 
-def os_error_text(
-    error: OSError, place: str = "while a file of the run was read or written", more: str = ""
-) -> str:
+UNKNOWN_PLACE = "while a file of the run was read or written"
+
+
+def os_error_text(error: OSError, place: str = UNKNOWN_PLACE, more: str = "") -> str:
     """Describe an error of the system in one line: reason, path and remedy.
 
     Args:

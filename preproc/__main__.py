@@ -12,14 +12,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command
+from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
-from configs.exit_codes import INTERRUPTED_EXIT_CODE
-from configs.messages import os_error_text
 from configs.overrides import to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
-from configs.stop_signals import INTERRUPTED, restore_signals
+from configs.stop_signals import restore_signals
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import SPEC_NAME
@@ -118,21 +116,11 @@ def _execute(config: PreprocConfig) -> None:
 
 def run(composed: DictConfig) -> None:
     """Convert the composed yaml to checked options and execute them; end with one message after an error."""
-    try:
+    place = f"output={composed.output}" if composed.output else f"path={composed.path}"
+    more = " (it resumes), or move output or temp_directory"
+    interrupted = f"{NO_OUTPUT} to resume" if composed.output else RERUN
+    with errors_end_command(place, more, interrupted):
         execute(to_config(composed))
-    except ValueError as error:
-        end_command(f"error: {error}")
-    except OSError as error:
-        place = f"output={composed.output}" if composed.output else f"path={composed.path}"
-        remedy = " (it resumes), or move output or temp_directory"
-        end_command(f"error: {os_error_text(error, place, remedy)}")
-    except KeyboardInterrupt:
-        state = (
-            ": nothing was written to output; rerun the same command to resume"
-            if composed.output
-            else ": rerun the same command"
-        )
-        end_command(f"{INTERRUPTED}{state}", INTERRUPTED_EXIT_CODE)
 
 
 if __name__ == "__main__":

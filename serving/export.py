@@ -11,18 +11,17 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command
-from configs.exit_codes import INTERRUPTED_EXIT_CODE
-from configs.messages import on_one_line, os_error_text
+from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.messages import on_one_line
 from configs.overrides import to_config
 from configs.serving_schema import ModelExportConfig
-from configs.stop_signals import INTERRUPTED, restore_signals
+from configs.stop_signals import restore_signals
 from serving.manifest import Manifest
 
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and export the model; report errors in one line."""
-    try:
+    with errors_end_command(f"output={composed.output}", interrupted=NO_OUTPUT):
         config: ModelExportConfig = to_config(composed)
         check_paths(config)
         restore_signals()
@@ -33,15 +32,6 @@ def run(composed: DictConfig) -> None:
         from serving.exporting.run import export_model
 
         manifest = export_model(config)
-    except ValueError as error:
-        end_command(f"error: {error}")
-    except OSError as error:
-        end_command(f"error: {os_error_text(error, f'output={composed.output}')}")
-    except KeyboardInterrupt:
-        end_command(
-            f"{INTERRUPTED}: nothing was written to output; rerun the same command",
-            INTERRUPTED_EXIT_CODE,
-        )
     for line in report(manifest):
         print(on_one_line(line))
     print(on_one_line(f"written to {config.output}"))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command
-from configs.messages import on_one_line, os_error_text
+from configs.command_line import composed_command, end_command, errors_end_command
+from configs.messages import on_one_line
 from configs.overrides import to_config
 from configs.serving_schema import RollbackConfig
 from serving.versions import withdraw
@@ -13,14 +13,10 @@ from serving.versions import withdraw
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and withdraw versions; report errors in one line."""
-    try:
+    with errors_end_command(f"model={composed.model}"):
         config: RollbackConfig = to_config(composed)
         assert config.model is not None, "checked by the options"
         withdrawn, newest = withdraw(Path(config.model), config.version)
-    except ValueError as error:
-        end_command(f"error: {error}")
-    except OSError as error:
-        end_command(f"error: {os_error_text(error, f'model={composed.model}')}")
     print(
         on_one_line(
             f"withdrawn: {', '.join(withdrawn)}; version {newest} serves as soon as the server looks"

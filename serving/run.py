@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command
-from configs.messages import on_one_line, os_error_text
+from configs.command_line import composed_command, end_command, errors_end_command
+from configs.messages import on_one_line
 from configs.overrides import to_config
 from configs.serving_schema import ServerConfig
+from configs.stop_signals import INTERRUPTED
 from serving.manifest import MANIFEST
 from serving.versions import list_versions
 
@@ -30,7 +31,10 @@ SPARE_FILES = 64
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and serve until SIGTERM or SIGINT; report errors in one line."""
-    try:
+    with errors_end_command(
+        f"host={composed.host} port={composed.port}",
+        interrupted=f"{INTERRUPTED} before the server was ready",
+    ):
         config: ServerConfig = to_config(composed)
         token = read_token(config.token_file)
         check_model(Path(config.model or ""))
@@ -40,12 +44,6 @@ def run(composed: DictConfig) -> None:
         import_loader()
         started = time.perf_counter()
         asyncio.run(serve(open_service(config, token), config, started))
-    except ValueError as error:
-        end_command(f"error: {error}")
-    except OSError as error:
-        end_command(f"error: {os_error_text(error, f'host={composed.host} port={composed.port}')}")
-    except KeyboardInterrupt:
-        end_command("interrupted before the server was ready", 130)
 
 
 def check_model(path: Path) -> None:

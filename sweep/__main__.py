@@ -12,19 +12,20 @@ import sys
 from omegaconf import DictConfig
 
 from configs.arguments import quoted
-from configs.command_line import composed_command, end_command
+from configs.command_line import composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
-from configs.messages import os_error_text
 from configs.overrides import no_option, to_config
 from configs.schema import Config, describe
-from configs.stop_signals import restore_signals
+from configs.stop_signals import INTERRUPTED, restore_signals
 
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and sweep; report errors in one line."""
-    try:
+    with errors_end_command(
+        f"output={composed.output}", interrupted=f"{INTERRUPTED}: the same command resumes"
+    ):
         config = to_config(composed)
         try:
             # Imported here: --help needs no Optuna.
@@ -42,12 +43,6 @@ def run(composed: DictConfig) -> None:
         except StoppedSweepError as error:
             is_interrupt = error.signum == signal.SIGINT
             end_command(str(error), INTERRUPTED_EXIT_CODE if is_interrupt else RESUME_EXIT_CODE)
-    except ValueError as error:
-        end_command(f"error: {error}")
-    except OSError as error:
-        end_command(f"error: {os_error_text(error, f'output={composed.output}')}")
-    except KeyboardInterrupt:
-        end_command("interrupted: the same command resumes", INTERRUPTED_EXIT_CODE)
 
 
 def with_trial_options(arguments: list[str]) -> list[str]:

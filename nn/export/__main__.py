@@ -11,18 +11,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command
-from configs.exit_codes import INTERRUPTED_EXIT_CODE
+from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
 from configs.export_schema import ExportConfig
-from configs.messages import on_one_line, os_error_text
+from configs.messages import on_one_line
 from configs.overrides import to_config
-from configs.stop_signals import INTERRUPTED, restore_signals
+from configs.stop_signals import restore_signals
 from nn.export.tables import Selection, export_tables
 
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and export the tables; report errors in one line."""
-    try:
+    with errors_end_command(f"output={composed.output}", interrupted=NO_OUTPUT):
         config: ExportConfig = to_config(composed)
         assert config.checkpoint is not None, "ExportConfig refuses a configuration without"
         assert config.output is not None, "likewise"
@@ -33,15 +32,6 @@ def run(composed: DictConfig) -> None:
             Selection(config.tables, config.parts, config.optimizer),
             format=config.format,
             fitted=None if config.fitted is None else Path(config.fitted),
-        )
-    except ValueError as error:
-        end_command(f"error: {error}")
-    except OSError as error:
-        end_command(f"error: {os_error_text(error, f'output={composed.output}')}")
-    except KeyboardInterrupt:
-        end_command(
-            f"{INTERRUPTED}: nothing was written to output; rerun the same command",
-            INTERRUPTED_EXIT_CODE,
         )
     print(on_one_line(f"{_summary(record, config)} written to {config.output}"))
 
