@@ -28,7 +28,7 @@ ELEMENTS_PER_PROGRAM = 4096
 """Elements per program of the lookup, if tables are narrow."""
 
 WARPS = 4
-"""Blocks of ids per program of the update, one block per warp."""
+"""Blocks of ids per program of the update, one block per warp; see `_WidthClass`."""
 
 IDS_PER_BLOCK = 32
 
@@ -133,6 +133,9 @@ class _WidthClass:
         self._weights = own[0].weight
         self._config, self._rule = config, table_rule(config.table_name)
         self._branch = branch_of(self._rule)
+        # Triton moves a state with one number per row to another layout through shared memory, behind a barrier: several
+        # warps would walk in step, at the pace of the slowest of their loads.
+        self._warps = 1 if any(field.per_row for field in self._rule.states) else WARPS
         self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
         names = [name for name in self._rule.state_names if name in own[0].state]
@@ -256,7 +259,7 @@ class _WidthClass:
         align = gcd(self._align, gradients.stride(0), gradients.storage_offset())
         for number, level in enumerate(self._levels):
             num_blocks = level.blocks.shape[1]
-            _segment_update[(triton.cdiv(num_blocks, WARPS),)](
+            _segment_update[(triton.cdiv(num_blocks, self._warps),)](
                 self._weights,
                 *self._state,
                 keys,
@@ -298,10 +301,10 @@ class _WidthClass:
                 SOURCE=self._source,
                 BOUNDED=self._is_bounded,
                 ALIGN=align,
-                WARPS=WARPS,
+                WARPS=self._warps,
                 LENGTH=IDS_PER_BLOCK,
                 BLOCK_D=self._block_d,
-                num_warps=WARPS,
+                num_warps=self._warps,
             )
             keys, values, counts = level.sums_keys, level.sums, level.sums_counts
 

@@ -43,11 +43,12 @@ def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim
 
 
 def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    # Torch 2.11 has no fused Adagrad for GPUs.
-    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    return torch.optim.Adagrad(
-        parameters, lr=config.lr, eps=config.eps, fused=on_cpu, foreach=not on_cpu
-    )
+    if all(parameter.device.type == "cuda" for parameter in parameters):
+        # Torch 2.11 has no fused Adagrad for GPUs. Only CUDA builds of torch include Triton.
+        from nn.ops.triton.dense_adagrad import FusedAdagrad
+
+        return FusedAdagrad(parameters, lr=config.lr, eps=config.eps)
+    return torch.optim.Adagrad(parameters, lr=config.lr, eps=config.eps, fused=True)
 
 
 def _adam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

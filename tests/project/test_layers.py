@@ -88,6 +88,7 @@ ROOMS = {
         "nn.models",
         "nn.observability",
         "nn.ops",
+        "nn.ops.triton",
         "nn.sharding",
         "nn.user_objects",
     },

@@ -34,9 +34,11 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 26
+    assert done.stdout.count("compiled") == 29
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
+    # A warp that updates rows of one state does not wait for others.
+    assert "barriers of row-wise Adagrad: 0" in done.stdout
 
 
 def run() -> None:
@@ -47,6 +49,7 @@ def run() -> None:
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import batch_norm, row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
+    from nn.ops.triton.dense_adagrad import ALIGN, BLOCK, _adagrad
     from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
     from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
@@ -67,6 +70,15 @@ def run() -> None:
         dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
         constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source, "BOUNDED": level == 0}
         build(_segment_update, dtypes, **update, **branch, **constants)
+    branch = branch_of(TABLE_RULES[OptimizerName.rowwise_adagrad])
+    dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
+    constants = {"LEVEL": 0, "L2": False, "SOURCE": "sum", "BOUNDED": False}
+    alone = update | {"WARPS": 1, **branch, **constants}
+    ptx = build(_segment_update, dtypes, num_warps=1, **alone)
+    print("barriers of row-wise Adagrad:", ptx.count("bar.sync"))
+    dtypes = dict.fromkeys(("weights", "gradients", "sums", "steps", "rate", "found_inf"), "*fp32")
+    for align in (ALIGN, 1):
+        build(_adagrad, dtypes | {"blocks": "*i64"}, ALIGN=align, BLOCK=BLOCK)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
         {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},
@@ -105,7 +117,7 @@ def run() -> None:
         build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
 
 
-def build(kernel, dtypes: dict[str, str], **constants) -> None:
+def build(kernel, dtypes: dict[str, str], num_warps: int = 4, **constants) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -119,6 +131,6 @@ def build(kernel, dtypes: dict[str, str], **constants) -> None:
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert compiled.asm["ptx"]
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     print("compiled", kernel.__name__)
+    return compiled.asm["ptx"]

@@ -1,0 +1,54 @@
+"""The kernel of Adagrad, interpreted here and compiled on a GPU, computes what torch's does."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# More than a block, sizes that are no multiple of a vector, and parameters behind them.
+SHAPES = [(70, 64), (64,), (3, 5), (1,), (4096,), (33,)]
+
+
+def parameters_with_gradients() -> tuple[list[nn.Parameter], torch.Tensor]:
+    """Return parameters and the one memory of their gradients."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in SHAPES]
+    memory = torch.zeros(sum(weight.numel() for weight in weights), device=DEVICE)
+    views = memory.split([weight.numel() for weight in weights])
+    for weight, view in zip(weights, views, strict=True):
+        weight.grad = view.view_as(weight)
+    return weights, memory
+
+
+def test_it_computes_torchs_adagrad():
+    from nn.ops.triton.dense_adagrad import FusedAdagrad
+
+    ours, our_gradients = parameters_with_gradients()
+    theirs, their_gradients = parameters_with_gradients()
+    fused = FusedAdagrad(ours, lr=0.1, eps=1e-8)
+    torchs = torch.optim.Adagrad(theirs, lr=0.1, eps=1e-8, foreach=True)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        our_gradients.copy_(torch.randn(len(our_gradients), generator=generator))
+        their_gradients.copy_(our_gradients)
+        fused.step()
+        torchs.step()
+    for weight, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(weight, other, rtol=2e-7, atol=1e-7)
+        for name in ("step", "sum"):
+            ours_of, theirs_of = fused.state[weight][name], torchs.state[other][name]
+            torch.testing.assert_close(ours_of.cpu(), theirs_of.cpu(), rtol=2e-7, atol=0)
+
+
+def test_it_changes_nothing_when_something_is_not_finite():
+    from nn.ops.triton.dense_adagrad import FusedAdagrad
+
+    weights, gradients = parameters_with_gradients()
+    gradients.fill_(torch.inf)
+    optimizer = FusedAdagrad(weights, lr=torch.tensor(0.1, device=DEVICE))
+    optimizer.found_inf = torch.ones(1, device=DEVICE)
+    before = [weight.clone() for weight in weights]
+    optimizer.step()
+    assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
+    assert all(not state["step"] and not state["sum"].any() for state in optimizer.state.values())
