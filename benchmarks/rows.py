@@ -130,6 +130,7 @@ ROWS = {
         train_rows=100 * 65_536,
     ),
     "dlrm_t15_1_8192": Row("dlrm", 1, *T15, overrides=("train.batch_size=8192",)),
+    "dlrm_t15_1_16384": Row("dlrm", 1, *T15, overrides=("train.batch_size=16384",)),
     "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
     "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
     "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),

@@ -1,7 +1,7 @@
 """One batch of one rank, on the host or on the device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -89,6 +89,7 @@ class Batch:
         global_valid: rows without padding over all ranks.
         weights: float32 [B], 0 of padding rows; None if all rows count alike.
         keep_rates: float32 [B], 1 of padding rows; None without such a column.
+        memory: uint8, all tensors of the batch but a shared layout; None if they do not lie in one memory.
     """
 
     numerical: Tensor
@@ -100,6 +101,46 @@ class Batch:
     """Layout of `ids`, if batches share it; then only the ids themselves are copied to the device."""
     weights: Tensor | None = None
     keep_rates: Tensor | None = None
+    memory: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """The columns that a pass reads beside the ids."""
+        weights = [] if self.weights is None else [self.weights]
+        return [self.numerical, self.labels, *weights]
+
+    def with_columns(self, columns: Sequence[Tensor]) -> "Batch":
+        """Return the batch with other `columns`."""
+        numerical, labels, *weights = columns
+        return replace(
+            self, numerical=numerical, labels=labels, weights=weights[0] if weights else None
+        )
+
+    def at(self, memory: Tensor) -> "Batch":
+        """Return the batch whose tensors lie in `memory`, a copy of `Batch.memory`, as they do there."""
+        assert self.memory is not None, "the tensors lie in one memory"
+        assert self.layout is not None, "ragged features have no layout"
+        first = self.memory.data_ptr()
+
+        def moved(values: Tensor) -> Tensor:
+            start = values.data_ptr() - first
+            return memory[start : start + values.nbytes].view(values.dtype).view(values.shape)
+
+        ids = self.layout.jagged(moved(self.ids.values()))
+        return replace(self._mapped(ids, moved), memory=memory)
+
+    def packed_as(self, example: "Batch") -> Tensor:
+        """Return the memory of the batch, laid out as that of `example`, which has the same shapes: its own, if it has one."""
+        if self.memory is not None:
+            return self.memory
+        assert example.memory is not None, "the tensors of the example lie in one memory"
+        memory = torch.empty_like(example.memory)
+        packed = example.at(memory)
+        for mine, other in zip(
+            (*packed.columns, packed.ids.values()), (*self.columns, self.ids.values()), strict=True
+        ):
+            mine.copy_(other)
+        return memory
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return a copy on `device`; a shared layout is copied to a device only once."""

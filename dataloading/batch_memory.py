@@ -61,6 +61,11 @@ class Slot(BatchMemory):
         self._memory = memory
         self._taken = 0
 
+    @property
+    def taken(self) -> Tensor:
+        """The bytes of all columns so far."""
+        return self._memory[: self._taken]
+
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._taken + num_bytes > len(self._memory):

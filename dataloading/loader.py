@@ -287,7 +287,8 @@ class Loader:
             memory = slots.memory(slot)
             num_ids = [rows.num_valid * (f.hotness or 0) for f in self.source.spec.categorical]
             columns = self._columns(rows, num_ids, memory.allocate)
-            batches[key] = self._as_batch(columns, None, rows, memory)
+            batch = self._as_batch(columns, None, rows, memory)
+            batches[key] = replace(batch, memory=memory.taken)
         return batches[key]
 
     def _ragged_batch_in(self, memory: Slot, rows: RankRows) -> Batch | None:

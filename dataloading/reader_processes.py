@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import signal
+import struct
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,11 @@ PR_SET_PDEATHSIG = 1
 # Signals that a terminal or a batch system sends to all processes of a run. The training process handles
 # them, and needs its readers.
 SIGNALS_OF_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+# A task is a slot and a number, its answer one byte: nothing is pickled unless a read fails.
+TASK = struct.Struct("=qq")
+READ, FAILED = b"\0", b"\1"
 
 
 class ReaderProcesses:
@@ -128,15 +134,19 @@ class _Reader:
     def ask(self, slot: int, number: int) -> None:
         # `wait` reports a process that has ended.
         with suppress(ConnectionError):
-            self._connection.send((slot, number))
+            os.write(self._connection.fileno(), TASK.pack(slot, number))
 
     def wait(self) -> None:
         try:
+            answer = os.read(self._connection.fileno(), len(READ))
+            if answer == READ:
+                return
+            if not answer:
+                raise EOFError
             problem = self._connection.recv()
         except (EOFError, ConnectionError):
             raise RuntimeError(self._how_it_ended()) from None
-        if problem is not None:
-            raise problem
+        raise problem
 
     def close(self) -> None:
         if not self._has_ended:
@@ -166,8 +176,13 @@ def _serve(read: Callable[[int, int], None], connection: Connection, parent: int
         # A closed pipe is not enough: readers forked later inherit the parent's end of it.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         while os.getppid() == parent:
-            slot, number = connection.recv()
-            connection.send(_problem_of(read, slot, number))
+            task = os.read(connection.fileno(), TASK.size)
+            if not task:
+                break
+            problem = _problem_of(read, *TASK.unpack(task))
+            os.write(connection.fileno(), READ if problem is None else FAILED)
+            if problem is not None:
+                connection.send(problem)
         exit_code = 0
     except (EOFError, ConnectionError):
         exit_code = 0

@@ -10,6 +10,8 @@ from torch.nn.functional import logsigmoid, pad
 
 # Log loss is summed in float64 in blocks of so many rows, which takes about 32 MiB of device memory.
 BLOCK_ROWS = 1 << 22
+MOST_LATEST = 16
+"""Batches that are kept as they come, with one launch each: the host of small steps has no time for more."""
 TRAIN_AUC_ROWS = 2**20
 """The training AUC of a record covers the last rows before it: sorting more rows takes time and adds little."""
 
@@ -113,6 +115,7 @@ class RankingMetrics:
         """Forget all rows."""
         self._logits: list[Tensor] = []
         self._is_positive: list[Tensor] = []
+        self._latest: list[Tensor] = []
 
     def update(self, logits: Tensor, labels: Tensor, num_valid: int) -> None:
         """Keep one batch. The host does not wait for the device.
@@ -123,9 +126,19 @@ class RankingMetrics:
             num_valid: rows from here on are padding and are not counted.
         """
         assert logits.shape == labels.shape, (logits.shape, labels.shape)
-        kept = logits.detach()[:num_valid]
-        self._logits.append(kept.to(self.device, torch.float32, copy=True))
-        self._is_positive.append((labels[:num_valid] > 0.5).to(self.device))
+        both = torch.stack([logits.detach()[:num_valid].float(), labels[:num_valid].float()])
+        self._latest.append(both.to(self.device))
+        if len(self._latest) == MOST_LATEST:
+            self._keep_latest()
+
+    def _keep_latest(self) -> None:
+        """Keep the latest batches with 5 bytes per row."""
+        if not self._latest:
+            return
+        logits, labels = torch.cat(self._latest, dim=1)
+        self._logits += logits.clone().split([both.shape[1] for both in self._latest])
+        self._is_positive.append(labels > 0.5)
+        self._latest = []
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """Return the logits and labels (bool) of all ranks' rows so far, on rank 0; all must call it."""
@@ -161,10 +174,12 @@ class RankingMetrics:
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
         """Return the first of this rank's logits that is not finite: its `update` call, its place there, and their number."""
+        self._keep_latest()
         return first_not_finite(self._logits)
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """Return this rank's rows: logits, and whether the label is 1."""
+        self._keep_latest()
         no_logits = torch.empty(0, device=self.device)
         no_labels = torch.empty(0, dtype=torch.bool, device=self.device)
         return torch.cat([no_logits, *self._logits]), torch.cat([no_labels, *self._is_positive])

@@ -25,21 +25,76 @@ class DenseRule:
         build: returns the optimizer for parameters and options. A step with a learning rate of 0 and gradients of 0 changes
             no weight, and all state are tensors of `optimizer.state`, which is what checkpoints hold.
         states_per_weight: state values per weight.
+        reads_device: whether, on a GPU, `step` reads from device memory the learning rate (`lr` of the parameter groups, a
+            tensor) and `found_inf`, an attribute that torch's fused optimizers have: if it is not 0, nothing changes. The step
+            is then a part of the CUDA graph; otherwise it is launched behind it.
     """
 
     name: str
     build: Callable[[list[nn.Parameter], OptimizerConfig], torch.optim.Optimizer]
     states_per_weight: int
+    reads_device: bool = False
+
+
+class DenseUpdate:
+    """The update of a dense component.
+
+    Args:
+        parameters: of the dense component, on one device, with their gradients.
+        config: the optimizer's options.
+        on_gpu: whether the pass runs on a GPU.
+
+    Attributes:
+        optimizer: torch's.
+        is_in_pass: whether `apply` is a part of the pass, which needs no host; otherwise call `optimizer.step` afterwards.
+        learning_rate: of the latest update.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, on_gpu: bool
+    ) -> None:
+        parameters = list(parameters)
+        self.optimizer = build_dense_optimizer(parameters, config)
+        self.learning_rate = config.lr
+        self.is_in_pass = on_gpu and dense_rule(config).reads_device
+        self._rate = torch.full((), config.lr, device=parameters[0].device)
+        self._found_inf = torch.zeros((), device=parameters[0].device)
+        if self.is_in_pass:
+            vars(self.optimizer)["found_inf"] = self._found_inf
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._rate
+                # Torch checks that Adam may be captured.
+                if "capturable" in group:
+                    group["capturable"] = True
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Queue the learning rate of the next update."""
+        if self.is_in_pass and rate != self.learning_rate:
+            self._rate.fill_(rate)
+        elif not self.is_in_pass:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+        self.learning_rate = rate
+
+    def apply(self, is_good: Tensor) -> None:
+        """Update the dense component, unless `is_good`, int32 [1] on the device, is 0."""
+        torch.eq(is_good.view(()), 0, out=self._found_inf)
+        self.optimizer.step()
 
 
 def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         parameters,
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
         fused=True,
     )
+    if config.momentum:
+        # Otherwise torch allocates it in the first step, and leaves it undefined where `found_inf` skips that one.
+        for weight in parameters:
+            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return optimizer
 
 
 def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -67,16 +122,19 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
     )
 
 
+ADAGRAD = DenseRule(name="adagrad", build=_adagrad, states_per_weight=1, reads_device=True)
 DENSE_RULES: dict[str, DenseRule] = {
-    OptimizerName.sgd: DenseRule(name="sgd", build=_sgd, states_per_weight=0),
-    OptimizerName.adagrad: DenseRule(name="adagrad", build=_adagrad, states_per_weight=1),
+    OptimizerName.sgd: DenseRule(name="sgd", build=_sgd, states_per_weight=0, reads_device=True),
+    OptimizerName.adagrad: ADAGRAD,
     # Row-wise Adagrad keeps one state per table row; the dense component has no such rows and uses Adagrad.
-    OptimizerName.rowwise_adagrad: DenseRule(name="adagrad", build=_adagrad, states_per_weight=1),
-    OptimizerName.adam: DenseRule(name="adam", build=_adam, states_per_weight=2),
+    OptimizerName.rowwise_adagrad: ADAGRAD,
+    OptimizerName.adam: DenseRule(name="adam", build=_adam, states_per_weight=2, reads_device=True),
 }
-MOMENTUM_SGD = DenseRule(name="sgd with momentum", build=_sgd, states_per_weight=1)
+MOMENTUM_SGD = DenseRule(
+    name="sgd with momentum", build=_sgd, states_per_weight=1, reads_device=True
+)
 # Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
-ADAMW = DenseRule(name="adamw", build=_adamw, states_per_weight=2)
+ADAMW = DenseRule(name="adamw", build=_adamw, states_per_weight=2, reads_device=True)
 
 
 def dense_rule(config: OptimizerConfig) -> DenseRule:

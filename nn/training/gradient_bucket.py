@@ -22,7 +22,7 @@ class GradientBucket:
     Attributes:
         vector: all gradients, and one more number that is summed with them.
         further: views of the further gradients.
-        signal: view of that number, [].
+        signal: view of that number, []; 0 until it is set.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class GradientBucket:
             parameter.grad = None
         if self.further:
             torch._foreach_zero_(self.further)
-        self.signal.zero_()
 
     def sum(self, ranks: Ranks) -> None:
         """Copy the gradients of the backward pass into the vector and all-reduce it."""

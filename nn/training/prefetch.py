@@ -1,4 +1,8 @@
-"""Prefetch of one batch: while a batch trains, the next one is copied to the device and its ids are exchanged."""
+"""Prefetch of one batch: while a batch trains, the next one is copied to the device and its ids are exchanged.
+
+A batch in one memory takes one copy, to one of two places that batches take in turns: a step then allocates nothing, and makes
+no objects.
+"""
 
 import time
 from collections.abc import Iterator
@@ -7,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dataloading.batch import Batch
 from nn.observability.annotations import annotate
@@ -17,8 +22,9 @@ from nn.training.static_path import StaticPath
 class Prefetcher:
     """Iterator over (batch on the device, exchanged ids); no batch is repeated or lost.
 
-    Call `start_next` once per batch, when the host has just queued work for the device: the prefetch then runs beside
-    that work, on its own stream. All ranks must iterate alike, since each call takes part in collectives.
+    A batch is valid until the second `next()` after its own. Call `start_next` once per batch, when the host has just queued
+    work for the device: the prefetch then runs beside that work, on its own stream. All ranks must iterate alike, since each
+    call takes part in collectives.
 
     Args:
         batches: host batches of this rank.
@@ -34,6 +40,7 @@ class Prefetcher:
         self._path = path
         self._device = device
         self._stream = _side_stream(device) if device.type == "cuda" else None
+        self._places: _Places | None = None
         self._next: tuple[Batch, Any] | None = None
         self._is_started = False
         self.data_wait_ms = 0.0
@@ -56,7 +63,7 @@ class Prefetcher:
                 host_batch = next(self._batches, None)
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
             if host_batch is not None:
-                batch = host_batch.to(self._device, non_blocking=True)
+                batch = self._on_device(host_batch)
                 self._next = batch, self._path.start(batch)
         self._is_started = True
 
@@ -74,12 +81,66 @@ class Prefetcher:
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            batch.record_stream(current)
+            if self._places is not None:
+                self._places.previous_is_used()
+            if batch.memory is None:
+                batch.record_stream(current)
             ids.record_stream(current)
         return batch, ids
 
+    def _on_device(self, batch: Batch) -> Batch:
+        """Return a copy on the device, on the current stream."""
+        if batch.memory is None or self._stream is None:
+            return batch.to(self._device, non_blocking=True)
+        if self._places is None or not self._places.fit(batch.memory):
+            self._places = _Places(batch.memory, self._device)
+        return self._places.copied(batch)
+
     def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class _Places:
+    """Two blocks of memory of the device, which batches of the same size take in turns.
+
+    A batch must have been taken before the one after the next is copied.
+
+    Args:
+        memory: of such a batch, on the host.
+        device: of the blocks.
+    """
+
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self._blocks = [torch.empty_like(memory, device=device) for _ in range(2)]
+        for block in self._blocks:
+            # When it is freed, the allocator waits for the stream that has read it.
+            block.record_stream(torch.cuda.default_stream(device))
+        self._batches: list[dict[tuple[int, int, int], Batch]] = [{}, {}]
+        self._turn = 0
+        # On the stream that trains, behind the last use of the batch before the latest.
+        self._is_used = torch.cuda.Event()
+
+    def fit(self, memory: Tensor) -> bool:
+        """Return whether a batch of this memory has room."""
+        return len(memory) <= len(self._blocks[0])
+
+    def copied(self, batch: Batch) -> Batch:
+        """Copy a batch behind the last use of the one that it replaces, and return it; always the same object of a place."""
+        assert batch.memory is not None, "the tensors lie in one memory"
+        torch.cuda.current_stream().wait_event(self._is_used)
+        block, batches = self._blocks[self._turn], self._batches[self._turn]
+        self._turn = 1 - self._turn
+        key = (len(batch.labels), batch.num_valid, batch.global_valid)
+        if key not in batches:
+            batches[key] = batch.at(block[: len(batch.memory)])
+        found = batches[key]
+        assert found.memory is not None, "it lies in a block"
+        found.memory.copy_(batch.memory, non_blocking=True)
+        return found
+
+    def previous_is_used(self) -> None:
+        """Note that all uses of the batch before the one that is taken now are queued on the current stream."""
+        self._is_used.record()
 
 
 @cache

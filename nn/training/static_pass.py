@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataloading.batch import Batch
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
@@ -23,7 +24,7 @@ from nn.training.pass_context import PassContext
 
 
 class StaticPass:
-    """A training step up to the gradients of the dense component and of replicated tables; other tables are updated.
+    """A training step up to the gradients of replicated tables, and of the dense component unless that is updated here too.
 
     Args:
         tables: the tables, for one batch size.
@@ -48,16 +49,12 @@ class StaticPass:
         self._enabled = torch.ones(1, dtype=torch.int32, device=device)
         self._stream = _tables_stream(device) if device.type == "cuda" else None
 
-    def run(
-        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Run forward and backward pass, and return the logits, [B] or [B, T] of T tasks, detached.
 
         Args:
-            ids: on the ranks that own their tables.
-            numerical: [B, N].
-            labels: of the shape of the logits.
-            weights: [B] of the rows; None without such a column.
+            ids: of the batch, on the ranks that own their tables.
+            batch: on the device.
         """
         context, loss_scale = self._context, self._context.loss_scale
         values, arrived, sorted_owned, sorted_replicated = self._look_up(ids)
@@ -85,8 +82,8 @@ class StaticPass:
         local_gradients: list[Tensor] = []
         owned_gradients: list[Tensor] = []
         with context.autocast(), annotate("dense"):
-            logits = context.dense(numerical, PooledEmbeddings(self._tables.layout, arrive))
-        share = self._loss_share(logits, labels, weights)
+            logits = context.dense(batch.numerical, PooledEmbeddings(self._tables.layout, arrive))
+        share = self._loss_share(logits, batch.labels, batch.weights)
         with self._beside():
             loss = context.ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
@@ -94,17 +91,22 @@ class StaticPass:
             if loss_scale == 1:
                 context.readback.record(loss, is_good)
         with annotate("backward"):
-            (share * loss_scale).backward()
+            # Without a factor of 1, which would be two kernels.
+            (share if loss_scale == 1 else share * loss_scale).backward()
         if loss_scale == 1:
             context.gradients.sum(context.ranks)
         else:
             finite = self._sum_and_check(local_gradients[0])
             with self._beside():
                 is_good = is_good * finite.int()
+                checked = self._event()
                 context.readback.record(loss, is_good)
                 if context.update_tables:
                     self._tables.update(sorted_owned, owned_gradients[0], is_good)
         context.gradients.clip()
+        if context.update_dense is not None:
+            self._wait_for(checked)
+            context.update_dense(is_good)
         self._join(ids)
         return logits.detach()
 
@@ -191,14 +193,12 @@ class StaticForward:
         self._context = context
 
     @torch.no_grad()
-    def run(
-        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
-        """Return the logits; `labels` and `weights` are not used."""
+    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
+        """Return the logits."""
         values = self._tables.look_up(ids)
         with self._context.autocast():
             embeddings = PooledEmbeddings(self._tables.layout, lambda: values)
-            logits = self._context.dense(numerical, embeddings)
+            logits = self._context.dense(batch.numerical, embeddings)
         if ids.release is not None:
             ids.release()
         return logits

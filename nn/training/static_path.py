@@ -1,5 +1,6 @@
 """The static path: lookup and update with known shapes, on GPUs captured as CUDA graphs, once per batch size."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from dataloading.batch import Batch
 from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.id_all_to_all import CapturedIdAllToAll, LocalIds
 from nn.sharding.sharded_tables import ShardedTables
-from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.sharding.static_embeddings import RankTables, StaticEmbeddings
 from nn.training.batch_ids import BatchIds
 from nn.training.pass_context import PassContext
 from nn.training.static_pass import StaticForward, StaticPass
@@ -24,9 +25,7 @@ class Pass(Protocol):
     def graph(self) -> CudaGraph | None:
         """Its CUDA graph, if it is captured."""
 
-    def run(
-        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Return the logits, and release the ids."""
 
 
@@ -40,6 +39,9 @@ class PlainPass(Pass, Protocol):
 class CapturedPass:
     """A pass as a CUDA graph.
 
+    Its inputs are copied before a replay, so that the next batch can arrive meanwhile: all in one copy if the batch lies in one
+    memory.
+
     Args:
         plain: the pass to capture.
         ids: example input.
@@ -50,22 +52,29 @@ class CapturedPass:
     def __init__(
         self, plain: PlainPass, ids: LocalIds, batch: Batch, beside: CudaGraph | None = None
     ) -> None:
+        is_in_one = batch.memory is not None and ids.owned is batch.ids.values()
+        self._example = batch if is_in_one else None
+
+        def run(*inputs: Tensor) -> Tensor:
+            if is_in_one:
+                mine = batch.at(*inputs)
+                return plain.run(LocalIds(mine.ids.values(), ids.replicated), mine)
+            owned, replicated, *columns = inputs
+            return plain.run(LocalIds(owned, replicated), batch.with_columns(columns))
+
         self.graph: CudaGraph[Tensor] = CudaGraph(
-            lambda owned, replicated, *rest: plain.run(LocalIds(owned, replicated), *rest),
-            *ids.tensors,
-            batch.numerical,
-            batch.labels,
-            *([] if batch.weights is None else [batch.weights]),
-            warm_up=plain.without_updates(),
-            beside=beside,
+            run, *self._inputs(ids, batch), warm_up=plain.without_updates(), beside=beside
         )
 
-    def run(
-        self, ids: LocalIds, numerical: Tensor, labels: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def _inputs(self, ids: LocalIds, batch: Batch) -> Sequence[Tensor]:
+        """Return the inputs of the graph, which have the same layout for every batch."""
+        if self._example is None:
+            return (*ids.tensors, *batch.columns)
+        return (batch.packed_as(self._example),)
+
+    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""
-        more = () if weights is None else (weights,)
-        self.graph.load(ids.owned, ids.replicated, numerical, labels, *more)
+        self.graph.load(*self._inputs(ids, batch))
         # Before the replay, so that the next batch's exchange need not wait for it.
         if ids.release is not None:
             ids.release()
@@ -109,6 +118,8 @@ class StaticPath:
         # Keys: rows per rank, and level of the capacities of ragged features.
         self._embeddings: dict[tuple[int, int], StaticEmbeddings] = {}
         self._batch_ids = BatchIds(tables, context.ranks)
+        self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
+        self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
 
     def start(self, batch: Batch) -> LocalIds:
         """Send the ids to their tables."""
@@ -117,6 +128,8 @@ class StaticPath:
         ids = self._batch_ids.flat(batch, level)
         if batch.global_valid < size * self._context.ranks.world_size:
             return self.embeddings(size, level).send_ids(ids, batch.global_valid)
+        if self._ids_are_here:
+            return LocalIds(ids, self._no_ids, release=_keep)
         if size not in self.captured_sizes or level:
             return self.embeddings(size, level).send_ids(ids)
         if size not in self._exchanges:
@@ -129,8 +142,7 @@ class StaticPath:
 
     def forward_backward(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
-        run = self._pass(batch, ids).run
-        return run(ids, batch.numerical, batch.labels, batch.weights)
+        return self._pass(batch, ids).run(ids, batch)
 
     def update(self) -> None:
         """Update the replicated tables."""
@@ -138,8 +150,7 @@ class StaticPath:
 
     def predict(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B]; the next call overwrites them."""
-        run = self._forward(batch, ids).run
-        return run(ids, batch.numerical, batch.labels, batch.weights)
+        return self._forward(batch, ids).run(ids, batch)
 
     def close(self) -> None:
         """Release the CUDA graphs."""
@@ -217,6 +228,23 @@ class StaticPath:
         others = (*self._passes.values(), *self.forwards.values())
         beside = next((other.graph for other in others if other.graph is not None), None)
         return CapturedPass(plain, ids, batch, beside)
+
+
+def _arrive_as_they_are(tables: RankTables) -> bool:
+    """Return whether the ids of a batch are those of the lookups: of one rank's tables, in their order, and not expanded."""
+    counts = tables.counts(1, 0)
+    looked_up = [lookup.feature for table in tables.placement.owned for lookup in table.lookups]
+    return (
+        tables.ranks.world_size == 1
+        and not tables.placement.replicas
+        and not tables.expansions
+        and all(count.hotness for count in counts.values())
+        and list(dict.fromkeys(looked_up)) == list(counts)
+    )
+
+
+def _keep() -> None:
+    """Release nothing: the ids are those of the batch."""
 
 
 def _close(passes: dict[int, Pass]) -> None:

@@ -21,7 +21,7 @@ from nn.models.tasks import Task
 from nn.observability.annotations import annotate
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import local_tensors
-from nn.training.dense_optimizer import build_dense_optimizer
+from nn.training.dense_optimizer import DenseUpdate
 from nn.training.gradient_bucket import GradientBucket
 from nn.training.loss_readback import LossReadback
 from nn.training.lr_scheduler import learning_rate_factor
@@ -37,7 +37,7 @@ class StepResult:
     """Batch, loss and logits of a training step.
 
     Attributes:
-        batch: on the device.
+        batch: on the device; the next step but one overwrites it.
         loss: mean over the global batch, before the update.
         logits: of this rank, [B]; the next step overwrites them.
     """
@@ -101,7 +101,9 @@ class TrainStep:
         if config.train.compile:
             # In place, so that parameters keep their names; a wrapper module would rename them.
             dense.compile()
-        self.dense_optimizer = build_dense_optimizer(dense.parameters(), config.effective_optimizer)
+        self._dense_update = DenseUpdate(
+            dense.parameters(), config.effective_optimizer, on_gpu=ranks.device.type == "cuda"
+        )
         self.frozen = frozenset(config.train.freeze)
         dense.requires_grad_(Component.dense not in self.frozen)
         decay = config.train.ema_decay
@@ -125,6 +127,7 @@ class TrainStep:
             autocast=self._autocast,
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
+            update_dense=self._dense_update.apply if self._updates_dense_in_pass else None,
         )
         self._pass_state = _pass_state(dense, config.seed, ranks)
         self._pass_layers = attach(dense, self._pass_state)
@@ -226,14 +229,24 @@ class TrainStep:
     def allocate_optimizer_state(self) -> None:
         """Create the dense optimizer's state, which torch does in the first step: here in a step that changes nothing."""
         self.dense_optimizer.zero_grad(set_to_none=False)
-        for group in self.dense_optimizer.param_groups:
-            group["lr"] = 0.0
+        rate = self.learning_rate
+        self._dense_update.set_learning_rate(0.0)
         self.dense_optimizer.step()
+        self._dense_update.set_learning_rate(rate)
 
     @property
     def learning_rate(self) -> float:
         """The dense component's learning rate in the latest step."""
-        return self.dense_optimizer.param_groups[0]["lr"]
+        return self._dense_update.learning_rate
+
+    @property
+    def dense_optimizer(self) -> torch.optim.Optimizer:
+        """The dense component's optimizer."""
+        return self._dense_update.optimizer
+
+    @property
+    def _updates_dense_in_pass(self) -> bool:
+        return self._dense_update.is_in_pass and Component.dense not in self.frozen
 
     def _autocast(self) -> AbstractContextManager:
         """Return the autocast context of the dense component."""
@@ -242,15 +255,15 @@ class TrainStep:
 
     def _set_learning_rate(self, step: int) -> None:
         factor = self.schedule(step)
-        for group in self.dense_optimizer.param_groups:
-            group["lr"] = self._config.effective_optimizer.lr * factor
+        self._dense_update.set_learning_rate(self._config.effective_optimizer.lr * factor)
         self.path.prepare_update(step, self._config.effective_optimizer.table_lr * factor)
 
     def _update(self) -> None:
         if Component.tables not in self.frozen:
             self.path.update()
         if Component.dense not in self.frozen:
-            self.dense_optimizer.step()
+            if not self._updates_dense_in_pass:
+                self.dense_optimizer.step()
             for layer in self._pass_layers:
                 layer.update()
             if self._average is not None:

@@ -28,7 +28,7 @@ class FusedAdagrad(torch.optim.Optimizer):
         eps: added to the root of the sum of squares.
 
     Attributes:
-        found_inf: float32 [1] on the device; if it is not 0, `step` changes nothing.
+        found_inf: float32 [] on the device; if it is not 0, `step` changes nothing.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class _Launcher:
         """
         for align, blocks in self._groups:
             num_blocks = blocks.shape[1]
-            _adagrad[(num_blocks,)](
+            _dense_adagrad[(num_blocks,)](
                 *self._first,
                 blocks,
                 num_blocks,
@@ -148,7 +148,7 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
 
 
 @triton.jit
-def _adagrad(
+def _dense_adagrad(
     weights,
     gradients,
     sums,

@@ -49,7 +49,7 @@ def run() -> None:
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import batch_norm, row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
-    from nn.ops.triton.dense_adagrad import ALIGN, BLOCK, _adagrad
+    from nn.ops.triton.dense_adagrad import ALIGN, BLOCK, _dense_adagrad
     from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
     from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
@@ -78,7 +78,7 @@ def run() -> None:
     print("barriers of row-wise Adagrad:", ptx.count("bar.sync"))
     dtypes = dict.fromkeys(("weights", "gradients", "sums", "steps", "rate", "found_inf"), "*fp32")
     for align in (ALIGN, 1):
-        build(_adagrad, dtypes | {"blocks": "*i64"}, ALIGN=align, BLOCK=BLOCK)
+        build(_dense_adagrad, dtypes | {"blocks": "*i64"}, ALIGN=align, BLOCK=BLOCK)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
         {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},

@@ -8,6 +8,7 @@ import torch
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.training.dense_optimizer import (
     DenseRule,
+    DenseUpdate,
     build_dense_optimizer,
     check_dense_rule,
     dense_rule,
@@ -125,3 +126,29 @@ def test_a_frozen_dense_component_has_no_state(overrides):
     config = compose_config(*TINY, *overrides, "train.freeze=[dense]").effective_optimizer
     assert dense_rule(config).states_per_weight == 0
     assert (config.name, config.momentum, config.weight_decay) == (OptimizerName.sgd, 0, 0)
+
+
+def trained_in_pass(config: OptimizerConfig, *, on_gpu: bool) -> list[torch.Tensor]:
+    """Return weights and optimizer state after three updates, of which one is skipped, at two learning rates."""
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, size)) for size in (4, 7)]
+    update = DenseUpdate(weights, config, on_gpu=on_gpu)
+    for rate, is_good in ((0.5, 0), (0.5, 1), (0.25, 1), (0.25, 0), (0.25, 1)):
+        for weight in weights:
+            weight.grad = weight.detach().cos() if is_good else torch.full_like(weight, torch.nan)
+        update.set_learning_rate(rate)
+        if on_gpu:
+            update.apply(torch.tensor([is_good], dtype=torch.int32))
+        elif is_good:
+            update.optimizer.step()
+    state = [value for weight in weights for value in update.optimizer.state[weight].values()]
+    return [*(weight.detach() for weight in weights), *state]
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"name": "adam"}, {"name": "adagrad"}])
+def test_an_update_that_is_a_part_of_the_pass_skips_what_is_not_finite(options):
+    """As on a GPU, where learning rate and permission are read from the device."""
+    name = OptimizerName[options.get("name", "sgd")]
+    config = OptimizerConfig(**(options | {"name": name}))
+    outcomes = [trained_in_pass(config, on_gpu=on_gpu) for on_gpu in (True, False)]
+    for part, behind in zip(*outcomes, strict=True):
+        assert torch.equal(part, behind)

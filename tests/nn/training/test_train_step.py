@@ -19,6 +19,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Columns
 from nn.build import open_source
 from nn.distributed.errors import DivergedError
+from nn.training.prefetch import Prefetcher
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.reference import Reference, ReferenceCross, ReferenceMLP
@@ -381,6 +382,10 @@ def test_a_pass_that_is_not_recorded_releases_its_ids_too():
     assert released == [True]
 
 
+# A replicated table: the ids of the others are put together.
+WITH_EXCHANGE = "sharding.tables={cat_1: data_parallel}"
+
+
 class Graph:
     """Stands for `CudaGraph` where there is no GPU: calls the function at each replay, and counts."""
 
@@ -424,7 +429,7 @@ def graphs(monkeypatch) -> list[Graph]:
 
 
 def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(request):
-    config = compose_config(*TINY, "data.synthetic.train_rows=200")
+    config = compose_config(*TINY, "data.synthetic.train_rows=200", WITH_EXCHANGE)
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
         graphs = request.getfixturevalue("graphs")
@@ -433,7 +438,7 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(request)
         built.step.close()
     exchange, training = graphs
     assert [len(each) for each in exchange.inputs] == [64 * 5]
-    assert [len(each) for each in training.inputs] == [64 * 5, 0, 64, 64]
+    assert [len(each) for each in training.inputs] == [64 * 4, 64, 64, 64]
     assert (exchange.replays, training.replays) == (6, 6)
     assert training.warms_up, "the passes before the recording would train"
     # NCCL waits for recordings when its groups are closed.
@@ -445,7 +450,7 @@ def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):
     """The next batch's exchange waits for that moment on the device: after the replay it would wait for the step."""
     events = []
     with ranks_of_cpu():
-        built = build(compose_config(*TINY))
+        built = build(compose_config(*TINY, WITH_EXCHANGE))
         prefetcher = built.prefetcher(0, 3)
         built.step.train(0, prefetcher)
         _, training = graphs
@@ -458,6 +463,25 @@ def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):
     assert events == ["load", "release", "replay"]
 
 
+def test_a_batch_in_one_memory_is_one_input_of_the_recorded_pass(graphs, monkeypatch):
+    """Without an exchange its ids are those of the lookups; a batch that a thread has read is brought into the same form."""
+    # As on a GPU, where a batch is copied to such a memory.
+    monkeypatch.setattr(Prefetcher, "_on_device", lambda _, batch: batch)
+    with ranks_of_cpu():
+        plain = build(compose_config(*TINY, "train.capture=false"))
+        expected = plain.train(0, 6)
+        built = build(compose_config(*TINY))
+        built.train_loader.fork_readers()
+        losses = built.train(0, 3)
+        built.train_loader.close()
+        assert losses + built.train(3, 3) == expected
+    training = graphs[-1]
+    rows, columns = 64, 3 + 1 + 5
+    assert [each.dtype for each in training.inputs] == [torch.uint8]
+    assert len(training.inputs[0]) >= rows * columns * 4
+    assert training.replays == 6
+
+
 def test_scoring_and_training_share_the_memory_of_their_graphs(graphs):
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
@@ -465,7 +489,7 @@ def test_scoring_and_training_share_the_memory_of_their_graphs(graphs):
         built.score(1)
         built.train(1, 1)
         built.step.close()
-    _, training, _, scoring = graphs
+    training, scoring = graphs
     assert (training.beside, scoring.beside) == (None, training)
     assert all(graph.is_closed for graph in graphs)
 
