@@ -141,6 +141,13 @@ class CheckpointPart(Enum):
     optimizer = "optimizer"
 
 
+class DeltaType(Enum):
+    """Dtypes of the rows in deltas."""
+
+    table = "table"
+    bf16 = "bf16"
+
+
 class Division(Enum):
     """Divisions of MLPerf: the benchmark's own training method, or any other."""
 
@@ -865,6 +872,16 @@ class CheckpointConfig:
         "address on an object store (s3://BUCKET/FOLDER) to which checkpoints and records of run_dir are copied, and from which "
         "a run whose run_dir is behind it resumes",
     )
+    delta_every: int | None = option(
+        None,
+        "write a delta every this many steps, and with each checkpoint: the table rows that changed since the last one, and the "
+        "dense component (docs/deltas.md); null: none",
+    )
+    delta_dtype: DeltaType = option(
+        DeltaType.table,
+        "of the rows in deltas: table (that of the tables, exact) or bf16 (half of the bytes of float32 tables)",
+    )
+    delta_keep: int | None = option(None, "latest deltas to keep; null: all")
     parts: list[CheckpointPart] = option(
         list(CheckpointPart),
         "what to load from checkpoint.restore: dense, tables, or both; with optimizer the run resumes "
@@ -879,7 +896,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "save_every_minutes"):
+        for name in ("save_every", "save_every_minutes", "delta_every", "delta_keep"):
             value = getattr(self, name)
             require(
                 value is None or value > 0,
@@ -891,6 +908,11 @@ class CheckpointConfig:
             "directory by other means",
         )
         require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
+        require(
+            self.save or self.delta_every is None,
+            f"checkpoint.delta_every={self.delta_every} writes deltas, which begin at a checkpoint, and checkpoint.save=false "
+            "saves none; leave one of them out",
+        )
         components = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(part.name for part in self.parts) + "]"
         require(bool(self.parts), "checkpoint.parts must name at least one of dense and tables")

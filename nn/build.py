@@ -311,7 +311,11 @@ def _build_tables(
 ) -> ShardedTables:
     """Build this rank's part of the tables, with the seed's weights."""
     settings = TableSettings(
-        config.effective_optimizer, config.train.amp, loss_scale(config), config.seed
+        config.effective_optimizer,
+        config.train.amp,
+        loss_scale(config),
+        config.seed,
+        marks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
     )
     return ShardedTables(
         _declared_tables(config, source),

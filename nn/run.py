@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import Logger
 from pathlib import Path
@@ -35,6 +35,10 @@ from nn.checkpoint.directory import CHECKPOINTS, clear, list_checkpoints, prune,
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror, fetch_run
 from nn.checkpoint.state import facts_of, trainer_rows
+from nn.checkpoint.tensor_index import read_index
+from nn.deltas.delta import FOLDER as DELTAS
+from nn.deltas.delta import chain_of
+from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.failures import lost_rank_message, report_faults, report_lost_rank
 from nn.distributed.preemption import Heartbeat, StopRequest
@@ -387,8 +391,9 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
                 StopRequest(ranks.world_size > 1, lambda: _as_error(lost_rank_message(ranks)))
             )
             heartbeat = stop.heartbeat
-            saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
-            saving.manager.check_room()
+            manager = _checkpoint_manager(session, heartbeat, mirror)
+            saving = Saving(manager, stop, _delta_writer(session))
+            manager.check_room()
         progress = stack.enter_context(
             Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
         )
@@ -533,6 +538,28 @@ def _checkpoint_manager(
     )
 
 
+def _delta_writer(session: Session) -> DeltaWriter | None:
+    """Remove the deltas after the state that the run starts from, and return the writer of deltas; None without."""
+    config, ranks, start = session.config, session.ranks, session.start
+    if config.checkpoint.delta_every is None:
+        return None
+    run = DeltaRun(facts_of(config, model_spec(config, session.source), ranks), None)
+    link = chain_of(start.facts) if start.is_continuation else None
+    if link is not None:
+        tensors = read_index(start.checkpoint).tensors
+        rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
+        run = replace(run, start=link, start_rows=rows)
+    return DeltaWriter(
+        session.recorder.run_dir / DELTAS,
+        session.step.tables,
+        session.step.dense_weights,
+        run,
+        config.checkpoint,
+        ranks,
+        session.logger,
+    )
+
+
 @contextmanager
 def finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
     """After an error, wait for the checkpoint that is being written."""
@@ -542,7 +569,7 @@ def finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
         # If all ranks have this error, the checkpoint will be complete; if not, waiting for the others may never end.
         is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
         if saving is not None and (is_shared or ranks.world_size == 1):
-            saving.manager.wait()
+            saving.wait()
         raise
 
 

@@ -78,14 +78,14 @@ class DcpWriter(dcp.StorageWriter):
         """
         path = self._directory / plan.storage_data
         results, jobs, start = [], [], 0
-        with closing(_File(path)) as file, ThreadPoolExecutor(THREADS) as pool:
+        with closing(ArrayFile(path)) as file, ThreadPoolExecutor(THREADS) as pool:
             for item in plan.items:
                 value = planner.resolve_data(item)
                 assert isinstance(value, Tensor), (
                     f"{item.index.fqn}: a checkpoint holds tensors only"
                 )
                 array = value.detach().contiguous()
-                blocks = list(_blocks(array, start))
+                blocks = list(array_blocks(array, start))
                 jobs.append((item, start, [pool.submit(file.write, *block) for block in blocks]))
                 start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             for item, begin, writing in jobs:
@@ -138,8 +138,8 @@ class DcpWriter(dcp.StorageWriter):
         return checkpoint_id is None
 
 
-class _File:
-    """File that several threads write at disjoint ranges."""
+class ArrayFile:
+    """File that several threads write at disjoint ranges; a new one, or an empty one."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -153,13 +153,15 @@ class _File:
         return crc32
 
     def sync(self) -> None:
+        """Make the bytes survive a power cut."""
         sync_descriptor(self._descriptor)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
 
 
-def _blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+def array_blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
     """Yield (block, first byte in the file) of an array that begins at byte `start`."""
     if not array.numel():
         return

@@ -48,6 +48,8 @@ CHECKPOINTS = "checkpoints"
 """Folder of a run directory."""
 RUN_FILE = "run.json"
 FORMAT_VERSION = 1
+DELTA = "delta"
+"""Entry of run.json that only deltas have."""
 BEST = "best"
 APPEARS_WITHIN_S = 60.0
 
@@ -142,7 +144,7 @@ def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> 
     present = [path for path in list_checkpoints(directory) if step_of(path) <= num_steps]
     for path in present[keep:]:
         if step_of(path) != best_step:
-            _remove(path)
+            remove(path)
     best, target = directory / BEST, f"step_{best_step}"
     is_linked = best.is_symlink() and os.readlink(best) == target
     if any(step_of(path) == best_step for path in present) and not is_linked:
@@ -155,7 +157,7 @@ def clear(directory: Path, num_steps: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in list_checkpoints(directory):
         if step_of(path) > num_steps:
-            _remove(path)
+            remove(path)
     if not (directory / BEST).exists():
         (directory / BEST).unlink(missing_ok=True)
 
@@ -185,8 +187,12 @@ def wait_for(path: Path) -> bool:
     return True
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
     """Return run.json after checking its checksum and the existence and size of all files.
+
+    Args:
+        path: a checkpoint, an export or, with `of_delta`, a delta (`nn.deltas.delta`).
+        of_delta: whether it must be a delta; otherwise it must not be one.
 
     Raises:
         UnreadableError: run.json or a file exists and cannot be read.
@@ -215,6 +221,12 @@ def read_facts(path: Path) -> dict[str, Any]:
         check_facts(facts)
     except ValueError as error:
         raise ValueError(f"{RUN_FILE} is no description of a checkpoint: {error}") from None
+    if of_delta and DELTA not in facts:
+        raise ValueError(
+            "it is no delta, but a checkpoint or an export; name one of a run's deltas/step_N"
+        )
+    if DELTA in facts and not of_delta:
+        raise ValueError("it is a delta; python -m nn.replay makes an export of it and of its base")
     for name, wanted in facts["files"].items():
         file = file_inside(path, name)
         try:
@@ -277,7 +289,7 @@ def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
     return f"{path.name} is damaged ({name}, bytes {start} to {start + num_bytes}: the checksum differs)"
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Rename a checkpoint before removing it, so that a crash leaves no incomplete `step_N`."""
     target = unfinished(path.parent, step_of(path))
     replace_directory(path, target)

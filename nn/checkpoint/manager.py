@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
@@ -119,6 +119,7 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         *,
         is_last: bool = False,
+        chain: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         """Start a checkpoint when the previous one is written.
 
@@ -127,6 +128,7 @@ class CheckpointManager:
             trainer: state of the training loop, for JSON.
             tensors: tensors of the training loop, on rank 0 only.
             is_last: training ends here, so no copy is made.
+            chain: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none.
 
         Raises:
             SharedError: a file of the dataset has changed since the run began.
@@ -148,7 +150,7 @@ class CheckpointManager:
         paused_s = time.perf_counter() - started
         self._thread = Thread(
             target=self._write,
-            args=(num_steps, state, facts, paused_s),
+            args=(num_steps, state, facts, paused_s, chain),
             name=THREAD_NAME,
             daemon=True,
         )
@@ -208,11 +210,24 @@ class CheckpointManager:
             self._heartbeat.beat()
         self._thread = None
 
-    def _write(self, num_steps: int, state: State, facts: dict[str, Any], paused_s: float) -> None:
+    def _write(
+        self,
+        num_steps: int,
+        state: State,
+        facts: dict[str, Any],
+        paused_s: float,
+        chain: Callable[[], dict[str, Any]] | None,
+    ) -> None:
         """Write the files, and commit on rank 0; all ranks receive the result. Runs in the thread."""
         started = time.perf_counter()
         try:
             problem = self._write_shards(num_steps, state)
+            if chain is not None:
+                # Before the commit: deltas reach every checkpoint.
+                try:
+                    facts = facts | {"chain": chain()}
+                except ValueError as error:
+                    problem = problem or str(error)
             # Fails if a rank has exited: torch.distributed.checkpoint treats a process whose group is closed as the only
             # rank, and would write its shards as a complete checkpoint.
             sizes = self._channel.gather(num_bytes(state))

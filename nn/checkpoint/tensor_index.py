@@ -101,6 +101,10 @@ class StoredTensor:
         """Return the bytes of the complete tensor."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
+    def blocks(self) -> "Iterator[np.ndarray]":
+        """Yield the rows in order; see the function of this name."""
+        return blocks(self)
+
 
 class UnreadableError(ValueError):
     """A file or directory exists and cannot be read, for example without permission: nothing is known about its bytes."""
@@ -353,20 +357,25 @@ def read_into(stream: BinaryIO, data: bytearray) -> int:
     return done
 
 
-def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`.
+class RowReader:
+    """Reader of rows of a tensor, whatever its chunks; rows that are read in order are compared with their checksums.
 
-    Raises:
-        ValueError: a file cannot be read.
+    Args:
+        tensor: to read.
     """
-    rows, *rest = tensor.size or (1,)
-    row_items = math.prod(rest)
-    rows_at_once = max(1, block_bytes // max(1, row_items * DTYPES[tensor.dtype].itemsize))
-    readers = [ChunkReader(chunk, tensor.dtype) for chunk in tensor.chunks]
-    for first in range(0, rows, rows_at_once):
-        last = min(first + rows_at_once, rows)
-        block = np.empty((last - first, *rest), DTYPES[tensor.dtype])
-        for chunk, reader in zip(tensor.chunks, readers, strict=True):
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor = tensor
+        self._readers = [ChunkReader(chunk, tensor.dtype) for chunk in tensor.chunks]
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Return the rows `first` to `last` - 1, [n, ...].
+
+        Raises:
+            ValueError: a file is truncated, or a checksum differs.
+        """
+        block = np.empty((last - first, *self._tensor.size[1:]), DTYPES[self._tensor.dtype])
+        for chunk, reader in zip(self._tensor.chunks, self._readers, strict=True):
             offset, *columns = chunk.offsets or (0,)
             chunk_rows, *widths = chunk.sizes or (1,)
             begin, end = max(first, offset), min(last, offset + chunk_rows)
@@ -374,4 +383,22 @@ def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.
             for row, values in reader.read(begin - offset, end - offset):
                 start = row + offset - first
                 block[(slice(start, start + len(values)), *where)] = values
-        yield block
+        return block
+
+
+def rows_per_block(size: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES) -> int:
+    """Return the rows of a tensor that make a block of about `block_bytes`."""
+    return max(1, block_bytes // max(1, math.prod(size[1:]) * DTYPES[dtype].itemsize))
+
+
+def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
+    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    num_rows = tensor.size[0] if tensor.size else 1
+    rows_at_once = rows_per_block(tensor.size, tensor.dtype, block_bytes)
+    reader = RowReader(tensor)
+    for first in range(0, num_rows, rows_at_once):
+        yield reader.rows(first, min(first + rows_at_once, num_rows))

@@ -62,12 +62,13 @@ def _follows(before: LocalTable, table: LocalTable) -> bool:
         and table.lookups[0].hotness == before.lookups[0].hotness
         and table.lookups[0].pooling == before.lookups[0].pooling
         and table.weight.shape[1] == before.weight.shape[1]
-        and _are_adjacent(before.weight, table.weight)
-        and all(_are_adjacent(before.state[name], table.state[name]) for name in table.state)
+        and are_adjacent(before.weight, table.weight)
+        and all(are_adjacent(before.state[name], table.state[name]) for name in table.state)
     )
 
 
-def _are_adjacent(before: Tensor, after: Tensor) -> bool:
+def are_adjacent(before: Tensor, after: Tensor) -> bool:
+    """Return whether a tensor follows another one in the same memory."""
     is_one_memory = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     return is_one_memory and before.storage_offset() + before.numel() == after.storage_offset()
 

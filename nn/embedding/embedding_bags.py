@@ -21,10 +21,12 @@ from nn.embedding.local_tables import (
     PlacedLookup,
     SortedIds,
     UpdateScalars,
+    key_bases,
     place_lookups,
 )
 from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.torch_optimizer import update_rows
+from nn.embedding.touched_rows import TouchedRows
 
 # G: samples, H: hotness of a lookup, N: total number of ids and of the positions of ragged ones, K: number of keys, D: columns of
 # a table, T: columns of all lookups, V: vectors of a lookup, S: number of adjacent tables
@@ -50,7 +52,10 @@ class LocalEmbeddingBags:
     Attributes:
         num_ids: N.
         num_columns: T.
+        touched: marks the rows of updates; None: nobody asks for them.
     """
+
+    touched: TouchedRows | None = None
 
     def __init__(
         self,
@@ -76,9 +81,7 @@ class LocalEmbeddingBags:
             for position in range(len(self.tables))
         ]
         self._first_keys = list(accumulate(self._counts, initial=0))
-        # A table with ids that have no row here has one key more, the last one, for all of them.
-        rows = [len(table.weight) + table.is_bounded for table in self.tables]
-        self._key_bases = list(accumulate(rows, initial=0))
+        self._key_bases = key_bases(self.tables)
         self._is_bounded = any(table.is_bounded for table in self.tables)
         has_several = any(
             len(table.lookups) > 1 or table.lookups[0].is_ragged for table in self.tables
@@ -178,6 +181,8 @@ class LocalEmbeddingBags:
         """
         if self._kernels is not None:
             self._kernels.update(ids, gradients, self._scalars, is_good)
+            if self.touched is not None:
+                self.touched.mark_if(ids.keys, is_good)
             return
         if not (self.tables and is_good.item()):
             return
@@ -191,6 +196,8 @@ class LocalEmbeddingBags:
                 num_valid = int(torch.searchsorted(keys, base + len(table.weight)))
                 keys, order = keys[:num_valid], order[:num_valid]
             keys, counts = torch.unique_consecutive(keys, return_counts=True)
+            if self.touched is not None:
+                self.touched.mark(keys)
             vectors, sources = self._gradients_of(adjacent, gradients, scale, order)
             # A row's gradients are summed as a lookup sums a sample's rows: in order.
             total = embedding_bag(sources, vectors, counts.cumsum(0) - counts, mode="sum")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ class LocalTable:
     def num_columns(self) -> int:
         """Columns of all lookups in the embeddings of a sample."""
         return self.weight.shape[1] * sum(lookup.num_vectors for lookup in self.lookups)
+
+
+def key_bases(tables: Sequence[LocalTable]) -> list[int]:
+    """Return the number of keys of all tables before each table, and of all tables.
+
+    A table has a key per row. One with ids that have no row here has one key more, the last one, for all of them.
+    """
+    return list(accumulate([len(t.weight) + t.is_bounded for t in tables], initial=0))
 
 
 @dataclass(frozen=True, slots=True)

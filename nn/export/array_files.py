@@ -9,11 +9,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES, StoredTensor, blocks
+from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES
 
 SAFETENSORS_DTYPES = {
     "float64": "F64",
@@ -27,6 +27,21 @@ SAFETENSORS_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+
+class ArraySource(Protocol):
+    """A tensor of a checkpoint, or what becomes one."""
+
+    @property
+    def dtype(self) -> str:
+        """Return a key of `DTYPES`."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Return one number per dimension."""
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield the rows in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +59,9 @@ class Array:
     blocks: Iterable[np.ndarray]
 
     @classmethod
-    def of(cls, tensor: StoredTensor) -> "Array":
+    def of(cls, tensor: ArraySource) -> "Array":
         """Return a tensor of a checkpoint."""
-        return cls(tensor.dtype, tensor.size, blocks(tensor))
+        return cls(tensor.dtype, tensor.size, tensor.blocks())
 
     @property
     def num_bytes(self) -> int:

@@ -14,7 +14,7 @@ the directory.
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,12 @@ from nn.checkpoint.tensor_index import (
     DTYPES,
     FORMAT,
     INDEX_FILE,
-    StoredTensor,
     TensorIndex,
     UnreadableError,
     read_index,
 )
 from nn.checkpoint.tf2 import CONFIG_FILE, FOLDER, tf2_config, tf2_file_name
-from nn.export.array_files import Array, WrittenArray, write_npy, write_safetensors
+from nn.export.array_files import Array, ArraySource, WrittenArray, write_npy, write_safetensors
 
 RECORD_FILE = "export.json"
 ID, VALUE = "id", "value"
@@ -73,6 +72,23 @@ class Selection:
         return not self.tables and set(self.parts) == set(Component) and self.optimizer
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export is made of.
+
+    Attributes:
+        name: of the checkpoint.
+        tables: names of the tables, in the order of the features.
+        tensors: by the names of `nn.checkpoint.state`.
+        facts: its run.json.
+    """
+
+    name: str
+    tables: Sequence[str]
+    tensors: Mapping[str, ArraySource]
+    facts: dict[str, Any]
+
+
 def export_tables(
     checkpoint: Path,
     output: Path,
@@ -97,34 +113,53 @@ def export_tables(
         ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, a file
             cannot be read, or a vocabulary is of another table.
     """
-    _check_output(output)
+    check_output(output)
     index, facts = _open(checkpoint)
     unknown = [name for name in selection.tables if name not in index.tables]
     if unknown:
         raise ValueError(
             f"tables={list(selection.tables)}: {checkpoint} has no table {unknown[0]}, only {', '.join(index.tables)}"
         )
-    names = list(selection.tables or index.tables) if Component.tables in selection.parts else []
+    exported = Exported(checkpoint.resolve().name, index.tables, index.tensors, facts)
+    return write_export(exported, output, selection, format=format, fitted=fitted)
+
+
+def write_export(
+    exported: Exported,
+    output: Path,
+    selection: Selection,
+    *,
+    format: ExportFormat,
+    fitted: Path | None = None,
+) -> dict[str, Any]:
+    """Write an export to a new directory, which is complete or absent; see `export_tables`.
+
+    Raises:
+        ValueError: `output` exists or another process writes it, a file cannot be read, or a vocabulary is of another table.
+    """
+    names = list(selection.tables or exported.tables)
+    names = names if Component.tables in selection.parts else []
     with hold(output, f"is writing {output}") as alone:
-        _check_output(output)  # again: another process may have written it meanwhile
+        check_output(output)  # again: another process may have written it meanwhile
         if alone:
             clear_leftovers(output)
         with new_directory(output, partial_sibling(output)) as unfinished:
             record: dict[str, Any] = {
-                "checkpoint": checkpoint.resolve().name,
+                "checkpoint": exported.name,
                 "format": format.name,
             }
             if format is ExportFormat.tf2:
-                record["tables"] = _write_tf2(unfinished, index)
+                record["tables"] = _write_tf2(unfinished, exported)
             else:
-                record |= _write(unfinished, index, facts, names, selection, format)
+                record |= _write(unfinished, exported, names, selection, format)
             if fitted is not None:
-                _write_values(unfinished, index, record["tables"], fitted)
+                _write_values(unfinished, exported, record["tables"], fitted)
             (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
     return record
 
 
-def _check_output(output: Path) -> None:
+def check_output(output: Path) -> None:
+    """Raise ValueError if the output exists."""
     if os.path.lexists(output):
         raise ValueError(f"output={output} exists; name a new directory, or remove that one")
 
@@ -144,8 +179,7 @@ def _open(checkpoint: Path) -> tuple[TensorIndex, dict[str, Any]]:
 
 def _write(
     directory: Path,
-    index: TensorIndex,
-    facts: dict[str, Any],
+    index: Exported,
     tables: Sequence[str],
     selection: Selection,
     format: ExportFormat,
@@ -176,11 +210,11 @@ def _write(
         "tensors": {name: array.entry for name, array in written.items()},
     }
     write_synced(directory / INDEX_FILE, json.dumps(document) + "\n")
-    write_facts(directory, facts, sorted({INDEX_FILE, *(a.file for a in written.values())}))
+    write_facts(directory, index.facts, sorted({INDEX_FILE, *(a.file for a in written.values())}))
     return record
 
 
-def _arrays(index: TensorIndex, table: str, optimizer: bool) -> dict[str, Array]:
+def _arrays(index: Exported, table: str, optimizer: bool) -> dict[str, Array]:
     weight = _table(index, table)
     arrays = {
         ID: Array("int64", weight.size[:1], _ids(weight.size[0])),
@@ -193,7 +227,7 @@ def _arrays(index: TensorIndex, table: str, optimizer: bool) -> dict[str, Array]
     return arrays
 
 
-def _table(index: TensorIndex, table: str) -> StoredTensor:
+def _table(index: Exported, table: str) -> ArraySource:
     weight = index.tensors.get(f"tables.{table}.weight")
     if weight is None or len(weight.size) != 2:
         raise ValueError(
@@ -226,7 +260,7 @@ def _write_arrays(
 
 
 def _write_values(
-    directory: Path, index: TensorIndex, written: dict[str, list[str]], fitted: Path
+    directory: Path, index: Exported, written: dict[str, list[str]], fitted: Path
 ) -> None:
     """Write the raw values of the rows of tables; add the names of the files to `written`."""
     # Imported here, since only values need pyarrow.
@@ -238,7 +272,7 @@ def _write_values(
         written[table].append(name)
 
 
-def _write_tf2(directory: Path, index: TensorIndex) -> dict[str, list[str]]:
+def _write_tf2(directory: Path, index: Exported) -> dict[str, list[str]]:
     (directory / FOLDER).mkdir()
     written, sizes = {}, []
     for position, table in enumerate(index.tables):

@@ -24,10 +24,11 @@ from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
 from nn.embedding.torch_optimizer import table_optimizer
+from nn.embedding.touched_rows import TouchedReplicas, TouchedRows
 from nn.layers.initialization import fill_uniform_
 from nn.ops.stochastic_rounding import rounding_key
 from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
-from nn.sharding.tables import TableSettings, TableShard
+from nn.sharding.tables import MarkedShard, TableSettings, TableShard
 
 
 class ShardedTables:
@@ -76,6 +77,11 @@ class ShardedTables:
         self.scalars = UpdateScalars(config, 1 / settings.loss_scale, ranks.device)
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
         placement = self._placement()
+        self._touched = self._touched_replicas = None
+        if settings.marks_rows:
+            self._touched = TouchedRows(placement.owned, ranks.device)
+            rows = [len(replica) for replica in self._replicas.values()]
+            self._touched_replicas = TouchedReplicas(rows, ranks.device)
         self.rank_tables = RankTables(
             placement=placement,
             widths=[
@@ -91,6 +97,7 @@ class ShardedTables:
             dtype=settings.sent_dtype(ranks.device),
             ranks=ranks,
             channels=Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings")),
+            touched=self._touched,
         )
 
     @property
@@ -183,6 +190,49 @@ class ShardedTables:
         for name, replica in self._replicas.items():
             yield TableShard(name, replica.detach(), 0, 0)
 
+    def marked_shards(self) -> list[MarkedShard]:
+        """Return the shards that this rank writes into deltas, with the marks of their rows.
+
+        Replicated tables have the same marks on all ranks; rank 0 writes them.
+
+        Raises:
+            AssertionError: rows are not marked.
+        """
+        assert self._touched is not None
+        assert self._touched_replicas is not None
+        owned = [
+            MarkedShard(TableShard(name, weight, *shard.shard_offsets), self._touched.of_table(at))
+            for at, ((name, shard), weight) in enumerate(zip(self._own, self._weights, strict=True))
+            if len(weight)
+        ]
+        if self._ranks.rank:
+            return owned
+        return owned + [
+            MarkedShard(
+                TableShard(name, replica.detach(), 0, 0), self._touched_replicas.of_table(at)
+            )
+            for at, (name, replica) in enumerate(self._replicas.items())
+        ]
+
+    def clear_marks(self) -> None:
+        """Remove the marks of all rows."""
+        assert self._touched is not None
+        assert self._touched_replicas is not None
+        self._touched.clear()
+        self._touched_replicas.clear()
+
+    @property
+    def described(self) -> dict[str, tuple[int, int, str]]:
+        """Rows, columns and dtype of every table, in the order of the model."""
+        dtypes = {
+            name: data_type_to_dtype(table.data_type) if name in self._shards else torch.float32
+            for name, table in self._declared.items()
+        }
+        return {
+            name: (*self._shape_of(name), str(dtype).removeprefix("torch."))
+            for name, dtype in dtypes.items()
+        }
+
     def _placement(self) -> Placement:
         """Return the tables that each rank looks up, wide ones first, or in the model's order for a single rank."""
         by_rank: list[list[tuple[str, ShardMetadata]]] = [[] for _ in range(self._ranks.world_size)]
@@ -266,6 +316,8 @@ class ShardedTables:
         """
         if self._replicas_optimizer is None:
             return
+        if self._touched_replicas is not None:
+            self._touched_replicas.mark(gradients)
         for replica, gradient in zip(self._replicas.values(), gradients, strict=True):
             replica.grad = gradient
         self._replicas_optimizer.step()

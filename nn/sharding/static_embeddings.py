@@ -20,6 +20,7 @@ from nn.embedding.id_expansion import IdExpansion
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION
+from nn.embedding.touched_rows import TouchedRows
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
 
@@ -95,6 +96,7 @@ class RankTables:
         dtype: of embeddings and gradients in the all-to-all.
         ranks: this process.
         channels: communicators.
+        touched: marks the rows of updates of this rank's own tables; None: nobody asks for them.
     """
 
     placement: Placement
@@ -106,6 +108,7 @@ class RankTables:
     dtype: torch.dtype
     ranks: Ranks
     channels: Channels
+    touched: TouchedRows | None = None
 
 
 class StaticEmbeddings:
@@ -155,6 +158,7 @@ class StaticEmbeddings:
         self._owned = _embedding_bags(
             tables, placement.owned, self._prepare_owned.blocks, num_samples
         )
+        self._owned.touched = tables.touched
         self._replicated = _embedding_bags(
             tables, placement.replicas, self._prepare_replicated.blocks, batch_size
         )

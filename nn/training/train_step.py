@@ -193,10 +193,7 @@ class TrainStep:
         `dense_optimizer.<parameter>.<state>`.
         """
         state = {f"tables.{name}": value for name, value in self.tables.weights().items()}
-        state |= {f"dense.{name}": value.detach() for name, value in self.dense.named_parameters()}
-        state |= {f"dense.{name}": value for name, value in self.dense.saved_buffers().items()}
-        if self._average is not None:
-            state |= {f"dense_ema.{name}": value for name, value in self._average.state().items()}
+        state |= self.dense_weights()
         if not with_optimizer:
             return state
         state |= {f"tables.{name}": value for name, value in self.tables.optimizer_state().items()}
@@ -204,6 +201,14 @@ class TrainStep:
             for key, value in self.dense_optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     state[f"dense_optimizer.{name}.{key}"] = value
+        return state
+
+    def dense_weights(self) -> dict[str, Tensor]:
+        """Return `dense.<name>` of weights and buffers and, if there is an average, `dense_ema.<name>`, without copies."""
+        state = {f"dense.{name}": value.detach() for name, value in self.dense.named_parameters()}
+        state |= {f"dense.{name}": value for name, value in self.dense.saved_buffers().items()}
+        if self._average is not None:
+            state |= {f"dense_ema.{name}": value for name, value in self._average.state().items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from dataloading.batch import Batch
 from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
 from nn.checkpoint.manager import CheckpointManager
+from nn.deltas.writer import DeltaWriter
 from nn.distributed.errors import StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
@@ -70,10 +71,18 @@ class Saving:
     Attributes:
         manager: of the checkpoints.
         stop: the signals received, and the heartbeat.
+        deltas: of the deltas; None without.
     """
 
     manager: CheckpointManager
     stop: StopRequest
+    deltas: DeltaWriter | None = None
+
+    def wait(self) -> None:
+        """Wait for the files that are being written."""
+        if self.deltas is not None:
+            self.deltas.wait(self.stop.heartbeat.beat)
+        self.manager.wait()
 
 
 class Trainer:
@@ -180,11 +189,19 @@ class Trainer:
             self._train_metrics.restore(rows)
 
     def save(self, *, is_last: bool = False) -> None:
-        """Start saving a checkpoint."""
-        assert self._saving is not None
+        """Start saving a checkpoint, and the delta that leads to it."""
+        saving = self._saving
+        assert saving is not None
         self._recorder.sync()
         rows = self._train_metrics.rows()
-        state = {
+        chain, state = None, self._state()
+        if saving.deltas is not None:
+            chain = saving.deltas.save(self.num_steps, state, saving.stop.heartbeat.beat)
+        saving.manager.save(self.num_steps, state, rows, is_last=is_last, chain=chain)
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state of the training loop for run.json."""
+        return {
             "loss_sum": self._loss_sum,
             "loss_steps": self._loss_steps,
             "test": plain_numbers(self._test),
@@ -196,7 +213,6 @@ class Trainer:
             "last_record": self._last_record,
             "first_step": self._first_step,
         }
-        self._saving.manager.save(self.num_steps, state, rows, is_last=is_last)
 
     def train(self) -> None:
         """Train to the end.
@@ -226,7 +242,13 @@ class Trainer:
         self.end(prefetcher)
 
     def start(self) -> Prefetcher:
-        """Start to read the batches of the remaining steps, and to measure speed; return them."""
+        """Start to read the batches of the remaining steps, and to measure speed; return them.
+
+        A chain of deltas begins at a checkpoint, which is saved first if there is none.
+        """
+        saving = self._saving
+        if saving is not None and saving.deltas is not None and saving.deltas.needs_base:
+            self.save()
         num_steps = max(self.last_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(self.num_steps, num_steps)
         prefetcher = Prefetcher(self._batches, self._step.path, self._ranks.device)
@@ -385,6 +407,11 @@ class Trainer:
         if is_due or decision.is_time_to_save or self._best_step == self.num_steps:
             self.save()
             preemption.saved()
+        elif self._saving.deltas is not None and self._due(
+            self._config.checkpoint.delta_every or 1
+        ):
+            beat = self._saving.stop.heartbeat.beat
+            self._saving.deltas.save(self.num_steps, self._state(), beat)
 
     def _count(self, trained: StepResult) -> None:
         self._loss_sum += trained.loss

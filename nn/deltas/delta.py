@@ -1,0 +1,191 @@
+"""A delta: what a run changed since its parent, in a directory that is complete or absent, like a checkpoint.
+
+    deltas/step_N/
+      run.json          facts of the run at step N, as in a checkpoint, with `chain` and `delta`
+      tensors.json      index of the tensors (`nn.checkpoint.tensor_index`)
+      rank_00000.bin    bare arrays without gaps, a file per rank
+
+Tensors: `tables.<table>.ids` (`nn.deltas.row_ids`), the rows that changed; `tables.<table>.weight`, these rows, [n, columns];
+`tables.<table>.tombstones`, encoded like ids, the rows whose values are retired; `dense.<name>` and `dense_ema.<name>`, the
+dense component, complete.
+
+`chain` names the state that the delta leads to: its step, and an identity, a hash of the parent's identity and of all that the
+delta holds. A checkpoint of the same step has the same `chain`. So a state has one name, and a chain cannot be mended.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.messages import shown
+from dataloading.dataset.documents import read_regular
+from nn.checkpoint.directory import DELTA, find_damage, read_facts
+from nn.checkpoint.run_facts import is_count
+from nn.checkpoint.tensor_index import INDEX_FILE, StoredTensor, TensorIndex, read_index
+
+FOLDER = "deltas"
+"""Folder of a run directory."""
+FORMAT = 1
+CHAIN = "chain"
+"""Entry of run.json that names the state, of checkpoints of a run with deltas too."""
+TABLE_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A state of a chain: its identity, and the updates before it."""
+
+    id: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """A table of a delta: its rows and columns, the dtype that it is trained in, and how many rows changed or were retired."""
+
+    rows: int
+    columns: int
+    dtype: str
+    touched: int
+    tombstones: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A delta whose facts and index were read and checked.
+
+    Attributes:
+        path: of its directory.
+        facts: its run.json.
+        index: of its tensors.
+        parent: the state before it.
+        end: the state after it.
+        tables: changes by table, in the order of the features.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    index: TensorIndex
+    parent: Link
+    end: Link
+    tables: dict[str, TableChange]
+
+    def ids_of(self, table: str) -> StoredTensor | None:
+        """Return the encoded numbers of a table's rows that changed; None if there are none."""
+        return self.index.tensors.get(f"tables.{table}.ids")
+
+    def tombstones_of(self, table: str) -> StoredTensor | None:
+        """Return the encoded numbers of a table's retired rows; None if there are none."""
+        return self.index.tensors.get(f"tables.{table}.tombstones")
+
+    def rows_of(self, table: str) -> StoredTensor:
+        """Return the rows of a table that changed."""
+        return self.index.tensors[f"tables.{table}.weight"]
+
+    @property
+    def dense(self) -> dict[str, StoredTensor]:
+        """Return the tensors of the dense component."""
+        tensors = self.index.tensors.items()
+        return {name: tensor for name, tensor in tensors if not name.startswith("tables.")}
+
+    @property
+    def checkpoint_facts(self) -> dict[str, Any]:
+        """Return the run.json of a checkpoint of the same step, without what is known of its files."""
+        return {name: value for name, value in self.facts.items() if name != DELTA}
+
+
+def identity(parent: Link, step: int, tables: Mapping[str, TableChange], index_bytes: bytes) -> str:
+    """Return the identity of the state after a delta, 32 hex digits."""
+    described = [asdict(parent), step, {name: asdict(table) for name, table in tables.items()}]
+    digest = hashlib.sha256(json.dumps(described).encode())
+    digest.update(index_bytes)
+    return digest.hexdigest()[:32]
+
+
+def delta_facts(parent: Link, tables: Mapping[str, TableChange]) -> dict[str, Any]:
+    """Return the entry `delta` of run.json."""
+    described = {name: asdict(table) for name, table in tables.items()}
+    return {"format": FORMAT, "parent": asdict(parent), "tables": described}
+
+
+def chain_of(facts: Mapping[str, Any]) -> Link | None:
+    """Return the state that a checkpoint, an export or a delta names; None if it was saved without deltas.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    return None if CHAIN not in facts else _link(facts[CHAIN], CHAIN)
+
+
+def read_delta(path: Path) -> Delta:
+    """Read and check a delta, every byte of it.
+
+    Raises:
+        ValueError: it is no delta, of a newer format, damaged or malformed; one line.
+        UnreadableError: a file exists and cannot be read.
+    """
+    facts = read_facts(path, of_delta=True)
+    info = facts[DELTA]
+    if not isinstance(info, dict) or type(info.get("format")) is not int:
+        raise ValueError("its delta has no format")
+    if info["format"] > FORMAT:
+        raise ValueError(
+            f"it is a delta of format {shown(info['format'])}, and this version reads up to {FORMAT}; use the version of this "
+            "software that wrote it, or a later one"
+        )
+    damage = find_damage(path, facts, 0, 1)
+    if damage is not None:
+        raise ValueError(damage)
+    parent, end = _link(info.get("parent"), "parent"), chain_of(facts)
+    tables = _tables(info.get("tables"))
+    if end is None or end.step != facts["num_steps"] or parent.step >= end.step:
+        raise ValueError(f"it leads from step {parent.step} to {shown(facts.get(CHAIN))}")
+    if end.id != identity(parent, end.step, tables, read_regular(path / INDEX_FILE)):
+        raise ValueError("its identity is not that of its content")
+    delta = Delta(path, facts, read_index(path), parent, end, tables)
+    _check_tensors(delta)
+    return delta
+
+
+def _link(value: Any, name: str) -> Link:
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("id"), str)
+        or not is_count(value.get("step"))
+    ):
+        raise ValueError(f"{name} is {shown(value)}, want id and step")
+    return Link(value["id"], value["step"])
+
+
+def _tables(value: Any) -> dict[str, TableChange]:
+    try:
+        tables = {name: TableChange(**entry) for name, entry in value.items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"its tables are malformed ({shown(error)})") from None
+    for name, table in tables.items():
+        counts = (table.rows, table.columns, table.touched, table.tombstones)
+        if not all(map(is_count, counts)) or table.dtype not in TABLE_DTYPES:
+            raise ValueError(f"its table {shown(name)} is malformed")
+    return tables
+
+
+def _check_tensors(delta: Delta) -> None:
+    """Raise ValueError unless every table has the rows that its entry says."""
+    if list(delta.index.tables) != list(delta.tables):
+        raise ValueError("its index has other tables than its run.json")
+    for name, table in delta.tables.items():
+        weight = delta.index.tensors.get(f"tables.{name}.weight")
+        ids = delta.ids_of(name)
+        if (weight is None) != (ids is None) or (ids is None) != (table.touched == 0):
+            raise ValueError(f"table {shown(name)} has no rows, or no numbers of them")
+        if weight is not None and (
+            weight.size != (table.touched, table.columns)
+            or weight.dtype not in {table.dtype, "bfloat16"}
+        ):
+            raise ValueError(f"table {shown(name)} has rows of {weight.dtype} {list(weight.size)}")
+        for encoded in (ids, delta.tombstones_of(name)):
+            if encoded is not None and (encoded.dtype != "uint8" or len(encoded.size) != 1):
+                raise ValueError(f"table {shown(name)} has malformed numbers of rows")

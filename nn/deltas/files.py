@@ -1,0 +1,163 @@
+"""Files of one delta: a file of arrays per rank, and their index, which rank 0 writes."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataloading.dataset.durable_files import write_synced
+from nn.checkpoint.dcp_storage import ArrayFile, array_blocks
+from nn.checkpoint.tensor_index import FORMAT, INDEX_FILE
+from nn.deltas.delta import TableChange
+from nn.deltas.row_ids import encode_ids
+
+
+@dataclass(frozen=True, slots=True)
+class TakenRows:
+    """Rows of a shard that changed.
+
+    Attributes:
+        table: name.
+        position: of the shard among those of this rank.
+        row_offset: first row of the shard in the table.
+        column_offset: first column of the shard in the table.
+        ids: numbers of the rows in the shard, int64 [n], n > 0.
+        rows: [n, columns].
+    """
+
+    table: str
+    position: int
+    row_offset: int
+    column_offset: int
+    ids: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """An array of one rank: a part of a tensor.
+
+    Attributes:
+        tensor: name.
+        key: its place among the parts of the tensor: first row, first column.
+        size: one number per dimension.
+        dtype: a key of `DTYPES`.
+        file: name of the file.
+        start: first byte in it.
+        crc32: checksums.
+    """
+
+    tensor: str
+    key: tuple[int, int]
+    size: tuple[int, ...]
+    dtype: str
+    file: str
+    start: int
+    crc32: list[int]
+
+
+def write_part(
+    path: Path,
+    taken: Sequence[TakenRows],
+    further: Mapping[str, Tensor],
+    stream: "torch.cuda.Stream | None",
+) -> list[WrittenPart]:
+    """Write the file of this rank.
+
+    Args:
+        path: to write.
+        taken: rows of this rank's shards.
+        further: further tensors by name.
+        stream: for copies from a GPU; None on a CPU.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    parts: list[WrittenPart] = []
+    start = 0
+    with closing(ArrayFile(path)) as file:
+        on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
+        with on_stream:
+            for name, key, value in _arrays(taken, further):
+                checksums = [file.write(*block) for block in array_blocks(value, start)]
+                dtype = str(value.dtype).removeprefix("torch.")
+                parts.append(
+                    WrittenPart(name, key, tuple(value.shape), dtype, path.name, start, checksums)
+                )
+                start += value.nbytes
+        file.sync()
+    return parts
+
+
+def _arrays(
+    taken: Sequence[TakenRows], further: Mapping[str, Tensor]
+) -> Iterable[tuple[str, tuple[int, int], Tensor]]:
+    for one in taken:
+        key = (one.row_offset, one.column_offset)
+        yield f"tables.{one.table}.weight", key, one.rows
+        if not one.column_offset:
+            ids = one.ids.cpu().numpy() + one.row_offset
+            yield f"tables.{one.table}.ids", key, torch.from_numpy(encode_ids(ids))
+    for name, value in further.items():
+        yield name, (0, 0), value.contiguous()
+
+
+def write_index(directory: Path, tables: Sequence[str], parts: Iterable[WrittenPart]) -> None:
+    """Write `tensors.json`: parts of a table follow each other in the order of its rows."""
+    by_tensor: dict[str, list[WrittenPart]] = defaultdict(list)
+    for part in parts:
+        by_tensor[part.tensor].append(part)
+    tensors = {name: _entry(sorted(of, key=lambda p: p.key)) for name, of in by_tensor.items()}
+    document = {"format": FORMAT, "tables": list(tables), "tensors": tensors}
+    write_synced(directory / INDEX_FILE, json.dumps(document) + "\n")
+
+
+def _entry(parts: Sequence[WrittenPart]) -> dict[str, Any]:
+    chunks, first, rows, row_offset = [], 0, 0, parts[0].key[0]
+    size = list(parts[0].size)
+    for part in parts:
+        if part.key[0] != row_offset:
+            first, row_offset = rows, part.key[0]
+        offsets = [0] * len(part.size)
+        if size:
+            offsets[0] = first
+            size[0] = rows = first + part.size[0]
+        if len(size) == 2 and len(parts) > 1:
+            offsets[1] = part.key[1]
+            size[1] = max(size[1], part.key[1] + part.size[1])
+        place = {"file": part.file, "start": part.start, "crc32": part.crc32}
+        chunks.append({"offsets": offsets, "sizes": list(part.size)} | place)
+    return {"dtype": parts[0].dtype, "size": size, "chunks": chunks}
+
+
+def changes(
+    tables: Mapping[str, tuple[int, int, str]],
+    parts: Iterable[WrittenPart],
+    retired: Mapping[str, np.ndarray],
+) -> dict[str, TableChange]:
+    """Describe what changed in every table.
+
+    Args:
+        tables: rows, columns and dtype of every table.
+        parts: of all ranks.
+        retired: numbers of the retired rows by table.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    for part in parts:
+        if (
+            part.tensor.endswith(".weight")
+            and part.tensor.startswith("tables.")
+            and not part.key[1]
+        ):
+            counts[part.tensor.removeprefix("tables.").removesuffix(".weight")] += part.size[0]
+    return {
+        name: TableChange(rows, columns, dtype, counts[name], len(retired.get(name, ())))
+        for name, (rows, columns, dtype) in tables.items()
+    }

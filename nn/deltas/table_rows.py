@@ -1,0 +1,140 @@
+"""Rows of a table after a chain of deltas, block by block: memory depends neither on the table nor on the deltas."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nn.checkpoint.tensor_index import DTYPES, RowReader, StoredTensor, rows_per_block
+from nn.deltas.delta import Delta
+from nn.deltas.row_ids import decode_ids
+
+
+class ChangedRows:
+    """The rows of a table that a delta changes, read in ascending order.
+
+    Args:
+        delta: to read.
+        table: name of the table.
+
+    Attributes:
+        dtype: of the rows.
+    """
+
+    def __init__(self, delta: Delta, table: str) -> None:
+        ids = delta.ids_of(table)
+        self._name = f"{delta.path}: table {table}"
+        self._change = delta.tables[table]
+        self._pieces = iter(()) if ids is None else decode_ids(ids)
+        self._ids = np.empty(0, np.int64)
+        self._rows = None if ids is None else RowReader(delta.rows_of(table))
+        self.dtype = self._change.dtype if ids is None else delta.rows_of(table).dtype
+        self._done = 0
+
+    def before(self, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the numbers, int64 [n], and the values [n, columns] of the next rows below `end`.
+
+        Raises:
+            ValueError: there are other rows than the delta says.
+        """
+        while True:
+            if not len(self._ids):
+                self._ids = next(self._pieces, self._ids)
+            count = int(np.searchsorted(self._ids, end))
+            if not count:
+                return
+            ids, self._ids = self._ids[:count], self._ids[count:]
+            if self._done + count > self._change.touched:
+                raise ValueError(f"{self._name} has more numbers of rows than rows")
+            assert self._rows is not None, "there are numbers of rows"
+            yield ids, self._rows.rows(self._done, self._done + count)
+            self._done += count
+
+    def check_end(self) -> None:
+        """Raise ValueError unless all rows were read, and belong to the table."""
+        if self._done != self._change.touched or len(self._ids) or next(self._pieces, None):
+            raise ValueError(f"{self._name} has rows that do not exist, or lacks some")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedTable:
+    """The weights of a table after deltas; an `ArraySource` of exports.
+
+    Attributes:
+        table: name.
+        base: the weights before the deltas.
+        deltas: in order.
+    """
+
+    table: str
+    base: StoredTensor
+    deltas: Sequence[Delta]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype in which the table is trained, a key of `DTYPES`."""
+        return self.deltas[-1].tables[self.table].dtype
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Rows and columns after the last delta."""
+        last = self.deltas[-1].tables[self.table]
+        return last.rows, last.columns
+
+    def check(self) -> None:
+        """Raise ValueError unless the base and all deltas are of one table, which may grow."""
+        rows, columns = self.base.size if len(self.base.size) == 2 else (0, -1)
+        for delta in self.deltas:
+            change = delta.tables[self.table]
+            if change.columns != columns or change.rows < rows:
+                raise ValueError(
+                    f"deltas: {delta.path}: table {self.table} has {change.rows:,} rows of {change.columns} columns, and before "
+                    f"it had {rows:,} of {columns}; name deltas of the same model"
+                )
+            rows = change.rows
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all rows in order, [n, columns].
+
+        Raises:
+            ValueError: a file is damaged, or a row is in no file.
+        """
+        num_rows, columns = self.size
+        changes = [ChangedRows(delta, self.table) for delta in self.deltas]
+        base = RowReader(self.base)
+        step = rows_per_block(self.size, "float32")
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            in_base = max(0, min(last, self.base.size[0]) - first)
+            block = np.empty((last - first, columns), DTYPES[self.dtype])
+            if in_base:
+                values = base.rows(first, first + in_base)
+                block[:in_base] = converted(values, self.base.dtype, self.dtype)
+            is_new = np.arange(last - first) >= in_base
+            for change in changes:
+                for ids, rows in change.before(last):
+                    block[ids - first] = converted(rows, change.dtype, self.dtype)
+                    is_new[ids - first] = False
+            if is_new.any():
+                missing = first + int(np.flatnonzero(is_new)[0])
+                raise ValueError(
+                    f"deltas: table {self.table} has grown to {num_rows:,} rows, and row {missing:,} is in no delta; copy the "
+                    "deltas again"
+                )
+            yield block
+        for change in changes:
+            change.check_end()
+
+
+def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
+    """Return numbers in another dtype, rounded to the nearest; bfloat16 is uint16, as in files."""
+    if dtype == wanted:
+        return values
+    if dtype == "bfloat16":
+        return converted((values.astype(np.uint32) << 16).view(np.float32), "float32", wanted)
+    if wanted == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        # To the nearest, and to the even one of two; a NaN must not become an infinity.
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    return values.astype(DTYPES[wanted])

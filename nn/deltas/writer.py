@@ -1,0 +1,254 @@
+"""Writer of deltas: training waits only until the changed rows are collected, and a thread writes them."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+from logging import Logger
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.messages import os_error_text
+from configs.schema import CheckpointConfig, DeltaType
+from dataloading.dataset.documents import read_regular
+from nn.checkpoint.directory import DELTA, clear, commit, list_checkpoints, remove, unfinished
+from nn.checkpoint.tensor_index import INDEX_FILE
+from nn.deltas.delta import CHAIN, Link, delta_facts, identity
+from nn.deltas.files import TakenRows, WrittenPart, changes, write_index, write_part
+from nn.deltas.row_ids import encode_ids
+from nn.distributed.process_group import HostChannel, Ranks
+from nn.sharding.sharded_tables import ShardedTables
+
+THREAD_NAME = "delta-writer"
+FREE_MEMORY = 0.5
+"""Fraction of a GPU's free memory that a copy of a table's changed rows may take."""
+PIECE_ROWS = 1 << 20
+
+Chain = Callable[[], dict[str, Any]]
+"""Wait for a delta, and return the `chain` of a checkpoint of its step; ValueError if the delta could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRun:
+    """Facts of a run for its deltas.
+
+    Attributes:
+        facts: as in its checkpoints.
+        start: the state that the run starts from; None if it is part of no chain.
+        start_rows: rows of every table in that state; tables may have grown since.
+    """
+
+    facts: Mapping[str, Any]
+    start: Link | None
+    start_rows: Mapping[str, int] = field(default_factory=dict)
+
+
+class DeltaWriter:
+    """Writer of one delta at a time; all ranks must call its methods in the same order.
+
+    If a delta cannot be written, one line reports it, and the next one holds its rows too.
+
+    Args:
+        directory: of all deltas.
+        tables: the tables, with marks.
+        dense: returns the tensors of the dense component.
+        run: facts of the run.
+        config: dtype of the rows, and number of deltas to keep.
+        ranks: this process.
+        logger: rank 0's messages.
+
+    Attributes:
+        end: the state that the deltas so far lead to.
+        needs_base: whether no checkpoint holds the state that the first delta will begin at.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tables: ShardedTables,
+        dense: Callable[[], Mapping[str, Tensor]],
+        run: DeltaRun,
+        config: CheckpointConfig,
+        ranks: Ranks,
+        logger: Logger,
+    ) -> None:
+        self._directory, self._tables, self._dense = directory, tables, dense
+        self._facts, self._config = dict(run.facts), config
+        self._ranks, self._logger = ranks, logger
+        self._channel = HostChannel()
+        is_cuda = ranks.device.type == "cuda"
+        self._stream = torch.cuda.Stream(ranks.device) if is_cuda else None
+        self.needs_base = run.start is None
+        # A new chain has a name that no other one has; its first state is that of the first save.
+        name = self._channel.broadcast(secrets.token_hex(16))
+        self.end = run.start or Link(name, -1)
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+        self._taken: list[TakenRows] = []
+        self._retired: dict[str, np.ndarray] = {}
+        if ranks.is_rank0:
+            # Those after the state that the run resumes from are written again.
+            clear(directory, self.end.step)
+        for marked in tables.marked_shards():
+            # Rows by which tables have grown are in no parent, whether a step updates them or not.
+            shard = marked.shard
+            before = run.start_rows.get(shard.table, shard.row_offset + len(shard.weight))
+            marked.marks[max(before - shard.row_offset, 0) :] = 1
+
+    def retire(self, table: str, rows: np.ndarray) -> None:
+        """Let the next delta name rows of a table, ascending, int64, whose values are retired: its tombstones."""
+        self._retired[table] = rows
+
+    def save(
+        self, num_steps: int, trainer: Mapping[str, Any], beat: Callable[[], None] = lambda: None
+    ) -> Chain:
+        """Start a delta when the previous one is written; without a step since then there is none.
+
+        Args:
+            num_steps: updates made so far.
+            trainer: state of the training loop, as in a checkpoint of this step.
+            beat: called while the loop waits for the writer.
+
+        Raises:
+            RuntimeError: another rank has ended.
+        """
+        self.wait(beat)
+        if self.end.step < 0:
+            self.end = replace(self.end, step=num_steps)
+        done: Future[Link] = Future()
+        if num_steps > self.end.step:
+            self._take()
+            facts = self._facts | {"num_steps": num_steps, "trainer": dict(trainer)}
+            self._thread = Thread(
+                target=self._write,
+                args=(num_steps, facts, self._further(), self._event(), done),
+                name=THREAD_NAME,
+                daemon=True,
+            )
+            self._thread.start()
+        else:
+            done.set_result(self.end)
+        return lambda: asdict(done.result())
+
+    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait for the delta that is being written.
+
+        Raises:
+            RuntimeError: another rank has ended.
+        """
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join(0.2)
+            beat()
+        if self._error is not None:
+            raise self._error
+
+    def _take(self) -> None:
+        """Copy the changed rows of this rank's shards, and remove all marks."""
+        shards = self._tables.marked_shards()
+        for lost in self._taken:  # of a delta that could not be written
+            shards[lost.position].marks[lost.ids] = 1
+        self._taken = []
+        for position, marked in enumerate(shards):
+            shard, ids = marked.shard, marked.marks.nonzero().view(-1)
+            if len(ids):
+                place = (shard.table, position, shard.row_offset, shard.column_offset)
+                self._taken.append(TakenRows(*place, ids, self._rows(shard.weight, ids)))
+        self._tables.clear_marks()
+
+    def _rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Return a copy of rows, on a GPU if it has room, so that training need not wait for the copy to the host."""
+        as_bf16 = self._config.delta_dtype is DeltaType.bf16
+        dtype = torch.bfloat16 if as_bf16 else weight.dtype
+        num_bytes = len(ids) * weight.shape[1] * weight.itemsize
+        if weight.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(weight.device)
+            if num_bytes > FREE_MEMORY * free:
+                rows = torch.empty(len(ids), weight.shape[1], dtype=dtype)
+                for some, piece in zip(rows.split(PIECE_ROWS), ids.split(PIECE_ROWS), strict=True):
+                    some.copy_(weight.index_select(0, piece))
+                return rows
+        return weight.index_select(0, ids).to(dtype)
+
+    def _further(self) -> dict[str, Tensor]:
+        """Return the tensors that rank 0 writes beside the rows: a copy of the dense component, and the tombstones."""
+        if not self._ranks.is_rank0:
+            return {}
+        further = {name: value.detach().clone() for name, value in self._dense().items()}
+        for table, rows in self._retired.items():
+            further[f"tables.{table}.tombstones"] = torch.from_numpy(encode_ids(rows))
+        return further
+
+    def _event(self) -> "torch.cuda.Event | None":
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
+    def _write(
+        self,
+        num_steps: int,
+        facts: dict[str, Any],
+        further: dict[str, Tensor],
+        taken: "torch.cuda.Event | None",
+        done: "Future[Link]",
+    ) -> None:
+        """Write the files, and commit on rank 0; all ranks receive the result. Runs in the thread."""
+        try:
+            if self._stream is not None and taken is not None:
+                torch.cuda.set_device(self._ranks.device)
+                self._stream.wait_event(taken)
+            parts = self._channel.gather(self._write_part(num_steps, further))
+            problem = next((part for part in parts if isinstance(part, str)), None)
+            end = None
+            if problem is None and self._ranks.is_rank0:
+                try:
+                    end = self._commit(num_steps, facts, [p for rank in parts for p in rank])
+                except OSError as error:
+                    problem = os_error_text(error)
+            end, problem = self._channel.broadcast((end, problem))
+        except BaseException as error:
+            # `wait` raises it in the training loop.
+            self._error = error
+            done.set_exception(error)
+            return
+        if end is not None:
+            self.end, self._taken, self._retired = end, [], {}
+            done.set_result(end)
+            return
+        done.set_exception(ValueError(f"its delta could not be written: {problem}"))
+        if self._ranks.is_rank0:
+            shutil.rmtree(unfinished(self._directory, num_steps), ignore_errors=True)
+            self._logger.warning(
+                f"the delta of step {num_steps} could not be written: {problem}. The run continues, and the next delta holds its "
+                "rows too"
+            )
+
+    def _write_part(self, num_steps: int, further: dict[str, Tensor]) -> list[WrittenPart] | str:
+        """Write this rank's file; return what is in it, or the problem."""
+        directory = unfinished(self._directory, num_steps)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / f"rank_{self._ranks.rank:05}.bin"
+            return write_part(path, self._taken, further, self._stream)
+        except OSError as error:
+            return os_error_text(error)
+
+    def _commit(self, num_steps: int, facts: dict[str, Any], parts: Sequence[WrittenPart]) -> Link:
+        """Write index and facts, and complete the delta; return the state that it leads to."""
+        directory = unfinished(self._directory, num_steps)
+        described = self._tables.described
+        write_index(directory, list(described), parts)
+        tables = changes(described, parts, self._retired)
+        parent = self.end
+        index_bytes = read_regular(directory / INDEX_FILE)
+        end = Link(identity(parent, num_steps, tables, index_bytes), num_steps)
+        facts = facts | {CHAIN: asdict(end), DELTA: delta_facts(parent, tables)}
+        commit(self._directory, num_steps, facts)
+        if self._config.delta_keep is not None:
+            for path in list_checkpoints(self._directory)[self._config.delta_keep :]:
+                remove(path)
+        return end

@@ -1,0 +1,90 @@
+"""Rows that updates have changed since they were last taken: a byte per row, on the device of the tables.
+
+Every rule updates a row only if a batch looks it up, weight decay and L2 included, so the ids of the updates are the rows
+that changed. A byte is set where an update runs, also inside a captured step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nn.embedding.adjacent_tables import are_adjacent
+from nn.embedding.local_tables import LocalTable, key_bases
+
+
+class TouchedRows:
+    """Marks of the rows of local tables.
+
+    Args:
+        tables: in the order in which they are updated together.
+        device: of the tables.
+    """
+
+    def __init__(self, tables: Sequence[LocalTable], device: torch.device) -> None:
+        self._bases = key_bases(tables)
+        self._rows = [len(table.weight) for table in tables]
+        # Of all keys; the last one is written by updates that change nothing.
+        self._marks = torch.zeros(self._bases[-1] + 1, dtype=torch.uint8, device=device)
+
+    def mark(self, keys: Tensor) -> None:
+        """Mark the rows of keys [n] of `LocalEmbeddingBags`."""
+        self._marks.index_fill_(0, keys.long(), 1)
+
+    def mark_if(self, keys: Tensor, is_good: Tensor) -> None:
+        """Mark the rows of keys [n], unless `is_good` [1] is 0; the host reads nothing back."""
+        self.mark(torch.where(is_good != 0, keys, self._bases[-1]))
+
+    def of_table(self, position: int) -> Tensor:
+        """Return the marks of a table, uint8 [rows], a view."""
+        return self._marks.narrow(0, self._bases[position], self._rows[position])
+
+    def clear(self) -> None:
+        """Remove all marks."""
+        self._marks.zero_()
+
+
+class TouchedReplicas:
+    """Marks of the rows of replicated tables, whose gradients are dense: a row changes where its gradient is not zero.
+
+    Args:
+        rows: of each table.
+        device: of the tables.
+    """
+
+    def __init__(self, rows: Sequence[int], device: torch.device) -> None:
+        self._rows = list(rows)
+        self._marks = torch.zeros(sum(rows), dtype=torch.uint8, device=device)
+
+    def mark(self, gradients: Sequence[Tensor]) -> None:
+        """Mark the rows with a gradient; call it with the gradients [rows, D] of all ranks, before an update changes them."""
+        first = 0
+        for joined in _joined(gradients):
+            marks = self._marks.narrow(0, first, len(joined))
+            marks |= joined.ne(0).any(dim=1)
+            first += len(joined)
+
+    def of_table(self, position: int) -> Tensor:
+        """Return the marks of a table, uint8 [rows], a view."""
+        return self._marks.split(self._rows)[position]
+
+    def clear(self) -> None:
+        """Remove all marks."""
+        self._marks.zero_()
+
+
+def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Join gradients of one width that are adjacent in memory, so that they take one launch."""
+    joined: list[Tensor] = []
+    for gradient in gradients:
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and before.shape[1] == gradient.shape[1]
+            and are_adjacent(before, gradient)
+        ):
+            rows = len(before) + len(gradient)
+            joined[-1] = before.as_strided((rows, before.shape[1]), before.stride())
+        else:
+            joined.append(gradient)
+    return joined

@@ -1,0 +1,123 @@
+"""Command `python -m nn.replay`: apply deltas to a checkpoint or an export, and write the export of the state they lead to.
+
+The result is byte for byte that of `nn.export` of a checkpoint of that step, with parts=[dense,tables] optimizer=false.
+"""
+
+if __name__ == "__main__":
+    # First, since the imports below take a moment.
+    from configs.stop_signals import end_at_once_on_signals
+
+    end_at_once_on_signals()
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.export_schema import ExportFormat
+from configs.messages import on_one_line
+from configs.overrides import to_config
+from configs.replay_schema import ReplayConfig
+from configs.schema import Component
+from configs.stop_signals import restore_signals
+from nn.checkpoint.directory import read_facts
+from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
+from nn.deltas.chain import open_chain
+from nn.deltas.delta import Delta, Link, chain_of
+from nn.deltas.table_rows import ReplayedTable
+from nn.export.array_files import ArraySource
+from nn.export.tables import Exported, Selection, check_output, write_export
+
+
+def replay(
+    base: Path, deltas: Sequence[str], output: Path, format: ExportFormat = ExportFormat.npy
+) -> list[Delta]:
+    """Write the export of the state that deltas lead to; it is complete or absent, and takes a few blocks of memory.
+
+    Args:
+        base: a checkpoint or an export, whose tables are read; its dense component and its optimizer state are not.
+        deltas: in order; a directory of deltas stands for all of them after the base.
+        output: directory to create.
+        format: of the files.
+
+    Returns:
+        The deltas.
+
+    Raises:
+        ValueError: a directory cannot be used, or the deltas do not follow the base; one line.
+    """
+    check_output(output)
+    index, link = _open(base)
+    chain = open_chain(link, deltas, str(base))
+    last = chain[-1]
+    tensors: dict[str, ArraySource] = dict(last.dense)
+    for name in last.tables:
+        tensors[f"tables.{name}.weight"] = _table(name, index, chain, base)
+    facts = last.checkpoint_facts
+    exported = Exported(f"step_{last.end.step}", list(last.tables), tensors, facts)
+    is_tf2 = format is ExportFormat.tf2
+    parts = [Component.tables] if is_tf2 else [Component.dense, Component.tables]
+    write_export(exported, output, Selection(parts=parts, optimizer=False), format=format)
+    return chain
+
+
+def _open(base: Path) -> tuple[TensorIndex, Link]:
+    """Return the index of a base, and the state that it holds."""
+    try:
+        facts, index = read_facts(base), read_index(base)
+        link = chain_of(facts)
+    except UnreadableError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"base={base} is neither a checkpoint nor an export of one ({error}); name a step_N directory in a run's checkpoints/"
+        ) from None
+    if link is None:
+        raise ValueError(
+            f"base={base} was saved by a run without deltas, so none can follow it; train with checkpoint.delta_every=N"
+        )
+    return index, link
+
+
+def _table(name: str, index: TensorIndex, chain: Sequence[Delta], base: Path) -> ReplayedTable:
+    """Return a table after all deltas."""
+    stored = index.tensors.get(f"tables.{name}.weight")
+    lacking = next((delta.path for delta in chain if name not in delta.tables), None)
+    if stored is None or lacking is not None:
+        raise ValueError(
+            f"base={base}: {lacking or base} has no table {name}; name the base and the deltas of one model, with all tables"
+        )
+    table = ReplayedTable(name, stored, chain)
+    table.check()
+    return table
+
+
+def summary(chain: Sequence[Delta], output: str) -> str:
+    """Return the line that the command prints."""
+    touched = sum(table.touched for delta in chain for table in delta.tables.values())
+    retired = sum(table.tombstones for delta in chain for table in delta.tables.values())
+    steps = f"steps {chain[0].parent.step:,} to {chain[-1].end.step:,}"
+    plural = "" if len(chain) == 1 else "s"
+    also = f", {retired:,} retired" if retired else ""
+    return (
+        f"{len(chain)} delta{plural}, {steps}, {touched:,} changed rows{also}, written to {output}"
+    )
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and replay; report errors in one line."""
+    with errors_end_command(f"output={composed.output}", interrupted=NO_OUTPUT):
+        config: ReplayConfig = to_config(composed)
+        assert config.base is not None, "checked by the options"
+        assert config.output is not None, "likewise"
+        restore_signals()
+        chain = replay(Path(config.base), config.deltas, Path(config.output), config.format)
+    print(on_one_line(summary(chain, config.output)))
+
+
+if __name__ == "__main__":
+    try:
+        composed_command(run, ReplayConfig, "replay_schema", "replay")()
+    except ValueError as error:
+        end_command(f"error: {error}")
