@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nn.checkpoint.manager import THREAD_NAME
+from nn.deltas.writer import THREAD_NAME as DELTA_THREAD_NAME
 from nn.training.train_step import TrainStep
 
 TIMES = {"samples_per_s", "step_ms", "data_wait_ms", "eval_s"}
@@ -30,9 +31,9 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], None]) 
 
 
 def wait_for_writer() -> None:
-    """Wait until no checkpoint is written in this process."""
+    """Wait until neither a checkpoint nor a delta is written in this process."""
     for thread in threading.enumerate():
-        if thread.name == THREAD_NAME:
+        if thread.name in (THREAD_NAME, DELTA_THREAD_NAME):
             thread.join()
 
 
