@@ -15,10 +15,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
-from configs.export_schema import ExportFormat
+from configs.export_schema import ExportFormat, ReplayConfig
 from configs.messages import on_one_line
 from configs.overrides import to_config
-from configs.replay_schema import ReplayConfig
 from configs.schema import Component
 from configs.stop_signals import restore_signals
 from nn.checkpoint.directory import read_facts

@@ -79,6 +79,7 @@ ROOMS = {
     "nn.metrics": {"nn.models"},
     "nn.training": {
         "nn.checkpoint",
+        "nn.deltas",
         "nn.distributed",
         "nn.embedding",
         "nn.layers",
@@ -93,6 +94,8 @@ ROOMS = {
         "nn.user_objects",
     },
     "nn.export": {"nn.checkpoint"},
+    "nn.deltas": {"nn.checkpoint", "nn.distributed", "nn.sharding"},
+    "nn.replay": {"nn.checkpoint", "nn.deltas", "nn.export"},
     "nn.library_warnings": set(),
     "nn.mlperf_log": set(),
     "nn.versions": set(),
@@ -145,6 +148,7 @@ ROOMS = {
     "nn.run": {
         "nn.build",
         "nn.checkpoint",
+        "nn.deltas",
         "nn.distributed",
         "nn.hypertune",
         "nn.importance",

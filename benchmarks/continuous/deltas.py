@@ -1,6 +1,6 @@
 """Cost of deltas: time per step of marking the changed rows, pause and bytes of a delta.
 
-    python -m benchmarks.deltas --out DIR dlrm experiment=dlrm_criteo_t15
+    python -m benchmarks.continuous.deltas --out DIR dlrm experiment=dlrm_criteo_t15
 
 The step is built twice, with and without marks, and both train in turns on the same batches, which are on the device
 already: what is compared is the step alone. Then a delta is written after --steps steps. One line per number.

@@ -1,0 +1,99 @@
+"""Deltas hold exactly the rows that updates have changed, whatever the sharding."""
+
+import zlib
+from collections import defaultdict
+from logging import getLogger
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.schema import Config
+from nn.checkpoint import state as checkpoint
+from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
+from nn.deltas.delta import read_delta
+from nn.deltas.row_ids import decode_ids, encode_ids
+from nn.deltas.writer import DeltaRun, DeltaWriter
+from nn.distributed.process_group import process_group, ranks_from_environment
+from tests.helpers.composed import TINY, build, compose_config
+from tests.helpers.distributed import run_distributed
+
+LAYOUTS = ["table_wise", "column_wise", "row_wise", "data_parallel", "table_wise"]
+SHARDING = ",".join(f"cat_{index}:{layout}" for index, layout in enumerate(LAYOUTS))
+# Three full batches and one of 5 rows, which two ranks pad; updates by a gradient of zero would show with Adam and L2.
+CONFIG = (
+    *TINY,
+    *("data.synthetic.train_rows=197", "data.synthetic.hotness=[3,1,2,5,1]"),
+    *("optimizer.name=adam", "optimizer.embedding_l2=0.01", "checkpoint.delta_every=4"),
+)
+NUM_STEPS = 4
+STATE = {"loss_sum": 0.0, "loss_steps": 0, "test": {}, "best_step": None}
+
+
+def write(directory: Path, options: tuple[str, ...], grown: dict[str, int]) -> None:
+    """Train, write a delta and a checkpoint; tables had as many rows before as `grown` says."""
+    config = compose_config(*CONFIG, *options)
+    with process_group(ranks_from_environment("cpu")):
+        built = build(config)
+        run = DeltaRun({"format_version": 1, "feature_spec": ""}, None, grown)
+        deltas = DeltaWriter(
+            directory / "deltas",
+            built.step.tables,
+            built.step.dense_weights,
+            run,
+            config.checkpoint,
+            built.ranks,
+            getLogger(),
+        )
+        deltas.save(0, STATE)
+        built.train(0, NUM_STEPS)
+        built.score(2)
+        deltas.save(NUM_STEPS, STATE)
+        deltas.wait()
+        checkpoint.save(directory, built.step, NUM_STEPS, built.source.spec, built.ranks)
+        built.step.close()
+
+
+def looked_up(config: Config) -> dict[str, set[int]]:
+    """Return the ids of all batches by table."""
+    ids = defaultdict(set)
+    with process_group(ranks_from_environment("cpu")):
+        for batch in build(config).train_loader.batches(0, NUM_STEPS):
+            for feature in batch.ids.keys():  # noqa: SIM118
+                rows = batch.ids[feature].values().view(len(batch.labels), -1)[: batch.num_valid]
+                ids[feature] |= set(rows.flatten().tolist())
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("world_size", "grown"), [(1, {"cat_0": 490, "cat_4": 7}), (2, {"cat_3": 140})]
+)
+def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, grown):
+    options = (f"sharding.tables={{{SHARDING}}}",)
+    run_distributed(write, world_size, tmp_path, options, grown)
+    delta, stored = read_delta(tmp_path / "deltas/step_4"), read_index(tmp_path / "step_4")
+    wanted = looked_up(compose_config(*CONFIG))
+    for table, change in delta.tables.items():
+        new = range(grown.get(table, change.rows), change.rows)
+        ids = np.concatenate(list(decode_ids(delta.ids_of(table))))
+        assert set(ids.tolist()) == wanted[table] | set(new), table
+        assert len(ids) == change.touched
+        weight = np.concatenate(list(blocks(stored.tensors[f"tables.{table}.weight"])))
+        assert np.array_equal(np.concatenate(list(blocks(delta.rows_of(table)))), weight[ids])
+    assert sum(change.touched for change in delta.tables.values()) < sum(
+        change.rows for change in delta.tables.values()
+    )
+
+
+@pytest.mark.parametrize("most", [1, 300, 10**6, 2**48])
+def test_row_numbers_are_read_back(tmp_path, most):
+    draw = np.random.default_rng(0)
+    wanted = np.unique(draw.integers(0, most, 40_000))
+    data = encode_ids(wanted)
+    (tmp_path / "ids").write_bytes(data.tobytes())
+    crc32 = (zlib.crc32(data),)
+    chunk = Chunk((0,), data.shape, tmp_path / "ids", 0, crc32)
+    assert np.array_equal(
+        np.concatenate(list(decode_ids(StoredTensor("uint8", data.shape, (chunk,))))), wanted
+    )
+    assert len(data) <= len(wanted) * (1.01 if most <= 10**6 else 6)
