@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nn.checkpoint.directory import list_checkpoints
+from nn.checkpoint.directory import NewerFormatError, list_checkpoints
 from nn.checkpoint.tensor_index import UnreadableError
 from nn.deltas.delta import Delta, Link, read_delta
 
@@ -25,6 +25,8 @@ def open_chain(base: Link, paths: Sequence[str], named: str) -> list[Delta]:
             deltas.append(read_delta(path))
         except UnreadableError:
             raise
+        except NewerFormatError as error:
+            raise ValueError(f"deltas: {path} cannot be used: {error}") from None
         except ValueError as error:
             raise ValueError(
                 f"deltas: {path} cannot be used: {error}; copy it again, or begin at a newer base"
@@ -70,7 +72,9 @@ def check_order(base: Link, deltas: Sequence[Delta], named: str) -> None:
         if delta.end.id in seen or delta.end == base:
             raise ValueError(f"deltas: {delta.path} is a duplicate; name each delta once")
         if delta.parent in later or delta.parent.step < here.step:
-            raise ValueError(f"deltas: wrong order: {begins}, and {ends}; name them in order")
+            raise ValueError(
+                f"deltas: wrong order, or another run: {begins}, and {ends}; name the deltas of one run in order"
+            )
         if delta.parent.step > here.step:
             raise ValueError(
                 f"deltas: a gap: {begins}, and {ends}; name the deltas between them, or begin at a newer base"

@@ -22,7 +22,7 @@ from typing import Any
 
 from configs.messages import shown
 from dataloading.dataset.documents import read_regular
-from nn.checkpoint.directory import DELTA, find_damage, read_facts
+from nn.checkpoint.directory import DELTA, NewerFormatError, find_damage, read_facts
 from nn.checkpoint.run_facts import is_count
 from nn.checkpoint.tensor_index import INDEX_FILE, StoredTensor, TensorIndex, read_index
 
@@ -132,7 +132,7 @@ def read_delta(path: Path) -> Delta:
     if not isinstance(info, dict) or type(info.get("format")) is not int:
         raise ValueError("its delta has no format")
     if info["format"] > FORMAT:
-        raise ValueError(
+        raise NewerFormatError(
             f"it is a delta of format {shown(info['format'])}, and this version reads up to {FORMAT}; use the version of this "
             "software that wrote it, or a later one"
         )

@@ -1,11 +1,12 @@
 """Every fuzzer."""
 
-from tests.fuzz import datasets, formats, inputs, options, runs, specs
+from tests.fuzz import datasets, deltas, formats, inputs, options, runs, specs
 
 FUZZERS = [
     *specs.FUZZERS,
     *datasets.FUZZERS,
     *runs.FUZZERS,
+    *deltas.FUZZERS,
     *options.FUZZERS,
     *inputs.FUZZERS,
     *formats.FUZZERS,

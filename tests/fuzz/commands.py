@@ -1,14 +1,17 @@
 """Calls of the commands' functions, which end as the commands end: exit code and one line."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from unittest.mock import patch
 
 import torch.distributed as dist
+from omegaconf import DictConfig
 
 from configs.command_line import register
-from configs.export_schema import ExportConfig
+from configs.export_schema import ExportConfig, ReplayConfig
 from main import _exit_codes
+from nn import replay as replay_command
 from nn.export import __main__ as export_command
 from preproc import __main__ as preproc_command
 from tests.helpers.composed import compose_with_hydra
@@ -40,11 +43,25 @@ def as_preproc(*overrides: str, **values: object) -> None:
 
 def as_export(**values: object) -> None:
     """Run `python -m nn.export`."""
-    from hydra import compose, initialize_config_module
+    export_command.run(_with_values(ExportConfig, "export", values))
 
-    register(ExportConfig, "export_schema")
-    with initialize_config_module("configs", version_base="1.3"):
-        composed = compose("export")
+
+def as_replay(**values: object) -> None:
+    """Run `python -m nn.replay`."""
+    replay_command.run(_with_values(ReplayConfig, "replay", values))
+
+
+def _with_values(options: type, name: str, values: dict[str, object]) -> DictConfig:
+    composed = deepcopy(_composed_command(options, name))
     for key, value in values.items():
         composed[key] = value
-    export_command.run(composed)
+    return composed
+
+
+@cache
+def _composed_command(options: type, name: str) -> DictConfig:
+    from hydra import compose, initialize_config_module
+
+    register(options, f"{name}_schema")
+    with initialize_config_module("configs", version_base="1.3"):
+        return compose(name)
