@@ -315,7 +315,7 @@ def _build_tables(
         config.train.amp,
         loss_scale(config),
         config.seed,
-        marks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
+        tracks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
     )
     return ShardedTables(
         _declared_tables(config, source),

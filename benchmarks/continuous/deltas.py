@@ -1,8 +1,8 @@
-"""Cost of deltas: time per step of marking the changed rows, pause and bytes of a delta.
+"""Cost of deltas: time per step of tracking the changed rows, pause and bytes of a delta.
 
     python -m benchmarks.continuous.deltas --out DIR dlrm experiment=dlrm_criteo_t15
 
-The step is built twice, with and without marks, and both train in turns on the same batches, which are on the device
+The step is built twice, with and without tracking, and both train in turns on the same batches, which are on the device
 already: what is compared is the step alone. Then a delta is written after --steps steps. One line per number.
 """
 
@@ -51,18 +51,18 @@ def main() -> None:
     quiet_libraries()
     ranks = ranks_from_environment("cuda" if torch.cuda.is_available() else "cpu")
     plain = compose_row(args.recipe, *args.overrides)
-    marked = compose_row(args.recipe, *args.overrides, "checkpoint.delta_every=1000000000")
+    tracking = compose_row(args.recipe, *args.overrides, "checkpoint.delta_every=1000000000")
     source = open_source(plain)
     with held_output(args.out), process_group(ranks):
         batches = _batches(plain, source, ranks)
-        steps = [_built(config, source, ranks) for config in (plain, marked)]
+        steps = [_built(config, source, ranks) for config in (plain, tracking)]
         with closing(steps[0]), closing(steps[1]):
             times = _times(steps, batches, ranks, args.steps)
-            without, with_marks = map(statistics.median, times)
-            print(f"ms per step, no marks      {without:10.4f}  {_shown(times[0])}")
-            print(f"ms per step, marks         {with_marks:10.4f}  {_shown(times[1])}")
-            print(f"cost of marking            {with_marks / without - 1:10.2%}")
-            _write(steps[1], marked, source, ranks, args.out)
+            without, tracked = map(statistics.median, times)
+            print(f"ms per step, untracked    {without:10.4f}  {_shown(times[0])}")
+            print(f"ms per step, tracked      {tracked:10.4f}  {_shown(times[1])}")
+            print(f"cost of tracking           {tracked / without - 1:10.2%}")
+            _write(steps[1], tracking, source, ranks, args.out)
 
 
 def _batches(config: Config, source: Source, ranks: Ranks) -> list[Batch]:
@@ -116,10 +116,10 @@ def _write(step: TrainStep, config: Config, source: Source, ranks: Ranks, out: P
         ranks,
         getLogger(),
     )
-    marks = [marked.marks.clone() for marked in step.tables.marked_shards()]
+    masks = [one.touched.clone() for one in step.tables.touched_shards()]
     for number in range(3):
-        for marked, kept in zip(step.tables.marked_shards(), marks, strict=True):
-            marked.marks.copy_(kept)
+        for one, kept in zip(step.tables.touched_shards(), masks, strict=True):
+            one.touched.copy_(kept)
         if ranks.device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()

@@ -56,7 +56,7 @@ class DeltaWriter:
 
     Args:
         directory: of all deltas.
-        tables: the tables, with marks.
+        tables: the tables, which track the rows that updates change.
         dense: returns the tensors of the dense component.
         run: facts of the run.
         config: dtype of the rows, and number of deltas to keep.
@@ -95,11 +95,11 @@ class DeltaWriter:
         if ranks.is_rank0:
             # Those after the state that the run resumes from are written again.
             clear(directory, self.end.step)
-        for marked in tables.marked_shards():
+        for one in tables.touched_shards():
             # Rows by which tables have grown are in no parent, whether a step updates them or not.
-            shard = marked.shard
+            shard = one.shard
             before = run.start_rows.get(shard.table, shard.row_offset + len(shard.weight))
-            marked.marks[max(before - shard.row_offset, 0) :] = 1
+            one.touched[max(before - shard.row_offset, 0) :] = 1
 
     def retire(self, table: str, rows: np.ndarray) -> None:
         """Let the next delta name rows of a table, ascending, int64, whose values are retired: its tombstones."""
@@ -150,17 +150,17 @@ class DeltaWriter:
             raise self._error
 
     def _take(self) -> None:
-        """Copy the changed rows of this rank's shards, and remove all marks."""
-        shards = self._tables.marked_shards()
+        """Copy the changed rows of this rank's shards, and forget which they were."""
+        shards = self._tables.touched_shards()
         for lost in self._taken:  # of a delta that could not be written
-            shards[lost.position].marks[lost.ids] = 1
+            shards[lost.position].touched[lost.ids] = 1
         self._taken = []
-        for position, marked in enumerate(shards):
-            shard, ids = marked.shard, marked.marks.nonzero().view(-1)
+        for position, one in enumerate(shards):
+            shard, ids = one.shard, one.touched.nonzero().view(-1)
             if len(ids):
                 place = (shard.table, position, shard.row_offset, shard.column_offset)
                 self._taken.append(TakenRows(*place, ids, self._rows(shard.weight, ids)))
-        self._tables.clear_marks()
+        self._tables.clear_touched()
 
     def _rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Return a copy of rows, on a GPU if it has room, so that training need not wait for the copy to the host."""

@@ -52,7 +52,7 @@ class LocalEmbeddingBags:
     Attributes:
         num_ids: N.
         num_columns: T.
-        touched: marks the rows of updates; None: nobody asks for them.
+        touched: collects the rows of updates; None: nobody asks for them.
     """
 
     touched: TouchedRows | None = None
@@ -182,7 +182,7 @@ class LocalEmbeddingBags:
         if self._kernels is not None:
             self._kernels.update(ids, gradients, self._scalars, is_good)
             if self.touched is not None:
-                self.touched.mark_if(ids.keys, is_good)
+                self.touched.add_if(ids.keys, is_good)
             return
         if not (self.tables and is_good.item()):
             return
@@ -197,7 +197,7 @@ class LocalEmbeddingBags:
                 keys, order = keys[:num_valid], order[:num_valid]
             keys, counts = torch.unique_consecutive(keys, return_counts=True)
             if self.touched is not None:
-                self.touched.mark(keys)
+                self.touched.add(keys)
             vectors, sources = self._gradients_of(adjacent, gradients, scale, order)
             # A row's gradients are summed as a lookup sums a sample's rows: in order.
             total = embedding_bag(sources, vectors, counts.cumsum(0) - counts, mode="sum")

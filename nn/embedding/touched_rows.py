@@ -25,23 +25,23 @@ class TouchedRows:
         self._bases = key_bases(tables)
         self._rows = [len(table.weight) for table in tables]
         # Of all keys; the last one is written by updates that change nothing.
-        self._marks = torch.zeros(self._bases[-1] + 1, dtype=torch.uint8, device=device)
+        self._mask = torch.zeros(self._bases[-1] + 1, dtype=torch.uint8, device=device)
 
-    def mark(self, keys: Tensor) -> None:
+    def add(self, keys: Tensor) -> None:
         """Mark the rows of keys [n] of `LocalEmbeddingBags`."""
-        self._marks.index_fill_(0, keys.long(), 1)
+        self._mask.index_fill_(0, keys.long(), 1)
 
-    def mark_if(self, keys: Tensor, is_good: Tensor) -> None:
+    def add_if(self, keys: Tensor, is_good: Tensor) -> None:
         """Mark the rows of keys [n], unless `is_good` [1] is 0; the host reads nothing back."""
-        self.mark(torch.where(is_good != 0, keys, self._bases[-1]))
+        self.add(torch.where(is_good != 0, keys, self._bases[-1]))
 
     def of_table(self, position: int) -> Tensor:
-        """Return the marks of a table, uint8 [rows], a view."""
-        return self._marks.narrow(0, self._bases[position], self._rows[position])
+        """Return the mask of a table, uint8 [rows], a view."""
+        return self._mask.narrow(0, self._bases[position], self._rows[position])
 
     def clear(self) -> None:
-        """Remove all marks."""
-        self._marks.zero_()
+        """Forget all rows."""
+        self._mask.zero_()
 
 
 class TouchedReplicas:
@@ -54,23 +54,23 @@ class TouchedReplicas:
 
     def __init__(self, rows: Sequence[int], device: torch.device) -> None:
         self._rows = list(rows)
-        self._marks = torch.zeros(sum(rows), dtype=torch.uint8, device=device)
+        self._mask = torch.zeros(sum(rows), dtype=torch.uint8, device=device)
 
-    def mark(self, gradients: Sequence[Tensor]) -> None:
+    def add(self, gradients: Sequence[Tensor]) -> None:
         """Mark the rows with a gradient; call it with the gradients [rows, D] of all ranks, before an update changes them."""
         first = 0
         for joined in _joined(gradients):
-            marks = self._marks.narrow(0, first, len(joined))
-            marks |= joined.ne(0).any(dim=1)
+            mask = self._mask.narrow(0, first, len(joined))
+            mask |= joined.ne(0).any(dim=1)
             first += len(joined)
 
     def of_table(self, position: int) -> Tensor:
-        """Return the marks of a table, uint8 [rows], a view."""
-        return self._marks.split(self._rows)[position]
+        """Return the mask of a table, uint8 [rows], a view."""
+        return self._mask.split(self._rows)[position]
 
     def clear(self) -> None:
-        """Remove all marks."""
-        self._marks.zero_()
+        """Forget all rows."""
+        self._mask.zero_()
 
 
 def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:

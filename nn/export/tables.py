@@ -74,7 +74,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export is made of.
+    """Content of an export.
 
     Attributes:
         name: of the checkpoint.

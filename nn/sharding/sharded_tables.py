@@ -28,7 +28,7 @@ from nn.embedding.touched_rows import TouchedReplicas, TouchedRows
 from nn.layers.initialization import fill_uniform_
 from nn.ops.stochastic_rounding import rounding_key
 from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
-from nn.sharding.tables import MarkedShard, TableSettings, TableShard
+from nn.sharding.tables import TableSettings, TableShard, TouchedShard
 
 
 class ShardedTables:
@@ -78,7 +78,7 @@ class ShardedTables:
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
         placement = self._placement()
         self._touched = self._touched_replicas = None
-        if settings.marks_rows:
+        if settings.tracks_rows:
             self._touched = TouchedRows(placement.owned, ranks.device)
             rows = [len(replica) for replica in self._replicas.values()]
             self._touched_replicas = TouchedReplicas(rows, ranks.device)
@@ -190,32 +190,32 @@ class ShardedTables:
         for name, replica in self._replicas.items():
             yield TableShard(name, replica.detach(), 0, 0)
 
-    def marked_shards(self) -> list[MarkedShard]:
-        """Return the shards that this rank writes into deltas, with the marks of their rows.
+    def touched_shards(self) -> list[TouchedShard]:
+        """Return the shards that this rank writes into deltas, with the mask of their rows.
 
-        Replicated tables have the same marks on all ranks; rank 0 writes them.
+        Replicated tables have the same mask on all ranks; rank 0 writes them.
 
         Raises:
-            AssertionError: rows are not marked.
+            AssertionError: rows are not tracked.
         """
         assert self._touched is not None
         assert self._touched_replicas is not None
         owned = [
-            MarkedShard(TableShard(name, weight, *shard.shard_offsets), self._touched.of_table(at))
+            TouchedShard(TableShard(name, weight, *shard.shard_offsets), self._touched.of_table(at))
             for at, ((name, shard), weight) in enumerate(zip(self._own, self._weights, strict=True))
             if len(weight)
         ]
         if self._ranks.rank:
             return owned
         return owned + [
-            MarkedShard(
+            TouchedShard(
                 TableShard(name, replica.detach(), 0, 0), self._touched_replicas.of_table(at)
             )
             for at, (name, replica) in enumerate(self._replicas.items())
         ]
 
-    def clear_marks(self) -> None:
-        """Remove the marks of all rows."""
+    def clear_touched(self) -> None:
+        """Forget the rows that were updated so far."""
         assert self._touched is not None
         assert self._touched_replicas is not None
         self._touched.clear()
@@ -317,7 +317,7 @@ class ShardedTables:
         if self._replicas_optimizer is None:
             return
         if self._touched_replicas is not None:
-            self._touched_replicas.mark(gradients)
+            self._touched_replicas.add(gradients)
         for replica, gradient in zip(self._replicas.values(), gradients, strict=True):
             replica.grad = gradient
         self._replicas_optimizer.step()

@@ -96,7 +96,7 @@ class RankTables:
         dtype: of embeddings and gradients in the all-to-all.
         ranks: this process.
         channels: communicators.
-        touched: marks the rows of updates of this rank's own tables; None: nobody asks for them.
+        touched: collects the rows of updates of this rank's own tables; None: nobody asks for them.
     """
 
     placement: Placement

@@ -23,11 +23,11 @@ class TableShard:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedShard:
-    """A shard of a table on this rank, and marks of the rows that were updated, uint8 [rows]; both are views."""
+class TouchedShard:
+    """A shard of a table on this rank, and the mask of its rows that were updated, uint8 [rows]; both are views."""
 
     shard: TableShard
-    marks: Tensor
+    touched: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class TableSettings:
         amp: precision of the dense component; with bf16, embeddings are sent between GPUs in bf16 too.
         loss_scale: factor on the gradients that arrive.
         seed: of the initial weights, and of the rounding of 16-bit ones.
-        marks_rows: mark the rows that updates change, for deltas.
+        tracks_rows: mark the rows that updates change, for deltas.
     """
 
     optimizer: OptimizerConfig
     amp: Amp
     loss_scale: float
     seed: int
-    marks_rows: bool = False
+    tracks_rows: bool = False
 
     def sent_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of embeddings and gradients in the all-to-all.

@@ -67,7 +67,7 @@ def test_a_killed_run_continues_its_chain(trained, tmp_path):
     assert [state.step for state in before] == [12, 9, 8, 6, 3]
     run(tmp_path / "run")
     after = states(tmp_path / "run")
-    # It has repeated the steps after 8 bit by bit: who has applied those deltas already goes on with the next one.
+    # It has repeated the steps after 8 bit by bit: a reader that has applied those deltas needs only the later ones.
     assert after[-5:] == before
     assert [state.step for state in after] == [state.step for state in states(trained)]
     assert not {state.id for state in after} & {state.id for state in states(trained)}
