@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from nn.metrics.late_auc import LateAuc
+
 # Log loss is summed in float64 in blocks of so many rows, which takes about 32 MiB of device memory.
 BLOCK_ROWS = 1 << 22
 MOST_LATEST = 16
@@ -139,6 +141,11 @@ class RankingMetrics:
         self._logits += logits.clone().split([both.shape[1] for both in self._latest])
         self._is_positive.append(labels > 0.5)
         self._latest = []
+
+    def late_auc(self) -> LateAuc:
+        """Start to compute the AUC of this rank's rows beside further work."""
+        pieces = [*self._logits, *self._is_positive, *self._latest]
+        return LateAuc(pieces, self.kept, self.device)
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """Return the logits and labels (bool) of all ranks' rows so far, on rank 0; all must call it."""

@@ -14,6 +14,7 @@ from torch.nn.functional import pad, softplus
 
 from dataloading.batch import Batch
 from nn.metrics.grouped_auc import grouped_auc, weighted_auc
+from nn.metrics.late_auc import LateAuc
 from nn.metrics.prediction_curves import describe_predictions, score_buckets
 from nn.metrics.ranking import BLOCK_ROWS, Collectives, RankingMetrics, first_not_finite
 from nn.models.metric import AUC, CALIBRATION, GAUC, LOG_LOSS, MAE, NORMALISED_ENTROPY, RMSE
@@ -129,6 +130,25 @@ class TaskMetrics:
                 results["is_finite"] = False
             results |= {metric.key: measured[metric.name] for metric in wanted}
         return results
+
+    def start(self) -> "StartedMetrics":
+        """Start to compute the metrics of training rows, beside further steps if possible; all ranks must call it.
+
+        Several ranks, weights and labels that are numbers are measured at once.
+        """
+        kept = [rows for rows in self._of_task if isinstance(rows, RankingMetrics)]
+        is_exchanged = self._collectives.world_size > 1 or self._has_weights
+        if is_exchanged or not self._while_training or len(kept) < len(self._tasks):
+            return StartedMetrics(self.compute(), {})
+        return StartedMetrics(
+            {},
+            {
+                metric.key: rows.late_auc()
+                for task, rows in zip(self._tasks, kept, strict=True)
+                for metric in task.metrics
+                if metric.name == AUC.name
+            },
+        )
 
     def describe_predictions(self) -> dict[str, dict[str, Any]]:
         """Return calibration, gain and lift of every binary label over all ranks by its name; all must call it.
@@ -272,6 +292,26 @@ def _block_sums(
         parts = function(values[block].double(), weights[block].double())
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
     return sums
+
+
+class StartedMetrics:
+    """Metrics of training rows, of which some are on their way.
+
+    Args:
+        values: those that are there, by their keys.
+        late: the others.
+    """
+
+    def __init__(self, values: dict[str, float | int], late: Mapping[str, LateAuc]) -> None:
+        self._values, self._late = values, late
+
+    def are_there(self) -> bool:
+        """Return whether `values` need not wait."""
+        return all(auc.is_there() for auc in self._late.values())
+
+    def values(self) -> dict[str, float | int]:
+        """Return all metrics by their keys, the same on all ranks; wait for them."""
+        return self._values | {key: auc.value() for key, auc in self._late.items()}
 
 
 class _TaskRows(Protocol):

@@ -63,9 +63,10 @@ class DenseUpdate:
             vars(self.optimizer)["found_inf"] = self._found_inf
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate
-                # Torch checks that Adam may be captured.
+                # Torch checks that Adam may be captured, and warns of the steps before the capture.
                 if "capturable" in group:
                     group["capturable"] = True
+            vars(self.optimizer)["_warned_capturable_if_run_uncaptured"] = True
 
     def set_learning_rate(self, rate: float) -> None:
         """Queue the learning rate of the next update."""

@@ -15,12 +15,12 @@ from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
 from nn.checkpoint.manager import CheckpointManager
 from nn.deltas.writer import DeltaWriter
-from nn.distributed.errors import StoppedError
+from nn.distributed.errors import DivergedError, StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
 from nn.hypertune import HypertuneReport
 from nn.metrics.ranking import TRAIN_AUC_ROWS
-from nn.metrics.task_metrics import TaskMetrics
+from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
 from nn.mlperf_log import MlperfLog
 from nn.models.metric import AUC
 from nn.models.tasks import auc_key, best_metric, metrics_of
@@ -151,6 +151,7 @@ class Trainer:
         self._speed = ThroughputMeter()
         self._batches: Generator[Batch, None, None] | None = None
         self._last_record: int | None = None
+        self._late_record: tuple[dict[str, Any], StartedMetrics] | None = None
         self.best_value = math.nan
 
     def start_at(self, num_steps: int, *, is_restored: bool) -> None:
@@ -192,6 +193,7 @@ class Trainer:
         """Start saving a checkpoint, and the delta that leads to it."""
         saving = self._saving
         assert saving is not None
+        self._write_late_record()
         self._recorder.sync()
         rows = self._train_metrics.rows()
         chain, state = None, self._state()
@@ -232,7 +234,7 @@ class Trainer:
         while not is_done:
             self._begin_profile(self._speed)
             with annotate(STEP):
-                trained = self._step.train(self.num_steps, prefetcher)
+                trained = self.train_next(prefetcher)
             self.finish_step(trained, prefetcher)
             if self.num_steps in eval_at:
                 self.evaluate_between_steps()
@@ -256,12 +258,26 @@ class Trainer:
         self._speed = ThroughputMeter()
         return prefetcher
 
+    def train_next(self, prefetcher: Prefetcher) -> StepResult:
+        """Train on the next batch.
+
+        Raises:
+            DivergedError: on all ranks, before any update, if the loss is not finite.
+        """
+        try:
+            return self._step.train(self.num_steps, prefetcher)
+        except DivergedError:
+            self._write_late_record()
+            raise
+
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         """Count a step that was trained, and write a record where one is due."""
         self.num_steps += 1
         self._speed.count(trained.batch.global_valid)
         self._end_profile(self._speed)
         self._progress.advance(self.num_steps)
+        if self._late_record is not None and self._late_record[1].are_there():
+            self._write_late_record()
         self._count(trained)
         if self._due(self._config.log.every) or self.num_steps == self.last_step:
             self._record(self._speed, prefetcher)
@@ -278,6 +294,7 @@ class Trainer:
         self.stop_reading()
         if self._loss_steps:
             self._record(self._speed, prefetcher)
+        self._write_late_record()
 
     def stop_reading(self) -> None:
         """End the threads that read batches."""
@@ -341,6 +358,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
+        self._write_late_record()
         if self._mlperf is not None:
             self._mlperf.start_evaluation(self.num_steps)
         record = {
@@ -423,25 +441,35 @@ class Trainer:
             self._train_metrics.update(trained.logits, batch)
 
     def _record(self, speed: ThroughputMeter, prefetcher: Prefetcher) -> None:
-        measured = self._train_metrics.compute()
+        self._write_late_record()
+        measured = self._train_metrics.start()
         self._train_metrics.reset()
         record = {
             "step": self.num_steps,
             "epoch": self._epoch(),
             "loss": self._loss_sum / self._loss_steps,
-            **{
-                metric.train_key: measured[metric.key]
-                for metric in self._metrics
-                if metric.while_training
-            },
+            # In the place of the metrics, which are written when they are there.
+            **{metric.train_key: math.nan for metric in self._metrics if metric.while_training},
             "lr": self._step.learning_rate,
             **speed.window(),
             "data_wait_ms": prefetcher.data_wait_ms / self._loss_steps,
             "hbm_bytes": self._peak_hbm_bytes(),
         }
         self._loss_sum, self._loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
-        self._recorder.write_train(record)
+        self._late_record = record, measured
         self._last_record = self.num_steps
+        if measured.are_there():
+            self._write_late_record()
+
+    def _write_late_record(self) -> None:
+        """Write the latest training record if it is not written yet; wait for its metrics."""
+        if self._late_record is None:
+            return
+        (record, measured), self._late_record = self._late_record, None
+        values = measured.values()
+        trained = [metric for metric in self._metrics if metric.while_training]
+        record |= {metric.train_key: values[metric.key] for metric in trained}
+        self._recorder.write_train(record)
         self._progress.show_train(record)
 
     def _begin_profile(self, speed: ThroughputMeter) -> None:

@@ -11,6 +11,7 @@ import pytest
 from configs.overrides import drop_replaced
 from configs.schema import Config
 from dataloading.dataset.row_columns import RowColumn
+from nn.metrics.late_auc import LateAuc
 from nn.models.tasks import metrics_of, tasks_of
 from nn.observability.console import format_train
 from nn.training.limits import EvalSteps, total_steps
@@ -42,6 +43,15 @@ SUMMARY_FIELDS = {
 }
 
 
+TWO_EPOCHS = (
+    "data.synthetic.train_rows=500",
+    "train.epochs=2",
+    "eval.per_epoch=2",
+    "log.every=5",
+    "train.tf32=false",
+)
+
+
 class Run:
     """A run in this process, and the records it left."""
 
@@ -50,23 +60,31 @@ class Run:
         self.ended = run_command(*TINY, *quiet, *overrides)
         assert self.ended.exit_code == 0, self.ended.err
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines[1:]]
-        self.train = [each for each in records if "loss" in each]
-        self.test = [each for each in records if "test_auc" in each]
+        self.records = [json.loads(line) for line in lines[1:]]
+        self.train = [each for each in self.records if "loss" in each]
+        self.test = [each for each in self.records if "test_auc" in each]
         self.summary = json.loads((run_dir / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory) -> Run:
     """Two epochs of 8 steps, the last of 52 rows."""
-    return Run(
-        tmp_path_factory.mktemp("trainer") / "run",
-        "data.synthetic.train_rows=500",
-        "train.epochs=2",
-        "eval.per_epoch=2",
-        "log.every=5",
-        "train.tf32=false",
+    return Run(tmp_path_factory.mktemp("trainer") / "run", *TWO_EPOCHS)
+
+
+def test_records_whose_metrics_come_late_are_the_same_in_the_same_order(
+    two_epochs, tmp_path, monkeypatch
+):
+    """As on a GPU that is slower than the host: a record is written before the next one and before an evaluation."""
+    monkeypatch.setattr(LateAuc, "is_there", lambda _: False)
+    late = Run(tmp_path / "run", *TWO_EPOCHS)
+    times = {"samples_per_s", "step_ms", "data_wait_ms", "eval_s"}
+    plain, delayed = (
+        [{key: value for key, value in each.items() if key not in times} for each in run.records]
+        for run in (two_epochs, late)
     )
+    assert delayed == plain
+    assert all(each["train_auc"] for each in late.train)
 
 
 @pytest.mark.parametrize(

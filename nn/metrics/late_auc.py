@@ -1,0 +1,80 @@
+"""AUC of training rows beside the step: computed on a stream of its own, and read when it is there.
+
+The result is exactly that of `nn.metrics.ranking.roc_auc`: pairs are counted in integers. Nothing is read back meanwhile, so
+no shape depends on the labels.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+NUM_COUNTS = 4
+
+
+def pair_counts(logits: Tensor, is_positive: Tensor) -> Tensor:
+    """Count pairs of a positive and a negative row; the host need not know any value.
+
+    Args:
+        logits: float32 [N].
+        is_positive: bool [N].
+
+    Returns:
+        int64 [4] on their device: twice the pairs whose positive row has the larger logit, where a tie counts once; positives;
+        negatives; logits that are nan.
+    """
+    ascending, order = logits.sort()
+    # Negative rows before each position.
+    before = pad((~is_positive[order]).cumsum(0), (1, 0))
+    below = before[torch.searchsorted(ascending, logits)]
+    below_or_equal = before[torch.searchsorted(ascending, logits, right=True)]
+    pairs = torch.where(is_positive, below + below_or_equal, 0).sum()
+    return torch.stack([pairs, is_positive.sum(), (~is_positive).sum(), logits.isnan().sum()])
+
+
+class LateAuc:
+    """The AUC of some rows, on its way.
+
+    Args:
+        pieces: tensors that `rows` reads; they are kept until it is done, for the stream that has made them.
+        rows: returns logits, float32 [N], and whether the label is 1, bool [N].
+        device: of the rows.
+    """
+
+    def __init__(
+        self, pieces: list[Tensor], rows: Callable[[], tuple[Tensor, Tensor]], device: torch.device
+    ) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type != "cuda":
+            self._counts = pair_counts(*rows())
+            return
+        self._pieces = pieces
+        self._counts = torch.empty(NUM_COUNTS, dtype=torch.int64, pin_memory=True)
+        self._event = torch.cuda.Event()
+        stream = _stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self._counts.copy_(pair_counts(*rows()), non_blocking=True)
+            self._event.record()
+
+    def is_there(self) -> bool:
+        """Return whether `value` need not wait."""
+        return self._event is None or self._event.query()
+
+    def value(self) -> float:
+        """Return the AUC, or nan where it is not defined; wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        pairs, positives, negatives, num_nan = self._counts.tolist()
+        if not positives * negatives or num_nan:
+            return math.nan
+        return pairs / (2 * positives * negatives)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all of them: the allocator keeps freed memory for the stream that used it."""
+    return torch.cuda.Stream(device)
