@@ -1,9 +1,5 @@
 """Staging of a run's state in host memory, so that training continues while a checkpoint is written."""
 
-import mmap
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
@@ -12,9 +8,7 @@ from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
 
-REGISTERED_BYTES = 2**24
-"""Tensors of at least this size are staged in mmapped pages, which are pinned in place."""
-TOUCHING_THREADS = 8
+from nn.ops.pinned_memory import pinned_memory
 
 State = dict[str, Tensor | ShardedTensor]
 
@@ -87,18 +81,4 @@ def _host_memory(value: Tensor) -> Tensor:
     """Allocate host memory of a tensor's shape and dtype; pinned if the tensor is on a GPU."""
     if value.device.type != "cuda":
         return torch.empty(value.shape, dtype=value.dtype)
-    if value.nbytes < REGISTERED_BYTES:
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    # torch rounds pinned memory up to a power of two, which may double it. Pinning huge pages takes half the time.
-    pages = mmap.mmap(-1, value.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Kernels without huge pages refuse the advice.
-    with suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=value.dtype).view(value.shape)
-    with ThreadPoolExecutor(TOUCHING_THREADS) as pool:
-        list(pool.map(Tensor.zero_, memory.view(-1).chunk(TOUCHING_THREADS)))
-    cudart, address = torch.cuda.cudart(), memory.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))
-    # The pages are unregistered when the tensor is freed; the end of the process does it by itself.
-    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
-    return memory
+    return pinned_memory(value.shape, value.dtype)
