@@ -139,6 +139,15 @@ class Manifest:
         """Columns of the matrix of ids."""
         return sum(feature.hotness or 0 for feature in self.fixed)
 
+    def id_places(self) -> dict[str, slice]:
+        """Return the columns of each feature of fixed hotness in the matrix of ids."""
+        places, first = {}, 0
+        for feature in self.fixed:
+            assert feature.hotness is not None
+            places[feature.name] = slice(first, first + feature.hotness)
+            first += feature.hotness
+        return places
+
     @property
     def num_columns(self) -> int:
         """Columns of all embeddings of a row."""

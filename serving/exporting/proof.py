@@ -19,8 +19,7 @@ from nn.models.model import Model
 from nn.models.ranking_model import RankingModel
 from nn.models.tasks import Task, check_logits, column_of
 from serving.inference.model import ServedModel
-from serving.inference.model_rows import Rows
-from serving.inference.tables import Ids
+from serving.inference.model_rows import RaggedIds, Rows
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -176,9 +175,13 @@ def _pairs(
 
 def rows_of(batch: Batch, served: ServedModel) -> Rows:
     """Return a batch as the server gets it."""
-    ids = {}
-    for feature in served.manifest.categorical:
-        jagged = batch.ids[feature.name]
-        lengths = None if feature.hotness is not None else jagged.lengths().long()
-        ids[feature.name] = Ids(jagged.values().long(), lengths)
-    return Rows(batch.numerical, ids, batch.keep_rates)
+    size = len(batch.numerical)
+    fixed = [batch.ids[f.name].values().view(size, -1).long() for f in served.manifest.fixed]
+    ids = torch.cat(fixed, dim=1) if fixed else torch.zeros(size, 0, dtype=torch.int64)
+    ragged = {
+        feature.name: RaggedIds(
+            batch.ids[feature.name].values().long(), batch.ids[feature.name].lengths().long()
+        )
+        for feature in served.manifest.ragged
+    }
+    return Rows(batch.numerical, ids, ragged, batch.keep_rates)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from configs.messages import shown
 from dataloading.dataset.documents import parse_json, read_regular
@@ -44,12 +45,21 @@ def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
     """Return forward(numerical [B, N], embeddings [B, T]) -> logits.
 
     Raises:
+        ModelError: as `load_program`.
+    """
+    return load_program(path).module()
+
+
+def load_program(path: Path) -> ExportedProgram:
+    """Return the program of forward(numerical [B, N], embeddings [B, T]) -> logits.
+
+    Raises:
         ModelError: the archive is damaged, or holds what no export of this project holds.
     """
     data = read_regular(path, MOST_BYTES)
     try:
         check_archive(data)
-        program = torch.export.load(io.BytesIO(data))
+        return torch.export.load(io.BytesIO(data))
     except (
         ValueError,
         LookupError,
@@ -59,7 +69,6 @@ def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
         RuntimeError,
     ) as error:
         raise ModelError(f"{path} is no exported dense component: {shown(str(error))}") from None
-    return program.module()
 
 
 def check_archive(data: bytes) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from serving.inference.dense import load_dense
 from serving.inference.model_rows import Rows
 from serving.inference.raw_values import RawValues
+from serving.inference.scores import ScoreHead
 from serving.inference.tables import Lookup, MappedTables
 from serving.manifest import DENSE, Manifest
 
@@ -41,8 +42,7 @@ class ServedModel:
         self.raw = raw
         self._look_up = look_up
         self._dense = dense
-        self._shifts = torch.tensor([output.shift for output in manifest.outputs])
-        self._is_binary = [output.is_binary for output in manifest.outputs]
+        self._head = ScoreHead(manifest)
 
     @classmethod
     def load(cls, directory: Path, manifest: Manifest | None = None) -> Self:
@@ -59,19 +59,9 @@ class ServedModel:
     def logits(self, rows: Rows) -> Tensor:
         """Return the logits of the dense component, [B], or [B, O] of several outputs."""
         with torch.inference_mode():
-            return self._dense(rows.numerical, self._look_up(rows.ids, len(rows)))
+            return self._dense(rows.numerical, self._look_up(rows))
 
     def scores(self, rows: Rows) -> Tensor:
         """Return the scores, float32 [B, O]: probabilities of binary outputs, numbers of others."""
         with torch.inference_mode():
-            logits = self.logits(rows).view(len(rows), -1) + self._shifts
-            if rows.keep_rates is not None:
-                rates = rows.keep_rates.log()[:, None]
-                logits = logits + rates * torch.tensor(self._is_binary, dtype=torch.float32)
-            if all(self._is_binary):
-                return logits.sigmoid()
-            columns = [
-                column.sigmoid() if is_binary else column
-                for column, is_binary in zip(logits.unbind(1), self._is_binary, strict=True)
-            ]
-            return torch.stack(columns, dim=1)
+            return self._head(self.logits(rows), rows.keep_rates)

@@ -1,14 +1,30 @@
 """Rows to score, as features: numbers and ids that are valid."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from serving.inference.tables import Ids
+# B: rows, N: numerical features, H: ids of a row in all features of fixed hotness
 
-# B: rows, N: numerical features
+
+@dataclass(frozen=True, slots=True)
+class RaggedIds:
+    """Ids of a feature whose rows differ in their number.
+
+    Attributes:
+        values: int64, row after row.
+        lengths: ids per row, int64 [B].
+    """
+
+    values: Tensor
+    lengths: Tensor
+
+    def part(self, first: int, last: int) -> "RaggedIds":
+        """Return the ids of the rows `first` to `last` - 1."""
+        begin, end = int(self.lengths[:first].sum()), int(self.lengths[:last].sum())
+        return RaggedIds(self.values[begin:end], self.lengths[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +33,14 @@ class Rows:
 
     Attributes:
         numerical: float32 [B, N].
-        ids: by categorical feature; valid row numbers of its tables.
+        ids: of the features of fixed hotness, in the order of `Manifest.fixed`, int32 or int64 [B, H]; valid row numbers.
+        ragged: ids of the other features.
         keep_rates: float32 [B]; None if no row has one.
     """
 
     numerical: Tensor
-    ids: Mapping[str, Ids]
+    ids: Tensor
+    ragged: Mapping[str, RaggedIds] = field(default_factory=dict)
     keep_rates: Tensor | None = None
 
     def __len__(self) -> int:
@@ -32,7 +50,8 @@ class Rows:
         """Return the rows `first` to `last` - 1."""
         return Rows(
             self.numerical[first:last],
-            {name: _part(ids, len(self), first, last) for name, ids in self.ids.items()},
+            self.ids[first:last],
+            {name: ids.part(first, last) for name, ids in self.ragged.items()},
             None if self.keep_rates is None else self.keep_rates[first:last],
         )
 
@@ -41,14 +60,12 @@ class Rows:
         """Return the rows of several requests, one after another; a row without a keep rate has 1."""
         if len(parts) == 1:
             return parts[0]
-        ids = {
-            name: Ids(
-                torch.cat([part.ids[name].values for part in parts]),
-                None
-                if first.lengths is None
-                else torch.cat([_lengths(part.ids[name]) for part in parts]),
+        ragged = {
+            name: RaggedIds(
+                torch.cat([part.ragged[name].values for part in parts]),
+                torch.cat([part.ragged[name].lengths for part in parts]),
             )
-            for name, first in parts[0].ids.items()
+            for name in parts[0].ragged
         }
         rates = None
         if any(part.keep_rates is not None for part in parts):
@@ -58,17 +75,9 @@ class Rows:
                     for part in parts
                 ]
             )
-        return cls(torch.cat([part.numerical for part in parts]), ids, rates)
-
-
-def _lengths(ids: Ids) -> Tensor:
-    assert ids.lengths is not None
-    return ids.lengths
-
-
-def _part(ids: Ids, num_rows: int, first: int, last: int) -> Ids:
-    if ids.lengths is None:
-        hotness = len(ids.values) // num_rows
-        return Ids(ids.values[first * hotness : last * hotness])
-    begin, end = int(ids.lengths[:first].sum()), int(ids.lengths[:last].sum())
-    return Ids(ids.values[begin:end], ids.lengths[first:last])
+        return cls(
+            torch.cat([part.numerical for part in parts]),
+            torch.cat([part.ids for part in parts]),
+            ragged,
+            rates,
+        )

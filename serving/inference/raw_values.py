@@ -13,12 +13,12 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.messages import shown
 from configs.table_schema import transform_of
-from serving.inference.model_rows import Rows
+from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
-from serving.inference.tables import Ids
 from serving.inference.vocabulary import Vocabulary
 from serving.manifest import Manifest, ModelError
 
@@ -113,7 +113,8 @@ class RawValues:
                 _refuse(f"column {shown(name)} has shape {list(shape)}; want {[num_rows]}")
             if dimensions == 2 and len(shape) != 2:
                 _refuse(f"list {shown(name)} has shape {list(shape)}; want [{num_rows}, values]")
-        ids, lengths = {}, []
+        ids: dict[str, Tensor | RaggedIds] = {}
+        lengths = []
         for feature in self._categorical:
             ids[feature["name"]] = self._ids(feature, inputs, shapes, num_rows)
         for history in self._histories:
@@ -125,7 +126,26 @@ class RawValues:
         if numbers or lengths:
             stacked = np.stack([*numbers, *lengths], axis=1).astype(np.float32)
         rates = {name: np.asarray(inputs[name]) for name in self._optional & set(inputs)}
-        return Rows(torch.from_numpy(stacked), ids, keep_rates(self._manifest, rates, num_rows))
+        rates_of_rows = keep_rates(self._manifest, rates, num_rows)
+        return self._of_features(torch.from_numpy(stacked), ids, rates_of_rows)
+
+    def _of_features(
+        self,
+        numerical: Tensor,
+        ids: Mapping[str, Tensor | RaggedIds],
+        rates: Tensor | None,
+    ) -> Rows:
+        """Return rows; ids are int64 [B * hotness] by feature, or ragged."""
+        fixed, ragged = [], {}
+        for name, values in ids.items():
+            if isinstance(values, RaggedIds):
+                ragged[name] = values
+        for feature in self._manifest.fixed:
+            values = ids[feature.name]
+            assert isinstance(values, Tensor)
+            fixed.append(values.view(len(numerical), -1))
+        matrix = torch.cat(fixed, dim=1) if fixed else torch.zeros(len(numerical), 0).long()
+        return Rows(numerical, matrix, ragged, rates)
 
     def _numbers(self, feature: Mapping[str, Any], values: Any) -> np.ndarray:
         """Return the stored numbers of a numerical feature, float32 [B]."""
@@ -173,18 +193,18 @@ class RawValues:
         inputs: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
         num_rows: int,
-    ) -> Ids:
+    ) -> Tensor | RaggedIds:
         if feature["cross"]:
             columns = [self._texts(name, inputs[name]) for name in feature["cross"]]
             texts = [
                 None if None in values else SEPARATOR.join(values)
                 for values in zip(*columns, strict=True)
             ]
-            return Ids(torch.from_numpy(self._encode(feature, texts)))
+            return torch.from_numpy(self._encode(feature, texts))
         column = feature["column"]
         texts = self._texts(column, inputs[column])
         if not feature["separator"] and not feature["list"]:
-            return Ids(torch.from_numpy(self._encode(feature, texts)))
+            return torch.from_numpy(self._encode(feature, texts))
         lists: list[list[str | None]]
         if feature["separator"]:
             lists = [[] if text is None else _split(text, feature["separator"]) for text in texts]
@@ -195,19 +215,21 @@ class RawValues:
             ]
         return self._several(feature, lists)
 
-    def _several(self, feature: Mapping[str, Any], lists: list[list[str | None]]) -> Ids:
+    def _several(
+        self, feature: Mapping[str, Any], lists: list[list[str | None]]
+    ) -> Tensor | RaggedIds:
         """Return the ids of lists: cut or filled with id 0 to fixed hotness, or ragged."""
         hotness = self._hotness[feature["name"]]
         if hotness is not None:
             lists = [values[:hotness] + _missing(hotness - len(values)) for values in lists]
         ids = self._encode(feature, [value for values in lists for value in values])
         if hotness is not None:
-            return Ids(torch.from_numpy(ids))
-        return Ids(torch.from_numpy(ids), torch.tensor([len(values) for values in lists]))
+            return torch.from_numpy(ids)
+        return RaggedIds(torch.from_numpy(ids), torch.tensor([len(values) for values in lists]))
 
     def _history(
         self, history: Mapping[str, Any], values: Any, shape: tuple[int, ...], num_rows: int
-    ) -> tuple[Ids, np.ndarray]:
+    ) -> tuple[Tensor | RaggedIds, np.ndarray]:
         """Return the ids of the last values, the most recent first, and their number, float32 [B]."""
         texts, width = self._texts(history["name"], values), shape[1]
         lists = [

@@ -1,5 +1,6 @@
 """Tensors of a request to rows: names, shapes and every id and number are checked before anything is looked up."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -8,14 +9,17 @@ import torch
 from torch import Tensor
 
 from configs.messages import shown
-from serving.inference.model_rows import Rows
-from serving.inference.tables import Ids
+from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import Feature, Manifest
 
 NUMERICAL = "numerical"
 IDS = "ids"
 PADDING = -1
 """Fills the rows of a ragged feature behind their last id."""
+
+
+# Tensors share the memory of a request's body, to which nothing writes.
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
 class InputError(ValueError):
@@ -71,11 +75,13 @@ class IdInputs:
         if manifest.numerical:
             shape = (num_rows, len(manifest.numerical))
             numerical = numbers(NUMERICAL, inputs[NUMERICAL], shape, manifest.numerical)
-        ids = self._fixed_ids(inputs[IDS], num_rows) if manifest.fixed else {}
-        ids |= {f.name: _ragged_ids(f, inputs[f.name], num_rows) for f in manifest.ragged}
-        return Rows(numerical, ids, keep_rates(manifest, inputs, num_rows))
+        ids = torch.zeros(num_rows, 0, dtype=torch.int64)
+        if manifest.fixed:
+            ids = self._fixed_ids(inputs[IDS], num_rows)
+        ragged = {f.name: _ragged_ids(f, inputs[f.name]) for f in manifest.ragged}
+        return Rows(numerical, ids, ragged, keep_rates(manifest, inputs, num_rows))
 
-    def _fixed_ids(self, values: np.ndarray, num_rows: int) -> dict[str, Ids]:
+    def _fixed_ids(self, values: np.ndarray, num_rows: int) -> Tensor:
         matrix = _integers(IDS, values)
         wanted = (num_rows, len(self._names))
         if matrix.shape != wanted:
@@ -84,16 +90,10 @@ class IdInputs:
         if bad.any():
             row, column = (int(place) for place in bad.nonzero()[0])
             _refuse_id(self._names[column], row, matrix[row, column], self._rows[column])
-        ids, first = {}, 0
-        for feature in self._manifest.fixed:
-            assert feature.hotness is not None
-            last = first + feature.hotness
-            ids[feature.name] = Ids(matrix[:, first:last].reshape(-1))
-            first = last
-        return ids
+        return matrix
 
 
-def _ragged_ids(feature: Feature, values: np.ndarray, num_rows: int) -> Ids:
+def _ragged_ids(feature: Feature, values: np.ndarray) -> RaggedIds:
     matrix = _integers(feature.name, values)
     if matrix.dim() == 1:
         matrix = matrix[:, None]
@@ -104,7 +104,7 @@ def _ragged_ids(feature: Feature, values: np.ndarray, num_rows: int) -> Ids:
     if bad.any():
         row, column = (int(place) for place in bad.nonzero()[0])
         _refuse_id(feature.name, row, matrix[row, column], feature.cardinality)
-    return Ids(matrix[is_id], is_id.sum(1))
+    return RaggedIds(matrix[is_id].long(), is_id.sum(1))
 
 
 def keep_rates(
@@ -140,7 +140,9 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
 def _integers(name: str, values: np.ndarray) -> Tensor:
     if values.dtype.kind not in "iu":
         _refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
-    return torch.from_numpy(values.astype(np.int64))
+    if values.dtype != np.int32:
+        values = values.astype(np.int64, copy=False)
+    return torch.from_numpy(values)
 
 
 def _refuse_id(feature: str, row: int, value: Any, cardinality: Any) -> NoReturn:

@@ -1,7 +1,5 @@
 """Lookup of embeddings in mapped tables: only the rows that are looked up are read, so tables may exceed memory."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import Manifest, Table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -18,24 +17,11 @@ GATHERED = 1 << 22
 # B: rows, T: columns of all embeddings
 
 
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """Ids of a feature for B rows.
-
-    Attributes:
-        values: int64, row after row.
-        lengths: ids per row, int64 [B]; None for fixed hotness.
-    """
-
-    values: Tensor
-    lengths: Tensor | None = None
-
-
 class Lookup(Protocol):
     """Lookup of embeddings on some device."""
 
-    def __call__(self, ids: Mapping[str, Ids], num_rows: int) -> Tensor:
-        """Return the embeddings of B rows, float32 [B, T]; the ids are valid."""
+    def __call__(self, rows: Rows) -> Tensor:
+        """Return the embeddings of B rows, float32 [B, T]."""
 
 
 class MappedTables:
@@ -47,19 +33,23 @@ class MappedTables:
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._hotness = {feature.name: feature.hotness for feature in manifest.categorical}
+        self._columns = manifest.id_places()
         self._tables = [MappedTable(directory, table, manifest.dtype) for table in manifest.tables]
 
-    def __call__(self, ids: Mapping[str, Ids], num_rows: int) -> Tensor:
+    def __call__(self, rows: Rows) -> Tensor:
         """Return the embeddings: table after table, feature after feature."""
         vectors = []
         for table in self._tables:
             for name in table.declared.features:
-                hotness = self._hotness[name]
-                if hotness == 1 or table.declared.pooling == "none":
-                    vectors.append(table.rows(ids[name].values).view(num_rows, -1))
+                if name in rows.ragged:
+                    vectors.append(table.pooled(rows.ragged[name]))
+                    continue
+                ids = rows.ids[:, self._columns[name]]
+                if ids.shape[1] == 1 or table.declared.pooling == "none":
+                    vectors.append(table.rows(ids.reshape(-1)).view(len(rows), -1))
                 else:
-                    vectors.append(table.pooled(_with_lengths(ids[name], hotness, num_rows)))
+                    lengths = torch.full((len(rows),), ids.shape[1])
+                    vectors.append(table.pooled(RaggedIds(ids.reshape(-1), lengths)))
         return torch.cat(vectors, dim=1)
 
 
@@ -73,29 +63,34 @@ class MappedTable:
 
     Attributes:
         declared: the table.
+        dtype: of its file.
+        scale: by which each row is multiplied, float32 [rows]; None unless rows are int8.
     """
 
     def __init__(self, directory: Path, declared: Table, dtype: str) -> None:
-        self.declared = declared
+        self.declared, self.dtype = declared, DTYPES[dtype]
         size = declared.rows * declared.columns
         path = str(directory / declared.file)
-        self._weight = torch.from_file(path, size=size, dtype=DTYPES[dtype])
+        self._weight = torch.from_file(path, size=size, dtype=self.dtype)
         self._weight = self._weight.view(declared.rows, declared.columns)
-        self._scale = None
+        self.scale = None
         if dtype == "int8":
             path = str(directory / declared.scale_file)
-            self._scale = torch.from_file(path, size=declared.rows, dtype=torch.float32)
+            self.scale = torch.from_file(path, size=declared.rows, dtype=torch.float32)
+
+    def read(self, first: int, target: Tensor) -> None:
+        """Copy the rows from `first` on to `target`, [rows, D] on any device."""
+        target.copy_(self._weight[first : first + len(target)])
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of ids [n], float32 [n, D]."""
         found = self._weight.index_select(0, ids).float()
-        return found if self._scale is None else found * self._scale[ids][:, None]
+        return found if self.scale is None else found * self.scale[ids][:, None]
 
-    def pooled(self, ids: Ids) -> Tensor:
+    def pooled(self, ids: RaggedIds) -> Tensor:
         """Return the sum or mean of the rows of each sample's ids, float32 [B, D]; 0 where a sample has none."""
-        assert ids.lengths is not None
         if self._weight.dtype == torch.float32:
-            offsets = ids.lengths.cumsum(0) - ids.lengths
+            offsets = (ids.lengths.cumsum(0) - ids.lengths).to(ids.values.dtype)
             return embedding_bag(ids.values, self._weight, offsets, mode=self.declared.pooling)
         sums = torch.zeros(len(ids.lengths), self.declared.columns)
         samples = torch.repeat_interleave(ids.lengths)
@@ -104,10 +99,3 @@ class MappedTable:
         if self.declared.pooling == "mean":
             sums /= ids.lengths.clamp(min=1)[:, None]
         return sums
-
-
-def _with_lengths(ids: Ids, hotness: int | None, num_rows: int) -> Ids:
-    if ids.lengths is not None:
-        return ids
-    assert hotness is not None
-    return Ids(ids.values, torch.full((num_rows,), hotness))

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from configs.messages import shown
 from serving.inference.model import ServedModel
-from serving.inference.model_rows import Rows
-from serving.inference.tables import Ids
+from serving.inference.model_rows import RaggedIds, Rows
+from serving.inference.raw_values import RawValues
 from serving.manifest import MANIFEST, Manifest, ModelError
 from serving.versions import list_versions
 
@@ -18,16 +19,34 @@ SINGLE = "1"
 """Version of a model directory that is not in a directory of versions."""
 
 
+class Model(Protocol):
+    """A model directory that is loaded, on some device."""
+
+    manifest: Manifest
+    raw: RawValues | None
+
+    def scores(self, rows: Rows) -> Tensor:
+        """Return the scores, float32 [B, O] in host memory."""
+
+
+LoadModel = Callable[[Path, Manifest], Model]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
     """A version that is loaded."""
 
     name: str
-    model: ServedModel
+    model: Model
 
 
 def load_version(
-    directory: Path, name: str, interface: dict[str, Any] | None, *, verify: bool = True
+    directory: Path,
+    name: str,
+    interface: dict[str, Any] | None,
+    *,
+    load: LoadModel = ServedModel.load,
+    verify: bool = True,
 ) -> Version:
     """Verify and load a version, and score a row with it.
 
@@ -35,6 +54,7 @@ def load_version(
         directory: of the model.
         name: of the version.
         interface: that it must have, as the version before it; None accepts any.
+        load: loads a model directory.
         verify: compare the SHA-256 of every file.
 
     Raises:
@@ -48,7 +68,7 @@ def load_version(
         raise ModelError(
             f"{directory} has other {' and '.join(differing)} than the version that serves; serve it under another address"
         )
-    model = ServedModel.load(directory, manifest)
+    model = load(directory, manifest)
     try:
         score = model.scores(_one_row(manifest))
     except Exception as error:
@@ -61,12 +81,12 @@ def load_version(
 
 
 def _one_row(manifest: Manifest) -> Rows:
-    ids = {}
-    for feature in manifest.categorical:
-        count = feature.hotness or 1
-        lengths = None if feature.hotness else torch.ones(1, dtype=torch.int64)
-        ids[feature.name] = Ids(torch.zeros(count, dtype=torch.int64), lengths)
-    return Rows(torch.zeros(1, len(manifest.numerical)), ids)
+    one = torch.zeros(1, dtype=torch.int64)
+    return Rows(
+        torch.zeros(1, len(manifest.numerical)),
+        torch.zeros(1, manifest.id_columns, dtype=torch.int64),
+        {feature.name: RaggedIds(one, one + 1) for feature in manifest.ragged},
+    )
 
 
 class Versions:
@@ -75,6 +95,7 @@ class Versions:
     Args:
         directory: a model directory, or a directory of versions.
         log: called with one line about every change and refusal.
+        load: loads a model directory.
         verify: compare the SHA-256 of every file.
 
     Attributes:
@@ -86,13 +107,21 @@ class Versions:
         ValueError: there is no version that can serve.
     """
 
-    def __init__(self, directory: Path, log: Callable[[str], None], *, verify: bool = True) -> None:
-        self._directory, self._log, self._verify = directory, log, verify
+    def __init__(
+        self,
+        directory: Path,
+        log: Callable[[str], None],
+        *,
+        load: LoadModel = ServedModel.load,
+        verify: bool = True,
+    ) -> None:
+        self._directory, self._log = directory, log
+        self._load, self._verify = load, verify
         self._is_single = (directory / MANIFEST).exists()
         self._refused: dict[str, tuple[int, int]] = {}
         self.refused = self.swaps = 0
         if self._is_single:
-            self.current = load_version(directory, SINGLE, None, verify=verify)
+            self.current = load_version(directory, SINGLE, None, load=load, verify=verify)
             return
         found = self._newest(None)
         if found is None:
@@ -130,7 +159,7 @@ class Versions:
             if self._refused.get(name) == facts:
                 continue
             try:
-                return load_version(path, name, interface, verify=self._verify)
+                return load_version(path, name, interface, load=self._load, verify=self._verify)
             except (ValueError, OSError) as error:
                 self._refused[name] = facts
                 self.refused += 1
