@@ -1,9 +1,13 @@
-"""Every option of `python -m serving.export`, `serving.run` and `serving.rollback`, in the style of `configs/schema.py`."""
+"""Every option of the commands of `serving`, in the style of `configs/schema.py`."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 from configs.schema import option, require
+
+URL = "http://127.0.0.1:8000"
+MOST_REQUESTS = 512
+"""At a time."""
 
 
 class TableType(Enum):
@@ -12,6 +16,20 @@ class TableType(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     int8 = "int8"
+
+
+class Device(Enum):
+    """Devices of the server."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class DenseType(Enum):
+    """Dtypes of the dense component on a GPU."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,7 +56,7 @@ class ModelExportConfig:
         "dataset whose fit (vocabularies, statistics) turns raw values into features; null: the model takes ids only",
         path=True,
     )
-    data: str | None = option(
+    data_path: str | None = option(
         None,
         "dataset whose rows prove the export; null: the one that the run was trained on",
         path=True,
@@ -59,6 +77,15 @@ class ServerConfig:
 
     model: str | None = option(
         None, "model directory, or a directory of versions 1, 2, ... (required)", path=True
+    )
+    device: Device = option(Device.cpu, "cpu, or cuda: the first GPU that is visible")
+    dense_dtype: DenseType = option(
+        DenseType.fp32, "of embeddings and matrix products with device=cuda: fp32, or bf16"
+    )
+    table_gib: float | None = option(
+        None,
+        "GiB of tables in the GPU's memory with device=cuda; the first rows of each table, which are the most frequent values, "
+        "lie there, the others in pinned host memory; null: 80 % of what is free",
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(8000, "port to listen on; 0 takes a free one", most=65_535)
@@ -103,6 +130,16 @@ class ServerConfig:
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
         )
+        require(
+            self.table_gib is None or self.table_gib > 0,
+            f"table_gib must be positive or null, got {self.table_gib}",
+        )
+        if self.device is Device.cpu:
+            for name, is_set in (
+                ("table_gib", self.table_gib is not None),
+                ("dense_dtype", self.dense_dtype is not DenseType.fp32),
+            ):
+                require(not is_set, f"{name} is of device=cuda; set that, or leave {name} out")
         for name in ("deadline_ms", "timeout_s", "poll_s"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         for name in ("batch_delay_ms", "drain_s", "port"):
@@ -126,6 +163,81 @@ class RollbackConfig:
 
     def __post_init__(self) -> None:
         _require_set(self, model="a directory of versions")
+
+
+@dataclass(kw_only=True, slots=True)
+class AccuracyConfig:
+    """Accuracy of a split as a server scores it."""
+
+    model: str | None = option(None, "name of the model at the server (required)")
+    data_path: str | None = option(
+        None, "dataset directory with the features of the model (required)", path=True
+    )
+    url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
+    token_file: str | None = option(None, "file with the token that the server wants", path=True)
+    split: str = option("test", "split to score; it needs labels")
+    batch_size: int = option(4096, "rows per request", most=65_536)
+    concurrency: int = option(1, "requests at a time", most=MOST_REQUESTS)
+    max_steps: int | None = option(None, "requests at most; null: all rows", most=1 << 40)
+    output: str | None = option(None, "file for the numbers as JSON", path=True)
+
+    def __post_init__(self) -> None:
+        _require_server(self.model, self.data_path)
+        for name in ("batch_size", "concurrency"):
+            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        require(
+            self.max_steps is None or self.max_steps > 0,
+            f"max_steps must be positive or null, got {self.max_steps}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class LatencyConfig:
+    """Latency and throughput of a server under load."""
+
+    model: str | None = option(None, "name of the model at the server (required)")
+    data_path: str | None = option(
+        None, "dataset directory with the features of the model (required)", path=True
+    )
+    url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
+    metrics_url: str | None = option(
+        None,
+        "address of the server's metrics, for its own time per request; null: url/metrics; Triton's is http://HOST:8002/metrics",
+    )
+    token_file: str | None = option(None, "file with the token that the server wants", path=True)
+    split: str = option("test", "split of the rows that are sent")
+    batch_sizes: list[int] = option(
+        [1, 256, 1024, 4096], "rows per request, one load after another"
+    )
+    concurrency: list[int] = option([1, 4], "requests at a time, one load per number")
+    rates: list[float] = option(
+        [], "requests per second, one load per number; a latency begins when its request is due"
+    )
+    seconds: float = option(5.0, "time of each load")
+    warmup_s: float = option(1.0, "time before it that is not measured")
+    shared_memory: bool = option(
+        False, "hand inputs over in shared memory; for Triton on this machine"
+    )
+    output: str | None = option(None, "folder for latency.csv and latency.png", path=True)
+
+    def __post_init__(self) -> None:
+        _require_server(self.model, self.data_path)
+        for name, most in (("batch_sizes", 65_536), ("concurrency", MOST_REQUESTS)):
+            for value in getattr(self, name):
+                require(0 < value <= most, f"{name}: got {value}, want 1 to {most:,}")
+        for rate in self.rates:
+            require(rate > 0, f"rates must be positive, got {rate}")
+        require(bool(self.batch_sizes), "batch_sizes is empty; name at least one")
+        require(
+            bool(self.concurrency or self.rates), "concurrency and rates are empty; name a load"
+        )
+        require(self.seconds > 0, f"seconds must be positive, got {self.seconds}")
+        require(self.warmup_s >= 0, f"warmup_s must not be negative, got {self.warmup_s}")
+
+
+def _require_server(model: str | None, data: str | None) -> None:
+    require(bool(model), "no model: set model=..., its name at the server (curl URL/v2/models)")
+    require(bool(data), "no data_path: set data_path=..., a dataset directory")
 
 
 def _require_set(config: object, **meanings: str) -> None:

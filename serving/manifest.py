@@ -32,6 +32,11 @@ MOST_ROWS = 65_536
 """Rows of the largest batch that the dense component takes."""
 TABLE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 POOLINGS = ("sum", "mean", "none")
+NUMERICAL = "numerical"
+IDS = "ids"
+"""Inputs of a request: numbers, and the ids of all features of fixed hotness."""
+PADDING = -1
+"""Fills the rows of a ragged feature behind their last id."""
 HASH_BLOCK = 1 << 22
 
 

@@ -81,7 +81,7 @@ def export_model(options: ModelExportConfig) -> Manifest:
     _check_output(output)
     if options.onnx:
         check_onnx()
-    trained = open_trained(Path(options.checkpoint).resolve(), options.data)
+    trained = open_trained(Path(options.checkpoint).resolve(), options.data_path)
     with hold(output, f"is writing {output}") as alone:
         _check_output(output)  # again: another process may have written it meanwhile
         if alone:
@@ -125,8 +125,8 @@ def open_trained(path: Path, data: str | None) -> Trained:
     spec = source.spec
     if spec.fingerprint() != facts["feature_spec"]:
         raise ValueError(
-            f"data={config.data.path} has other features than the dataset that the run was trained on; set data=DIR to one "
-            "with the same"
+            f"data_path={config.data.path} has other features than the dataset that the run was trained on; set data_path=DIR to "
+            "one with the same"
         )
     tables = declared_tables(config.model, spec)
     return Trained(path, index, facts, config, source, tables, tasks_of_run(config, spec))

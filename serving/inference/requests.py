@@ -10,13 +10,7 @@ from torch import Tensor
 
 from configs.messages import shown
 from serving.inference.model_rows import RaggedIds, Rows
-from serving.manifest import Feature, Manifest
-
-NUMERICAL = "numerical"
-IDS = "ids"
-PADDING = -1
-"""Fills the rows of a ragged feature behind their last id."""
-
+from serving.manifest import IDS, NUMERICAL, PADDING, Feature, Manifest
 
 # Tensors share the memory of a request's body, to which nothing writes.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -35,13 +29,15 @@ def takes_ids(manifest: Manifest, names: Mapping[str, Any]) -> bool:
 
 
 def describe_inputs(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the inputs of features, as metadata lists them."""
+    """Return the inputs of features, as metadata lists them; ids of 64 bits are accepted too."""
+    most = max(feature.cardinality for feature in manifest.categorical)
+    ids = "INT32" if most <= 2**31 else "INT64"
     inputs = []
     if manifest.numerical:
         inputs.append((NUMERICAL, "FP32", [-1, len(manifest.numerical)]))
     if manifest.fixed:
-        inputs.append((IDS, "INT64", [-1, manifest.id_columns]))
-    inputs += [(feature.name, "INT64", [-1, -1]) for feature in manifest.ragged]
+        inputs.append((IDS, ids, [-1, manifest.id_columns]))
+    inputs += [(feature.name, ids, [-1, -1]) for feature in manifest.ragged]
     return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
 
 

@@ -9,6 +9,7 @@ from tests.project.test_layers import ROOMS, rooms_imported
 # Compiled kernels, whose compilers want one function.
 KERNELS = {
     "nn.ops.triton.embedding_bag._pooled_lookup",
+    "nn.ops.triton.served_lookup._served_lookup",
     "nn.ops.triton.embedding_bag._segment_update",
     "preproc.criteo.tokenizer.parse_lines",
 }

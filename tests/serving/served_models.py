@@ -21,8 +21,9 @@ from serving.exporting.proof import proof_batches, rows_of
 from serving.exporting.run import export_model, open_trained
 from serving.inference.model import ServedModel
 from serving.manifest import Manifest
-from serving.run import open_service, read_token
+from serving.run import open_service
 from serving.server.service import Service
+from serving.token_file import read_token
 from tests.helpers.composed import Built, build, compose_config
 
 

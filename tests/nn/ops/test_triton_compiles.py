@@ -34,7 +34,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 29
+    assert done.stdout.count("compiled") == 31
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others.
@@ -55,6 +55,7 @@ def run() -> None:
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _relu_backward
+    from nn.ops.triton.served_lookup import _served_lookup
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
     for weights, name, level, source in (
@@ -100,6 +101,12 @@ def run() -> None:
                 BLOCK=32,
                 BLOCK_D=128,
             )
+    positions = _served_lookup.arg_names[4:15]
+    for weights, is_complete in (("*i8", False), ("*bf16", True)):
+        kind = {"HAS_COLD": not is_complete, "HAS_RAGGED": not is_complete}
+        dtypes = {"weights": weights, "scales": "*fp32"} | dict.fromkeys(positions, "*i64")
+        block = {"ALIGN": 16, "BLOCK": 32, "BLOCK_D": 128}
+        build(_served_lookup, dtypes, HAS_SCALES=not is_complete, **kind, **block)
     for index in range(3):
         build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
     for scale in (1.0, 2.0):

@@ -154,7 +154,7 @@ def test_a_directory_that_exists_is_left_alone(runs, tmp_path):
 def test_other_features_and_damaged_checkpoints_are_refused(runs, ragged_data, tmp_path):  # noqa: F811
     checkpoint = runs["dlrm"][0]
     with pytest.raises(ValueError, match="has other features than the dataset"):
-        export(checkpoint, tmp_path / "model", data=str(ragged_data))
+        export(checkpoint, tmp_path / "model", data_path=str(ragged_data))
     with pytest.raises(ValueError, match="is no checkpoint of a run"):
         export(tmp_path, tmp_path / "model")
     damaged = tmp_path / "step_2"

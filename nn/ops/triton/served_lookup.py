@@ -1,0 +1,78 @@
+"""Lookup of a model that is served, as one Triton kernel: ids as a request has them, rows in device and host memory.
+
+It reads only. Beside `nn.ops.triton.embedding_bag` it takes int8 rows with a scale each, and rows behind a table's first ones
+from pinned host memory, over the bus and without a copy of them.
+"""
+
+import triton
+import triton.language as tl
+
+# B: samples, D: columns of a table, T: columns of all lookups
+
+
+@triton.jit
+def _served_lookup(
+    weights,
+    scales,
+    ids,
+    out,
+    hot_offset,
+    cold_offset,
+    hot_rows,
+    scale_offset,
+    columns,
+    is_mean,
+    first_id,
+    id_stride,
+    num_ids,
+    first_start,
+    out_column,
+    num_samples,
+    out_stride,
+    HAS_COLD: tl.constexpr,
+    HAS_RAGGED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # A program computes one vector of some samples. A lookup without pooling has several vectors, of one id each.
+    vector = tl.program_id(1)
+    width = tl.multiple_of(tl.load(columns + vector), ALIGN)
+    hot = tl.multiple_of(tl.load(hot_offset + vector), ALIGN)
+    sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_batch = sample < num_samples
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = in_batch[:, None] & (column < width)
+    first = tl.load(first_id + vector) + sample.to(tl.int64) * tl.load(id_stride + vector)
+    length = tl.where(in_batch, tl.load(num_ids + vector), 0)
+    if HAS_RAGGED:
+        starts = tl.load(first_start + vector)
+        is_ragged = in_batch & (starts >= 0)
+        begin = tl.load(ids + starts + sample, mask=is_ragged, other=0)
+        end = tl.load(ids + starts + sample + 1, mask=is_ragged, other=0)
+        first = tl.where(is_ragged, tl.load(first_id + vector) + begin, first)
+        length = tl.where(is_ragged, end - begin, length)
+    if HAS_COLD:
+        cold = tl.multiple_of(tl.load(cold_offset + vector), ALIGN)
+        rows_here = tl.load(hot_rows + vector)
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    for k in range(tl.max(length, 0)):
+        is_id = k < length
+        row = tl.load(ids + first + k, mask=is_id, other=0).to(tl.int64)
+        offset = row * width
+        if HAS_COLD:
+            offset += tl.multiple_of(tl.where(row < rows_here, hot, cold), ALIGN)
+        else:
+            offset += hot
+        pointer = weights + offset[:, None] + column
+        values = tl.load(pointer, mask=is_id[:, None] & inside, other=0.0).to(tl.float32)
+        if HAS_SCALES:
+            scale = tl.load(scales + tl.load(scale_offset + vector) + row, mask=is_id, other=0.0)
+            values *= scale[:, None]
+        total += values
+    divisor = tl.where(tl.load(is_mean + vector) > 0, tl.maximum(length, 1), 1)
+    total /= divisor[:, None].to(tl.float32)
+    first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
+    pointer = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
+    tl.store(pointer, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,189 @@
+"""A model directory on a GPU: lookup, dense component and scores of a padded batch as one CUDA graph."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nn.ops.cuda_graph import CudaGraph
+from serving.gpu.dense import dense_on
+from serving.gpu.inputs import InputLayout
+from serving.gpu.lookup import ServedLookup
+from serving.gpu.tables import DeviceTable, hot_rows, to_device
+from serving.inference.dense import load_program
+from serving.inference.model_rows import Rows
+from serving.inference.raw_values import RawValues
+from serving.inference.scores import ScoreHead
+from serving.inference.tables import MappedTable
+from serving.manifest import DENSE, Manifest, ModelError
+
+SMALLEST_BATCH = 32
+RAGGED_IDS_PER_ROW = 8
+"""Room for the ids of ragged features at first; it grows with the requests."""
+SHARE_OF_FREE_MEMORY = 0.8
+"""For tables, if no option says how much."""
+
+# P: rows of a padded batch, T: columns of all embeddings, O: outputs
+
+
+class GpuModel:
+    """Tables and dense component of a model on a GPU.
+
+    Batches are padded to the next power of two. Each such size is one CUDA graph, captured at the start; all read the same
+    block of inputs and share their memory, so one thread at a time may score.
+
+    Args:
+        manifest: of the model.
+        tables: on the device.
+        dense: forward on the device.
+        raw: its transformation of raw values; None if only ids are served.
+        max_batch: rows of the largest batch; more rows are scored in parts.
+        dtype: of the embeddings.
+
+    Attributes:
+        manifest: of the model.
+        raw: as given.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tables: Sequence[DeviceTable],
+        dense: Callable[[Tensor, Tensor], Tensor],
+        raw: RawValues | None,
+        max_batch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.manifest, self.raw = manifest, raw
+        self._tables, self._dense, self._dtype = tables, dense, dtype
+        self._device = tables[0].hot.device
+        self._head = ScoreHead(manifest, self._device)
+        self._sizes = padded_sizes(max_batch)
+        self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
+        self._ragged_room = 0
+        self._passes: dict[int, _Pass] = {}
+        self._make_room(RAGGED_IDS_PER_ROW * self._sizes[-1] if manifest.ragged else 0)
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        max_batch: int,
+        dense_dtype: torch.dtype = torch.float32,
+        table_bytes: int | None = None,
+        device: torch.device | str = "cuda",
+    ) -> Self:
+        """Copy a model directory to a GPU.
+
+        Args:
+            directory: of the model.
+            manifest: of the model.
+            max_batch: rows of the largest batch.
+            dense_dtype: of embeddings and matrix products.
+            table_bytes: of the tables on the GPU; None for most of what is free.
+            device: a GPU; or the CPU, on which Triton interprets.
+
+        Raises:
+            ModelError: it is damaged, or the GPU has too little memory.
+        """
+        device = torch.device(device)
+        raw = RawValues.load(directory, manifest) if manifest.raw else None
+        dense = dense_on(load_program(directory / DENSE), device, dense_dtype)
+        stored = [MappedTable(directory, table, manifest.dtype) for table in manifest.tables]
+        if table_bytes is None:
+            table_bytes = 1 << 62
+            if device.type == "cuda":
+                table_bytes = int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_FREE_MEMORY)
+        counts = hot_rows(manifest.tables, manifest.dtype, table_bytes)
+        try:
+            tables = to_device(stored, counts, device)
+            return cls(manifest, tables, dense, raw, max_batch, dense_dtype)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"{directory}: the GPU has too little memory ({str(error).splitlines()[0]}); set a smaller table_gib or max_batch"
+            ) from None
+
+    def scores(self, rows: Rows) -> Tensor:
+        """Return the scores, float32 [B, O] in host memory."""
+        size = self._sizes[-1]
+        if len(rows) > size:
+            parts = [rows.part(i, min(i + size, len(rows))) for i in range(0, len(rows), size)]
+            return torch.cat([self.scores(part) for part in parts])
+        needed = sum(len(ids.values) for ids in rows.ragged.values())
+        if needed > self._ragged_room:
+            self._make_room(2 * needed)
+        with torch.inference_mode():
+            padded = next(size for size in self._sizes if size >= len(rows))
+            found = self._passes[padded]
+            used = found.layout.fill(self._pinned, rows)
+            self._block[:used].copy_(self._pinned[:used], non_blocking=True)
+            scores = self._scores[: len(rows)]
+            scores.copy_(found.scores()[: len(rows)], non_blocking=True)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            return scores.clone()
+
+    def _make_room(self, ragged_ids: int) -> None:
+        """Allocate the block of inputs, and capture the graphs that read it."""
+        self._ragged_room = ragged_ids
+        size = InputLayout.of(self.manifest, self._sizes[-1]).first_value + ragged_ids
+        self._passes.clear()
+        self._pinned = self._host((size,), torch.int32).zero_()
+        self._block = torch.zeros(size, dtype=torch.int32, device=self._device)
+        # The largest first: the others find their memory in its pool.
+        first = None
+        for padded in reversed(self._sizes):
+            layout = InputLayout.of(self.manifest, padded)
+            look_up = ServedLookup(self.manifest, self._tables, layout)
+            self._passes[padded] = _Pass(
+                layout, self._function(layout, look_up), self._device, first
+            )
+            first = first or self._passes[padded]
+
+    def _function(self, layout: InputLayout, look_up: ServedLookup) -> Callable[[], Tensor]:
+        num_columns, dtype, head = self.manifest.num_columns, self._dtype, self._head
+        block, dense = self._block, self._dense
+
+        def scores() -> Tensor:
+            out = torch.empty(layout.num_rows, num_columns, dtype=dtype, device=block.device)
+            look_up(block, out)
+            return head(dense(layout.numerical(block), out).float(), layout.keep_rates(block))
+
+        return scores
+
+    def _host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, pin_memory=self._device.type == "cuda")
+
+
+class _Pass:
+    """Scores of a padded batch: a CUDA graph on a GPU."""
+
+    def __init__(
+        self,
+        layout: InputLayout,
+        function: Callable[[], Tensor],
+        device: torch.device,
+        beside: "_Pass | None",
+    ) -> None:
+        self.layout = layout
+        self._function, self._graph = function, None
+        if device.type == "cuda":
+            with torch.inference_mode():
+                self._graph = CudaGraph(function, beside=None if beside is None else beside._graph)
+
+    def scores(self) -> Tensor:
+        """Queue the pass; return its scores [P, O], which the next pass overwrites."""
+        return self._function() if self._graph is None else self._graph.replay()
+
+
+def padded_sizes(max_batch: int) -> list[int]:
+    """Return the sizes of padded batches, ascending: powers of two, and the largest batch itself."""
+    sizes, size = [], SMALLEST_BATCH
+    while size < max_batch:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, max_batch]

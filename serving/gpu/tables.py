@@ -1,0 +1,110 @@
+"""Tables of a served model on a GPU: all rows there, or the most frequent ones with the others in pinned host memory.
+
+Preprocessing numbers values by their frequency, so the first rows of a table are the hot ones. Every table gets the same
+number of hot rows, or all that it has: small tables are complete on the GPU, and a row of a large one is as rare as a row of
+the same number in another.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nn.ops.pinned_memory import pinned_memory
+from serving.manifest import TABLE_BYTES, Table
+
+BLOCK_BYTES = 1 << 26
+"""Of rows that are copied at a time."""
+
+
+class StoredTable(Protocol):
+    """A table as it is stored; `serving.inference.tables.MappedTable` is one."""
+
+    declared: Table
+    dtype: torch.dtype
+    scale: Tensor | None
+
+    def read(self, first: int, target: Tensor) -> None:
+        """Copy the rows from `first` on to `target`, [rows, D] on any device."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """A table in device and host memory.
+
+    Attributes:
+        declared: the table.
+        hot: first rows, on the device [C, D]; at least one.
+        cold: the others, pinned [rows - C, D]; None if there are none.
+        scale: of all rows, float32 on the device [rows]; None unless rows are int8.
+    """
+
+    declared: Table
+    hot: Tensor
+    cold: Tensor | None
+    scale: Tensor | None
+
+
+def hot_rows(tables: Sequence[Table], dtype: str, budget: int) -> list[int]:
+    """Return the rows of each table that are kept on the GPU.
+
+    Args:
+        tables: of the model.
+        dtype: of their rows.
+        budget: bytes of all hot rows; scales, which are complete on the GPU, count too.
+
+    Raises:
+        ValueError: not even one row of each table fits.
+    """
+    rows = [table.rows for table in tables]
+    row_bytes = [table.columns * TABLE_BYTES[dtype] for table in tables]
+    left = budget - (4 * sum(rows) if dtype == "int8" else 0)
+    if left < sum(row_bytes):
+        raise ValueError(
+            f"table_gib: the tables need more than {budget / 2**30:.2f} GiB of the GPU's memory even with one hot row each; "
+            "set a larger table_gib, or device=cpu"
+        )
+    low, high = 1, max(rows)
+    while low < high:
+        count = (low + high + 1) // 2
+        used = sum(min(n, count) * size for n, size in zip(rows, row_bytes, strict=True))
+        low, high = (count, high) if used <= left else (low, count - 1)
+    return [min(n, low) for n in rows]
+
+
+def to_device(
+    stored: Iterable[StoredTable], counts: Sequence[int], device: torch.device
+) -> list[DeviceTable]:
+    """Copy tables: the first rows to the device, the others to pinned memory.
+
+    Args:
+        stored: the tables.
+        counts: hot rows of each.
+        device: a GPU; or the CPU, on which Triton interprets.
+    """
+    tables = []
+    for table, count in zip(stored, counts, strict=True):
+        shape, dtype = (count, table.declared.columns), table.dtype
+        hot = torch.empty(shape, dtype=dtype, device=device)
+        _read(table, 0, hot)
+        cold = None
+        if count < table.declared.rows:
+            shape = (table.declared.rows - count, table.declared.columns)
+            cold = (
+                pinned_memory(shape, dtype)
+                if device.type == "cuda"
+                else torch.empty(shape, dtype=dtype)
+            )
+            _read(table, count, cold)
+        scale = None if table.scale is None else table.scale.to(device, copy=True)
+        tables.append(DeviceTable(table.declared, hot, cold, scale))
+    return tables
+
+
+def _read(table: StoredTable, first: int, target: Tensor) -> None:
+    rows = max(1, BLOCK_BYTES // (target.shape[1] * target.element_size()))
+    for block in target.split(rows):
+        table.read(first, block)
+        first += len(block)
