@@ -152,6 +152,84 @@ class ServerConfig:
         )
 
 
+class Layout(Enum):
+    """Layouts of a repository of Triton."""
+
+    monolithic = "monolithic"
+    ensemble = "ensemble"
+
+
+class DenseFormat(Enum):
+    """Formats of the dense model of an ensemble."""
+
+    onnx = "onnx"
+    pytorch = "pytorch"
+
+
+@dataclass(kw_only=True, slots=True)
+class TritonConfig:
+    """A model repository for the Triton inference server."""
+
+    model: str | None = option(None, "model directory (required)", path=True)
+    output: str | None = option(
+        None, "repository to write, which must not exist yet (required)", path=True
+    )
+    layout: Layout = option(
+        Layout.monolithic,
+        "monolithic: one Python model; ensemble: sparse (tables), dense, and both joined, each with instances of its own",
+    )
+    dense_format: DenseFormat = option(
+        DenseFormat.onnx,
+        "of the dense model of an ensemble: onnx, for Triton's ONNX Runtime backend, or pytorch, for its Python backend",
+    )
+    name: str | None = option(None, "name of the model; null: that of the model directory")
+    max_batch: int = option(32_768, "rows of the largest batch", most=65_536)
+    batch_delay_ms: float = option(0.1, "longest time that a request waits for others")
+    instances: int = option(1, "processes per model", most=256)
+    device: Device = option(
+        Device.cpu, "cuda: on GPUs; of an ensemble the dense model alone, which must be onnx"
+    )
+    dense_dtype: DenseType = option(
+        DenseType.fp32, "with layout=monolithic device=cuda: fp32, or bf16"
+    )
+    table_gib: float | None = option(
+        None,
+        "with layout=monolithic device=cuda: GiB of tables in the GPU's memory, as in serving.run",
+    )
+    python_path: str | None = option(
+        None,
+        "directories with this project and its packages where Triton runs, separated by ':'; null: those of this environment; "
+        "empty if they are installed there",
+    )
+
+    def __post_init__(self) -> None:
+        _require_set(self, model="a model directory", output="a directory")
+        for name in ("max_batch", "instances"):
+            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        require(
+            self.batch_delay_ms >= 0,
+            f"batch_delay_ms must not be negative, got {self.batch_delay_ms}",
+        )
+        is_ensemble = self.layout is Layout.ensemble
+        require(
+            not (
+                is_ensemble
+                and self.device is Device.cuda
+                and self.dense_format is not DenseFormat.onnx
+            ),
+            "layout=ensemble device=cuda: the dense model must be of dense_format=onnx",
+        )
+        uses_gpu = self.device is Device.cuda and not is_ensemble
+        for name, is_set in (
+            ("table_gib", self.table_gib is not None),
+            ("dense_dtype", self.dense_dtype is not DenseType.fp32),
+        ):
+            require(
+                uses_gpu or not is_set,
+                f"{name} is of layout=monolithic device=cuda; set those, or leave {name} out",
+            )
+
+
 @dataclass(kw_only=True, slots=True)
 class RollbackConfig:
     """Return to an earlier version."""

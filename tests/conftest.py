@@ -86,6 +86,8 @@ FAST = {
     "preproc/verify/test_verify.py",
     "serving/exporting/test_quantize.py",
     "serving/inference/test_raw_values.py",
+    "serving/gpu/test_gpu_model.py",
+    "serving/client/test_clients.py",
     "serving/server/test_protocol.py",
     "project/test_layers.py",
     "project/test_layout.py",

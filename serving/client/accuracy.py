@@ -1,0 +1,136 @@
+"""Accuracy of a split as a server scores it: AUC and log loss per output, throughput and latencies."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from configs.serving_schema import AccuracyConfig
+from nn.metrics.ranking import roc_auc
+from serving.client.connection import Connection
+from serving.client.dataset_requests import read_rows, scores_of
+from serving.client.target import Target, open_target
+
+SMALLEST = 1e-7
+"""Probabilities are kept this far from 0 and 1, as float32 tells no more."""
+
+
+async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
+    """Score a split and return its numbers.
+
+    Raises:
+        ValueError: server or dataset cannot be used, a request fails, or the split has no labels.
+    """
+    target = await open_target(
+        config.model, config.url, config.token_file, config.data_path, config.split
+    )
+    spec = target.source.spec
+    spec.require_labels(config.split)
+    names = [label.name for label in spec.labels]
+    if sorted(target.encoder.outputs) != sorted(names):
+        raise ValueError(
+            f"data_path={config.data_path} has the labels {', '.join(names)}, and the model the outputs "
+            f"{', '.join(target.encoder.outputs)}"
+        )
+    size = min(
+        target.source.num_rows(config.split), (config.max_steps or 1 << 62) * config.batch_size
+    )
+    scored = _Scored(np.empty((size, len(spec.labels)), np.float32), names)
+    started = time.perf_counter()
+    await _score(target, config, scored)
+    seconds = time.perf_counter() - started
+    ms = np.array(scored.latencies) * 1e3
+    p90, p95, p99 = (float(value) for value in np.quantile(ms, [0.9, 0.95, 0.99]))
+    return {
+        "split": config.split,
+        "rows": size,
+        "outputs": {
+            name: scored.accuracy(name, is_binary=column.is_binary)
+            for name, column in zip(names, spec.labels, strict=True)
+        },
+        "requests": len(ms),
+        "batch_size": config.batch_size,
+        "concurrency": config.concurrency,
+        "rows_per_s": size / seconds,
+        "mean_ms": float(ms.mean()),
+        "p90_ms": p90,
+        "p95_ms": p95,
+        "p99_ms": p99,
+    }
+
+
+class _Scored:
+    """Scores and labels of a split.
+
+    Args:
+        labels: float32 [rows, labels], to be filled.
+        names: of the labels.
+
+    Attributes:
+        latencies: seconds of each request.
+    """
+
+    def __init__(self, labels: np.ndarray, names: list[str]) -> None:
+        self._labels, self._names = labels, names
+        self._scores = np.full(labels.shape, np.nan, np.float32)
+        self.latencies: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def add(self, first: int, labels: np.ndarray, scores: Mapping[str, np.ndarray]) -> None:
+        """Store the rows of a request."""
+        rows = slice(first, first + len(labels))
+        self._labels[rows] = labels.reshape(len(labels), -1)
+        for column, name in enumerate(self._names):
+            self._scores[rows, column] = scores[name]
+
+    def accuracy(self, name: str, *, is_binary: bool) -> dict[str, float]:
+        """Return AUC and log loss of a binary label, or the root of the mean squared error of another."""
+        column = self._names.index(name)
+        labels, scores = self._labels[:, column], self._scores[:, column].astype(np.float64)
+        if not is_binary:
+            return {"rmse": float(np.sqrt(np.mean((scores - labels) ** 2)))}
+        auc = roc_auc(torch.from_numpy(scores), torch.from_numpy(labels))
+        chances = scores.clip(SMALLEST, 1 - SMALLEST)
+        losses = np.where(labels > 0.5, -np.log(chances), -np.log1p(-chances))
+        return {"auc": auc, "log_loss": float(losses.mean())}
+
+
+async def _score(target: Target, config: AccuracyConfig, scored: _Scored) -> None:
+    ranges = iter(range(0, len(scored), config.batch_size))
+
+    async def send(connection: Connection) -> None:
+        for first in ranges:
+            last = min(first + config.batch_size, len(scored))
+            columns = read_rows(target.source, config.split, first, last)
+            request = target.encoder.encode(columns)
+            started = time.perf_counter()
+            reply = await connection.call(target.path, request.body, request.header_length)
+            scored.latencies.append(time.perf_counter() - started)
+            scored.add(first, columns.labels, scores_of(reply, request.num_rows))
+
+    connections = [Connection(target.address) for _ in range(config.concurrency)]
+    try:
+        await asyncio.gather(*map(send, connections))
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """Return the lines that the command prints."""
+    head = [f"split      {found['split']}, {found['rows']:,} rows"]
+    for name, values in found["outputs"].items():
+        numbers = ", ".join(f"{key.replace('_', ' ')} {value:.6f}" for key, value in values.items())
+        head.append(f"{name:<10} {numbers}")
+    return [
+        *head,
+        f"speed      {found['rows_per_s']:,.0f} rows/s, {found['requests']:,} requests of {found['batch_size']:,} rows, "
+        f"{found['concurrency']} at a time",
+        f"latency    mean {found['mean_ms']:.2f} ms, p90 {found['p90_ms']:.2f}, p95 {found['p95_ms']:.2f}, "
+        f"p99 {found['p99_ms']:.2f}",
+    ]

@@ -1,0 +1,145 @@
+"""Rows of a dataset as requests for scores with binary tensors, and the scores of responses."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.source import Columns, Source
+from serving.client.connection import Reply, ServerError
+from serving.manifest import IDS, NUMERICAL, PADDING
+
+DTYPES = {"FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
+
+# B: rows, N: numerical features, H: ids of a row in all features of fixed hotness
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRequest:
+    """A request for scores.
+
+    Attributes:
+        num_rows: B.
+        body: JSON, and binary tensors behind it.
+        header_length: bytes of the JSON.
+        inputs: the tensors by name, for shared memory.
+    """
+
+    num_rows: int
+    body: bytes
+    header_length: int
+    inputs: Mapping[str, np.ndarray]
+
+
+class RequestEncoder:
+    """Encoder of rows for one model.
+
+    Args:
+        metadata: of the model, as the server describes it.
+        spec: of the dataset.
+
+    Raises:
+        ValueError: the dataset has other features than the model.
+    """
+
+    def __init__(self, metadata: Mapping[str, Any], spec: FeatureSpec) -> None:
+        self._spec = spec
+        try:
+            declared = {entry["name"]: entry for entry in metadata["inputs"]}
+            self.outputs = [entry["name"] for entry in metadata["outputs"]]
+            self._datatypes = {name: entry["datatype"] for name, entry in declared.items()}
+            shapes = {name: entry["shape"] for name, entry in declared.items()}
+        except (LookupError, TypeError):
+            raise ServerError("the server's metadata of the model is malformed") from None
+        columns = {NUMERICAL: len(spec.numerical)} if spec.numerical else {}
+        fixed = sum(feature.hotness or 0 for feature in spec.categorical)
+        columns |= {IDS: fixed} if fixed else {}
+        ragged = [feature.name for feature in spec.categorical if feature.hotness is None]
+        for name in [*columns, *ragged]:
+            if name not in declared or self._datatypes[name] not in DTYPES:
+                raise ValueError(f"data_path={spec.root}: the served model has no input {name}")
+        for name, count in columns.items():
+            if shapes[name][-1] != count:
+                raise ValueError(
+                    f"data_path={spec.root} has {count} columns of {name}, and the served model {shapes[name][-1]}; name the "
+                    "dataset that it was trained on"
+                )
+        known = metadata.get("parameters", {})
+        if "numerical" in known and list(known["numerical"]) != list(spec.numerical):
+            raise ValueError(
+                f"data_path={spec.root} has other numerical features than the served model"
+            )
+
+    def encode(self, columns: Columns, *, with_rates: bool = True) -> EncodedRequest:
+        """Return the request of some rows."""
+        inputs = self._inputs(columns)
+        if with_rates and columns.keep_rates is not None and self._spec.keep_rate is not None:
+            inputs[self._spec.keep_rate.name] = columns.keep_rates
+        arrays, entries = {}, []
+        for name, values in inputs.items():
+            datatype = self._datatypes.get(name, "FP32")
+            array = np.ascontiguousarray(values, DTYPES[datatype])
+            arrays[name] = array
+            entries.append(
+                {
+                    "name": name,
+                    "datatype": datatype,
+                    "shape": list(array.shape),
+                    "parameters": {"binary_data_size": array.nbytes},
+                }
+            )
+        document = {"inputs": entries, "parameters": {"binary_data_output": True}}
+        head = json.dumps(document).encode()
+        body = b"".join([head, *(array.tobytes() for array in arrays.values())])
+        return EncodedRequest(len(columns.labels), body, len(head), arrays)
+
+    def _inputs(self, columns: Columns) -> dict[str, np.ndarray]:
+        size = len(columns.labels)
+        inputs: dict[str, np.ndarray] = {}
+        if self._spec.numerical:
+            inputs[NUMERICAL] = columns.numerical
+        fixed = []
+        for feature, ids, lengths in zip(
+            self._spec.categorical, columns.ids, columns.lengths, strict=True
+        ):
+            if lengths is None:
+                fixed.append(ids.reshape(size, -1))
+                continue
+            matrix = np.full((size, max(1, int(lengths.max(initial=0)))), PADDING, ids.dtype)
+            matrix[np.arange(matrix.shape[1]) < lengths[:, None]] = ids
+            inputs[feature.name] = matrix
+        if fixed:
+            inputs[IDS] = np.concatenate(fixed, axis=1)
+        return inputs
+
+
+def scores_of(reply: Reply, num_rows: int) -> dict[str, np.ndarray]:
+    """Return the scores of a response by output, float32 [B].
+
+    Raises:
+        ServerError: it is an error, or malformed.
+    """
+    if reply.status != 200:
+        raise ServerError(f"the server answers {reply.status}, {reply.message}")
+    try:
+        length = int(reply.headers.get("inference-header-content-length", len(reply.body)))
+        document, scores, place = json.loads(reply.body[:length]), {}, length
+        for entry in document["outputs"]:
+            size = entry.get("parameters", {}).get("binary_data_size")
+            if size is None:
+                values = np.array(entry["data"], np.float32)
+            else:
+                values = np.frombuffer(reply.body[place : place + size], "<f4")
+                place += size
+            scores[entry["name"]] = values.reshape(num_rows)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServerError(f"the response is malformed: {error}") from None
+    return scores
+
+
+def read_rows(source: Source, split: str, first: int, last: int) -> Columns:
+    """Return the rows `first` to `last` - 1 of a split."""
+    return source.read(split, np.array([[first, last]]))

@@ -1,0 +1,114 @@
+"""Loads of all sizes on a server, one after another, with real rows of a dataset."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from configs.serving_schema import LatencyConfig
+from serving.client.connection import Address, Connection, ServerError
+from serving.client.dataset_requests import EncodedRequest, read_rows
+from serving.client.load import Body, Measured, closed_load, loads, open_load
+from serving.client.results import HEAD, LoadResult, line
+from serving.client.server_time import ServerTime, server_time
+from serving.client.shared_memory import EXTENSION, SharedInputs
+from serving.client.target import Target, open_target
+
+MOST_REQUESTS = 64
+MOST_BYTES = 256 << 20
+"""Of the distinct requests of a load."""
+
+
+async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[LoadResult]:
+    """Measure all loads of the options, and say each result.
+
+    Raises:
+        ValueError: server or dataset cannot be used, or a load has no answer.
+    """
+    target = await open_target(
+        config.model, config.url, config.token_file, config.data_path, config.split
+    )
+    if config.shared_memory and EXTENSION not in target.extensions:
+        raise ValueError(
+            f"shared_memory=true: {config.url} has no extension {EXTENSION}; leave it out"
+        )
+    metrics = config.metrics_url or f"{config.url.rstrip('/')}/metrics"
+    say(HEAD)
+    results = []
+    for batch in config.batch_sizes:
+        requests = some_requests(target, config.split, batch)
+        async with _bodies(target.address, requests, shared=config.shared_memory) as bodies:
+            for concurrency, rate in loads(config.concurrency, config.rates):
+                load = _Load(target, bodies, concurrency, rate)
+                if config.warmup_s:
+                    await load.run(config.warmup_s)
+                before = await _server_time(target, metrics, config)
+                measured = await load.run(config.seconds)
+                after = await _server_time(target, metrics, config)
+                if not measured.latencies:
+                    raise ServerError(f"batch {batch:,}: no request was answered: {measured.error}")
+                own = None if after is None else after.per_request(before)
+                result = LoadResult.of(measured, batch, concurrency, rate, own)
+                results.append(result)
+                say(line(result))
+                if measured.error:
+                    say(f"{measured.failed:,} failed, the first: {measured.error}")
+    return results
+
+
+async def _server_time(target: Target, metrics: str, config: LatencyConfig) -> ServerTime | None:
+    assert config.model is not None, "checked by the options"
+    return await server_time(metrics, config.model, target.address.token)
+
+
+class _Load:
+    """A load on a server."""
+
+    def __init__(
+        self,
+        target: Target,
+        bodies: Sequence[Body],
+        concurrency: int | None,
+        rate: float | None,
+    ) -> None:
+        self._target, self._bodies = target, bodies
+        self._concurrency, self._rate = concurrency, rate
+
+    async def run(self, seconds: float) -> Measured:
+        address, path = self._target.address, self._target.path
+        if self._rate is not None:
+            return await open_load(address, path, self._bodies, self._rate, seconds)
+        assert self._concurrency is not None, "a load has one of both"
+        return await closed_load(address, path, self._bodies, self._concurrency, seconds)
+
+
+def some_requests(target: Target, split: str, batch: int) -> list[EncodedRequest]:
+    """Return distinct requests of a split; rows repeat only where the split is smaller than a request."""
+    available = target.source.num_rows(split)
+    requests: list[EncodedRequest] = []
+    used = 0
+    for index in range(MOST_REQUESTS):
+        first = index * batch
+        if requests and (first + batch > available or used > MOST_BYTES):
+            break
+        rows = read_rows(target.source, split, first, min(first + batch, available))
+        requests.append(target.encoder.encode(rows))
+        used += len(requests[-1].body)
+    if requests[0].num_rows < batch:
+        raise ValueError(f"batch_sizes: {batch:,} rows, and split {split} has {available:,}")
+    return requests
+
+
+@asynccontextmanager
+async def _bodies(
+    address: Address, requests: list[EncodedRequest], *, shared: bool
+) -> AsyncIterator[list[Body]]:
+    if not shared:
+        yield [Body(request.body, request.header_length) for request in requests]
+        return
+    connection = Connection(address)
+    inputs = SharedInputs(requests)
+    try:
+        await inputs.register(connection)
+        yield inputs.bodies
+    finally:
+        await inputs.close(connection)
+        connection.close()

@@ -1,0 +1,133 @@
+"""Results of loads: a table for the terminal, a CSV file and a picture."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from dataloading.dataset.durable_files import replace_bytes
+from serving.client.load import Measured
+
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """A load and its latencies.
+
+    Attributes:
+        batch: rows per request.
+        concurrency: requests at a time; None of a load at a rate.
+        rate: requests per second; None of the others.
+        requests: that were answered.
+        failed: others.
+        rows_per_s: scored rows per second.
+        mean_ms: of the latency, likewise the quantiles.
+        client_ms: CPU time of this client per request, which is part of the latency.
+        server_ms: time of the server per request, from its metrics; None if it has none.
+    """
+
+    batch: int
+    concurrency: int | None
+    rate: float | None
+    requests: int
+    failed: int
+    rows_per_s: float
+    mean_ms: float
+    p50_ms: float
+    p90_ms: float
+    p95_ms: float
+    p99_ms: float
+    client_ms: float
+    server_ms: float | None
+
+    @classmethod
+    def of(
+        cls,
+        measured: Measured,
+        batch: int,
+        concurrency: int | None,
+        rate: float | None,
+        server_ms: float | None,
+    ) -> "LoadResult":
+        """Return the result of a load with at least one answer."""
+        latencies = np.array(measured.latencies) * 1e3
+        count = len(latencies)
+        p50, p90, p95, p99 = (float(value) for value in np.quantile(latencies, QUANTILES))
+        return cls(
+            batch,
+            concurrency,
+            rate,
+            count,
+            measured.failed,
+            count * batch / measured.seconds,
+            float(latencies.mean()),
+            p50,
+            p90,
+            p95,
+            p99,
+            measured.client_seconds * 1e3 / (count + measured.failed),
+            server_ms,
+        )
+
+    @property
+    def load(self) -> str:
+        """The load in words."""
+        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g}/s"
+
+
+HEAD = (
+    f"{'batch':>7}  {'load':<14} {'requests':>9} {'failed':>6} {'rows/s':>11} {'mean ms':>8} {'p50':>8} {'p90':>8} "
+    f"{'p95':>8} {'p99':>8} {'client ms':>9} {'server ms':>9}"
+)
+
+
+def line(result: LoadResult) -> str:
+    """Return the line of a result below `HEAD`."""
+    server = "-" if result.server_ms is None else f"{result.server_ms:.2f}"
+    return (
+        f"{result.batch:7,}  {result.load:<14} {result.requests:9,} {result.failed:6,} {result.rows_per_s:11,.0f} "
+        f"{result.mean_ms:8.2f} {result.p50_ms:8.2f} {result.p90_ms:8.2f} {result.p95_ms:8.2f} {result.p99_ms:8.2f} "
+        f"{result.client_ms:9.2f} {server:>9}"
+    )
+
+
+def write_csv(results: Sequence[LoadResult], path: Path) -> None:
+    """Write one line per load."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(LoadResult)])
+    writer.writeheader()
+    for result in results:
+        writer.writerow(asdict(result))
+    replace_bytes(path, text.getvalue().encode(), path.with_name(f".{path.name}.tmp"))
+
+
+def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> None:
+    """Draw latency and throughput over the rows of a request, a line per load.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from nn.plots.style import picture
+
+    loads = list(dict.fromkeys(result.load for result in results))
+    batches = sorted({result.batch for result in results})
+    with picture(path, 4.6, title, facts) as figure:
+        latency, speed = figure.subplots(1, 2)
+        for load in loads:
+            rows = [result for result in results if result.load == load]
+            sizes = [result.batch for result in rows]
+            (drawn,) = latency.plot(sizes, [row.p99_ms for row in rows], marker="o", label=load)
+            style = {"marker": ".", "linestyle": ":", "color": drawn.get_color()}
+            latency.plot(sizes, [row.p50_ms for row in rows], **style)
+            speed.plot(sizes, [row.rows_per_s for row in rows], marker="o", label=load)
+        latency.set(title="Latency: p99, p50 dotted", ylabel="ms", yscale="log")
+        speed.set(title="Throughput", ylabel="rows/s", yscale="log")
+        for axes in (latency, speed):
+            axes.set(xlabel="rows per request", xscale="log")
+            axes.set_xticks(batches, [f"{size:,}" for size in batches])
+            axes.minorticks_off() if len(batches) > 1 else None
+            axes.legend(title="requests")

@@ -1,0 +1,55 @@
+"""Time that a server itself takes per request, from its Prometheus metrics: the embedded server's, or Triton's."""
+
+import re
+from dataclasses import dataclass
+
+from serving.client.connection import Address, Connection, ServerError
+
+EMBEDDED = ("serving_request_seconds_sum", "serving_request_seconds_count", 1e3)
+TRITON = ("nv_inference_request_duration_us", "nv_inference_request_success", 1e-3)
+SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTime:
+    """Sums since the server's start.
+
+    Attributes:
+        ms: of all requests.
+        count: of requests.
+    """
+
+    ms: float
+    count: float
+
+    def per_request(self, before: "ServerTime | None") -> float | None:
+        """Return the milliseconds of a request since `before`; None if there was none."""
+        if before is None or self.count <= before.count:
+            return None
+        return (self.ms - before.ms) / (self.count - before.count)
+
+
+async def server_time(url: str, model: str, token: str | None) -> ServerTime | None:
+    """Return the time of a server; None if it has no such metrics, or cannot be reached.
+
+    Args:
+        url: of the metrics.
+        model: of which Triton's are taken.
+        token: that requests bear.
+    """
+    address = Address.of(url, token)
+    connection = Connection(address)
+    try:
+        reply = await connection.call("")
+    except ServerError:
+        return None
+    finally:
+        connection.close()
+    found: dict[str, float] = {}
+    for name, labels, value in SAMPLE.findall(reply.body.decode("utf-8", "replace")):
+        if not labels or f'model="{model}"' in labels:
+            found[name] = found.get(name, 0.0) + float(value)
+    for total, count, factor in (EMBEDDED, TRITON):
+        if total in found and count in found:
+            return ServerTime(found[total] * factor, found[count])
+    return None

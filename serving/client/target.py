@@ -1,0 +1,59 @@
+"""The server and the dataset that a client evaluates, opened and compared with each other."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.source import Source
+from serving.client.connection import Address, Connection, get_json
+from serving.client.dataset_requests import RequestEncoder
+from serving.token_file import read_token
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and a dataset.
+
+    Attributes:
+        address: of the server.
+        path: of the model's requests.
+        source: of the rows.
+        encoder: of the rows.
+        extensions: of the server.
+    """
+
+    address: Address
+    path: str
+    source: Source
+    encoder: RequestEncoder
+    extensions: list[str]
+
+
+async def open_target(
+    model: str | None, url: str, token_file: str | None, data: str | None, split: str
+) -> Target:
+    """Open a dataset, and ask a server for its model.
+
+    Raises:
+        ValueError: one of them cannot be used, or they do not fit together.
+    """
+    assert model is not None, "checked by the options"
+    assert data is not None, "likewise"
+    address = Address.of(url, read_token(token_file))
+    spec = FeatureSpec.load(Path(data))
+    source = open_dataset(spec)
+    if split not in spec.splits or not source.num_rows(split):
+        raise ValueError(
+            f"split={split}: {data} has no rows of it; its splits are {', '.join(spec.splits)}"
+        )
+    connection = Connection(address)
+    path = f"/v2/models/{quote(model, safe='')}"
+    try:
+        server = await get_json(connection, "/v2")
+        metadata = await get_json(connection, path)
+    finally:
+        connection.close()
+    encoder = RequestEncoder(metadata, spec)
+    return Target(address, f"{path}/infer", source, encoder, server.get("extensions", []))

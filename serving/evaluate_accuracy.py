@@ -1,0 +1,35 @@
+"""Command `python -m serving.evaluate_accuracy`: AUC and log loss of a split as a server scores it, and its latencies."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from configs.command_line import composed_command, end_command, errors_end_command
+from configs.messages import on_one_line
+from configs.overrides import to_config
+from configs.serving_schema import AccuracyConfig
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and evaluate; report errors in one line."""
+    with errors_end_command(f"url={composed.url}"):
+        config: AccuracyConfig = to_config(composed)
+        # Imported here: the errors above need none of it.
+        from dataloading.dataset.durable_files import write_synced
+        from serving.client.accuracy import evaluate, lines
+
+        found = asyncio.run(evaluate(config))
+        for line in lines(found):
+            print(on_one_line(line))
+        if config.output is not None:
+            write_synced(Path(config.output), json.dumps(found, indent=1) + "\n")
+            print(on_one_line(f"written to {config.output}"))
+
+
+if __name__ == "__main__":
+    try:
+        composed_command(run, AccuracyConfig, "serving_accuracy_schema", "serving_accuracy")()
+    except ValueError as error:
+        end_command(f"error: {error}")

@@ -1,0 +1,36 @@
+"""Command `python -m serving.evaluate_latency`: latency and throughput of a server under load, with real rows of a dataset."""
+
+import asyncio
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from configs.command_line import composed_command, end_command, errors_end_command
+from configs.messages import on_one_line
+from configs.overrides import to_config
+from configs.serving_schema import LatencyConfig
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and measure; report errors in one line."""
+    with errors_end_command(f"url={composed.url}"):
+        config: LatencyConfig = to_config(composed)
+        # Imported here: the errors above need none of it.
+        from serving.client.latency import measure
+        from serving.client.results import draw, write_csv
+
+        results = asyncio.run(measure(config, lambda line: print(on_one_line(line), flush=True)))
+        if config.output is not None:
+            folder = Path(config.output)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_csv(results, folder / "latency.csv")
+            facts = f"{config.url}, {config.seconds:g} s per load, rows of {config.data_path}"
+            draw(results, f"Latency of {config.model}", facts, folder / "latency.png")
+            print(on_one_line(f"written to {folder}/latency.csv and latency.png"))
+
+
+if __name__ == "__main__":
+    try:
+        composed_command(run, LatencyConfig, "serving_latency_schema", "serving_latency")()
+    except ValueError as error:
+        end_command(f"error: {error}")
