@@ -24,7 +24,7 @@ def run(composed: DictConfig) -> None:
             folder = Path(config.output)
             folder.mkdir(parents=True, exist_ok=True)
             write_csv(results, folder / "latency.csv")
-            facts = f"{config.url}, {config.seconds:g} s per load, rows of {config.data_path}"
+            facts = f"{config.url}, {config.seconds:g} s per load, rows of {Path(config.data_path or '').name}"
             draw(results, f"Latency of {config.model}", facts, folder / "latency.png")
             print(on_one_line(f"written to {folder}/latency.csv and latency.png"))
 

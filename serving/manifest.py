@@ -144,6 +144,11 @@ class Manifest:
         """Columns of the matrix of ids."""
         return sum(feature.hotness or 0 for feature in self.fixed)
 
+    @property
+    def has_short_ids(self) -> bool:
+        """Whether all ids fit into 32 bits."""
+        return all(feature.cardinality <= 2**31 for feature in self.categorical)
+
     def id_places(self) -> dict[str, slice]:
         """Return the columns of each feature of fixed hotness in the matrix of ids."""
         places, first = {}, 0

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,14 @@ from omegaconf import DictConfig
 from configs.command_line import composed_command, end_command, errors_end_command
 from configs.messages import on_one_line
 from configs.overrides import to_config
-from configs.serving_schema import DenseType, Device, ServerConfig
+from configs.serving_schema import ServerConfig
 from configs.stop_signals import INTERRUPTED
+from serving.loading import model_loader
 from serving.manifest import MANIFEST
 from serving.token_file import read_token
 from serving.versions import list_versions
 
 if TYPE_CHECKING:
-    from serving.inference.versions import LoadModel
     from serving.server.service import Service
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -77,8 +76,11 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     assert config.model is not None, "checked by the options"
+    load = model_loader(
+        config.device.name, config.max_batch, config.dense_dtype.name, config.table_gib
+    )
     return Service(
-        Versions(Path(config.model), say, load=loader(config), verify=config.verify),
+        Versions(Path(config.model), say, load=load, verify=config.verify),
         BatchLimits(
             max_batch=config.max_batch,
             max_queue=config.max_queue,
@@ -94,30 +96,6 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
         ),
         config.poll_s,
         say,
-    )
-
-
-def loader(config: ServerConfig) -> "LoadModel":
-    """Return the function that loads a model directory on the device.
-
-    Raises:
-        ValueError: there is no GPU.
-    """
-    from serving.inference.model import ServedModel
-
-    if config.device is Device.cpu:
-        return ServedModel.load
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ValueError("device=cuda: torch finds no GPU; set device=cpu, or install CUDA's build")
-    from serving.gpu.model import GpuModel
-
-    return partial(
-        GpuModel.load,
-        max_batch=config.max_batch,
-        dense_dtype=torch.bfloat16 if config.dense_dtype is DenseType.bf16 else torch.float32,
-        table_bytes=None if config.table_gib is None else int(config.table_gib * 2**30),
     )
 
 

@@ -88,6 +88,7 @@ FAST = {
     "serving/inference/test_raw_values.py",
     "serving/gpu/test_gpu_model.py",
     "serving/client/test_clients.py",
+    "serving/triton/test_repository.py",
     "serving/server/test_protocol.py",
     "project/test_layers.py",
     "project/test_layout.py",

@@ -129,5 +129,6 @@ def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> N
         for axes in (latency, speed):
             axes.set(xlabel="rows per request", xscale="log")
             axes.set_xticks(batches, [f"{size:,}" for size in batches])
-            axes.minorticks_off() if len(batches) > 1 else None
+            axes.minorticks_off()
+            axes.yaxis.set_major_formatter("{x:,g}")
             axes.legend(title="requests")

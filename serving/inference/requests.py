@@ -30,8 +30,7 @@ def takes_ids(manifest: Manifest, names: Mapping[str, Any]) -> bool:
 
 def describe_inputs(manifest: Manifest) -> list[dict[str, Any]]:
     """Return the inputs of features, as metadata lists them; ids of 64 bits are accepted too."""
-    most = max(feature.cardinality for feature in manifest.categorical)
-    ids = "INT32" if most <= 2**31 else "INT64"
+    ids = "INT32" if manifest.has_short_ids else "INT64"
     inputs = []
     if manifest.numerical:
         inputs.append((NUMERICAL, "FP32", [-1, len(manifest.numerical)]))
@@ -46,15 +45,19 @@ class IdInputs:
 
     Args:
         manifest: of the model.
+        with_numerical: whether the numerical features are among the inputs.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, *, with_numerical: bool = True) -> None:
         self._manifest = manifest
+        self._numerical = manifest.numerical if with_numerical else []
         fixed = [f for f in manifest.fixed for _ in range(f.hotness or 0)]
         self._names = [feature.name for feature in fixed]
         self._rows = torch.tensor([feature.cardinality for feature in fixed])
         self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
         self._wanted = {entry["name"] for entry in describe_inputs(manifest)}
+        if not with_numerical:
+            self._wanted.discard(NUMERICAL)
 
     def rows(self, inputs: Mapping[str, np.ndarray], num_rows: int) -> Rows:
         """Return the rows of the inputs `numerical` [B, N], `ids` [B, H] and of each ragged feature [B, L].
@@ -68,9 +71,9 @@ class IdInputs:
             _refuse(f"the model has no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
         manifest = self._manifest
         numerical = torch.zeros(num_rows, 0)
-        if manifest.numerical:
-            shape = (num_rows, len(manifest.numerical))
-            numerical = numbers(NUMERICAL, inputs[NUMERICAL], shape, manifest.numerical)
+        if self._numerical:
+            shape = (num_rows, len(self._numerical))
+            numerical = numbers(NUMERICAL, inputs[NUMERICAL], shape, self._numerical)
         ids = torch.zeros(num_rows, 0, dtype=torch.int64)
         if manifest.fixed:
             ids = self._fixed_ids(inputs[IDS], num_rows)

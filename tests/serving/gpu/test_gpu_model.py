@@ -2,81 +2,22 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
-from serving.exporting.dense import export_dense
-from serving.exporting.tables import quantize
 from serving.gpu.inputs import InputLayout
 from serving.gpu.model import GpuModel, padded_sizes
 from serving.gpu.tables import hot_rows
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
-from serving.manifest import MANIFEST, Feature, Manifest, Output, Table, describe_files
+from serving.manifest import Manifest
 from tests.helpers.gpus import needs_one_gpu
-
-FEATURES = [
-    *(Feature("one", 40, 1), Feature("three", 300, 3), Feature("list", 300, None)),
-    *(Feature("several", 17, 2), Feature("narrow", 9, 1), Feature("tags", 9, None)),
-]
-TABLES = [
-    Table("shared", 300, 16, "sum", ["three", "list"]),
-    Table("own", 40, 16, "sum", ["one"]),
-    Table("positions", 17, 16, "none", ["several"]),
-    Table("narrow", 9, 4, "mean", ["narrow", "tags"]),
-]
-
-
-class Dense(nn.Module):
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.hidden, self.out = nn.Linear(columns, 8), nn.Linear(8, 2)
-
-    def forward(self, numerical: Tensor, embeddings: Tensor) -> Tensor:
-        hidden = self.hidden(torch.cat([numerical, embeddings], dim=1)).relu()
-        return self.out(hidden).float()
+from tests.serving.handmade_model import TABLES, some_rows, write_model
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "int8"])
 def model(request, tmp_path_factory) -> Path:
-    """Return a model directory with every kind of lookup and two outputs."""
-    path = tmp_path_factory.mktemp("model") / request.param
-    (path / "tables").mkdir(parents=True)
-    torch.manual_seed(1)
-    for table in TABLES:
-        rows = torch.randn(table.rows, table.columns)
-        if request.param == "bf16":
-            rows = rows.bfloat16().view(torch.int16)
-        if request.param == "int8":
-            rows, scales = quantize(rows)
-            scales.numpy().tofile(path / table.scale_file)
-        rows.numpy().tofile(path / table.file)
-    outputs = [Output("click", True, -0.5), Output("price", False)]
-    values = {"name": "m", "model": "m", "numerical": ["a", "b"], "categorical": FEATURES}
-    values |= {"keep_rate": "rate", "outputs": outputs, "dtype": request.param, "tables": TABLES}
-    columns = Manifest(**values).num_columns
-    export_dense(path, Dense(2 + columns), 2, columns)
-    manifest = Manifest(**values, files=describe_files(path))
-    (path / MANIFEST).write_text(manifest.to_json())
-    return path
-
-
-def some_rows(count: int, longest: int, seed: int = 0) -> Rows:
-    generator = np.random.default_rng(seed)
-    fixed = [f for f in FEATURES if f.hotness is not None]
-    ids = [generator.integers(0, f.cardinality, (count, f.hotness)) for f in fixed]
-    ragged = {}
-    for feature in FEATURES:
-        if feature.hotness is None:
-            lengths = torch.from_numpy(generator.integers(0, longest + 1, count))
-            values = generator.integers(0, feature.cardinality, int(lengths.sum()))
-            ragged[feature.name] = RaggedIds(torch.from_numpy(values), lengths)
-    numerical = torch.from_numpy(generator.normal(size=(count, 2)).astype(np.float32))
-    rates = torch.from_numpy(generator.uniform(0.1, 1, count).astype(np.float32))
-    matrix = torch.from_numpy(np.concatenate(ids, axis=1))
-    return Rows(numerical, matrix, ragged, rates if seed % 2 else None)
+    return write_model(tmp_path_factory.mktemp("model") / request.param, request.param)
 
 
 def check(model: Path, device: str) -> None:

@@ -1,0 +1,28 @@
+"""Command `python -m serving.triton`: write a model repository for the Triton inference server."""
+
+from omegaconf import DictConfig
+
+from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.messages import on_one_line
+from configs.overrides import to_config
+from configs.serving_schema import TritonConfig
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and write the repository; report errors in one line."""
+    with errors_end_command(f"output={composed.output}", interrupted=NO_OUTPUT):
+        config: TritonConfig = to_config(composed)
+        from serving.triton.repository import write_repository
+
+        names = write_repository(config)
+    print(on_one_line(f"models     {', '.join(names)}"))
+    print(
+        on_one_line(f"written to {config.output}; tritonserver --model-repository {config.output}")
+    )
+
+
+if __name__ == "__main__":
+    try:
+        composed_command(run, TritonConfig, "serving_triton_schema", "serving_triton")()
+    except ValueError as error:
+        end_command(f"error: {error}")

@@ -1,0 +1,210 @@
+"""A model repository for Triton, written from a model directory; it is complete or absent.
+
+    monolithic                       ensemble
+    REPOSITORY/NAME/config.pbtxt     REPOSITORY/NAME/config.pbtxt            sparse, then dense
+    REPOSITORY/NAME/1/model.py       REPOSITORY/NAME_sparse/1/model.py       ids to embeddings
+    REPOSITORY/NAME/1/model/         REPOSITORY/NAME_sparse/1/model/         the tables
+                                     REPOSITORY/NAME_dense/1/model.onnx      numbers and embeddings to scores
+
+`model/` is the model directory, or the files of it that the model reads.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import serving
+from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig
+from dataloading.dataset.durable_files import new_directory, partial_sibling, write_synced
+from serving.manifest import DENSE, IDS, MANIFEST, NUMERICAL, Manifest
+from serving.triton.onnx_scores import write_onnx_scores
+from serving.triton.text_proto import Word, entries, text_proto
+
+EMBEDDINGS = "embeddings"
+CONFIG = "config.pbtxt"
+VERSION = "1"
+
+
+def write_repository(config: TritonConfig) -> list[str]:
+    """Write a model repository; return the names of its models.
+
+    Raises:
+        ValueError: the model cannot be served so, or the output exists.
+    """
+    assert config.model is not None, "checked by the options"
+    assert config.output is not None, "likewise"
+    directory, output = Path(config.model), Path(config.output)
+    if os.path.lexists(output):
+        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
+    manifest = Manifest.read(directory)
+    manifest.verify(directory)
+    name = config.name or manifest.name
+    if not name.replace("_", "").replace("-", "").replace(".", "").isalnum() or not name.isascii():
+        raise ValueError(
+            f"name={name}: want letters, digits, '.', '_' and '-', for a folder of Triton"
+        )
+    with new_directory(output, partial_sibling(output)) as unfinished:
+        if config.layout is Layout.monolithic:
+            return [_write_monolithic(unfinished, directory, manifest, config, name)]
+        return _write_ensemble(unfinished, directory, manifest, config, name)
+
+
+def _write_monolithic(
+    root: Path, directory: Path, manifest: Manifest, config: TritonConfig, name: str
+) -> str:
+    inputs = [*_numerical(manifest), *_ids(manifest)]
+    if manifest.keep_rate is not None:
+        inputs.append(_tensor(manifest.keep_rate, "TYPE_FP32", [1]) | {"optional": True})
+    parameters = _parameters(config, "scores") | {
+        "device": config.device.name,
+        "max_batch": str(config.max_batch),
+        "dense_dtype": config.dense_dtype.name,
+        "table_gib": "" if config.table_gib is None else str(config.table_gib),
+    }
+    on_gpu = config.device is Device.cuda
+    message = _model(config, name, inputs, _scores(manifest), on_gpu=on_gpu)
+    message |= _python(parameters)
+    _write_model(root / name, message, directory, lambda _: True)
+    return name
+
+
+def _write_ensemble(
+    root: Path, directory: Path, manifest: Manifest, config: TritonConfig, name: str
+) -> list[str]:
+    if not manifest.numerical:
+        raise ValueError(
+            f"layout=ensemble: {directory} has no numerical features, which the dense model takes; use layout=monolithic"
+        )
+    sparse, dense = f"{name}_sparse", f"{name}_dense"
+    embeddings = _tensor(EMBEDDINGS, "TYPE_FP32", [manifest.num_columns])
+    message = _model(config, sparse, _ids(manifest), [embeddings])
+    message |= _python(_parameters(config, "embeddings"))
+    _write_model(root / sparse, message, directory, lambda file: file.startswith("tables/"))
+    inputs = [*_numerical(manifest), embeddings]
+    message = _model(config, dense, inputs, _scores(manifest), on_gpu=config.device is Device.cuda)
+    if config.dense_format is DenseFormat.onnx:
+        message = {"backend": "onnxruntime", **message}
+        (root / dense / VERSION).mkdir(parents=True)
+        write_onnx_scores(directory, manifest, root / dense / VERSION / "model.onnx")
+        write_synced(root / dense / CONFIG, text_proto(message))
+    else:
+        message |= _python(_parameters(config, "dense"))
+        _write_model(root / dense, message, directory, lambda file: file == DENSE)
+    steps = [
+        _step(sparse, _ids(manifest), [embeddings]),
+        _step(dense, inputs, _scores(manifest)),
+    ]
+    joined = {
+        "name": name,
+        "platform": "ensemble",
+        "max_batch_size": config.max_batch,
+        "input": [*_numerical(manifest), *_ids(manifest)],
+        "output": _scores(manifest),
+        "ensemble_scheduling": {"step": steps},
+    }
+    # Triton wants the folder of a version, which is empty here.
+    (root / name / VERSION).mkdir(parents=True)
+    write_synced(root / name / CONFIG, text_proto(joined))
+    return [name, sparse, dense]
+
+
+def _write_model(
+    path: Path, message: Mapping[str, Any], directory: Path, is_wanted: Callable[[str], bool]
+) -> None:
+    """Write a Python model with the files of the model directory that it reads."""
+    target = path / VERSION / "model"
+    target.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("model_file.py"), path / VERSION / "model.py")
+    manifest = Manifest.read(directory)
+    for file in [MANIFEST, *filter(is_wanted, manifest.files)]:
+        (target / file).parent.mkdir(exist_ok=True)
+        _link(directory / file, target / file)
+    write_synced(path / CONFIG, text_proto(message))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link a file, which nothing ever changes, or copy it to another file system."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _model(
+    config: TritonConfig,
+    name: str,
+    inputs: list[dict[str, Any]],
+    outputs: list[dict[str, Any]],
+    *,
+    on_gpu: bool = False,
+) -> dict[str, Any]:
+    """Return the message of a model that batches what arrives together."""
+    warm = {
+        tensor["name"]: {
+            "data_type": tensor["data_type"],
+            "dims": [max(size, 1) for size in tensor["dims"]],
+            "zero_data": True,
+        }
+        for tensor in inputs
+        if "optional" not in tensor
+    }
+    kind = Word("KIND_GPU" if on_gpu else "KIND_CPU")
+    return {
+        "name": name,
+        "max_batch_size": config.max_batch,
+        "input": inputs,
+        "output": outputs,
+        "dynamic_batching": {"max_queue_delay_microseconds": int(config.batch_delay_ms * 1000)},
+        "instance_group": [{"count": config.instances, "kind": kind}],
+        "model_warmup": [{"name": "one row", "batch_size": 1, "inputs": entries(warm)}],
+    }
+
+
+def _python(parameters: Mapping[str, str]) -> dict[str, Any]:
+    values = {name: {"string_value": value} for name, value in parameters.items()}
+    # Rows are checked on the host first.
+    values["FORCE_CPU_ONLY_INPUT_TENSORS"] = {"string_value": "yes"}
+    return {"backend": "python", "parameters": entries(values)}
+
+
+def _parameters(config: TritonConfig, part: str) -> dict[str, str]:
+    path = config.python_path
+    if path is None:
+        # The project and the packages of this environment.
+        project = str(Path(serving.__file__).resolve().parents[1])
+        path = ":".join(dict.fromkeys([project, *(p for p in sys.path if "site-packages" in p)]))
+    return {"part": part, "python_path": path, "instances": str(config.instances)}
+
+
+def _numerical(manifest: Manifest) -> list[dict[str, Any]]:
+    if not manifest.numerical:
+        return []
+    return [_tensor(NUMERICAL, "TYPE_FP32", [len(manifest.numerical)])]
+
+
+def _ids(manifest: Manifest) -> list[dict[str, Any]]:
+    kind = "TYPE_INT32" if manifest.has_short_ids else "TYPE_INT64"
+    fixed = [_tensor(IDS, kind, [manifest.id_columns])] if manifest.fixed else []
+    return fixed + [_tensor(feature.name, kind, [-1]) for feature in manifest.ragged]
+
+
+def _scores(manifest: Manifest) -> list[dict[str, Any]]:
+    return [_tensor(output.name, "TYPE_FP32", [1]) for output in manifest.outputs]
+
+
+def _tensor(name: str, kind: str, dims: list[int]) -> dict[str, Any]:
+    return {"name": name, "data_type": Word(kind), "dims": dims}
+
+
+def _step(
+    model: str, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "model_name": model,
+        "model_version": -1,
+        "input_map": [{"key": tensor["name"], "value": tensor["name"]} for tensor in inputs],
+        "output_map": [{"key": tensor["name"], "value": tensor["name"]} for tensor in outputs],
+    }
