@@ -146,7 +146,7 @@ class Manifest:
 
     @property
     def has_short_ids(self) -> bool:
-        """Whether all ids fit into 32 bits."""
+        """True if all ids fit into 32 bits."""
         return all(feature.cardinality <= 2**31 for feature in self.categorical)
 
     def id_places(self) -> dict[str, slice]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import serving
 from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig
 from dataloading.dataset.durable_files import new_directory, partial_sibling, write_synced
 from serving.manifest import DENSE, IDS, MANIFEST, NUMERICAL, Manifest
@@ -174,7 +173,7 @@ def _parameters(config: TritonConfig, part: str) -> dict[str, str]:
     path = config.python_path
     if path is None:
         # The project and the packages of this environment.
-        project = str(Path(serving.__file__).resolve().parents[1])
+        project = str(Path(__file__).resolve().parents[2])
         path = ":".join(dict.fromkeys([project, *(p for p in sys.path if "site-packages" in p)]))
     return {"part": part, "python_path": path, "instances": str(config.instances)}
 

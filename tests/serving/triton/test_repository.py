@@ -85,9 +85,9 @@ def test_the_monolithic_model_answers_each_request_of_a_batch(model, repositorie
 def test_sparse_and_dense_together_score_as_the_model(model, repositories, kind):
     repository, rows = repositories[kind], some_rows(6, 3)
     name = "e" if kind == "ensemble" else "m"
-    given = inputs_of(rows)
+    tensors = inputs_of(rows)
     (sparse,) = part_of(repository, f"{name}_sparse")(
-        [{key: given[key] for key in given if key != "numerical"}]
+        [{key: tensors[key] for key in tensors if key != "numerical"}]
     )
     dense_inputs = {"numerical": rows.numerical, EMBEDDINGS: sparse[EMBEDDINGS]}
     if kind == "onnx":
