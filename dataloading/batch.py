@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+ALIGNMENT = 256
+"""Alignment of columns in one memory, in bytes."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the space of a column in one memory, in bytes."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 def jagged(
     keys: Sequence[str],
@@ -141,6 +149,23 @@ class Batch:
         ):
             mine.copy_(other)
         return memory
+
+    def in_one_memory(self) -> "Batch":
+        """Return a copy whose tensors lie in one memory, on their device; a batch with ragged features is returned as it is."""
+        if self.layout is None:
+            return self
+        further = [values for values in (self.weights, self.keep_rates) if values is not None]
+        tensors = [self.numerical, self.labels, self.ids.values(), *further]
+        starts = list(accumulate((aligned(values.nbytes) for values in tensors), initial=0))
+        memory = torch.empty(starts[-1], dtype=torch.uint8, device=self.labels.device)
+        places = {id(values): start for values, start in zip(tensors, starts, strict=False)}
+
+        def copied(values: Tensor) -> Tensor:
+            piece = memory[places[id(values)] :][: values.nbytes]
+            return piece.view(values.dtype).view(values.shape).copy_(values)
+
+        ids = self.layout.jagged(copied(self.ids.values()))
+        return replace(self._mapped(ids, copied), memory=memory)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return a copy on `device`; a shared layout is copied to a device only once."""

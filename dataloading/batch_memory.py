@@ -7,11 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataloading.batch import Batch
+from dataloading.batch import Batch, aligned
 from dataloading.reader_processes import shared_memory
-
-ALIGNMENT = 256
-"""Alignment of columns in a slot, in bytes."""
 
 
 class BatchMemory:
@@ -121,11 +118,6 @@ class Slots:
         """Wait until the copies from a slot are done."""
         if self._copied:
             self._copied[slot].synchronize()
-
-
-def aligned(num_bytes: int) -> int:
-    """Return the space of a column in a slot, in bytes."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _cudart() -> Any:

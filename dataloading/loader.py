@@ -12,8 +12,8 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from dataloading.batch import Batch, fixed_layout, jagged
-from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError, Slots, aligned
+from dataloading.batch import Batch, aligned, fixed_layout, jagged
+from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError, Slots
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Allocate, Columns, Source
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at

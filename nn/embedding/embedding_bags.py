@@ -7,6 +7,7 @@ reads nothing back, and everything can be captured in a CUDA graph. GPUs use Tri
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from nn.embedding.local_tables import (
 from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.torch_optimizer import update_rows
 from nn.embedding.touched_rows import TouchedRows
+from nn.ops.table_rows import TableRows
 
 # G: samples, H: hotness of a lookup, N: total number of ids and of the positions of ragged ones, K: number of keys, D: columns of
 # a table, T: columns of all lookups, V: vectors of a lookup, S: number of adjacent tables
@@ -157,6 +159,28 @@ class LocalEmbeddingBags:
                 vectors = _looked_up(adjacent.joined, lookup, rows)
                 vectors = vectors.view(adjacent.num_tables, self.num_samples, -1)
                 self._columns_of(out, placed, adjacent).copy_(vectors)
+
+    def rows(self, ids: Tensor) -> TableRows | None:
+        """Return the rows of ids [N] for a kernel on a GPU that takes them itself; None if a vector is not just one row."""
+        if self._row_places is None:
+            return None
+        return TableRows(self.tables[0].weight, ids, *self._row_places)
+
+    @cached_property
+    def _row_places(self) -> tuple[Tensor, int] | None:
+        """Places and alignment of `TableRows`."""
+        widths = {placed.width for placed in self._lookups}
+        are_rows = all(placed.lookup.hotness == 1 for placed in self._lookups)
+        if self._kernels is None or self._is_bounded or len(widths) > 1 or not are_rows:
+            return None
+        first = self.tables[0].weight
+        distances = [
+            (self.tables[placed.table].weight.data_ptr() - first.data_ptr()) // first.element_size()
+            for placed in self._lookups
+        ]
+        first_ids = [placed.ids.first for placed in self._lookups]
+        places = torch.tensor([distances, first_ids], dtype=torch.int64, device=self._device)
+        return places, gcd(16, *distances, *widths)
 
     def sort(self, ids: Tensor) -> SortedIds:
         """Sort the keys of ids [N] for `update`; the sort is stable, so that sums have one order too."""

@@ -78,8 +78,10 @@ class DotInteraction(nn.Module):
 @torch.compiler.disable
 def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int) -> Tensor:
     # Only CUDA builds of torch include Triton.
-    from nn.ops.triton.dot_interaction import fused_dot_interaction
+    from nn.ops.triton.dot_interaction import dot_interaction_of_rows, fused_dot_interaction
 
+    if embeddings.rows is not None and bottom is not None:
+        return dot_interaction_of_rows(bottom, embeddings.rows, num_outputs)
     if embeddings.layout.has_column_shards:
         embeddings = PooledEmbeddings.of(embeddings.matrix(), embeddings.layout.num_vectors)
     return fused_dot_interaction(bottom, embeddings.wait(), embeddings.layout, num_outputs)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nn.ops.embedding_layout import EmbeddingLayout
+from nn.ops.table_rows import TableRows
 
 # B: samples, F: features, D: columns of an embedding
 
@@ -22,11 +23,13 @@ class PooledEmbeddings:
 
     Attributes:
         layout: memory layout of the values.
-        wait: waits for the all-to-all and returns the values as one flat tensor.
+        wait: waits for the all-to-all and returns the values as one flat tensor; computes them if `rows` are there.
+        rows: the tables' rows, without a backward pass, of which a kernel may take the vectors itself; None: call `wait`.
     """
 
     layout: EmbeddingLayout
     wait: Callable[[], Tensor]
+    rows: TableRows | None = None
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":

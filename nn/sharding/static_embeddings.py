@@ -22,6 +22,7 @@ from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION
 from nn.embedding.touched_rows import TouchedRows
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
+from nn.ops.table_rows import TableRows
 from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
@@ -243,6 +244,11 @@ class StaticEmbeddings:
             )
             self._add_partial()
         return self._local
+
+    def rows(self, ids: LocalIds) -> TableRows | None:
+        """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
+        is_here = self._ranks.world_size == 1 and not self._replicated.tables
+        return self._owned.rows(ids.owned) if is_here else None
 
     def _add_partial(self) -> None:
         """Add the vectors that each rank has computed of its rows, in the order of the ranks."""

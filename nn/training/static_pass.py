@@ -195,9 +195,15 @@ class StaticForward:
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Return the logits."""
-        values = self._tables.look_up(ids)
+        rows = self._tables.rows(ids)
+        # Of a kernel that takes rows itself, nothing is looked up before.
+        values = self._tables.look_up(ids) if rows is None else None
         with self._context.autocast():
-            embeddings = PooledEmbeddings(self._tables.layout, lambda: values)
+            embeddings = PooledEmbeddings(
+                self._tables.layout,
+                lambda: self._tables.look_up(ids) if values is None else values,
+                rows,
+            )
             logits = self._context.dense(batch.numerical, embeddings)
         if ids.release is not None:
             ids.release()

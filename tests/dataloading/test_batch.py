@@ -3,6 +3,8 @@
 pytest tests/dataloading/test_batch.py
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,6 +104,20 @@ def test_a_pinned_batch_travels_without_waiting_and_is_recorded(shared):
     moved.record_stream(torch.cuda.current_stream())
     stream.synchronize()
     assert moved.ids.values().tolist() == batch.ids.values().tolist()
+
+
+@pytest.mark.parametrize("num_numerical", [2, 0])
+def test_a_batch_in_one_memory_moves_with_it(num_numerical):
+    batch = replace(batch_of(fixed()[1], True), weights=torch.rand(4))
+    batch = replace(batch, numerical=torch.rand(4, num_numerical))
+    packed = batch.in_one_memory()
+    moved = packed.at(packed.memory.clone())
+    packed.memory.zero_()
+    assert not packed.labels.any()
+    for copy in (moved, moved.at(batch.packed_as(moved))):
+        assert copy.ids.values().tolist() == batch.ids.values().tolist()
+        for ours, wanted in zip(copy.columns, batch.columns, strict=True):
+            assert torch.equal(ours, wanted)
 
 
 def test_padding_rows_touch_no_table_row():

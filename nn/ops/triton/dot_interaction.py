@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nn.ops.embedding_layout import EmbeddingLayout
+from nn.ops.table_rows import TableRows
 
 # B: samples, F: embeddings of a sample, D: columns of a vector, V: vectors that interact (F, or F + 1 with bottom)
 
@@ -37,6 +38,28 @@ def fused_dot_interaction(
     return _FusedDotInteraction.apply(bottom, values, layout, num_outputs)
 
 
+def dot_interaction_of_rows(bottom: Tensor, rows: TableRows, num_outputs: int) -> Tensor:
+    """Map bottom [B, D] and the rows of a batch to [B, num_outputs]; there is no backward pass.
+
+    The result is that of `fused_dot_interaction` on vectors that were looked up in the dtype of the bottom vector.
+    """
+    bottom = bottom.contiguous()
+    out = bottom.new_empty(len(bottom), num_outputs)
+    columns, num_features = rows.weights.shape[1], rows.places.shape[1]
+    shape = _shape(num_features + 1, columns, has_bottom=True, alignment=rows.alignment)
+    _dot_forward_of_rows[(len(bottom),)](
+        bottom,
+        rows.weights,
+        rows.ids,
+        rows.places,
+        out,
+        num_outputs,
+        **shape,
+        **(FEWER_REGISTERS if shape["num_warps"] == 1 else {}),
+    )
+    return out
+
+
 class _FusedDotInteraction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -47,7 +70,7 @@ class _FusedDotInteraction(torch.autograd.Function):
         num_samples = values.numel() // layout.memory_columns
         out = narrow.new_empty(num_samples, num_outputs)
         _dot_forward[(num_samples,)](
-            narrow, values, layout.table, out, num_outputs, **_shape(bottom, layout)
+            narrow, values, layout.table, out, num_outputs, **_shape_of(bottom, layout)
         )
         ctx.save_for_backward(bottom, values)
         ctx.layout = layout
@@ -67,24 +90,28 @@ class _FusedDotInteraction(torch.autograd.Function):
             grad_bottom,
             grad_values,
             grad.shape[1],
-            **_shape(bottom, ctx.layout),
+            **_shape_of(bottom, ctx.layout),
             **(FEWER_REGISTERS if values.element_size() == 2 else {}),
         )
         return None if bottom is None else grad_bottom, grad_values, None, None
 
 
-def _shape(bottom: Tensor | None, layout: EmbeddingLayout) -> dict[str, Any]:
-    num_vectors = layout.num_vectors + (bottom is not None)
-    columns = layout.embedding_dim
+def _shape_of(bottom: Tensor | None, layout: EmbeddingLayout) -> dict[str, Any]:
+    has_bottom = bottom is not None
+    num_vectors, columns = layout.num_vectors + has_bottom, layout.embedding_dim
+    return _shape(num_vectors, columns, has_bottom=has_bottom, alignment=layout.alignment)
+
+
+def _shape(num_vectors: int, columns: int, *, has_bottom: bool, alignment: int) -> dict[str, Any]:
     block_v = max(triton.next_power_of_2(num_vectors), 16)
     block_d = max(triton.next_power_of_2(columns), 16)
     return {
         "V": num_vectors,
         "D": columns,
-        "HAS_BOTTOM": bottom is not None,
+        "HAS_BOTTOM": has_bottom,
         "BLOCK_V": block_v,
         "BLOCK_D": block_d,
-        "ALIGN": layout.alignment,
+        "ALIGN": alignment,
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         # One warp holds 32 vectors of 128 columns without spilling registers; larger samples need more warps.
         "num_warps": max(1, block_v * block_d // 4096),
@@ -145,6 +172,59 @@ def _dot_forward(
     vectors = _load_vectors(
         bottom, embeddings, table, sample, V, D, HAS_BOTTOM, ALIGN, BLOCK_V, BLOCK_D
     )
+    _store_products(
+        vectors, bottom, out, sample, num_outputs, V, D, HAS_BOTTOM, BLOCK_V, BLOCK_D, PRECISION
+    )
+
+
+@triton.jit
+def _dot_forward_of_rows(
+    bottom,
+    weights,
+    ids,
+    places,
+    out,
+    num_outputs,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    HAS_BOTTOM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK_V)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row >= 1) & (row < V)
+    table = tl.load(places + row - 1, mask=inside, other=0)
+    first_id = tl.load(places + V - 1 + row - 1, mask=inside, other=0)
+    place = tl.load(ids + first_id + sample, mask=inside, other=0).to(tl.int64)
+    start = tl.multiple_of((table + place * D)[:, None], [1, ALIGN])
+    in_row = inside[:, None] & (column < D)
+    vectors = tl.load(weights + start + column, mask=in_row, other=0.0).to(bottom.dtype.element_ty)
+    bottom_vector = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
+    vectors = tl.where(row[:, None] == 0, bottom_vector, vectors)
+    _store_products(
+        vectors, bottom, out, sample, num_outputs, V, D, HAS_BOTTOM, BLOCK_V, BLOCK_D, PRECISION
+    )
+
+
+@triton.jit
+def _store_products(
+    vectors,
+    bottom,
+    out,
+    sample,
+    num_outputs,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    HAS_BOTTOM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store the output of a sample: the bottom vector if there is one, the products of all pairs, zeros."""
     products = tl.dot(vectors, tl.trans(vectors), input_precision=PRECISION)
     pairs = out + sample * num_outputs
     if HAS_BOTTOM:

@@ -1,12 +1,19 @@
 """The fused interaction gives what plain torch gives: under Triton's interpreter here, compiled on a GPU."""
 
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from configs.schema import OptimizerConfig
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.lookups import Lookup
 from nn.layers.dot_interaction import DotInteraction
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
+from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 SHAPES = list(product([2, 5, 26, 63], [16, 20, 128], [True, False]))
 # Rounded once in each: relative to the largest value of a result.
@@ -78,3 +85,41 @@ def test_the_fused_interaction_equals_plain_torch_on_a_gpu(dtype):
     for shape in SHAPES:
         worst = worst_difference(shape, dtype, "cuda", batch_size=1000)
         assert worst < TOLERANCE[dtype], (shape, worst)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_interaction_that_takes_rows_itself_equals_lookup_and_interaction(dtype):
+    from nn.ops.triton.dot_interaction import dot_interaction_of_rows, fused_dot_interaction
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(1)
+    rows, dim, num_samples = [40, 3, 17, 1000, 5], 20, 9
+    tables = [
+        LocalTable((Lookup(f"cat_{index}", 1),), torch.randn(count, dim, generator=generator), {})
+        for index, count in enumerate(rows)
+    ]
+    tables = [replace(table, weight=table.weight.to(device)) for table in tables]
+    config = OptimizerConfig()
+    bags = LocalEmbeddingBags(
+        tables,
+        fixed_blocks({f"cat_{index}": 1 for index in range(len(rows))}, num_samples),
+        num_samples,
+        config,
+        UpdateScalars(config, 1.0, device),
+        dtype,
+        device,
+    )
+    drawn = [torch.randint(count, (num_samples,), generator=generator) for count in rows]
+    ids = torch.cat(drawn).to(device)
+    values = torch.empty(num_samples, len(rows) * dim, dtype=dtype, device=device)
+    bags.look_up(ids, values)
+    bottom = torch.randn(num_samples, dim, generator=generator).to(device, dtype)
+    num_outputs = DotInteraction(len(rows), dim).num_outputs
+    layout = EmbeddingLayout.dense((dim,) * len(rows), device)
+    wanted = fused_dot_interaction(bottom, values.flatten(), layout, num_outputs)
+    if bags._kernels is None:
+        # Plain torch takes no rows; the kernel is interpreted.
+        assert bags.rows(ids) is None
+        vars(bags).pop("_row_places")
+        bags._kernels = SimpleNamespace()
+    assert torch.equal(dot_interaction_of_rows(bottom, bags.rows(ids), num_outputs), wanted)
