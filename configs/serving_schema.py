@@ -244,6 +244,28 @@ class RollbackConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ApplyConfig:
+    """Deltas on a model."""
+
+    model: str | None = option(
+        None,
+        "directory of versions, whose newest is the base, or a model directory (required)",
+        path=True,
+    )
+    deltas: list[str] = option(
+        [],
+        "deltas (deltas/step_N) in order, or a run's deltas/ for all after the base (required)",
+        path=True,
+    )
+    output: str | None = option(
+        None, "model directory to write; null: the next version of the directory", path=True
+    )
+
+    def __post_init__(self) -> None:
+        _require_set(self, model="a directory of versions", deltas="[a run's deltas/]")
+
+
+@dataclass(kw_only=True, slots=True)
 class AccuracyConfig:
     """Accuracy of a split as a server scores it."""
 

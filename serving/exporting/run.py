@@ -25,6 +25,7 @@ from dataloading.dataset.source import Source
 from nn.build import open_source
 from nn.checkpoint.directory import read_facts
 from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
+from nn.deltas.delta import CHAIN
 from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import declared_tables, typed_config
 from nn.models.tasks import Task, tasks_of_run
@@ -212,6 +213,7 @@ def _manifest(
             "step": trained.facts["num_steps"],
             "seed": config.seed,
             "feature_spec": trained.facts["feature_spec"],
+            **{name: trained.facts[name] for name in (CHAIN,) if name in trained.facts},
             "recipe": project_version(),
             "torch": torch.__version__,
         },

@@ -182,6 +182,7 @@ ROOMS = {
         "serving.versions",
     },
     "serving.rollback": {"serving.versions"},
+    "serving.apply": {"serving.exporting", "serving.manifest", "serving.versions"},
     "preproc.column_store": set(),
     "preproc.fitted_state": {"preproc.dataset_writer", "preproc.vocabulary_file"},
     "preproc.raw_files": set(),

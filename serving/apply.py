@@ -1,0 +1,63 @@
+"""Command `python -m serving.apply`: make the next version of a model from the newest one and the deltas after it."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.messages import on_one_line
+from configs.overrides import to_config
+from configs.serving_schema import ApplyConfig
+from serving.manifest import MANIFEST
+from serving.versions import list_versions
+
+
+def run(composed: DictConfig) -> None:
+    """Check the composed options and apply the deltas; report errors in one line."""
+    with errors_end_command(f"model={composed.model}", interrupted=NO_OUTPUT):
+        config: ApplyConfig = to_config(composed)
+        base, output = places(config)
+        # Imported here: torch takes seconds, and the errors above need none.
+        from nn.library_warnings import quiet_libraries
+
+        quiet_libraries()
+        from serving.exporting.applied import apply_deltas
+
+        manifest, chain = apply_deltas(base, config.deltas, output)
+    rows = sum(table.touched for delta in chain for table in delta.tables.values())
+    plural = "" if len(chain) == 1 else "s"
+    print(
+        on_one_line(
+            f"{base} and {len(chain)} delta{plural} of {rows:,} rows, step {manifest.source['step']:,}, written to {output}"
+        )
+    )
+
+
+def places(config: ApplyConfig) -> tuple[Path, Path]:
+    """Return the model directory to begin at, and the one to write.
+
+    Raises:
+        ValueError: there is no version to begin at, or no directory to write.
+    """
+    assert config.model is not None, "checked by the options"
+    model = Path(config.model)
+    output = None if config.output is None else Path(config.output)
+    if (model / MANIFEST).exists():
+        if output is None:
+            raise ValueError(
+                f"model={model} is a model directory; set output=DIR, or name a directory of versions"
+            )
+        return model, output
+    versions = list_versions(model)
+    if not versions:
+        raise ValueError(
+            f"model={model} has no version to begin at; write one with python -m serving.export output={model}/1"
+        )
+    return model / versions[0], output or model / str(int(versions[0]) + 1)
+
+
+if __name__ == "__main__":
+    try:
+        composed_command(run, ApplyConfig, "serving_apply_schema", "serving_apply")()
+    except ValueError as error:
+        end_command(f"error: {error}")
