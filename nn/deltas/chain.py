@@ -29,7 +29,7 @@ def open_chain(base: Link, paths: Sequence[str], named: str) -> list[Delta]:
             raise ValueError(f"deltas: {path} cannot be used: {error}") from None
         except ValueError as error:
             raise ValueError(
-                f"deltas: {path} cannot be used: {error}; copy it again, or begin at a newer base"
+                f"deltas: {path} cannot be used: {error}; name intact deltas of the run, or begin at a newer base"
             ) from None
     if not deltas:
         raise ValueError(
