@@ -3,16 +3,17 @@
     python -m benchmarks.continuous.deltas --out DIR dlrm experiment=dlrm_criteo_t15
 
 The step is built twice, with and without tracking, and both train in turns on the same batches, which are on the device
-already: what is compared is the step alone. Then a delta is written after --steps steps. One line per number.
+already: what is compared is the step alone. Then two deltas are written while training continues, with the rows of 20 batches
+and --share of all rows; what training loses is the time until a delta is written, less that of its steps. One line per number.
 """
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import cycle, islice
 from logging import getLogger
-from pathlib import Path
 
 import torch
 
@@ -33,7 +34,7 @@ from nn.build import (
 )
 from nn.checkpoint.state import facts_of
 from nn.deltas.delta import Delta, read_delta
-from nn.deltas.writer import DeltaRun, DeltaWriter
+from nn.deltas.writer import THREAD_NAME, DeltaRun, DeltaWriter
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
 from nn.library_warnings import quiet_libraries
 from nn.training.prefetch import Prefetcher
@@ -41,28 +42,49 @@ from nn.training.train_step import TrainStep
 
 BATCHES = 20
 TURNS = 8
+# Of a trainer that has recorded nothing yet.
+STATE = {"loss_sum": 0.0, "loss_steps": 0, "test": {}, "best_step": None}
 
 
 def main() -> None:
     """Measure the run of the command line."""
     parser = run_parser(__doc__, out="for the delta")
     parser.add_argument("--steps", type=int, default=100, help="steps per turn")
+    parser.add_argument("--alone", action="store_true", help="only the step that tracks rows")
+    parser.add_argument("--share", type=float, default=0, help="of all rows, further ones changed")
     args = parser.parse_args()
     quiet_libraries()
     ranks = ranks_from_environment("cuda" if torch.cuda.is_available() else "cpu")
     plain = compose_row(args.recipe, *args.overrides)
     tracking = compose_row(args.recipe, *args.overrides, "checkpoint.delta_every=1000000000")
     source = open_source(plain)
-    with held_output(args.out), process_group(ranks):
+    with held_output(args.out), process_group(ranks), ExitStack() as stack:
         batches = _batches(plain, source, ranks)
-        steps = [_built(config, source, ranks) for config in (plain, tracking)]
-        with closing(steps[0]), closing(steps[1]):
-            times = _times(steps, batches, ranks, args.steps)
-            without, tracked = map(statistics.median, times)
-            print(f"ms per step, untracked    {without:10.4f}  {_shown(times[0])}")
-            print(f"ms per step, tracked      {tracked:10.4f}  {_shown(times[1])}")
+        configs = [tracking] if args.alone else [plain, tracking]
+        steps = [stack.enter_context(closing(_built(c, source, ranks))) for c in configs]
+        times = _times(steps, batches, ranks, args.steps)
+        tracked = statistics.median(times[-1])
+        if not args.alone:
+            without = statistics.median(times[0])
+            print(f"ms per step, untracked     {without:10.4f}  {_shown(times[0])}")
             print(f"cost of tracking           {tracked / without - 1:10.2%}")
-            _write(steps[1], tracking, source, ranks, args.out)
+        print(f"ms per step, tracked       {tracked:10.4f}  {_shown(times[-1])}")
+        facts = facts_of(tracking, model_spec(tracking, source), ranks)
+        step = steps[-1]
+        writer = DeltaWriter(
+            args.out / "deltas",
+            step.tables,
+            step.dense_weights,
+            DeltaRun(facts, None),
+            tracking.checkpoint,
+            ranks,
+            getLogger(),
+        )
+        writer.save(0, STATE)
+        for number in (1, 2):  # the second one finds warm memory
+            _time_delta(writer, step, batches, number, args.share, tracked / 1e3)
+            print(flush=True)
+        _print_bytes(read_delta(args.out / "deltas/step_2"))
 
 
 def _batches(config: Config, source: Source, ranks: Ranks) -> list[Batch]:
@@ -103,33 +125,38 @@ def _shown(times: Sequence[float]) -> str:
     return f"({min(times):.4f} to {max(times):.4f} in {len(times)} turns)"
 
 
-def _write(step: TrainStep, config: Config, source: Source, ranks: Ranks, out: Path) -> None:
-    """Write a delta of all steps so far, twice: the second one finds warm memory."""
-    facts = facts_of(config, model_spec(config, source), ranks)
-    checkpoint = config.checkpoint
-    writer = DeltaWriter(
-        out / "deltas",
-        step.tables,
-        step.dense_weights,
-        DeltaRun(facts, None),
-        checkpoint,
-        ranks,
-        getLogger(),
-    )
-    masks = [one.touched.clone() for one in step.tables.touched_shards()]
-    for number in range(3):
-        for one, kept in zip(step.tables.touched_shards(), masks, strict=True):
-            one.touched.copy_(kept)
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        writer.save(number, {"loss_sum": 0.0, "loss_steps": 0, "test": {}, "best_step": None})
-        pause = time.perf_counter() - began
-        writer.wait()
-        if number:
-            print(f"pause of a delta, s        {pause:10.3f}")
-            print(f"written after, s           {time.perf_counter() - began:10.3f}")
-    _print_bytes(read_delta(out / "deltas" / "step_2"))
+def _time_delta(
+    writer: DeltaWriter,
+    step: TrainStep,
+    batches: Sequence[Batch],
+    number: int,
+    share: float,
+    step_s: float,
+) -> None:
+    """Write a delta while the step trains on; print the pause, and the time that training has lost until it is written."""
+    device = batches[0].numerical.device
+    for one in step.tables.touched_shards():
+        if share:
+            one.touched[:: max(1, round(1 / share))] = 1
+    prefetcher = Prefetcher(cycle(batches), step.path, device)
+    for index in range(len(batches)):
+        step.train(index, prefetcher)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    writer.save(number, STATE)
+    pause = time.perf_counter() - began
+    num_steps = 0
+    while any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        step.train(num_steps, prefetcher)
+        num_steps += 1
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    writer.wait()
+    print(f"pause of a delta, s        {pause:10.3f}")
+    print(f"written after, s           {took:10.3f}")
+    print(f"lost by training, s        {took - num_steps * step_s:10.3f}")
 
 
 def _print_bytes(delta: Delta) -> None:

@@ -222,9 +222,7 @@ def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{RUN_FILE} is no description of a checkpoint: {error}") from None
     if of_delta and DELTA not in facts:
-        raise ValueError(
-            "it is no delta, but a checkpoint or an export"
-        )
+        raise ValueError("it is no delta, but a checkpoint or an export")
     if DELTA in facts and not of_delta:
         raise ValueError("it is a delta; python -m nn.replay makes an export of it and of its base")
     for name, wanted in facts["files"].items():

@@ -10,13 +10,18 @@ import pytest
 
 from configs.schema import Config
 from nn.checkpoint import state as checkpoint
+from nn.checkpoint.directory import list_checkpoints
 from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
+from nn.deltas import writer
 from nn.deltas.delta import read_delta
 from nn.deltas.row_ids import decode_ids, encode_ids
+from nn.deltas.table_rows import ReplayedTable
 from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.process_group import process_group, ranks_from_environment
+from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config
 from tests.helpers.distributed import run_distributed
+from tests.nn.deltas.test_replay import assert_replayed
 
 LAYOUTS = ["table_wise", "column_wise", "row_wise", "data_parallel", "table_wise"]
 SHARDING = ",".join(f"cat_{index}:{layout}" for index, layout in enumerate(LAYOUTS))
@@ -54,6 +59,13 @@ def write(directory: Path, options: tuple[str, ...], grown: dict[str, int]) -> N
         built.step.close()
 
 
+def as_stored(values: np.ndarray, path: Path) -> StoredTensor:
+    """Write an array as a tensor of one chunk."""
+    path.write_bytes(values.tobytes())
+    chunk = Chunk((0,) * values.ndim, values.shape, path, 0, (zlib.crc32(values.tobytes()),))
+    return StoredTensor(str(values.dtype), values.shape, (chunk,))
+
+
 def looked_up(config: Config) -> dict[str, set[int]]:
     """Return the ids of all batches by table."""
     ids = defaultdict(set)
@@ -70,7 +82,10 @@ def looked_up(config: Config) -> dict[str, set[int]]:
 )
 def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, grown):
     options = (f"sharding.tables={{{SHARDING}}}",)
-    run_distributed(write, world_size, tmp_path, options, grown)
+    if world_size == 1:
+        write(tmp_path, options, grown)
+    else:
+        run_distributed(write, world_size, tmp_path, options, grown)
     delta, stored = read_delta(tmp_path / "deltas/step_4"), read_index(tmp_path / "step_4")
     wanted = looked_up(compose_config(*CONFIG))
     for table, change in delta.tables.items():
@@ -80,6 +95,13 @@ def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, grown)
         assert len(ids) == change.touched
         weight = np.concatenate(list(blocks(stored.tensors[f"tables.{table}.weight"])))
         assert np.array_equal(np.concatenate(list(blocks(delta.rows_of(table)))), weight[ids])
+        # On a base of the size before, without the rows of the delta, the chain makes the table.
+        weight_before = weight[: grown.get(table, change.rows)].copy()
+        weight_before[ids[ids < len(weight_before)]] = 0
+        base = as_stored(weight_before, tmp_path / f"{table}.bin")
+        replayed = ReplayedTable(table, base, [delta])
+        replayed.check()
+        assert np.array_equal(np.concatenate(list(replayed.blocks())), weight)
     assert sum(change.touched for change in delta.tables.values()) < sum(
         change.rows for change in delta.tables.values()
     )
@@ -90,10 +112,34 @@ def test_row_numbers_are_read_back(tmp_path, most):
     draw = np.random.default_rng(0)
     wanted = np.unique(draw.integers(0, most, 40_000))
     data = encode_ids(wanted)
-    (tmp_path / "ids").write_bytes(data.tobytes())
-    crc32 = (zlib.crc32(data),)
-    chunk = Chunk((0,), data.shape, tmp_path / "ids", 0, crc32)
-    assert np.array_equal(
-        np.concatenate(list(decode_ids(StoredTensor("uint8", data.shape, (chunk,))))), wanted
-    )
+    stored = as_stored(data, tmp_path / "ids")
+    assert np.array_equal(np.concatenate(list(decode_ids(stored))), wanted)
     assert len(data) <= len(wanted) * (1.01 if most <= 10**6 else 6)
+
+
+def test_rows_that_a_table_has_grown_by_must_be_in_a_delta(tmp_path):
+    write(tmp_path, (), {"cat_0": 490})
+    delta = read_delta(tmp_path / "deltas/step_4")
+    base = as_stored(np.zeros((480, 8), np.float32), tmp_path / "base.bin")
+    with pytest.raises(ValueError, match="table cat_0 has grown to 500 rows, and row 48"):
+        list(ReplayedTable("cat_0", base, [delta]).blocks())
+
+
+def test_a_delta_that_could_not_be_written_costs_nothing(tmp_path, monkeypatch):
+    """Its rows are in the next one."""
+    original, calls = writer.commit, []
+
+    def commit(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device", "delta")
+        return original(*arguments)
+
+    monkeypatch.setattr(writer, "commit", commit)
+    options = ("train.max_steps=8", "checkpoint.delta_every=2", "checkpoint.keep=9")
+    ended = run_command(*TINY, *options, f"run_dir={tmp_path / 'run'}")
+    assert "the delta of step 2 could not be written" in ended.err + ended.out
+    assert [path.name for path in list_checkpoints(tmp_path / "run/deltas")] == [
+        *("step_8", "step_6", "step_4")
+    ]
+    assert_replayed(tmp_path / "run", tmp_path)
