@@ -16,6 +16,7 @@ class Mode(Enum):
 
     fit = "fit"
     transform = "transform"
+    extend = "extend"
     verify = "verify"
     convert = "convert"
 
@@ -95,11 +96,13 @@ class PreprocConfig:
     mode: Mode = option(
         Mode.fit,
         "fit (make a dataset, vocabularies and statistics from its training rows), transform (make one by the fit "
-        "of another), verify (read one, say what is wrong) or convert (path to output)",
+        "of another), extend (one of the next day: old values keep their ids, docs/every_day.md), verify (read one, say what "
+        "is wrong) or convert (path to output)",
     )
     fitted: str | None = option(
         None,
-        "with mode=transform: the dataset whose fit is applied; with mode=verify: one whose vocabularies path must have",
+        "with mode=transform: the dataset whose fit is applied; with mode=extend: that of the day before; with mode=verify: one "
+        "whose vocabularies path must have",
         path=True,
     )
     path: str | None = option(
@@ -148,7 +151,22 @@ class PreprocConfig:
     )
     frequency_limit: int = option(
         0,
-        "a value that occurs less often gets id 0, like missing and unseen ones; 0 keeps every value",
+        "a value that occurs less often gets id 0, like missing and unseen ones; 0 keeps every value; mode=extend counts "
+        "over all days, with the limit of the fit",
+    )
+    rare_counts: bool = option(
+        False,
+        "with mode=fit: keep the counts of values without an id, which mode=extend needs to count them over days",
+    )
+    refit: bool = option(
+        False,
+        "with mode=extend: fit the statistics of numericals on this day, not keep those of the fit",
+    )
+    retire_after: int | None = option(
+        None,
+        "with mode=extend: a value that did not occur for this many days gets id 0 until it is frequent again; its id is "
+        "never another value's; null: never",
+        most=2**31 - 1,
     )
     vocabulary: VocabularyRows = option(
         VocabularyRows.train,
@@ -221,9 +239,10 @@ class PreprocConfig:
             f"frequency_limit must not be negative, got {self.frequency_limit}",
         )
         require(
-            (self.mode is Mode.transform) == (self.fitted is not None),
-            "mode=transform and fitted=DIR go together: DIR is the dataset whose fit is applied",
+            (self.mode in (Mode.transform, Mode.extend)) == (self.fitted is not None),
+            "mode=transform or mode=extend and fitted=DIR go together: DIR is the dataset whose fit is applied, or extended",
         )
+        self._check_extend()
         if self.mode is Mode.convert:
             return
         if self.layout is Layout.synthetic:
@@ -235,6 +254,30 @@ class PreprocConfig:
             self._check_mlperf()
         else:
             TableConfig.of(self.table)
+
+    def _check_extend(self) -> None:
+        is_extend = self.mode is Mode.extend
+        for name, is_set in (
+            ("refit", self.refit),
+            ("retire_after", self.retire_after is not None),
+        ):
+            require(
+                is_extend or not is_set,
+                f"{name}={getattr(self, name)} is of mode=extend; leave it out, or set mode=extend",
+            )
+        require(
+            self.mode is Mode.fit or not self.rare_counts,
+            f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
+        )
+        require(
+            self.retire_after is None or self.retire_after > 0,
+            f"retire_after must be positive or null, got {self.retire_after}",
+        )
+        require(
+            not is_extend or self.layout in (Layout.criteo, Layout.table),
+            f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
+            "dataset=criteo_kaggle, criteo_1tb or any",
+        )
 
     def _check_synthetic(self) -> None:
         for name in ("source", "test_source"):

@@ -63,7 +63,7 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
         from preproc.criteo.mlperf import build_mlperf
 
         return lambda progress: build_mlperf(config, progress)
-    if config.engine is EngineName.duckdb and config.mode is Mode.fit:
+    if config.engine is EngineName.duckdb and config.mode is Mode.fit and not config.rare_counts:
         from preproc.criteo.pipeline import build_criteo
 
         return lambda progress: build_criteo(config, progress)

@@ -1,7 +1,7 @@
 """Last stage of every pipeline: write fitted state, report and spec beside the columns, then rename the dataset."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Label, TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.lineage import DAY, PARENT, Lineage
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.split_files import SplitFiles
 from preproc.dataset_writer import finish_dataset
@@ -42,6 +43,7 @@ class WrittenColumns:
         counted: rows that vocabularies are built on, in words.
         bad_rows: rows left out.
         absent: names of the labels, the weight and the keep rate that new rows lack.
+        lineage: the day, and the fit that it extends.
     """
 
     categorical: list[CategoricalFeature]
@@ -52,6 +54,7 @@ class WrittenColumns:
     counted: str
     bad_rows: int
     absent: frozenset[str] = frozenset()
+    lineage: Lineage = field(default_factory=Lineage)
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
@@ -74,7 +77,7 @@ def complete_dataset(
     """Write fitted state, report and spec beside the columns, rename all to the output and print its summary."""
     directory = work.dataset
     assert config.output is not None
-    save_fitted(directory, table, written.statistics, config.source)
+    save_fitted(directory, table, written.statistics, config.source, written.lineage.day)
     first_split = next(iter(written.splits))
     distributions = read_distributions(
         directory / first_split / "numerical.bin",
@@ -102,6 +105,8 @@ def complete_dataset(
     }
     if config.shuffle:
         metadata["shuffle_seed"] = config.seed
+    if written.lineage.day:
+        metadata |= {DAY: written.lineage.day, PARENT: written.lineage.parent}
     columns = row_columns(table)
     spec = FeatureSpec(
         directory,

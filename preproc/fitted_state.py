@@ -12,20 +12,21 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from configs.messages import shown
+from configs.preproc_schema import PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, History, Numerical, TableConfig, transform_of
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import SPEC_NAME
+from dataloading.dataset.lineage import DAY, FITTED, RARE, VOCABULARY, Lineage
 from dataloading.dataset.split_files import find_file
 from preproc.dataset_writer import checksum
-from preproc.vocabulary_file import check_vocabulary
+from preproc.vocabulary_file import check_vocabulary, has_days
 
-FITTED = "preproc.json"
 FITTED_TRANSFORMS = ("minmax", "standardise")
 SOURCE = "${source}"
 ROWS_KEYS = (
@@ -42,11 +43,15 @@ class FittedState:
         directory: of the dataset that holds it.
         statistics: fitted numbers per numerical feature and transform.
         files: bytes and CRC-32 of each file, as they were compared.
+        lineage: its day and its identity.
+        limits: `frequency_limit` and `vocabulary_rows` of the spec.
     """
 
     directory: Path
     statistics: dict[str, list[list[float]]]
     files: dict[str, dict[str, Any]]
+    lineage: Lineage = field(default_factory=Lineage)
+    limits: Mapping[str, Any] = field(default_factory=dict)
 
     def copy_vocabulary(self, name: str, path: Path) -> None:
         """Copy the vocabulary of feature `name` to the relation directory `path`.
@@ -54,10 +59,29 @@ class FittedState:
         Raises:
             ValueError: it is not the one that was compared.
         """
+        self._copy(vocabulary_name(name), path)
+
+    def copy_rare(self, name: str, path: Path) -> None:
+        """Copy the counts of the values of feature `name` without an id to the relation directory `path`.
+
+        Raises:
+            ValueError: they are not those that were compared.
+        """
+        self._copy(rare_name(name), path)
+
+    def has_rare(self, name: str) -> bool:
+        """Tell whether the counts of the values of feature `name` without an id were kept."""
+        return rare_name(name) in self.files
+
+    def has_days(self, name: str) -> bool:
+        """Tell whether the vocabulary of feature `name` is of a later day, with its columns."""
+        return has_days(self.directory / vocabulary_name(name))
+
+    def _copy(self, name: str, path: Path) -> None:
         path.mkdir(exist_ok=True)
-        source, copy = self.directory / vocabulary_name(name), path / "0.parquet"
+        source, copy = self.directory / name, path / "0.parquet"
         shutil.copyfile(source, copy)
-        if checksum(copy) != self.files[vocabulary_name(name)]:
+        if checksum(copy) != self.files[name]:
             shutil.rmtree(path)
             raise ValueError(f"{source} has changed during this run; rerun the same command")
 
@@ -68,7 +92,12 @@ class FittedState:
 
 def vocabulary_name(feature: str) -> str:
     """Return the path of a feature's vocabulary below its dataset."""
-    return f"vocabulary/{feature}.parquet"
+    return f"{VOCABULARY}/{feature}.parquet"
+
+
+def rare_name(feature: str) -> str:
+    """Return the path of the counts of a feature's values without an id below its dataset."""
+    return f"{RARE}/{feature}.parquet"
 
 
 def features_of(table: TableConfig) -> dict[str, Any]:
@@ -85,7 +114,11 @@ def features_of(table: TableConfig) -> dict[str, Any]:
 
 
 def save_fitted(
-    directory: Path, table: TableConfig, statistics: dict[str, Any], source: Any = None
+    directory: Path,
+    table: TableConfig,
+    statistics: dict[str, Any],
+    source: Any = None,
+    day: int = 0,
 ) -> None:
     """Write preproc.json below `directory`.
 
@@ -94,6 +127,7 @@ def save_fitted(
         table: its description.
         statistics: fitted numbers per numerical feature.
         source: option `source` of the run, whose place in the files of the table other sources take.
+        day: number of the day; 0 for a fit.
     """
     whole = json.loads(json.dumps(asdict(table)))
     sources = whole["sources"]
@@ -106,6 +140,7 @@ def save_fitted(
         "features": features_of(table),
         "statistics": statistics,
         "rows": {key: whole[key] for key in ROWS_KEYS},
+        **({DAY: day} if day else {}),
     }
     (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
@@ -185,6 +220,7 @@ def load_fitted(
     listed = checksums_of(document.get("metadata"), f"{directory / SPEC_NAME}: metadata")
     with_vocabulary = [f.name for f in table.categorical if not (f.buckets or f.vocabulary_of)]
     names = [vocabulary_name(name) for name in with_vocabulary]
+    names += [rare_name(name) for name in with_vocabulary if rare_name(name) in listed]
     files = {name: _compared(directory, name, listed.get(name)) for name in [FITTED, *names]}
     saved = _mapping(read_json(path), str(path))
     if _with_defaults(saved.get("features"), str(path)) != _with_defaults(features_of(table), ""):
@@ -202,7 +238,39 @@ def load_fitted(
             f"{f' and {len(without) - 1} others' if without[1:] else ''}, so only the content was checked"
         )
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
-    return FittedState(directory, statistics, files)
+    metadata = document.get("metadata") or {}
+    return FittedState(directory, statistics, files, Lineage.of(metadata), metadata)
+
+
+def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfig) -> PreprocConfig:
+    """Return the options of `mode=extend` with the frequency limit of the fit, and the rows that it counted.
+
+    Raises:
+        ValueError: the options name another limit; or the spec of the fit has no checksums or no limit, or the fit no counts
+            of the values below it.
+    """
+    limit, rows = (fitted.limits.get(key) for key in ("frequency_limit", "vocabulary_rows"))
+    where = f"fitted={fitted.directory}"
+    if fitted.lineage.identity is None or type(limit) is not int or limit < 0:
+        raise ValueError(
+            f"{where}: {SPEC_NAME} lists no checksums or no frequency_limit, so that no day can follow it; fit again"
+        )
+    if config.frequency_limit not in (0, limit):
+        raise ValueError(
+            f"frequency_limit={config.frequency_limit}, but {where} was fitted with {limit}, which counts over all days; "
+            "leave it out"
+        )
+    for feature in table.categorical:
+        if feature.buckets or feature.vocabulary_of or fitted.has_rare(feature.name):
+            continue
+        own = limit if feature.frequency_limit is None else feature.frequency_limit
+        if own > 1 or feature.max_size is not None:
+            raise ValueError(
+                f"{where} has no counts of the values of {shown(feature.name)} without an id, which are counted over days; "
+                "fit it again with rare_counts=true"
+            )
+    counted = VocabularyRows.all if rows == VocabularyRows.all.name else VocabularyRows.train
+    return replace(config, frequency_limit=limit, vocabulary=counted)
 
 
 def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:

@@ -156,6 +156,7 @@ class TransformedRows:
         path = self._state.directory / vocabulary_name(name)
         self._cursor.execute(
             f"CREATE TABLE {relation} AS SELECT value, id FROM read_parquet({text(glob.escape(str(path)))})"
+            + (" WHERE NOT retired" if self._state.has_days(name) else "")
         )
         repeated = f"SELECT count(*) - count(DISTINCT value) FROM {relation}"
         if self._cursor.execute(repeated).fetchall() != [(0,)]:

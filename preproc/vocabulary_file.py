@@ -11,6 +11,16 @@ if TYPE_CHECKING:  # 25 MB of memory that only transforms and verification need
     import pyarrow as pa
 
 BATCH_ROWS = 1 << 17
+DAYS_COLUMN = "retired"
+"""Column that the vocabularies of later days have (`preproc/table/extension.py`)."""
+
+
+def has_days(path: Path) -> bool:
+    """Tell whether a vocabulary is of a later day than the fit; it must have been checked."""
+    from dataloading.dataset.parquet_files import open_file
+
+    with open_file(path) as file:
+        return DAYS_COLUMN in file.schema_arrow.names
 
 
 def check_vocabulary(path: Path, remedy: str) -> int:
@@ -22,7 +32,7 @@ def check_vocabulary(path: Path, remedy: str) -> int:
 
     Raises:
         ValueError: it is truncated, or its rows are not those of ids 1, 2, ... by descending count and, for equal counts,
-            ascending value.
+            ascending value; in a vocabulary of a later day, within the ids that each day gave.
     """
     import pyarrow as pa
 
@@ -32,8 +42,11 @@ def check_vocabulary(path: Path, remedy: str) -> int:
     last: pa.RecordBatch | None = None
     with open_file(path) as file:
         _check_columns(path, file.schema_arrow, remedy)
+        columns = ["value", "id", "count"]
+        if DAYS_COLUMN in file.schema_arrow.names:
+            columns = ["value", "id", "first_count", "day"]
         try:
-            for batch in file.iter_batches(BATCH_ROWS, columns=["value", "id", "count"]):
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
                 wrong = _mistake(batch, last, num_rows)
                 if wrong:
                     raise ValueError(f"{path}: {wrong}; {remedy}")
@@ -48,7 +61,11 @@ def check_vocabulary(path: Path, remedy: str) -> int:
 def _check_columns(path: Path, schema: "pa.Schema", remedy: str) -> None:
     import pyarrow as pa
 
-    kinds = {"value": pa.types.is_string, "id": pa.types.is_integer, "count": pa.types.is_integer}
+    integer = pa.types.is_integer
+    kinds = {"value": pa.types.is_string, "id": integer, "count": integer}
+    if DAYS_COLUMN in schema.names:
+        later = dict.fromkeys(("day", "first_count", "today", "last_day"), integer)
+        kinds |= {**later, DAYS_COLUMN: pa.types.is_boolean}
     for name, is_kind in kinds.items():
         if schema.names.count(name) != 1 or not is_kind(schema.field(name).type):
             raise ValueError(
@@ -73,9 +90,12 @@ def _mistake(batch: "pa.RecordBatch", last: "pa.RecordBatch | None", first_row: 
     if (ids != wanted).any():
         at = int((ids != wanted).argmax())
         return f"id {ids[at]} in row {first_row + at:,}, want {wanted[at]}"
-    counts, values = np.asarray(batch.column("count")).astype(np.int64), batch.column("value")
+    counts, values = np.asarray(batch.column(2)).astype(np.int64), batch.column("value")
     rises = np.asarray(pc.greater(values[1:], values[:-1]))
     follows = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & rises)
+    if batch.num_columns > 3:
+        days = np.asarray(batch.column("day")).astype(np.int64)
+        follows = (days[1:] > days[:-1]) | ((days[1:] == days[:-1]) & follows)
     if not follows.all():
         at = int((~follows).argmax())
         return (

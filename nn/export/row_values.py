@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from configs.messages import shown
@@ -70,13 +71,17 @@ def write_values(vocabulary: Path, path: Path, table: str, num_rows: int) -> Non
             writer.write_table(pa.table({"id": [0], "value": [None]}, schema=SCHEMA))
             wanted = 1
             try:
-                for batch in file.iter_batches(BATCH_ROWS, columns=["id", "value"]):
+                columns = ["id", "value", *({"retired"} & set(names))]
+                for batch in file.iter_batches(BATCH_ROWS, columns=columns):
                     ids = np.asarray(batch.column("id"))
                     if (ids != np.arange(wanted, wanted + len(ids))).any():
                         raise ValueError(f"{vocabulary}: ids are not 1, 2, ...; copy it again")
                     wanted += len(ids)
-                    rows = pa.Table.from_batches([batch]).select(SCHEMA.names).cast(SCHEMA)
-                    writer.write_table(rows)
+                    rows = pa.Table.from_batches([batch])
+                    if "retired" in rows.column_names:
+                        live = pc.if_else(rows["retired"], None, rows["value"])
+                        rows = rows.set_column(1, "value", live)
+                    writer.write_table(rows.select(SCHEMA.names).cast(SCHEMA))
             except (pa.ArrowException, OSError) as error:
                 reason = shown(str(error).partition("\n")[0])
                 raise ValueError(f"{vocabulary}: damaged ({reason}); copy it again") from None

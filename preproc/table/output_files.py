@@ -10,10 +10,12 @@ import numpy as np
 
 from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.lineage import RARE, VOCABULARY
 from dataloading.dataset.row_columns import Channel, RowColumn
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
 from preproc.table.expressions import quoted, text
+from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_numericals
 from preproc.work_directory import Work
 
@@ -210,12 +212,25 @@ class TableFiles:
                 np.asarray(chunk["id"], np.int32).tofile(stream)
         return np.memmap(path, np.int32, "r") if num_items else np.zeros(1, np.int32)
 
-    def write_vocabulary(self, relation: str, name: str) -> None:
-        """Write vocabulary/NAME.parquet: value, id and count, in the order of ids."""
-        files = self._files(relation)
-        path = text(str(self._dataset / "vocabulary" / f"{name}.parquet"))
+    def write_vocabulary(self, relation: str, name: str, *, has_days: bool = False) -> None:
+        """Write vocabulary/NAME.parquet: value, id and count, in the order of ids, and the columns of a later day."""
+        columns = {"value": "VARCHAR", "id": "BIGINT", "count": "BIGINT"}
+        if has_days:
+            columns |= {
+                column: "BOOLEAN" if column == "retired" else "BIGINT" for column in DAYS_COLUMNS
+            }
+        self._write_parquet(relation, columns, "id", f"{VOCABULARY}/{name}.parquet")
+
+    def write_rare(self, relation: str, name: str) -> None:
+        """Write rare/NAME.parquet: value and count of the values without an id, in the order of values."""
+        columns = {"value": "VARCHAR", "count": "BIGINT"}
+        self._write_parquet(relation, columns, "value", f"{RARE}/{name}.parquet")
+
+    def _write_parquet(
+        self, relation: str, columns: dict[str, str], order_by: str, name: str
+    ) -> None:
+        selected = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in columns.items())
         self._connection.execute(
-            "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "
-            f"CAST(count AS BIGINT) AS count FROM read_parquet({files}) ORDER BY id) TO {path} "
-            "(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
+            f"COPY (SELECT {selected} FROM read_parquet({self._files(relation)}) ORDER BY {order_by}) "
+            f"TO {text(str(self._dataset / name))} (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
         )

@@ -2,7 +2,8 @@
 
 stage: the rows of the query are numbered and written to Parquet. order: the splits are concatenated, training
 rows first, shuffled with `shuffle=true`. histories: the earlier rows of its user that each row sees. fit: statistics
-and vocabularies of the training rows, or those of an earlier run (`mode=transform`). encode: ids and numericals.
+and vocabularies of the training rows, or those of an earlier run (`mode=transform`), or those of the day before with the
+values of this one (`mode=extend`). encode: ids and numericals.
 write: the files of the dataset. Every written relation is recorded, so a killed run resumes after the last one.
 """
 
@@ -27,9 +28,10 @@ from configs.table_schema import (
     transform_of,
 )
 from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.lineage import RARE, Lineage
 from dataloading.dataset.split_files import SPLITS
 from preproc.complete_dataset import WrittenColumns, complete_dataset, row_columns
-from preproc.fitted_state import FittedState, load_fitted
+from preproc.fitted_state import FittedState, load_fitted, with_limits_of
 from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
@@ -51,6 +53,15 @@ from preproc.table.expressions import (
     split_of,
     text,
     transformed,
+)
+from preproc.table.extension import (
+    DAYS_COLUMNS,
+    fitted_rows,
+    kept_ids,
+    live_values,
+    new_ids,
+    still_waiting,
+    waiting,
 )
 from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
@@ -85,9 +96,11 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         refuse_copies(paths)
     every = [file for _, paths in sources.values() for file in paths]
     fitted = None
-    if config.mode is Mode.transform:
+    if config.mode in (Mode.transform, Mode.extend):
         with progress.stage(f"compare the fit in {config.fitted} with its records"):
             fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
+        if config.mode is Mode.extend:
+            config = with_limits_of(fitted, config, table)
     identity = _identity(config, table, every, fitted)
     with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
@@ -136,6 +149,7 @@ def _identity(
 ) -> dict[str, Any]:
     keys = ["train_fraction", "frequency_limit", "vocabulary", "numerical_dtype", "shuffle"]
     keys += ["on_bad", "seed", "mode", "fitted", "one_split"]
+    keys += ["rare_counts", "refit", "retire_after"]
     options = {key: getattr(config, key) for key in keys}
     return {
         "options": {key: getattr(value, "name", value) for key, value in options.items()},
@@ -151,12 +165,19 @@ def _identity(
 
 @dataclass(slots=True)
 class _EncodedFeature:
-    """An encoded categorical feature: its relations, its summary, and the rows of its table."""
+    """An encoded categorical feature: its relations, its summary, and the rows of its table.
+
+    Attributes:
+        has_days: whether the vocabulary has the columns of a later day.
+        rare: relation of the counts of the values without an id, if they are kept.
+    """
 
     relation: str
     summary: ColumnSummary
     num_embeddings: int
     vocabulary: str | None
+    has_days: bool = False
+    rare: str | None = None
 
 
 class _Run:
@@ -183,11 +204,13 @@ class _Run:
         self.sources = sources
         self.splits: dict[str, range] = {}
         self.split = ""
+        self._fitted: FittedState | None = None
         self._recording = Lock()
 
     def build(self, fitted: FittedState | None) -> int:
         """Write everything, with the fit of an earlier run if there is one; return the number of rows."""
         config, table, dataset = self.config, self.table, self.work.dataset
+        self._fitted = fitted
         with self.progress.stage(f"stage with {config.engine.name}") as stage:
             num_bad = self._stage()
             self._order()
@@ -202,9 +225,10 @@ class _Run:
             with self.progress.stage("order histories"):
                 self._slice_histories()
         with self.progress.stage("fit and transform numericals"):
-            statistics = fitted.statistics if fitted else {}
-            columns = self._numericals(statistics, counted, fit=fitted is None)
-        encoded = self._encode(counted, fitted)
+            fits = fitted is None or config.refit
+            statistics = {} if fits or fitted is None else fitted.statistics
+            columns = self._numericals(statistics, counted, fit=fits)
+        encoded = self._encode(counted)
         columns |= {name: column.summary for name, column in encoded.items()}
         categorical = [
             CategoricalFeature.of(
@@ -231,13 +255,23 @@ class _Run:
             splits=summaries,
             statistics=statistics,
             absent=self.absent,
-            counted="the fitted run's" if fitted else config.vocabulary.name,
+            counted="the fitted run's" if config.mode is Mode.transform else config.vocabulary.name,
             bad_rows=num_bad,
+            lineage=self._lineage,
         )
         complete_dataset(written, config, table, self.work, self.progress)
         return num_rows
 
-    def _encode(self, counted: range, fitted: FittedState | None) -> dict[str, _EncodedFeature]:
+    @property
+    def _lineage(self) -> Lineage:
+        """The day of the dataset, and the fit that it extends."""
+        if self.config.mode is not Mode.extend:
+            return Lineage()
+        assert self._fitted is not None
+        before = self._fitted.lineage
+        return Lineage(before.day + 1, None, before.identity)
+
+    def _encode(self, counted: range) -> dict[str, _EncodedFeature]:
         """Count, rank and encode all categorical features, several at a time if the engine supports that."""
         features = self.table.categorical
         # Numbers of the features of every vocabulary, the one that has its limits first.
@@ -250,7 +284,7 @@ class _Run:
             stage.total = len(features)
             with ThreadPoolExecutor(self.engine.columns_at_once) as pool:
                 results = pool.map(
-                    lambda numbers: self._categorical(numbers, counted, fitted), groups.values()
+                    lambda numbers: self._categorical(numbers, counted), groups.values()
                 )
                 for name, result in zip(groups, results, strict=True):
                     encoded |= result
@@ -286,11 +320,16 @@ class _Run:
                 for split, (num_nonzero, num_zero) in counts.items():
                     nonzeros[split][feature.name] = num_nonzero
                     zeros[split][feature.name] = num_zero
-                vocabulary = encoded[feature.name].vocabulary
-                if vocabulary:
-                    files.write_vocabulary(vocabulary, feature.name)
+                written = encoded[feature.name]
+                if written.vocabulary:
+                    files.write_vocabulary(
+                        written.vocabulary, feature.name, has_days=written.has_days
+                    )
+                if written.rare:
+                    (dataset / RARE).mkdir(exist_ok=True)
+                    files.write_rare(written.rare, feature.name)
         # A fit that is only applied cannot be changed.
-        if config.mode is Mode.fit:
+        if config.mode is Mode.fit or config.refit:
             # The length of a history is left as it is.
             scaled = [feature.name for feature in table.numerical]
             print_notes(self.progress.console, {name: ranges[name] for name in scaled})
@@ -388,7 +427,7 @@ class _Run:
         )
         where = self._place(row, file)
         self.work.forget()
-        raise bad_row(where, reason, self.table, is_fit=self.config.mode is Mode.fit)
+        raise bad_row(where, reason, self.table, is_fit=self.config.mode is not Mode.transform)
 
     def _place(self, row: int, file: int) -> str:
         """Return the file of a row of `all_`, and its number in the file, from 1."""
@@ -438,7 +477,7 @@ class _Run:
             problem = f"got split {shown(unknown[0])}, want {', '.join(SPLITS)} or null"
         if not rows:
             problem = "the sources have no rows; give files that have some"
-        wanted = ("train", "test") if config.mode is Mode.fit else ()
+        wanted = () if config.mode is Mode.transform else ("train", "test")
         missing = [name for name in wanted if not split_rows.get(name)]
         if not set(split_rows) & set(SPLITS):
             missing = ["any split"]
@@ -557,9 +596,7 @@ class _Run:
         ((first, second),) = self.engine.rows(fixed_point_sums(expression, low, high, train))
         return list(mean_and_deviation(count, low, high, (int(first), int(second))))
 
-    def _categorical(
-        self, numbers: list[int], counted: range, fitted: FittedState | None
-    ) -> dict[str, _EncodedFeature]:
+    def _categorical(self, numbers: list[int], counted: range) -> dict[str, _EncodedFeature]:
         """Write relations `vocabulary_<number>` of the first feature and `encoded_<number>` of all, which share its ids."""
         features = [self.table.categorical[number] for number in numbers]
         first, owner = numbers[0], features[0]
@@ -570,21 +607,16 @@ class _Run:
                 for feature, (number, relation) in zip(features, relations.items(), strict=True)
             }
         name = f"vocabulary_{first}"
-        limit = self.config.frequency_limit
-        limit = limit if owner.frequency_limit is None else owner.frequency_limit
         counted_values = [self._of(counted, relation) for relation in relations.values()]
         values = counted_values[0]
         if len(features) > 1:
             selected = (f"SELECT value FROM {values}" for values in counted_values)
             values = f"({' UNION ALL '.join(selected)})"
         self._query(f"counts_{first}", count_values("value", values))
-        if fitted:
-            self._once(name, lambda path: self._copy_vocabulary(fitted, owner.name, path))
-        else:
-            kept = kept_values(f"counts_{first}", limit, owner.max_size)
-            self._query(name, f"{kept} ORDER BY id")
+        rare = self._make_vocabulary(first, owner)
         for number, feature in zip(numbers, features, strict=True):
-            self._query(f"encoded_{number}", vocabulary_ids(relations[number], name, feature))
+            ids = vocabulary_ids(relations[number], self._values_with_id(first, owner), feature)
+            self._query(f"encoded_{number}", ids)
         covered_query = coverage(f"counts_{first}", COVERAGE_LIMITS)
         (sums,) = self.engine.rows(
             f"SELECT * FROM ({covered_query}) CROSS JOIN (SELECT count(*) FROM {name})"
@@ -600,9 +632,68 @@ class _Run:
             coverages = pairs if feature is owner else None
             summary = ColumnSummary(missing, distinct, kept_rows, coverages, len(counted))
             encoded[feature.name] = _EncodedFeature(
-                relations[number], summary, kept_rows + 1, name if feature is owner else None
+                relations[number],
+                summary,
+                kept_rows + 1,
+                name if feature is owner else None,
+                self._has_days(owner),
+                rare if feature is owner else None,
             )
         return encoded
+
+    def _limit(self, owner: Categorical) -> int:
+        """Return the count from which on a value has an id."""
+        limit = owner.frequency_limit
+        return self.config.frequency_limit if limit is None else limit
+
+    def _has_days(self, owner: Categorical) -> bool:
+        """Tell whether the vocabulary of a feature has the columns of a later day."""
+        if self.config.mode is Mode.extend:
+            return True
+        return self._fitted is not None and self._fitted.has_days(owner.name)
+
+    def _values_with_id(self, first: int, owner: Categorical) -> str:
+        """Return the relation (value, id) that values are looked up in."""
+        name = f"vocabulary_{first}"
+        return live_values(name) if self._has_days(owner) else name
+
+    def _make_vocabulary(self, first: int, owner: Categorical) -> str | None:
+        """Write relation `vocabulary_<first>`; return the relation of the counts of the values without an id, if kept."""
+        name, counts, rare = f"vocabulary_{first}", f"counts_{first}", f"rare_{first}"
+        if self.config.mode is Mode.extend:
+            return self._extend_vocabulary(first, owner)
+        if self._fitted is not None:
+            self._once(name, lambda path: self._copy_vocabulary(owner.name, path))
+            return None
+        kept = kept_values(counts, self._limit(owner), owner.max_size)
+        self._query(name, f"{kept} ORDER BY id")
+        if not self.config.rare_counts:
+            return None
+        self._query(rare, still_waiting(counts, name))
+        return rare
+
+    def _extend_vocabulary(self, first: int, owner: Categorical) -> str:
+        """Write relation `vocabulary_<first>` of the parent's values and those of this day; return that of the rare counts."""
+        fitted, day = self._fitted, self._lineage.day
+        assert fitted is not None
+        name, counts, rare = f"vocabulary_{first}", f"counts_{first}", f"rare_{first}"
+        before, parent, old, wait = (f"{name}_{part}" for part in ("read", "old", "kept", "wait"))
+        limit = self._limit(owner)
+        self._once(before, lambda path: self._copy_vocabulary(owner.name, path))
+        self._query(parent, fitted_rows(before, fitted.has_days(owner.name)))
+        self._query(old, kept_ids(parent, counts, day, limit, self.config.retire_after))
+        rare_before = None
+        if fitted.has_rare(owner.name):
+            rare_before = f"{rare}_read"
+            self._once(rare_before, lambda path: fitted.copy_rare(owner.name, path))
+        self._query(wait, waiting(parent, rare_before, counts))
+        ((num_old,),) = self.engine.rows(f"SELECT count(*) FROM {parent}")
+        new = new_ids(wait, num_old + 1, day, limit, owner.max_size)
+        columns = ", ".join(["value", "id", "count", *DAYS_COLUMNS])
+        every = f"SELECT {columns} FROM {old} UNION ALL SELECT {columns} FROM ({new})"
+        self._query(name, f"SELECT * FROM ({every}) ORDER BY id")
+        self._query(rare, still_waiting(wait, name))
+        return rare
 
     def _values(self, number: int) -> str:
         """Return the relation of the values of a categorical feature: `items_<number>`, a row per value, for a list."""
@@ -649,7 +740,7 @@ class _Run:
         else:
             query = (
                 f"SELECT r.row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {relation} AS r "
-                f"LEFT JOIN vocabulary_{first} AS v ON r.value = v.value"
+                f"LEFT JOIN {self._values_with_id(first, owner)} AS v ON r.value = v.value"
             )
         self._query(f"past_ids_{number}", f"{query} ORDER BY r.row_")
         ((empty,),) = self.engine.rows(
@@ -659,8 +750,10 @@ class _Run:
         summary = ColumnSummary(empty / len(counted), whole.distinct, whole.kept, rows=len(counted))
         return _EncodedFeature(relation, summary, encoded[history.of].num_embeddings, None)
 
-    def _copy_vocabulary(self, fitted: FittedState, name: str, path: Path) -> None:
-        """Write relation `vocabulary_<number>`; ValueError if a value has two ids."""
+    def _copy_vocabulary(self, name: str, path: Path) -> None:
+        """Copy the vocabulary of feature `name`; ValueError if a value has two ids."""
+        fitted = self._fitted
+        assert fitted is not None
         fitted.copy_vocabulary(name, path)
         copied = f"copied_{path.name}"
         self.engine.view(copied, path)

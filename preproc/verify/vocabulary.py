@@ -8,7 +8,7 @@ import numpy as np
 
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from preproc.vocabulary_file import check_vocabulary
+from preproc.vocabulary_file import check_vocabulary, has_days
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,9 +99,13 @@ def _digest_of_counts(path: Path) -> int:
     from dataloading.dataset.parquet_files import open_file
 
     total = first = 0
+    columns = ["today", "retired"] if has_days(path) else ["count"]
     with open_file(path) as file:
-        for batch in file.iter_batches(READ_ITEMS, columns=["count"]):
-            counts = np.asarray(batch.column("count")).astype(np.uint64)
+        for batch in file.iter_batches(READ_ITEMS, columns=columns):
+            counts = np.asarray(batch.column(0)).astype(np.uint64)
+            if len(columns) > 1:
+                # Rows with a retired value have id 0.
+                counts *= ~np.asarray(batch.column("retired"))
             ids = np.arange(first + 1, first + len(counts) + 1)
             total += int((_digest(ids) * counts).sum(dtype=np.uint64))
             first += len(counts)

@@ -12,6 +12,7 @@ import yaml
 
 from tests.helpers.preproc_command import Refused, data_files, preproc, write_lines
 from tests.preproc.criteo.test_pipeline import random_lines, reference
+from tests.preproc.table.test_extension import table_of, write_day
 from tests.preproc.table.test_history import described, random_rows, write_rows
 from tests.preproc.table.test_pipeline import _hydra
 
@@ -236,3 +237,16 @@ def test_lines_with_other_columns_or_no_utf8_are_quarantined(tmp_path, spark):
     assert next(kept) == next(kept) == [[str(tmp_path / "t.csv"), str(row + 2)] for row in bad]
     with pytest.raises(Refused, match=r"t.csv, line 12: not 3 columns; correct or remove it"):
         preproc(*options, f"output={tmp_path / 'o'}", "engine=spark")
+
+
+def test_a_later_day(tmp_path, spark):
+    for day in range(3):
+        write_day(tmp_path / f"day_{day}.csv", day)
+    described_days = [f"table={_hydra(table_of(tmp_path / f'day_{day}.csv'))}" for day in range(3)]
+    fit, first, second = (["dataset=any", text] for text in described_days)
+    preproc(*fit, f"output={tmp_path / 'fit'}", "frequency_limit=3", "rare_counts=true")
+    # The first day comes from DuckDB, which was fitted by it too; the specs list the checksums of vocabularies and counts.
+    day = f"fitted={tmp_path / 'day_1'}"
+    preproc(*first, f"output={tmp_path / 'day_1'}", "mode=extend", f"fitted={tmp_path / 'fit'}")
+    files = both(tmp_path, *second, "mode=extend", day, "retire_after=1")
+    assert np.frombuffer(files["train/user.bin"], "i1").any()

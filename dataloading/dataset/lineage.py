@@ -1,0 +1,60 @@
+"""Days of a dataset that grows: the identity of a fit, and the fit that a day was extended from.
+
+`python -m preproc mode=extend` writes a directory per day. Its spec names the day and the identity of the parent's fit,
+so that a run which goes on with a day knows that its ids continue those that it has learnt.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from configs.messages import shown
+
+FITTED = "preproc.json"
+VOCABULARY = "vocabulary"
+RARE = "rare"
+DAY, PARENT = "day", "parent"
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Place of a dataset among the days of its vocabularies.
+
+    Attributes:
+        day: 0 for a fit, and one more per extension.
+        identity: of its fit; None for a dataset whose spec lists no checksums of one.
+        parent: identity of the fit that it extends; None for day 0.
+    """
+
+    day: int = 0
+    identity: str | None = None
+    parent: str | None = None
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> Self:
+        """Return the lineage that `metadata` of a spec tells.
+
+        Raises:
+            ValueError: day or parent are not as preprocessing writes them.
+        """
+        day, parent = metadata.get(DAY, 0), metadata.get(PARENT)
+        if type(day) is not int or not 0 <= day < 2**31 or not isinstance(parent, str | None):
+            raise ValueError(
+                f"metadata: day {shown(day)} with parent {shown(parent)}, want a number and the identity of a fit; copy the "
+                "dataset again"
+            )
+        return cls(day, _identity(metadata.get("files")), parent)
+
+
+def _identity(files: object) -> str | None:
+    """Return the SHA-256 (hex) of names, bytes and checksums of the files of a fit; None if none are listed."""
+    if not isinstance(files, Mapping) or FITTED not in files:
+        return None
+    of_fit = [
+        [name, record.get("bytes"), record.get("crc32")]
+        for name, record in sorted((str(name), record) for name, record in files.items())
+        if name.split("/")[0] in (FITTED, VOCABULARY, RARE) and isinstance(record, Mapping)
+    ]
+    return hashlib.sha256(json.dumps(of_fit).encode()).hexdigest()
