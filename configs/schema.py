@@ -155,6 +155,12 @@ class Division(Enum):
     open = "open"
 
 
+class StageName(Enum):
+    """Stages of a run that exists."""
+
+    next = "next"
+
+
 class Device(Enum):
     """Device that a run uses."""
 
@@ -1008,6 +1014,10 @@ class Config:
     run_dir: str | None = option(
         None, "run directory, for all results; null: runs/<recipe>/<time>", path=True
     )
+    stage: StageName | None = option(
+        None,
+        "next: continue the run in run_dir on data.path, the day after its own (docs/every_day.md); null: one dataset",
+    )
     output: str | None = option(
         None, "file that mode=predict writes: .parquet or .csv (docs/scores.md)", path=True
     )
@@ -1050,6 +1060,7 @@ class Config:
         )
         self.tasks = self.tasks or None
         _ = self.task_options  # which checks them
+        self._check_stage()
         require(
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
@@ -1057,6 +1068,22 @@ class Config:
         )
         self._check_mlperf()
         self._check_predict()
+
+    def _check_stage(self) -> None:
+        if self.stage is None or self.mode is not Mode.train:
+            return
+        require(
+            self.run_dir is not None and self.data.path is not None,
+            "stage=next continues a run on the data of its next day; set run_dir and data.path",
+        )
+        require(
+            self.checkpoint.save,
+            "stage=next resumes from checkpoints, and checkpoint.save=false saves none; set checkpoint.save=true",
+        )
+        require(
+            not self.log.mlperf,
+            "log.mlperf=true is the log of one training from its start, and stage=next continues one; leave one of them out",
+        )
 
     def _check_mlperf(self) -> None:
         """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""

@@ -4,7 +4,7 @@ A run resumes in its own `run_dir` only with the same data and the same settings
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import Logger
 from pathlib import Path
@@ -46,11 +46,13 @@ from nn.observability.records import (
     has_records,
     records_until,
 )
-from nn.training.limits import early_stop, total_steps
+from nn.stages import CHANGES, first_stage, next_day_hint, stage_to_train
+from nn.training.limits import early_stop
+from nn.training.stage import Stage
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
-    *("run_dir", "config", "mode", "device", "data.path", "data.prefetch", "data.workers"),
+    *("run_dir", "config", "mode", "stage", "device", "data.path", "data.prefetch", "data.workers"),
     "data.threads",  # the old name of data.workers, in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
@@ -67,11 +69,13 @@ class ResumePoint:
         path: checkpoint to load, or None.
         facts: its run.json; empty without a checkpoint.
         is_continuation: whether the checkpoint is one of this `run_dir`, whose records are kept.
+        stage: day to train on.
     """
 
     path: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     is_continuation: bool = False
+    stage: Stage = field(default_factory=Stage)
 
     @property
     def num_steps(self) -> int:
@@ -93,7 +97,9 @@ def named_resume_point(config: Config, source: Source) -> ResumePoint:
     Raises:
         ValueError: mode=eval without a checkpoint; or a path that is no checkpoint, or one of another dataset.
     """
-    return ResumePoint() if _has_own_checkpoint(config) else _named(config, source)
+    if _has_own_checkpoint(config):
+        return ResumePoint()
+    return replace(_named(config, source), stage=first_stage(source))
 
 
 def own_resume_point(
@@ -104,11 +110,18 @@ def own_resume_point(
     Raises:
         ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
-    if not ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
-        return None
-    start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
+    start = ResumePoint()
+    if ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
+        start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
+    if start.is_continuation:
+        return start
+    if config.stage is not None and config.mode is Mode.train:
+        raise ValueError(
+            f"stage=next continues the run in run_dir={config.run_dir}, which has no checkpoint; train its first day "
+            "without stage, or set run_dir to that of the run"
+        )
     # If all of its own checkpoints are damaged, the run starts as it did the first time.
-    return start if start.is_continuation else _named(config, source)
+    return replace(_named(config, source), stage=first_stage(source))
 
 
 def finished_run(
@@ -129,7 +142,9 @@ def finished_run(
         return None
     if start.is_continuation:
         assert loader is not None, "only a training continues"
-        last_step = total_steps(config, loader.steps_per_epoch)
+        if start.stage.is_new:
+            return None
+        last_step = start.stage.last_step(config, loader.steps_per_epoch)
         if not ranks.run_on_rank0(lambda: _has_finished(config, start, last_step)):
             return None
         return (
@@ -160,7 +175,7 @@ def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> N
             step,
             with_optimizer=is_training and (start.is_continuation or parts.takes_optimizer),
             components=tuple(Component) if start.is_continuation else parts.components,
-            grow=parts.grow and not start.is_continuation,
+            grow=start.stage.is_new if start.is_continuation else parts.grow,
             is_own=start.is_continuation,
         )
     except ValueError as error:
@@ -182,7 +197,10 @@ def kept_records(
         return None
     stored = start.facts["trainer"].get("last_record")
     last_record = stored if type(stored) is int else None
-    kept = records_until(run_dir / METRICS, start.num_steps, last_record)
+    stage = start.stage
+    kept = records_until(
+        run_dir / METRICS, start.num_steps, last_record, stage.number, is_new_day=stage.is_new
+    )
     if last_record is not None and kept.last_step != last_record:
         ends = "has no record" if kept.last_step is None else f"ends at step {kept.last_step:,}"
         logger.warning(
@@ -351,9 +369,10 @@ def _latest_intact(
             raise ValueError(_unreadable_message(config.run_dir, unreadable))
         damage = next((text for text, _ in inspected if text), None)
         if damage is None:
-            start = ResumePoint(path, facts, is_continuation=True)
-            ranks.run_on_rank0(partial(_check_same_run, config, spec, ranks, start, logger))
-            return start
+            stage = ranks.run_on_rank0(
+                partial(_check_same_run, config, spec, ranks, (path, facts), logger)
+            )
+            return ResumePoint(path, facts, is_continuation=True, stage=stage)
         ranks.run_on_rank0(partial(_report_damage, path, damage, logger))
 
 
@@ -413,17 +432,21 @@ def _check_same_run(
     config: Config,
     spec: FeatureSpec,
     ranks: Ranks,
-    start: ResumePoint,
+    latest: tuple[Path, dict[str, Any]],
     logger: Logger,
-) -> None:
-    """Refuse to resume with other data or settings.
+) -> Stage:
+    """Refuse to resume with other data or settings; return the stage to train.
 
     Files of the dataset may have other times, as restored files and copies have: their sizes and samples are compared.
     """
+    path, facts = latest
+    now = facts_of(config, spec, ranks)
+    stage = stage_to_train(config, spec, facts, now["data_samples"])
     if config.checkpoint.allow_changes:
-        return
-    facts, now = start.facts, facts_of(config, spec, ranks)
-    differences = _differences(facts["config"], config)
+        return stage
+    if hint := next_day_hint(config, spec, facts):
+        raise ValueError(hint)
+    differences = _differences(facts["config"], config, CHANGES if stage.is_new else ())
     if differences:
         raise ValueError(
             f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
@@ -431,16 +454,18 @@ def _check_same_run(
             f"checkpoint.allow_changes=true to resume with the new ones{_batch_advice(facts, config, ranks)}"
         )
     problem = feature_mismatch(
-        read_index(start.checkpoint),
+        read_index(path),
         facts["feature_spec"],
         spec,
         table_of_feature(declared_tables(config.model, spec)),
-        grow=False,
+        grow=stage.is_new,
         how_to_grow="start a new run with larger tables: "
-        f"checkpoint.restore={start.path} checkpoint.grow=true and another run_dir",
+        f"checkpoint.restore={path} checkpoint.grow=true and another run_dir",
     )
     if problem is not None:
         raise ValueError(f"run_dir={config.run_dir} {problem}")
+    if stage.is_new:
+        return stage
     changed = changed_samples(facts["data_samples"], now["data_samples"])
     if changed:
         raise ValueError(
@@ -456,6 +481,7 @@ def _check_same_run(
             f"their sizes and samples are the same. python -m preproc mode=verify path={spec.root} compares every byte "
             "with the checksums of its feature_spec.yaml"
         )
+    return stage
 
 
 def _batch_advice(facts: dict[str, Any], config: Config, ranks: Ranks) -> str:
@@ -475,8 +501,17 @@ def _batch_advice(facts: dict[str, Any], config: Config, ranks: Ranks) -> str:
     return f". The global batch is train.batch_size_per_rank={per_rank} times {ranks.world_size} ranks: {keeps}"
 
 
-def _differences(before: dict[str, Any], config: Config) -> list[str]:
-    """Describe the settings of an earlier start that differ from those of this one and change what is learnt."""
+def _differences(
+    before: dict[str, Any], config: Config, changes: tuple[str, ...] = ()
+) -> list[str]:
+    """Describe the settings of an earlier start that differ from those of this one and change what is learnt.
+
+    Args:
+        before: of the earlier start.
+        config: of this one.
+        changes: settings that may differ, beside those of `FREE`.
+    """
+    may_differ = (*FREE, *changes)
     old, new = _complete(before, config), _flat(plain_values(config))
     # Runs of earlier versions recorded the options of all models of the project.
     others = options_of_own_models() if old.get("model.name") in MODELS else set()
@@ -485,7 +520,9 @@ def _differences(before: dict[str, Any], config: Config) -> list[str]:
         for key in sorted(old | new)
         if old.get(key, MISSING) != new.get(key, MISSING)
         and not (key in others and key not in new)
-        and not any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
+        and not any(
+            key == free or (free.endswith(".") and key.startswith(free)) for free in may_differ
+        )
     ]
 
 

@@ -97,6 +97,7 @@ from nn.resume import (
 )
 from nn.sharding.memory_estimate import RankMemory, plan_memory
 from nn.sharding.plan import TablePlan
+from nn.stages import as_known, open_previous_day, score_next_day, score_previous_day
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.latency import measure
@@ -201,6 +202,13 @@ class Session:
         """Return the evaluator of the split to evaluate on."""
         assert self.loaders.test is not None
         return Evaluator(self.step, self.loaders.test, self.ranks, self.config.eval, heartbeat)
+
+    def evaluator_of(
+        self, source: Source, split: str, heartbeat: Heartbeat | None = None
+    ) -> Evaluator:
+        """Return the evaluator of other rows, which threads read."""
+        loader = build_test_loader(self.config, source, self.ranks, split)
+        return Evaluator(self.step, loader, self.ranks, self.config.eval, heartbeat)
 
     def profiler(self) -> Profiler | None:
         """Return the profiler, if `profile.steps` is set; a run that resumes records no profile, and prints that."""
@@ -378,7 +386,7 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train
     assert loader is not None
-    last_step = total_steps(config, loader.steps_per_epoch)
+    last_step = start.stage.last_step(config, loader.steps_per_epoch)
     with ExitStack() as stack:
         # Before any row is read, since its clock starts there.
         mlperf = stack.enter_context(_mlperf_log(session, started_ms))
@@ -414,9 +422,12 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
         )
         if start.is_continuation:
             rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else {}
-            trainer.resume_from(start.num_steps, start.facts["trainer"], rows)
+            trainer.resume_from(start.num_steps, start.facts["trainer"], rows, start.stage)
         else:
             trainer.start_at(start.num_steps, is_restored=start.path is not None)
+        if start.stage.is_new:
+            known = as_known(config, session.source, start.checkpoint)
+            score_next_day(trainer, session.evaluator_of(known, TRAIN_SPLIT, heartbeat))
         yield trainer, saving
 
 
@@ -473,7 +484,7 @@ def _report_ranges(session: Session, loader: Loader) -> None:
     """Print a warning if rank 0's first batch has numerical features that nobody scaled."""
     names = session.source.spec.numerical
     if session.ranks.is_rank0 and names:
-        batch = loader.batch(session.start.num_steps)
+        batch = loader.batch(session.start.stage.place(session.start.num_steps))
         note = range_note(names, batch.numerical[: batch.num_valid].numpy())
         if note is not None:
             session.logger.warning(note)
@@ -527,6 +538,7 @@ def _checkpoint_manager(
 
     ranks.run_on_rank0(tidy)
     facts = facts_of(config, model_spec(config, session.source), ranks)
+    facts |= {"stage": start.stage.facts()}
     return CheckpointManager(
         directory,
         session.step,
@@ -588,6 +600,11 @@ def finish_training(
             trainer.save(is_last=True)
         problem = saving.manager.wait()
     # After the checkpoint, so that a run of more steps resumes from the state that this one trained last.
+    heartbeat = None if saving is None else saving.stop.heartbeat
+    before = open_previous_day(session.config, trainer.stage, ranks, session.logger)
+    if before is not None:
+        evaluator = session.evaluator_of(before, session.config.eval.split, heartbeat)
+        score_previous_day(trainer, evaluator)
     summary = trainer.conclude()
     summary["teacher_auc"] = session.teacher_auc
     summary[UNSAVED] = problem

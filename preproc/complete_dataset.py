@@ -12,9 +12,9 @@ from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Label, TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.dataset.lineage import DAY, PARENT, Lineage
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.split_files import SplitFiles
+from dataloading.lineage import DAY, PARENT, Lineage
 from preproc.dataset_writer import finish_dataset
 from preproc.fitted_state import save_fitted
 from preproc.report.console import (
@@ -99,14 +99,6 @@ def complete_dataset(
         bad_rows=written.bad_rows,
         plot=config.plot,
     )
-    metadata: dict[str, Any] = {
-        "frequency_limit": config.frequency_limit,
-        "vocabulary_rows": config.vocabulary.name,
-    }
-    if config.shuffle:
-        metadata["shuffle_seed"] = config.seed
-    if written.lineage.day:
-        metadata |= {DAY: written.lineage.day, PARENT: written.lineage.parent}
     columns = row_columns(table)
     spec = FeatureSpec(
         directory,
@@ -118,7 +110,7 @@ def complete_dataset(
             split: SplitFiles(summary.rows, absent=written.absent)
             for split, summary in written.splits.items()
         },
-        metadata,
+        _metadata(config, written.lineage),
         *(
             next((column for column in columns if column.channel is channel), None)
             for channel in (Channel.weight, Channel.keep_rate)
@@ -129,3 +121,16 @@ def complete_dataset(
     finish_dataset(spec, written.files, output, partial(work.record_complete, config))
     print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
     print_splits(progress.console, written.splits)
+
+
+def _metadata(config: PreprocConfig, lineage: Lineage) -> dict[str, Any]:
+    """Return what the spec tells about the way the dataset was made."""
+    metadata: dict[str, Any] = {
+        "frequency_limit": config.frequency_limit,
+        "vocabulary_rows": config.vocabulary.name,
+    }
+    if config.shuffle:
+        metadata["shuffle_seed"] = config.seed
+    if lineage.day:
+        metadata |= {DAY: lineage.day, PARENT: lineage.parent}
+    return metadata

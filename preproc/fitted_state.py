@@ -22,8 +22,8 @@ from configs.table_schema import Categorical, History, Numerical, TableConfig, t
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import SPEC_NAME
-from dataloading.dataset.lineage import DAY, FITTED, RARE, VOCABULARY, Lineage
 from dataloading.dataset.split_files import find_file
+from dataloading.lineage import DAY, FITTED, RARE, VOCABULARY, Lineage
 from preproc.dataset_writer import checksum
 from preproc.vocabulary_file import check_vocabulary, has_days
 

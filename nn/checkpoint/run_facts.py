@@ -27,6 +27,10 @@ def _is_checksum(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**32
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict)
 
@@ -57,6 +61,13 @@ _CHECKS: dict[str, tuple[Check, str]] = {
     "data_files": (_mapping_to(_is_state), "bytes and time of each file"),
     "data_samples": (_mapping_to(_is_state), "bytes and checksum of each file"),
     "trainer": (_is_mapping, "the state of the training loop"),
+    "stage": (_is_mapping, "the stage of the run"),
+}
+_STAGE: dict[str, tuple[Check, str]] = {
+    "number": (is_count, "the number of a stage"),
+    "first_step": (is_count, "a number of steps"),
+    "identity": (_or_none(_is_text), "the identity of a fit or null"),
+    "previous": (_or_none(_is_text), "a path or null"),
 }
 _TRAINER: dict[str, tuple[Check, str]] = {
     "loss_sum": (_is_number, "a number"),
@@ -70,11 +81,14 @@ _TRAINER: dict[str, tuple[Check, str]] = {
     "restored_test_auc": (_or_none(_is_number), "a number or null"),
     "first_step": (is_count, "a number of steps"),
     "evals_since_best": (is_count, "a number of evaluations"),
+    "ends_stage": (lambda value: isinstance(value, bool), "true or false"),
+    "other_days": (_mapping_to(_or_none(_is_number)), "metrics of other days"),
 }
 _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
 # Older checkpoints lack these.
 _LATER_OF_TRAINER = (
     *("last_record", "restored_test_auc", "first_step", "best_metric", "evals_since_best"),
+    *("ends_stage", "other_days"),
 )
 _REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name not in _LATER_OF_TRAINER)
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
@@ -89,6 +103,11 @@ def check_facts(facts: Mapping[str, Any]) -> None:
     _check("", facts, _CHECKS, _REQUIRED)
     for name in facts["files"]:
         check_plain_name(name)
+    if "stage" in facts:
+        _check("stage.", facts["stage"], _STAGE, tuple(_STAGE))
+        unknown = sorted(set(facts["stage"]) - set(_STAGE))
+        if unknown:
+            raise ValueError(f"stage has {shown(unknown[0])}; want {', '.join(_STAGE)}")
     if "trainer" in facts:
         _check("trainer.", facts["trainer"], _TRAINER, ())
         numbers = facts["trainer"].get("test", {})

@@ -34,6 +34,9 @@ PROBLEM = "test_problem"
 FINAL = "final"
 """Key of the record of a run's final evaluation, which follows the last checkpoint."""
 
+DAY = "day"
+"""Key of the records of a later day: the number of its stage (`nn.training.stage`). Those of the first day have none."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeptRecords:
@@ -97,8 +100,10 @@ def has_records(path: Path) -> bool:
         return False
 
 
-def records_until(path: Path, step: int, last_record: int | None) -> KeptRecords:
-    """Return the lines up to a step.
+def records_until(
+    path: Path, step: int, last_record: int | None, day: int = 0, *, is_new_day: bool = False
+) -> KeptRecords:
+    """Return the lines up to a step, and all of the days before.
 
     Damaged lines behind them are left out: a power cut may damage what was written after the latest checkpoint.
 
@@ -106,6 +111,8 @@ def records_until(path: Path, step: int, last_record: int | None) -> KeptRecords
         path: metrics.jsonl; may be missing.
         step: of the checkpoint that the run resumes from.
         last_record: step of the last record before that checkpoint; None if unknown.
+        day: number of the stage that the run resumes.
+        is_new_day: whether the checkpoint is of the stage before.
 
     Raises:
         ValueError: a line that should be kept is no record; the message names file and line.
@@ -125,12 +132,15 @@ def records_until(path: Path, step: int, last_record: int | None) -> KeptRecords
             problem = problem or error
             continue
         # A final evaluation is repeated, at the end of the run that resumes.
-        if number > 1 and (record["step"] > step or FINAL in record):
+        is_final = FINAL in record
+        is_of_day = number > 1 and record.get(DAY, 0) >= day
+        if is_of_day and (record["step"] > step or is_final or is_new_day):
             break
         if problem is not None:
             raise problem
         kept.append(line.decode())
-        last_step = record["step"] if number > 1 else None
+        if number > 1 and not is_final:
+            last_step = record["step"]
     if problem is not None and (last_record is None or last_step != last_record):
         raise problem
     return KeptRecords(step, kept, last_step)

@@ -45,6 +45,7 @@ from nn.observability.gpu_topology import gpus_of_host
 from nn.observability.records import (
     CONFIG,
     CURVES,
+    DAY,
     ENDED,
     FAILED,
     FINAL,
@@ -272,6 +273,10 @@ class RunDirectory:
         """Append the record of the final evaluation; `record["step"]` is the number of steps of its model."""
         self._write_record(FINAL, {**record, FINAL: True})
 
+    def write_other_day(self, record: Mapping[str, Any], *, is_last: bool) -> None:
+        """Append the record of an evaluation on another day; `is_last`: it follows the last checkpoint of its stage."""
+        self._write_record(DAY, {**record, **({FINAL: True} if is_last else {})})
+
     def write_predictions(self, described: Mapping[str, Any]) -> None:
         """Write `predictions.json` of the latest evaluation; without any predictions, remove that of an earlier one.
 
@@ -336,7 +341,7 @@ class RunDirectory:
                 for name, value in record.items()
                 if isinstance(value, int | float)
                 and math.isfinite(value)
-                and name not in ("step", FINAL)
+                and name not in ("step", DAY, FINAL)
             }
             self._loggers.record(group, record["step"], numbers)
 

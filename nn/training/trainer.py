@@ -40,9 +40,16 @@ from nn.observability.run_directory import (
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator, described_predictions
-from nn.training.limits import EvalSteps, early_stop, total_steps
+from nn.training.limits import EvalSteps, early_stop
 from nn.training.prefetch import Prefetcher
+from nn.training.stage import PREVIOUS, Stage
 from nn.training.train_step import StepResult, TrainStep
+
+OTHER_DAYS = "other_days"
+"""Key of a checkpoint's metrics of other days than the stage's."""
+
+ENDS_STAGE = "ends_stage"
+"""Key of a checkpoint that tells whether all steps of its stage are behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,10 @@ class Trainer:
 
     Attributes:
         num_steps: updates made so far.
-        last_step: updates of the complete run.
+        stage: day that is trained.
+        last_step: updates of the complete run, up to the end of its stage.
         best_metric: tells which evaluation is the best.
-        best_value: of that metric over all evaluations so far; nan before the first.
+        best_value: of that metric over all evaluations of the stage so far; nan before the first.
     """
 
     def __init__(
@@ -124,7 +132,8 @@ class Trainer:
         self._mlperf = output.mlperf
         self._config = config
         self._ranks = ranks
-        self.last_step = total_steps(config, train_loader.steps_per_epoch)
+        self.stage = Stage()
+        self.last_step = self.stage.last_step(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
         self.best_metric = best_metric(step.tasks, config.eval.best_metric)
         self._train_metrics = TaskMetrics(
@@ -152,6 +161,7 @@ class Trainer:
         self._batches: Generator[Batch, None, None] | None = None
         self._last_record: int | None = None
         self._late_record: tuple[dict[str, Any], StartedMetrics] | None = None
+        self._other_days: dict[str, Any] = {}
         self.best_value = math.nan
 
     def start_at(self, num_steps: int, *, is_restored: bool) -> None:
@@ -160,15 +170,24 @@ class Trainer:
         self._is_restored = is_restored
 
     def resume_from(
-        self, num_steps: int, state: Mapping[str, Any], rows: Mapping[str, Tensor]
+        self,
+        num_steps: int,
+        state: Mapping[str, Any],
+        rows: Mapping[str, Tensor],
+        stage: Stage | None = None,
     ) -> None:
         """Resume the run that saved `state` after `num_steps`.
+
+        A new stage starts without a best evaluation, since metrics of different days cannot be compared.
 
         Args:
             num_steps: updates made so far.
             state: from the checkpoint.
             rows: logits, labels and weights of all ranks since the last record, on one rank; empty on the others.
+            stage: day that is trained; None: the first.
         """
+        self.stage = stage or Stage()
+        self.last_step = self.stage.last_step(self._config, self._train_loader.steps_per_epoch)
         # Earlier versions called the AUC of a restored model untrained too.
         is_restored = self._config.checkpoint.restore is not None
         self.start_at(num_steps, is_restored=is_restored)
@@ -177,15 +196,18 @@ class Trainer:
         first = {name: state.get(name) for name in FIRST_AUC}
         if is_restored and RESTORED_AUC not in state:
             first = {UNTRAINED_AUC: None, RESTORED_AUC: first[UNTRAINED_AUC]}
-        self._test, self._first_auc = state["test"], first
+        self._first_auc = first
+        self._last_record = state.get("last_record")
+        if self.stage.is_new:
+            return
+        self._test = state["test"]
+        self._other_days = dict(state.get(OTHER_DAYS, {}))
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
         # Checkpoints of earlier versions have the best AUC only. The best by another metric is not known.
         if state.get("best_metric", AUC.name) == self.best_metric.key:
             self._best_step = state["best_step"]
             self.best_value = math.nan if state["best_auc"] is None else state["best_auc"]
             self._evals_since_best = state.get("evals_since_best", 0)
-        # Checkpoints of earlier versions lack it.
-        self._last_record = state.get("last_record")
         if rows:
             self._train_metrics.restore(rows)
 
@@ -214,6 +236,8 @@ class Trainer:
             "evals_since_best": self._evals_since_best,
             "last_record": self._last_record,
             "first_step": self._first_step,
+            OTHER_DAYS: self._other_days,
+            ENDS_STAGE: self.num_steps >= self.last_step or self._early_stop() is not None,
         }
 
     def train(self) -> None:
@@ -236,7 +260,7 @@ class Trainer:
             with annotate(STEP):
                 trained = self.train_next(prefetcher)
             self.finish_step(trained, prefetcher)
-            if self.num_steps in eval_at:
+            if self.stage.place(self.num_steps) in eval_at:
                 self.evaluate_between_steps()
             is_done = self.num_steps == last_step or self._early_stop() is not None
             if not is_done:
@@ -252,7 +276,7 @@ class Trainer:
         if saving is not None and saving.deltas is not None and saving.deltas.needs_base:
             self.save()
         num_steps = max(self.last_step - self.num_steps, 0)
-        self._batches = self._train_loader.batches(self.num_steps, num_steps)
+        self._batches = self._train_loader.batches(self.stage.place(self.num_steps), num_steps)
         prefetcher = Prefetcher(self._batches, self._step.path, self._ranks.device)
         self._step.set_training(True)
         self._speed = ThroughputMeter()
@@ -320,6 +344,7 @@ class Trainer:
         record = {
             "step": model_step,
             "epoch": self._epoch(model_step),
+            **self.stage.label,
             **self._evaluator.run(self._progress, is_final=True),
         }
         problem = self._evaluator.problem
@@ -351,6 +376,8 @@ class Trainer:
             "best_step": self._best_step,
             "first_step": self._first_step,
             **self._first_auc,
+            **self.stage.label,
+            **self._other_days,
             **({} if self._evaluator.problem is None else {PROBLEM: self._evaluator.problem}),
             **self._speed.run(),
             "peak_hbm_bytes": self._peak_hbm_bytes(),
@@ -364,6 +391,7 @@ class Trainer:
         record = {
             "step": self.num_steps,
             "epoch": self._epoch(),
+            **self.stage.label,
             **self._evaluator.run(self._progress),
         }
         value = record[self.best_metric.test_key]
@@ -381,6 +409,23 @@ class Trainer:
         self._progress.show_test(record, model=self._first_model(), problem=problem)
         self._report_to_service(record, self.num_steps)
         return record
+
+    def evaluate_other_day(self, evaluator: Evaluator, which: str, model: str) -> None:
+        """Evaluate the model on rows of another day; record the result, which decides nothing.
+
+        Args:
+            evaluator: of those rows.
+            which: beginning of the keys, NEXT or PREVIOUS.
+            model: the model and the rows, for the terminal.
+        """
+        measured = evaluator.run(self._progress)
+        place = {"step": self.num_steps, "epoch": self._epoch(), **self.stage.label}
+        numbers = {f"{which}_{key.removeprefix('test_')}": v for key, v in measured.items()}
+        del numbers[f"{which}_eval_s"]
+        self._other_days |= plain_numbers(numbers)
+        record = place | numbers | {"eval_s": measured["eval_s"]}
+        self._recorder.write_other_day(record, is_last=which == PREVIOUS)
+        self._progress.show_test(place | measured, model=model, problem=evaluator.problem)
 
     def _report_to_service(self, record: Mapping[str, Any], step: int) -> None:
         """Report an evaluation to the service that tunes hyperparameters, if one has started this run."""
@@ -447,6 +492,7 @@ class Trainer:
         record = {
             "step": self.num_steps,
             "epoch": self._epoch(),
+            **self.stage.label,
             "loss": self._loss_sum / self._loss_steps,
             # In the place of the metrics, which are written when they are there.
             **{metric.train_key: math.nan for metric in self._metrics if metric.while_training},
@@ -489,8 +535,9 @@ class Trainer:
         return self.num_steps % every == 0
 
     def _epoch(self, step: int | None = None) -> float:
-        """Return the epochs after `step`, by default those so far."""
-        return (self.num_steps if step is None else step) / self._train_loader.steps_per_epoch
+        """Return the epochs of the stage after `step`, by default those so far."""
+        place = self.stage.place(self.num_steps if step is None else step)
+        return place / self._train_loader.steps_per_epoch
 
     def _peak_hbm_bytes(self) -> int | None:
         """Return the peak memory of tensors on this rank's GPU so far."""

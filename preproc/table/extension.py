@@ -2,7 +2,7 @@
 
 The rules:
 
-* A value that has an id keeps it for ever. No other value gets it.
+* A value that has an id keeps it forever. No other value gets it.
 * A value without one gets the next ids once its count over all days reaches the frequency limit: by descending count, and
   by the bytes of the value for equal counts, as in a fit. So ids are ordered by frequency within the block of a day only.
 * With `retire_after=N`, a value that did not occur for N days is retired: rows with it get id 0, and its counting starts

@@ -10,8 +10,8 @@ import numpy as np
 
 from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
-from dataloading.dataset.lineage import RARE, VOCABULARY
 from dataloading.dataset.row_columns import Channel, RowColumn
+from dataloading.lineage import RARE, VOCABULARY
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
 from preproc.table.expressions import quoted, text
@@ -22,6 +22,8 @@ from preproc.work_directory import Work
 CHUNK_ROWS = 1 << 20
 # Kept columns may be long texts.
 KEPT_CHUNK_ROWS = 1 << 18
+GROUP_ROWS = 122_880
+"""Rows of a row group of Parquet."""
 
 
 class TableFiles:
@@ -214,23 +216,36 @@ class TableFiles:
 
     def write_vocabulary(self, relation: str, name: str, *, has_days: bool = False) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids, and the columns of a later day."""
-        columns = {"value": "VARCHAR", "id": "BIGINT", "count": "BIGINT"}
         if has_days:
-            columns |= {
+            columns = {"value": "VARCHAR", "id": "BIGINT", "count": "BIGINT"} | {
                 column: "BOOLEAN" if column == "retired" else "BIGINT" for column in DAYS_COLUMNS
             }
-        self._write_parquet(relation, columns, "id", f"{VOCABULARY}/{name}.parquet")
+            self._write_rows(relation, columns, "id", f"{VOCABULARY}/{name}.parquet")
+            return
+        files = self._files(relation)
+        path = text(str(self._dataset / VOCABULARY / f"{name}.parquet"))
+        self._connection.execute(
+            "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "
+            f"CAST(count AS BIGINT) AS count FROM read_parquet({files}) ORDER BY id) TO {path} "
+            f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS})"
+        )
 
     def write_rare(self, relation: str, name: str) -> None:
         """Write rare/NAME.parquet: value and count of the values without an id, in the order of values."""
         columns = {"value": "VARCHAR", "count": "BIGINT"}
-        self._write_parquet(relation, columns, "value", f"{RARE}/{name}.parquet")
+        self._write_rows(relation, columns, "value", f"{RARE}/{name}.parquet")
 
-    def _write_parquet(
-        self, relation: str, columns: dict[str, str], order_by: str, name: str
-    ) -> None:
+    def _write_rows(self, relation: str, columns: dict[str, str], order_by: str, name: str) -> None:
+        """Write a relation in an order, as Parquet.
+
+        By pyarrow, since the bytes of DuckDB's writer depend on the number of files that the engine wrote.
+        """
+        import pyarrow.parquet as pq
+
         selected = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in columns.items())
-        self._connection.execute(
-            f"COPY (SELECT {selected} FROM read_parquet({self._files(relation)}) ORDER BY {order_by}) "
-            f"TO {text(str(self._dataset / name))} (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
-        )
+        query = f"SELECT {selected} FROM read_parquet({self._files(relation)}) ORDER BY {order_by}"
+        batches = self._connection.sql(query).to_arrow_reader(GROUP_ROWS)
+        path = self._dataset / name
+        with pq.ParquetWriter(path, batches.schema, compression="zstd") as writer:
+            for batch in batches:
+                writer.write_batch(batch)

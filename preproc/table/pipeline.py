@@ -28,8 +28,8 @@ from configs.table_schema import (
     transform_of,
 )
 from dataloading.dataset.feature_spec import CategoricalFeature
-from dataloading.dataset.lineage import RARE, Lineage
 from dataloading.dataset.split_files import SPLITS
+from dataloading.lineage import RARE, Lineage
 from preproc.complete_dataset import WrittenColumns, complete_dataset, row_columns
 from preproc.fitted_state import FittedState, load_fitted, with_limits_of
 from preproc.raw_files import RawFile, refuse_copies

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.lineage import Lineage
+from dataloading.lineage import Lineage
 from preproc.transformed_rows import open_transformed_rows
 from preproc.vocabulary_file import check_vocabulary
 from serving.exporting.raw_values import RETIRED, write_raw_values

@@ -1,7 +1,7 @@
 """Days of a dataset that grows: the identity of a fit, and the fit that a day was extended from.
 
 `python -m preproc mode=extend` writes a directory per day. Its spec names the day and the identity of the parent's fit,
-so that a run which goes on with a day knows that its ids continue those that it has learnt.
+so that a run which continues with a day knows that its ids continue those that it has learnt.
 """
 
 import hashlib

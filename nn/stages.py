@@ -1,0 +1,134 @@
+"""The next stage of a run: whether its data follow those of the run, and the evaluations on other days than the trained one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from logging import Logger
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config, StageName
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.file_states import changed_samples
+from dataloading.dataset.source import Source
+from dataloading.known_ids_source import KnownIdsSource
+from dataloading.lineage import Lineage
+from dataloading.storage.local_copy import local_path
+from nn.build import open_source
+from nn.checkpoint.tensor_index import read_index
+from nn.distributed.process_group import Ranks
+from nn.embedding.declared_tables import table_of_feature
+from nn.models.registry import declared_tables
+from nn.training.evaluator import Evaluator
+from nn.training.lr_scheduler import learning_rate_factor
+from nn.training.stage import NEXT, PREVIOUS, Stage
+from nn.training.trainer import ENDS_STAGE, Trainer
+
+CHANGES = ("scheduler.",)
+"""Settings that may change at the start of a stage."""
+
+
+def stage_to_train(
+    config: Config, spec: FeatureSpec, facts: Mapping[str, Any], samples: dict[str, Any]
+) -> Stage:
+    """Return the stage that a run trains from a checkpoint of its own.
+
+    Args:
+        config: the complete run.
+        spec: of the dataset to train on.
+        facts: run.json of the latest checkpoint.
+        samples: of the dataset's files, as in run.json.
+
+    Raises:
+        ValueError: with `stage=next`, the dataset does not follow that of the checkpoint, or the checkpoint's stage is not
+            complete.
+    """
+    before = Stage.of_facts(facts)
+    if config.stage is not StageName.next or not changed_samples(facts["data_samples"], samples):
+        return before
+    path = facts["config"]["data"]["path"]
+    now = Lineage.of(spec.metadata)
+    if not config.checkpoint.allow_changes:
+        _check_follows(config, before, now, path)
+    if not facts["trainer"].get(ENDS_STAGE):
+        raise ValueError(
+            f"run_dir={config.run_dir} has not finished the stage of data.path={path}, step {facts['num_steps']:,} is its "
+            "latest checkpoint; run that to its end first, with its data.path"
+        )
+    first = facts["num_steps"]
+    if learning_rate_factor(first, config.scheduler) == 0:
+        raise ValueError(
+            f"the schedule has ended before step {first:,}, so that stage=next would train with a learning rate of 0; set "
+            "scheduler.decay_start_step=null, or a later one"
+        )
+    return Stage(before.number + 1, first, now.identity, path, is_new=True)
+
+
+def _check_follows(config: Config, before: Stage, now: Lineage, path: str | None) -> None:
+    """Refuse a dataset whose ids do not continue those of the run."""
+    where = f"data.path={config.data.path}"
+    may_allow = "or checkpoint.allow_changes=true if the ids that both have mean the same"
+    if now.parent is None:
+        raise ValueError(
+            f"{where} does not say which dataset it follows; make it with python -m preproc mode=extend fitted={path}, "
+            + may_allow
+        )
+    if now.parent != before.identity:
+        raise ValueError(
+            f"{where} is day {now.day} after another fit than that of data.path={path}, which run_dir={config.run_dir} was "
+            f"trained on; set it to the day that was extended from {path}, {may_allow}"
+        )
+
+
+def next_day_hint(config: Config, spec: FeatureSpec, facts: Mapping[str, Any]) -> str:
+    """Return the remedy for data that follow those of the run; empty for others."""
+    parent = Lineage.of(spec.metadata).parent
+    if config.stage is None and parent is not None and parent == Stage.of_facts(facts).identity:
+        return (
+            f"data.path={config.data.path} is the day after that of run_dir={config.run_dir}; set stage=next to train it, "
+            "or data.path to the dataset that the run was trained on"
+        )
+    return ""
+
+
+def first_stage(source: Source) -> Stage:
+    """Return the stage of a run that starts from nothing of its own."""
+    return Stage(identity=Lineage.of(source.spec.metadata).identity)
+
+
+def as_known(config: Config, source: Source, checkpoint: Path) -> Source:
+    """Return the rows of a new stage as the model of a checkpoint sees them: values that are new have id 0."""
+    tensors = read_index(checkpoint).tensors
+    tables = table_of_feature(declared_tables(config.model, source.spec))
+    known = {name: tensors[f"tables.{table}.weight"].size[0] for name, table in tables.items()}
+    return KnownIdsSource(source, known)
+
+
+def score_next_day(trainer: Trainer, evaluator: Evaluator) -> None:
+    """Evaluate the model of the days before on the training rows of a new stage, of which `evaluator` is."""
+    trainer.evaluate_other_day(evaluator, NEXT, f"day {trainer.stage.number}, before it is trained")
+
+
+def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger) -> Source | None:
+    """Open the dataset of the day before; None, with a note, if it is gone, and on the first day."""
+    path = stage.previous
+    if path is None:
+        return None
+    problem = ranks.run_on_rank0(lambda: _problem(path))
+    if problem is not None:
+        logger.info(f"note: no evaluation on day {stage.number - 1}: {problem}")
+        return None
+    return open_source(replace(config, data=replace(config.data, path=path)))
+
+
+def score_previous_day(trainer: Trainer, evaluator: Evaluator) -> None:
+    """Evaluate the model that a stage has trained on the day before, of which `evaluator` is."""
+    trainer.evaluate_other_day(evaluator, PREVIOUS, f"day {trainer.stage.number - 1}")
+
+
+def _problem(path: str) -> str | None:
+    """Return why a dataset cannot be read any more, or None."""
+    try:
+        FeatureSpec.load(local_path(path))
+    except ValueError as error:
+        return str(error)
+    return None

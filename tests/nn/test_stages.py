@@ -1,0 +1,206 @@
+"""Stages: days of a run whose tables grow; kills and other numbers of ranks in between change nothing."""
+
+import io
+import random
+import shutil
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.schema import StageName
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.checkpoint.directory import read_facts
+from nn.checkpoint.tensor_index import read_index
+from nn.run import run
+from tests.helpers.composed import compose_config
+from tests.helpers.distributed import run_distributed
+from tests.helpers.preproc_command import preproc
+from tests.helpers.runs import differences, killed_at, records, summary
+from tests.preproc.table.test_pipeline import _hydra
+
+DAYS, ROWS = 3, 320
+STEPS_PER_DAY = 18  # 288 training rows in batches of 16
+OPTIONS = [
+    *("model.embedding_dim=4", "model.bottom_mlp=[8,4]", "model.top_mlp=[8,1]", "device=cpu"),
+    *("train.batch_size=16", "eval.batch_size=16", "log.pictures=false", "log.loggers=[]"),
+    *(
+        "log.every=5",
+        "checkpoint.save_every=4",
+        "checkpoint.keep=20",
+        "train.tf32=false",
+        "scheduler.warmup_steps=4",
+    ),
+    *("optimizer.name=adam", "optimizer.lr=0.01", "optimizer.eps=0.01"),
+]
+
+
+def table_of(path: Path) -> dict:
+    return {
+        "sources": {"t": {"files": str(path)}},
+        "label": {"name": "y"},
+        "numerical": ["x"],
+        "categorical": [{"name": "user_id", "expression": '"user"'}, "item"],
+    }
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory) -> list[Path]:
+    """Preprocess three days on which users and items come and go."""
+    root = tmp_path_factory.mktemp("days")
+    made: list[Path] = []
+    for day in range(DAYS):
+        draw = random.Random(day)
+        lines = ["y,x,user,item"]
+        for _ in range(ROWS):
+            user, item = draw.randint(5 * day, 5 * day + 20), draw.randint(3 * day, 3 * day + 30)
+            lines.append(f"{int(draw.random() < user % 4 / 4)},{draw.random()},u{user},i{item}")
+        (root / f"{day}.csv").write_text("\n".join(lines) + "\n")
+        table = table_of(root / f"{day}.csv")
+        extend = ["mode=extend", f"fitted={made[-1]}"] if made else ["rare_counts=true"]
+        limit = ["frequency_limit=2"] if not made else []
+        made.append(root / f"day_{day}")
+        preproc("dataset=any", f"table={_hydra(table)}", f"output={made[-1]}", *extend, *limit)
+    return made
+
+
+def train(data: Path, run_dir: Path, kill_at: int | None, *options: str) -> None:
+    """Train a day, the first or the next of a run; `kill_at` is a step of the run."""
+    config = compose_config(*OPTIONS, *options)
+    stage = None if data.name == "day_0" else StageName.next
+    placed = replace(config.data, path=str(data))
+    with (
+        nullcontext() if kill_at is None else killed_at(kill_at),
+        redirect_stdout(io.StringIO()),
+    ):
+        run(replace(config, run_dir=str(run_dir), data=placed, stage=stage), "")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(days, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    for data in days:
+        train(data, run_dir, None)
+    return run_dir
+
+
+def test_killed_days_equal_uninterrupted_ones_bit_by_bit(days, uninterrupted, tmp_path):
+    # At step 18 the new day was evaluated, and nothing of it saved; at step 41 some of it was.
+    for data, step in zip(days, (6, 18, 41), strict=True):
+        train(data, tmp_path / "run", step)
+        train(data, tmp_path / "run", None)
+    assert differences(uninterrupted, tmp_path / "run") == []
+
+
+def test_days_on_other_numbers_of_ranks(days, uninterrupted, tmp_path):
+    sharded = "sharding.tables={user_id:row_wise,item:table_wise}"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(days[0], whole, None)
+    shutil.copytree(whole, killed, symlinks=True)
+    run_distributed(train, 2, days[1], whole, None, sharded)
+    for kill_at in (27, None):
+        run_distributed(train, 2, days[1], killed, kill_at, sharded)
+    train(days[2], whole, None)
+    train(days[2], killed, 44)
+    train(days[2], killed, None)
+    # A kill changes no bit, another number of ranks the order of sums only.
+    assert differences(whole, killed) == []
+    for got, wanted in zip(records(whole), records(uninterrupted), strict=True):
+        assert numbers(got) == pytest.approx(numbers(wanted), rel=1e-3, abs=1e-3, nan_ok=True)
+
+
+def numbers(record: dict) -> dict[str, float]:
+    return {key: value for key, value in record.items() if isinstance(value, int | float)}
+
+
+def test_a_day_has_its_place_in_the_records_and_the_steps_of_the_run_continue(days, uninterrupted):
+    lines = records(uninterrupted)
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    assert [line.get("day", 0) for line in lines] == sorted(line.get("day", 0) for line in lines)
+    before = [line for line in lines if "next_auc" in line]
+    assert [(line["step"], line["epoch"], line["day"]) for line in before] == [
+        (STEPS_PER_DAY * day, 0, day) for day in (1, 2)
+    ]
+    assert all(line["next_rows"] == 288 for line in before)
+    assert [line["day"] for line in lines if "previous_auc" in line] == [1, 2]
+    # The warm-up was on the first day.
+    assert {line["lr"] for line in lines if line.get("day") and "lr" in line} == {0.01}
+    result = summary(uninterrupted)
+    assert result["steps"] == STEPS_PER_DAY * DAYS
+    assert result["day"] == 2
+    # The best evaluation is one of the last day.
+    assert result["best_step"] > STEPS_PER_DAY * 2
+
+
+def test_a_day_is_scored_as_the_model_before_it_would(days, uninterrupted, tmp_path):
+    """New values have no row yet, so they have id 0: as in the day's rows transformed by the fit of the day before."""
+    table = table_of(days[2].parent / "2.csv")
+    transform = ["mode=transform", f"fitted={days[1]}", "split_name=null"]
+    preproc("dataset=any", f"table={_hydra(table)}", f"output={tmp_path / 'data'}", *transform)
+    checkpoint = uninterrupted / f"checkpoints/step_{2 * STEPS_PER_DAY}"
+    shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    config = compose_config(*OPTIONS, "mode=eval", "eval.split=train")
+    config = replace(
+        config,
+        run_dir=str(tmp_path / "run"),
+        data=replace(config.data, path=str(tmp_path / "data")),
+        checkpoint=replace(config.checkpoint, restore=str(tmp_path / checkpoint.name)),
+    )
+    with redirect_stdout(io.StringIO()):
+        run(config, "")
+    [scored] = [
+        line for line in records(uninterrupted) if line.get("next_auc") and line["day"] == 2
+    ]
+    got = summary(tmp_path / "run")
+    assert (scored["next_auc"], scored["next_log_loss"]) == (got["test_auc"], got["test_log_loss"])
+
+
+def test_tables_grow_in_place(days, uninterrupted):
+    path = uninterrupted / f"checkpoints/step_{STEPS_PER_DAY * DAYS}"
+    sizes = {name: tensor.size for name, tensor in read_index(path).tensors.items()}
+    rows = {f.name: f.cardinality for f in FeatureSpec.load(days[-1]).categorical}
+    first = {f.name: f.cardinality for f in FeatureSpec.load(days[0]).categorical}
+    assert {name: sizes[f"tables.{name}.weight"][0] for name in rows} == rows
+    assert all(rows[name] > first[name] for name in rows)
+    assert read_facts(path)["stage"]["number"] == 2
+
+
+def test_a_finished_day_is_not_trained_again(days, uninterrupted, capsys):
+    before = (uninterrupted / "metrics.jsonl").read_bytes()
+    train(days[-1], uninterrupted, None)
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+
+
+def shrunk(days: list[Path], root: Path) -> Path:
+    """Write a day that names its parent, and has fewer values than that."""
+    shutil.copytree(days[0], root)
+    spec = yaml.safe_load((root / "feature_spec.yaml").read_text())
+    of_next = yaml.safe_load((days[2] / "feature_spec.yaml").read_text())
+    spec["metadata"] |= {"day": 2, "parent": of_next["metadata"]["parent"]}
+    (root / "feature_spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    return root
+
+
+def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
+    run_dir = tmp_path / "run"
+    with pytest.raises(ValueError, match="which has no checkpoint"):
+        train(days[1], run_dir, None)
+    train(days[0], run_dir, 12)
+    with pytest.raises(ValueError, match="has not finished the stage"):
+        train(days[1], run_dir, None)
+    train(days[0], run_dir, None)
+    with pytest.raises(ValueError, match="day 2 after another fit than that of"):
+        train(days[2], run_dir, None)
+    with pytest.raises(ValueError, match="the schedule has ended before step 18"):
+        train(days[1], run_dir, None, "scheduler.decay_start_step=4", "scheduler.decay_steps=4")
+    with pytest.raises(ValueError, match=r"other settings: optimizer.lr=0.01 instead of 0.02"):
+        train(days[1], run_dir, None, "optimizer.lr=0.02")
+    other = compose_config(*OPTIONS)
+    with pytest.raises(ValueError, match=r"is the day after that of .*set stage=next"):
+        run(replace(other, run_dir=str(run_dir), data=replace(other.data, path=str(days[1]))), "")
+    train(days[1], run_dir, None)
+    with pytest.raises(ValueError, match="tables can only grow, not shrink"):
+        train(shrunk(days, tmp_path / "shrunk"), run_dir, None)
+    assert summary(run_dir)["steps"] == 2 * STEPS_PER_DAY
