@@ -4,7 +4,7 @@
     python -m benchmarks.every_day --data movielens --source ml-latest-small --out DIR
 
 The rows, in the order of time, are cut into parts of equal size. One run continues from part to part (`mode=extend`,
-`stage=next`). The other is trained anew on all parts so far (`mode=fit`). Both score the training rows of the next part
+`stage=next`). The other is trained again on all parts so far (`mode=fit`). Both score the training rows of the next part
 before they see them, with the values that they know.
 """
 
@@ -167,7 +167,7 @@ class Comparison:
         result.auc = [record["next_auc"] for record in records if "next_auc" in record]
         return result
 
-    def anew(self) -> Result:
+    def again(self) -> Result:
         """Train a run on all parts so far, and score the next one."""
         result = Result()
         for number in range(len(self.parts) - 1):
@@ -218,7 +218,7 @@ def main() -> None:
     for seed in arguments.seeds:
         comparison = Comparison(arguments, seed)
         print(row(f"day by day, {seed}", comparison.day_by_day()), flush=True)
-        print(row(f"all parts anew, {seed}", comparison.anew()), flush=True)
+        print(row(f"all parts again, {seed}", comparison.again()), flush=True)
 
 
 if __name__ == "__main__":
