@@ -1070,20 +1070,20 @@ class Config:
         self._check_predict()
 
     def _check_stage(self) -> None:
+        """Refuse a next stage of a run that cannot have one."""
         if self.stage is None or self.mode is not Mode.train:
             return
-        require(
-            self.run_dir is not None and self.data.path is not None,
-            "stage=next continues a run on the data of its next day; set run_dir and data.path",
-        )
-        require(
-            self.checkpoint.save,
-            "stage=next resumes from checkpoints, and checkpoint.save=false saves none; set checkpoint.save=true",
-        )
-        require(
-            not self.log.mlperf,
-            "log.mlperf=true is the log of one training from its start, and stage=next continues one; leave one of them out",
-        )
+        has_run = self.run_dir is not None and self.data.path is not None
+        for is_given, problem in (
+            (has_run, "continues a run on the data of its next day; set run_dir and data.path"),
+            (self.checkpoint.save, "resumes from checkpoints; set checkpoint.save=true"),
+            (not self.log.mlperf, "is none of MLPerf's trainings; set log.mlperf=false"),
+            (
+                self.data.multi_hot.hotness is None,
+                "keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out",
+            ),
+        ):
+            require(is_given, f"stage=next {problem}")
 
     def _check_mlperf(self) -> None:
         """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""

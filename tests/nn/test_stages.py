@@ -204,3 +204,16 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
     with pytest.raises(ValueError, match="tables can only grow, not shrink"):
         train(shrunk(days, tmp_path / "shrunk"), run_dir, None)
     assert summary(run_dir)["steps"] == 2 * STEPS_PER_DAY
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["run_dir=r"], "set run_dir and data.path"),
+        (["run_dir=r", "data.path=d", "checkpoint.save=false"], "set checkpoint.save=true"),
+        (["run_dir=r", "data.path=d", "data.multi_hot.hotness=[2,2]"], "leave one of them out"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused(options, problem):
+    with pytest.raises(ValueError, match=f"stage=next .*{problem}$"):
+        compose_config("stage=next", *options)
