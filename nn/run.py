@@ -97,7 +97,13 @@ from nn.resume import (
 )
 from nn.sharding.memory_estimate import RankMemory, plan_memory
 from nn.sharding.plan import TablePlan
-from nn.stages import as_known, open_previous_day, score_next_day, score_previous_day
+from nn.stages import (
+    as_known,
+    open_previous_day,
+    retired_rows,
+    score_next_day,
+    score_previous_day,
+)
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.latency import measure
@@ -537,12 +543,10 @@ def _checkpoint_manager(
             prune(directory, start.num_steps, config.checkpoint.keep, best)
 
     ranks.run_on_rank0(tidy)
-    facts = facts_of(config, model_spec(config, session.source), ranks)
-    facts |= {"stage": start.stage.facts()}
     return CheckpointManager(
         directory,
         session.step,
-        SavedRun(facts, session.source.spec, mirror),
+        SavedRun(_run_facts(session), session.source.spec, mirror),
         config.checkpoint,
         ranks,
         session.logger,
@@ -550,18 +554,25 @@ def _checkpoint_manager(
     )
 
 
+def _run_facts(session: Session) -> dict[str, Any]:
+    """Return the facts of a run that its checkpoints and deltas record."""
+    config, source = session.config, session.source
+    facts = facts_of(config, model_spec(config, source), session.ranks)
+    return facts | {"stage": session.start.stage.facts()}
+
+
 def _delta_writer(session: Session) -> DeltaWriter | None:
     """Remove the deltas after the state that the run starts from, and return the writer of deltas; None without."""
     config, ranks, start = session.config, session.ranks, session.start
     if config.checkpoint.delta_every is None:
         return None
-    run = DeltaRun(facts_of(config, model_spec(config, session.source), ranks), None)
+    run = DeltaRun(_run_facts(session), None)
     link = chain_of(start.facts) if start.is_continuation else None
     if link is not None:
         tensors = read_index(start.checkpoint).tensors
         rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
         run = replace(run, start=link, start_rows=rows)
-    return DeltaWriter(
+    writer = DeltaWriter(
         session.recorder.run_dir / DELTAS,
         session.step.tables,
         session.step.dense_weights,
@@ -570,6 +581,10 @@ def _delta_writer(session: Session) -> DeltaWriter | None:
         ranks,
         session.logger,
     )
+    if start.stage.is_new:
+        for table, retired in retired_rows(config, session.source.spec).items():
+            writer.retire(table, retired)
+    return writer
 
 
 @contextmanager

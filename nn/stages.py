@@ -6,22 +6,27 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.schema import Config, StageName
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_samples
 from dataloading.dataset.source import Source
 from dataloading.known_ids_source import KnownIdsSource
-from dataloading.lineage import Lineage
+from dataloading.lineage import VOCABULARY, Lineage
 from dataloading.storage.local_copy import local_path
 from nn.build import open_source
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import Ranks
-from nn.embedding.declared_tables import table_of_feature
+from nn.embedding.declared_tables import table_of_feature, tables_of_feature
 from nn.models.registry import declared_tables
 from nn.training.evaluator import Evaluator
 from nn.training.lr_scheduler import learning_rate_factor
 from nn.training.stage import NEXT, PREVIOUS, Stage
 from nn.training.trainer import ENDS_STAGE, Trainer
+
+RETIRED = "retired"
+"""Column of a later day's vocabulary (`preproc/table/extension.py`)."""
 
 CHANGES = ("scheduler.",)
 """Settings that may change at the start of a stage."""
@@ -101,6 +106,24 @@ def as_known(config: Config, source: Source, checkpoint: Path) -> Source:
     tables = table_of_feature(declared_tables(config.model, source.spec))
     known = {name: tensors[f"tables.{table}.weight"].size[0] for name, table in tables.items()}
     return KnownIdsSource(source, known)
+
+
+def retired_rows(config: Config, spec: FeatureSpec) -> dict[str, np.ndarray]:
+    """Return the numbers of the rows, per table, whose values are retired on the day of a dataset."""
+    from dataloading.dataset.parquet_files import open_file
+
+    found: dict[str, np.ndarray] = {}
+    for feature, tables in tables_of_feature(declared_tables(config.model, spec)).items():
+        path = (spec.root or Path()) / VOCABULARY / f"{feature}.parquet"
+        if not path.is_file():
+            continue
+        with open_file(path) as file:
+            if RETIRED not in file.schema_arrow.names:
+                continue
+            rows = file.read(columns=["id", RETIRED])
+        retired = rows["id"].filter(rows[RETIRED]).to_numpy()
+        found |= {table: retired for table in tables if len(retired)}
+    return found
 
 
 def score_next_day(trainer: Trainer, evaluator: Evaluator) -> None:

@@ -7,18 +7,21 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from configs.schema import StageName
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.checkpoint.directory import read_facts
+from nn.checkpoint.directory import read_facts, step_of
 from nn.checkpoint.tensor_index import read_index
+from nn.deltas.delta import read_delta
 from nn.run import run
 from tests.helpers.composed import compose_config
 from tests.helpers.distributed import run_distributed
 from tests.helpers.preproc_command import preproc
 from tests.helpers.runs import differences, killed_at, records, summary
+from tests.nn.deltas.test_replay import assert_replayed
 from tests.preproc.table.test_pipeline import _hydra
 
 DAYS, ROWS = 3, 320
@@ -165,6 +168,30 @@ def test_tables_grow_in_place(days, uninterrupted):
     assert {name: sizes[f"tables.{name}.weight"][0] for name in rows} == rows
     assert all(rows[name] > first[name] for name in rows)
     assert read_facts(path)["stage"]["number"] == 2
+
+
+def test_deltas_continue_over_days_and_name_retired_rows(days, tmp_path):
+    gone = tmp_path / "gone"
+    table = table_of(days[0].parent / "1.csv")
+    extend = ["mode=extend", f"fitted={days[0]}", "retire_after=1"]
+    preproc("dataset=any", f"table={_hydra(table)}", f"output={gone}", *extend)
+    run_dir = tmp_path / "run"
+    for data in (days[0], gone):
+        train(data, run_dir, None, "checkpoint.delta_every=6")
+    chain = [read_delta(path) for path in sorted((run_dir / "deltas").glob("step_*"), key=step_of)]
+    retired = {
+        name: sum(pq.read_table(gone / f"vocabulary/{name}.parquet")["retired"].to_pylist())
+        for name in ("user_id", "item")
+    }
+    assert all(retired.values())
+    named = [{name: table.tombstones for name, table in delta.tables.items()} for delta in chain]
+    first = next(at for at, delta in enumerate(chain) if delta.parent.step == STEPS_PER_DAY)
+    assert named.pop(first) == retired
+    assert all(counts == dict.fromkeys(retired, 0) for counts in named)
+    grown = {f.name: f.cardinality for f in FeatureSpec.load(gone).categorical}
+    assert {name: table.rows for name, table in chain[first].tables.items()} == grown
+    # Over the day on which the tables grew.
+    assert_replayed(run_dir, tmp_path, base=12)
 
 
 def test_a_finished_day_is_not_trained_again(days, uninterrupted, capsys):
