@@ -47,8 +47,7 @@ from nn.observability.records import (
     records_until,
 )
 from nn.stages import CHANGES, first_stage, next_day_hint, stage_to_train
-from nn.training.limits import early_stop
-from nn.training.stage import Stage
+from nn.training.limits import Stage, early_stop
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (

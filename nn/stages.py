@@ -21,8 +21,8 @@ from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import table_of_feature, tables_of_feature
 from nn.models.registry import declared_tables
 from nn.training.evaluator import Evaluator
+from nn.training.limits import NEXT, PREVIOUS, Stage
 from nn.training.lr_scheduler import learning_rate_factor
-from nn.training.stage import NEXT, PREVIOUS, Stage
 from nn.training.trainer import ENDS_STAGE, Trainer
 
 RETIRED = "retired"

@@ -35,7 +35,7 @@ FINAL = "final"
 """Key of the record of a run's final evaluation, which follows the last checkpoint."""
 
 DAY = "day"
-"""Key of the records of a later day: the number of its stage (`nn.training.stage`). Those of the first day have none."""
+"""Key of the records of a later day: the number of its stage (`nn.training.limits`). Those of the first day have none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,9 @@
-"""The steps after which a run evaluates and ends, as pure functions of configuration and counters."""
+"""The steps after which a run evaluates and ends, as pure functions of configuration and counters; the stages of a run.
+
+A stage is the steps of a run on one dataset directory, such as the logs of a day; the next stage continues with the next
+day. The steps of a run are counted over all stages: the schedule and the optimizers' state continue. The place in a day's
+data is counted from the first step of its stage.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +11,7 @@ from typing import Any, Self
 
 from configs.schema import Config
 from nn.models.tasks import auc_key
+from nn.observability.records import DAY
 
 MAX_STEPS = 2**53
 """Up to here floats count every step; at a thousand steps per second it takes 285,000 years."""
@@ -85,3 +91,49 @@ class EvalSteps:
             round(self.steps_per_epoch * part / self.per_epoch) == of_epoch
             for part in range(max(near - 1, 1), min(near + 2, self.per_epoch) + 1)
         )
+
+
+NEXT, PREVIOUS = "next", "previous"
+"""Beginnings of the keys of evaluations on another day: on the rows of a day before they are trained, and on the day before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage of a run.
+
+    Attributes:
+        number: 0 for the first day.
+        first_step: updates of the run before it.
+        identity: of the fit of its dataset (`dataloading.lineage`); None for one without.
+        previous: data.path of the stage before; None for the first, and for synthetic clicks.
+        is_new: whether the run has no checkpoint of it yet.
+    """
+
+    number: int = 0
+    first_step: int = 0
+    identity: str | None = None
+    previous: str | None = None
+    is_new: bool = False
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the stage of a checkpoint, from its run.json; checkpoints of earlier versions have one stage."""
+        return cls(**facts.get("stage", {}))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what run.json records."""
+        names = ("number", "first_step", "identity", "previous")
+        return {name: getattr(self, name) for name in names}
+
+    def place(self, step: int) -> int:
+        """Return the steps of this stage behind a step of the run."""
+        return step - self.first_step
+
+    def last_step(self, config: Config, steps_per_epoch: int) -> int:
+        """Return the step of the run at which the stage is complete."""
+        return self.first_step + total_steps(config, steps_per_epoch)
+
+    @property
+    def label(self) -> dict[str, int]:
+        """Return the entry of its records."""
+        return {DAY: self.number} if self.number else {}

@@ -40,9 +40,8 @@ from nn.observability.run_directory import (
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
 from nn.training.evaluator import Evaluator, described_predictions
-from nn.training.limits import EvalSteps, early_stop
+from nn.training.limits import PREVIOUS, EvalSteps, Stage, early_stop
 from nn.training.prefetch import Prefetcher
-from nn.training.stage import PREVIOUS, Stage
 from nn.training.train_step import StepResult, TrainStep
 
 OTHER_DAYS = "other_days"
