@@ -1,7 +1,7 @@
 """Training day by day against training on everything so far: AUC on the next part, and the time of both.
 
-    python -m benchmarks.every_day --data criteo --source criteo_kaggle_137k.tsv.gz --out DIR
-    python -m benchmarks.every_day --data movielens --source ml-latest-small --out DIR
+    python -m benchmarks.continuous.every_day --data criteo --source criteo_kaggle_137k.tsv.gz --out DIR
+    python -m benchmarks.continuous.every_day --data movielens --source ml-latest-small --out DIR
 
 The rows, in the order of time, are cut into parts of equal size. One run continues from part to part (`mode=extend`,
 `stage=next`). The other is trained again on all parts so far (`mode=fit`). Both score the training rows of the next part
