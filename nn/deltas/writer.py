@@ -17,8 +17,9 @@ from torch import Tensor
 from configs.messages import os_error_text
 from configs.schema import CheckpointConfig, DeltaType
 from dataloading.dataset.documents import read_regular
+from dataloading.dataset.durable_files import sync_directory
 from nn.checkpoint.directory import DELTA, clear, commit, list_checkpoints, remove, unfinished
-from nn.checkpoint.tensor_index import INDEX_FILE
+from nn.checkpoint.tensor_index import INDEX_FILE, UnreadableError
 from nn.deltas.delta import CHAIN, Link, delta_facts, identity
 from nn.deltas.files import TakenRows, WrittenPart, changes, write_index, write_part
 from nn.deltas.row_ids import encode_ids
@@ -92,14 +93,17 @@ class DeltaWriter:
         self._error: BaseException | None = None
         self._taken: list[TakenRows] = []
         self._retired: dict[str, np.ndarray] = {}
-        if ranks.is_rank0:
-            # Those after the state that the run resumes from are written again.
-            clear(directory, self.end.step)
+        if run.start is not None:
+            self._clear()
         for one in tables.touched_shards():
             # Rows by which tables have grown are in no parent, whether a step updates them or not.
             shard = one.shard
             before = run.start_rows.get(shard.table, shard.row_offset + len(shard.weight))
             one.touched[max(before - shard.row_offset, 0) :] = 1
+
+    def _clear(self) -> None:
+        """Remove the deltas after the state that the run starts from, which are written again."""
+        self._ranks.run_on_rank0(lambda: clear(self._directory, self.end.step))
 
     def retire(self, table: str, rows: np.ndarray) -> None:
         """Let the next delta name rows of a table, ascending, int64, whose values are retired: its tombstones."""
@@ -121,6 +125,7 @@ class DeltaWriter:
         self.wait(beat)
         if self.end.step < 0:
             self.end = replace(self.end, step=num_steps)
+            self._clear()
         done: Future[Link] = Future()
         if num_steps > self.end.step:
             self._take()
@@ -248,7 +253,15 @@ class DeltaWriter:
         end = Link(identity(parent, num_steps, tables, index_bytes), num_steps)
         facts = facts | {CHAIN: asdict(end), DELTA: delta_facts(parent, tables)}
         commit(self._directory, num_steps, facts)
-        if self._config.delta_keep is not None:
-            for path in list_checkpoints(self._directory)[self._config.delta_keep :]:
-                remove(path)
+        try:
+            # Before a checkpoint that it leads to.
+            sync_directory(self._directory)
+            if self._config.delta_keep is not None:
+                for path in list_checkpoints(self._directory)[self._config.delta_keep :]:
+                    remove(path)
+        except (OSError, UnreadableError) as error:
+            self._logger.warning(
+                f"the delta of step {num_steps} was written, but not all that follows it: {error}. The next delta removes older "
+                "ones"
+            )
         return end

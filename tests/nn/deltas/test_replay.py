@@ -74,6 +74,16 @@ def test_a_killed_run_continues_its_chain(trained, tmp_path):
     assert_replayed(tmp_path / "run", tmp_path)
 
 
+def test_a_run_without_deltas_begins_a_chain_where_it_resumes(tmp_path):
+    run(tmp_path / "run", "checkpoint.delta_every=null", "train.max_steps=8")
+    with pytest.raises(ValueError, match="was saved by a run without deltas"):
+        replay(tmp_path / "run/checkpoints/step_8", ["none"], tmp_path / "got")
+    run(tmp_path / "run", "train.max_steps=20", "checkpoint.delta_keep=3")
+    assert [state.step for state in states(tmp_path / "run")] == [20, 18, 16]
+    with pytest.raises(ValueError, match=r"a gap: .*step_16 begins at step 15"):
+        assert_replayed(tmp_path / "run", tmp_path, 8)
+
+
 def states(run_dir: Path) -> list[Link]:
     """Return the states that the deltas of a run lead to, the latest first."""
     return [read_delta(path).end for path in list_checkpoints(run_dir / "deltas")]
