@@ -27,7 +27,7 @@ from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas, TouchedRows
 from nn.layers.initialization import fill_uniform_
 from nn.ops.stochastic_rounding import rounding_key
-from nn.sharding.static_embeddings import Channels, ColumnShard, Placement, RankTables
+from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables
 from nn.sharding.tables import TableSettings, TableShard, TouchedShard
 
 

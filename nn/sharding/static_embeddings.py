@@ -3,8 +3,7 @@
 Buffers are allocated once per batch size; the host reads nothing back.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -12,104 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema import OptimizerConfig
-from nn.distributed.process_group import Ranks
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import IdBlock, IdCount, id_blocks, with_positions
-from nn.embedding.id_expansion import IdExpansion
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
-from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION
-from nn.embedding.touched_rows import TouchedRows
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
+from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
+from nn.sharding.placement import RankTables
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnShard:
-    """A range of a table's columns on one rank.
-
-    Attributes:
-        lookups: of the table.
-        first_vector: position of the first lookup's first vector in the model's order; the others follow.
-        first_column: of the table.
-        columns: number of columns.
-        is_partial: whether other ranks have other rows of them, so that their vectors are added.
-    """
-
-    lookups: tuple[Lookup, ...]
-    first_vector: int
-    first_column: int
-    columns: int
-    is_partial: bool = False
-
-    @property
-    def num_vectors(self) -> int:
-        """Vectors of all lookups."""
-        return sum(lookup.num_vectors for lookup in self.lookups)
-
-    @property
-    def width(self) -> int:
-        """Columns of all vectors."""
-        return self.num_vectors * self.columns
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The tables that each rank looks up.
-
-    Attributes:
-        owned_by_rank: column shards per rank, in the rank's order; partial ones come last, alike on all ranks.
-        replicated: the replicated tables, as shards with all columns.
-        owned: this rank's entries of `owned_by_rank`, with weights.
-        replicas: this rank's replicas of the replicated tables.
-    """
-
-    owned_by_rank: list[list[ColumnShard]]
-    replicated: list[ColumnShard]
-    owned: list[LocalTable]
-    replicas: list[LocalTable]
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """Communicators of the all-to-alls; with one for both, ids of the next batch would wait for this one's embeddings."""
-
-    ids: dist.ProcessGroup | None
-    embeddings: dist.ProcessGroup | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankTables:
-    """A rank's tables and the settings of their all-to-alls, for any batch size.
-
-    Attributes:
-        placement: tables per rank.
-        widths: columns of every vector, in the model's order.
-        counts: returns feature -> ids of a batch before expansion, in the order of the batch, of a batch size and the level of
-            the capacities.
-        expansions: feature -> further ids of each id, for expanded features that this rank looks up.
-        config: optimizer of the tables.
-        scalars: of the update of this rank's own tables.
-        dtype: of embeddings and gradients in the all-to-all.
-        ranks: this process.
-        channels: communicators.
-        touched: collects the rows of updates of this rank's own tables; None: nobody asks for them.
-    """
-
-    placement: Placement
-    widths: Sequence[int]
-    counts: Callable[[int, int], dict[str, IdCount]]
-    expansions: dict[str, Tensor]
-    config: OptimizerConfig
-    scalars: UpdateScalars
-    dtype: torch.dtype
-    ranks: Ranks
-    channels: Channels
-    touched: TouchedRows | None = None
 
 
 class StaticEmbeddings:
@@ -142,8 +54,8 @@ class StaticEmbeddings:
         self._level = level
         counts = tables.counts(batch_size, level)
         self._exchange = IdAllToAll(
-            [_features(shards, counts) for shards in placement.owned_by_rank],
-            _features(placement.replicated, counts),
+            [features_of(shards, counts) for shards in placement.owned_by_rank],
+            features_of(placement.replicated, counts),
             counts,
             batch_size=batch_size,
             rank=ranks.rank,
@@ -151,10 +63,10 @@ class StaticEmbeddings:
             channel=tables.channels.ids,
         )
         self._prepare_owned = ArrivedIds(
-            tables, _features(placement.owned, counts), counts, ranks.world_size, batch_size
+            tables, features_of(placement.owned, counts), counts, ranks.world_size, batch_size
         )
         self._prepare_replicated = ArrivedIds(
-            tables, _features(placement.replicas, counts), counts, 1, batch_size
+            tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
         self._owned = _embedding_bags(
             tables, placement.owned, self._prepare_owned.blocks, num_samples
@@ -314,73 +226,6 @@ class StaticEmbeddings:
 
     def _replicated_part(self, local: Tensor) -> Tensor:
         return local[self._replicated_start :].view(self._replicated.num_samples, -1)
-
-
-class ArrivedIds:
-    """Ids of some features as they arrive, made ready for lookups: expanded, or with the positions of ragged ones.
-
-    Args:
-        tables: of this rank.
-        features: in the order of their ids; ragged ones last.
-        counts: feature -> ids of a batch before expansion.
-        num_sources: ranks whose ids lie one after the other.
-        batch_size: B.
-
-    Attributes:
-        blocks: feature -> position of its ids in the result.
-    """
-
-    def __init__(
-        self,
-        tables: RankTables,
-        features: Sequence[str],
-        counts: Mapping[str, IdCount],
-        num_sources: int,
-        batch_size: int,
-    ) -> None:
-        num_samples = num_sources * batch_size
-        self._num_sources, self._batch_size = num_sources, batch_size
-        fixed = [feature for feature in features if counts[feature].hotness]
-        stored = {feature: counts[feature].hotness for feature in fixed}
-        self._sizes = [num_samples * hotness for hotness in stored.values()]
-        self._capacities = [counts[name].capacity for name in features[len(fixed) :]]
-        self._expand = IdExpansion(fixed, num_samples, stored, tables.expansions)
-        expanded = {
-            feature: IdCount(hotness, batch_size * hotness)
-            for feature, hotness in stored.items()
-            for hotness in (hotness * (1 + _further_ids(tables, feature)),)
-        }
-        ragged = {feature: counts[feature] for feature in features[len(fixed) :]}
-        self.blocks = id_blocks(expanded | ragged, num_sources, batch_size)
-
-    def repeat_first_row(self, arrived: Tensor, num_valid: int) -> None:
-        """Give padding rows, which come last, the ids of the first row; those of ragged features have none."""
-        for ids in arrived[: sum(self._sizes)].split(self._sizes):
-            rows = ids.view(self._num_sources * self._batch_size, -1)
-            rows[num_valid:] = rows[0]
-
-    def __call__(self, arrived: Tensor) -> Tensor:
-        """Return the ids in the order of `blocks`."""
-        if not self._capacities:
-            return self._expand(arrived)
-        num_fixed = sum(self._sizes)
-        ragged = with_positions(
-            arrived[num_fixed:], self._capacities, self._num_sources, self._batch_size
-        )
-        return torch.cat([self._expand(arrived[:num_fixed]), ragged])
-
-
-def _further_ids(tables: RankTables, feature: str) -> int:
-    expansion = tables.expansions.get(feature)
-    return 0 if expansion is None else expansion.shape[1]
-
-
-def _features(
-    tables: Iterable[LocalTable | ColumnShard], counts: Mapping[str, IdCount]
-) -> list[str]:
-    """Return the features of tables, each once, in the order in which their ids are sent: ragged ones last."""
-    features = dict.fromkeys(lookup.feature for table in tables for lookup in table.lookups)
-    return sorted(features, key=lambda feature: not counts[feature].hotness)
 
 
 def _embedding_bags(

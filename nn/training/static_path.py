@@ -11,8 +11,9 @@ from configs.schema import Config, Mode
 from dataloading.batch import Batch
 from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.id_all_to_all import CapturedIdAllToAll, LocalIds
+from nn.sharding.placement import RankTables
 from nn.sharding.sharded_tables import ShardedTables
-from nn.sharding.static_embeddings import RankTables, StaticEmbeddings
+from nn.sharding.static_embeddings import StaticEmbeddings
 from nn.training.batch_ids import BatchIds
 from nn.training.pass_context import PassContext
 from nn.training.static_pass import StaticForward, StaticPass

@@ -1,0 +1,99 @@
+"""Tables per rank, and what a rank needs to look them up and update them, for any batch size."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import OptimizerConfig
+from nn.distributed.process_group import Ranks
+from nn.embedding.id_blocks import IdCount
+from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.lookups import Lookup
+from nn.embedding.touched_rows import TouchedRows
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnShard:
+    """A range of a table's columns on one rank.
+
+    Attributes:
+        lookups: of the table.
+        first_vector: position of the first lookup's first vector in the model's order; the others follow.
+        first_column: of the table.
+        columns: number of columns.
+        is_partial: whether other ranks have other rows of them, so that their vectors are added.
+    """
+
+    lookups: tuple[Lookup, ...]
+    first_vector: int
+    first_column: int
+    columns: int
+    is_partial: bool = False
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of all lookups."""
+        return sum(lookup.num_vectors for lookup in self.lookups)
+
+    @property
+    def width(self) -> int:
+        """Columns of all vectors."""
+        return self.num_vectors * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The tables that each rank looks up.
+
+    Attributes:
+        owned_by_rank: column shards per rank, in the rank's order; partial ones come last, alike on all ranks.
+        replicated: the replicated tables, as shards with all columns.
+        owned: this rank's entries of `owned_by_rank`, with weights.
+        replicas: this rank's replicas of the replicated tables.
+    """
+
+    owned_by_rank: list[list[ColumnShard]]
+    replicated: list[ColumnShard]
+    owned: list[LocalTable]
+    replicas: list[LocalTable]
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Communicators of the all-to-alls; with one for both, ids of the next batch would wait for this one's embeddings."""
+
+    ids: dist.ProcessGroup | None
+    embeddings: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankTables:
+    """A rank's tables and the settings of their all-to-alls, for any batch size.
+
+    Attributes:
+        placement: tables per rank.
+        widths: columns of every vector, in the model's order.
+        counts: returns feature -> ids of a batch before expansion, in the order of the batch, of a batch size and the level of
+            the capacities.
+        expansions: feature -> further ids of each id, for expanded features that this rank looks up.
+        config: optimizer of the tables.
+        scalars: of the update of this rank's own tables.
+        dtype: of embeddings and gradients in the all-to-all.
+        ranks: this process.
+        channels: communicators.
+        touched: collects the rows of updates of this rank's own tables; None: nobody asks for them.
+    """
+
+    placement: Placement
+    widths: Sequence[int]
+    counts: Callable[[int, int], dict[str, IdCount]]
+    expansions: dict[str, Tensor]
+    config: OptimizerConfig
+    scalars: UpdateScalars
+    dtype: torch.dtype
+    ranks: Ranks
+    channels: Channels
+    touched: TouchedRows | None = None
