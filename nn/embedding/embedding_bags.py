@@ -195,6 +195,12 @@ class LocalEmbeddingBags:
         keys, order = torch.sort(keys, stable=True)
         return SortedIds(keys, order)
 
+    def take_sorted(self, ids: Tensor, keys: Tensor, order: Tensor) -> SortedIds:
+        """Return what `sort` returns of ids [N] whose keys [K] are sorted already, stably."""
+        if self._sources is not None:
+            self._sources.set(ids)
+        return SortedIds(keys, order)
+
     def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
         """Update every row that was looked up, once, by the sum of its gradients.
 

@@ -7,7 +7,7 @@ waits for them in every step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -16,35 +16,7 @@ from torch import Tensor
 
 from nn.embedding.id_blocks import IdCount
 from nn.ops.cuda_graph import CudaGraph
-
-
-@dataclass(frozen=True, slots=True)
-class LocalIds:
-    """Ids of a global batch on the ranks that own the tables.
-
-    Attributes:
-        owned: ids of this rank's tables, feature after feature, in the order of the ranks (`nn.embedding.id_blocks`).
-        replicated: ids of the replicated tables, feature after feature.
-        level: of the capacities of ragged features for which they have room; 0 is the usual one.
-        release: if their memory is reused: call it once their last use is queued, on the stream of that use.
-    """
-
-    owned: Tensor
-    replicated: Tensor
-    release: Callable[[], None] | None = None
-    level: int = 0
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Both, as inputs of a CUDA graph."""
-        return self.owned, self.replicated
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from being reused before `stream` is done with it."""
-        if self.release is not None:
-            return
-        self.owned.record_stream(stream)
-        self.replicated.record_stream(stream)
+from nn.sharding.local_ids import LocalIds
 
 
 class IdAllToAll:
@@ -93,8 +65,8 @@ class IdAllToAll:
             offset += sizes[name]
         self._arrival_index = _on(device, blocks)
 
-    def __call__(self, ids: Tensor) -> LocalIds:
-        """Exchange the ids of a full batch: this rank's, feature after feature."""
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange the ids of a full batch, this rank's, feature after feature; return owned and replicated ones."""
         sent = ids.index_select(0, self._send_index)
         owned = sent
         if self._world_size > 1:
@@ -103,7 +75,7 @@ class IdAllToAll:
                 received, sent, self._receive_sizes, self._send_sizes, group=self._channel
             )
             owned = received.index_select(0, self._arrival_index)
-        return LocalIds(owned, ids.index_select(0, self._replicated_index))
+        return owned, ids.index_select(0, self._replicated_index)
 
 
 class CapturedIdAllToAll:
@@ -112,22 +84,28 @@ class CapturedIdAllToAll:
     Launched one by one, its operations took 1 ms of host time per step, half of a step on four GPUs.
 
     Args:
-        send: the exchange to capture.
+        send: the exchange to capture; returns the ids, and the flag that they lack room, if they can.
         ids: example input; it fixes shape and dtype.
     """
 
-    def __init__(self, send: Callable[[Tensor], LocalIds], ids: Tensor) -> None:
+    def __init__(
+        self, send: Callable[[Tensor], tuple[LocalIds, Tensor | None]], ids: Tensor
+    ) -> None:
         self._send = send
-        self._graph = CudaGraph(
-            lambda ids: send(ids).tensors, ids, stream=torch.cuda.current_stream()
-        )
-        assert self._graph.outputs is not None, "the graph is open"
-        owned, replicated = self._graph.outputs
-        self._arrived = LocalIds(owned, replicated, self._release)
         self._is_held = False
         self._released = torch.cuda.Event()
+        results: list[tuple[LocalIds, Tensor | None]] = []
 
-    def __call__(self, ids: Tensor) -> LocalIds:
+        def exchange(ids: Tensor) -> tuple[Tensor, ...]:
+            results[:] = [send(ids)]
+            return results[0][0].tensors
+
+        self._graph = CudaGraph(exchange, ids, stream=torch.cuda.current_stream())
+        assert self._graph.outputs is not None, "the graph is open"
+        example, self._flag = results.pop()
+        self._arrived = replace(example.of_tensors(self._graph.outputs), release=self._release)
+
+    def __call__(self, ids: Tensor) -> tuple[LocalIds, Tensor | None]:
         """Exchange the next ids."""
         if self._is_held:
             # Two prefetchers are active: evaluation runs while the next training batch waits.
@@ -136,12 +114,13 @@ class CapturedIdAllToAll:
         torch.cuda.current_stream().wait_event(self._released)
         self._graph.load(ids)
         self._graph.replay()
-        return self._arrived
+        return self._arrived, self._flag
 
     def close(self) -> None:
         """Release the CUDA graph, even while its ids are referenced: NCCL waits for it when its group is closed."""
         self._graph.close()
-        del self._send, self._arrived  # the tables' memory
+        # The tables' memory.
+        del self._send, self._arrived, self._flag
 
     def _release(self) -> None:
         """Let the next exchange overwrite the ids, once the current stream has reached this point."""

@@ -51,14 +51,50 @@ class Placement:
     Attributes:
         owned_by_rank: column shards per rank, in the rank's order; partial ones come last, alike on all ranks.
         replicated: the replicated tables, as shards with all columns.
+        requested: row-wise tables whose rows are asked of their owners, by width; the others are partial.
         owned: this rank's entries of `owned_by_rank`, with weights.
         replicas: this rank's replicas of the replicated tables.
     """
 
     owned_by_rank: list[list[ColumnShard]]
     replicated: list[ColumnShard]
+    requested: list["RequestedTables"]
     owned: list[LocalTable]
     replicas: list[LocalTable]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShard:
+    """Rows of a table on one rank.
+
+    Attributes:
+        rank: the owner.
+        first_row: of the table.
+        base: rows of the owner's tables of the group before these.
+    """
+
+    rank: int
+    first_row: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedTables:
+    """Row-wise tables of one width; the rows of all on one rank are adjacent in memory.
+
+    Attributes:
+        shards: the tables, as shards with all columns.
+        shards_by_table: shards by rows of each table; shard i has the rows from i * `rows_per_shard` on.
+        rows_per_shard: of each table.
+        rows_by_rank: rows of all tables on each rank.
+        owned: this rank's rows of all tables, as one table.
+    """
+
+    shards: list[ColumnShard]
+    shards_by_table: list[list[RowShard]]
+    rows_per_shard: list[int]
+    rows_by_rank: list[int]
+    owned: LocalTable
 
 
 @dataclass(frozen=True, slots=True)

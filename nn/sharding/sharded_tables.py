@@ -21,13 +21,22 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.declared_tables import id_counts, initial_bound, lookups_of
 from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.lookups import Lookup
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas, TouchedRows
 from nn.layers.initialization import fill_uniform_
 from nn.ops.stochastic_rounding import rounding_key
-from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables
+from nn.sharding.placement import (
+    Channels,
+    ColumnShard,
+    Placement,
+    RankTables,
+    RequestedTables,
+    RowShard,
+)
+from nn.sharding.row_requests import BLOCK
 from nn.sharding.tables import TableSettings, TableShard, TouchedShard
 
 
@@ -60,7 +69,9 @@ class ShardedTables:
         self._rule = table_rule(config.table_name)
         self._ranks = ranks
         self._seed = settings.seed
-        self._lookups = lookups_of(declared, multi_hot.expanded_spec(spec))
+        seen = multi_hot.expanded_spec(spec)
+        self._lookups = lookups_of(declared, seen)
+        self._mean_hotness = {feature.name: feature.mean_hotness for feature in seen.categorical}
         num_vectors = [
             sum(lookup.num_vectors for lookup in self._lookups[name]) for name in self._declared
         ]
@@ -165,14 +176,19 @@ class ShardedTables:
     def _in_order(
         self, shards: "list[tuple[str, ShardMetadata]]"
     ) -> "list[tuple[str, ShardMetadata]]":
-        """Sort the shards of a rank: row-wise ones last, wide ones first, which aligns their columns.
+        """Sort the shards of a rank: row-wise ones last, requested ones behind them, wide ones first, which aligns columns.
 
-        Alone, they keep the model's order: then embeddings are one matrix.
+        So requested tables of one width are adjacent. Alone, shards keep the model's order: then embeddings are one matrix.
         """
         if self._ranks.world_size == 1:
             return shards
         return sorted(
-            shards, key=lambda entry: (self._is_row_wise(entry[0]), -entry[1].shard_sizes[1])
+            shards,
+            key=lambda entry: (
+                self._is_row_wise(entry[0]),
+                self._is_requested(entry[0]),
+                -entry[1].shard_sizes[1],
+            ),
         )
 
     def _is_row_wise(self, name: str) -> bool:
@@ -235,6 +251,7 @@ class ShardedTables:
 
     def _placement(self) -> Placement:
         """Return the tables that each rank looks up, wide ones first, or in the model's order for a single rank."""
+        requested = [name for name in self._shards if self._is_requested(name)]
         by_rank: list[list[tuple[str, ShardMetadata]]] = [[] for _ in range(self._ranks.world_size)]
         for name, rank, shard in self._placed_shards():
             by_rank[rank].append((name, shard))
@@ -248,6 +265,7 @@ class ShardedTables:
                     self._is_row_wise(name),
                 )
                 for name, shard in self._in_order(shards)
+                if name not in requested
             ]
             for shards in by_rank
         ]
@@ -263,6 +281,7 @@ class ShardedTables:
             for index, ((name, shard), weight) in enumerate(
                 zip(self._own, self._weights, strict=True)
             )
+            if name not in requested
         ]
         replicated = [
             ColumnShard(self._lookups[name], self._first_vector[name], 0, self._shape_of(name)[1])
@@ -272,15 +291,90 @@ class ShardedTables:
             LocalTable(self._lookups[name], replica.detach(), {})
             for name, replica in self._replicas.items()
         ]
-        return Placement(owned_by_rank, replicated, owned, replicas)
+        widths = dict.fromkeys(self._shape_of(name)[1] for name in requested)
+        groups = [
+            self._requested_tables(
+                [name for name in requested if self._shape_of(name)[1] == width], by_rank
+            )
+            for width in widths
+        ]
+        return Placement(owned_by_rank, replicated, groups, owned, replicas)
+
+    def _is_requested(self, name: str) -> bool:
+        """Return whether the rows of a table are asked of their owners, and not its vectors.
+
+        A vector of more ids than ranks is fewer bytes than its rows would be without repetitions. The rounding of 16-bit
+        weights depends on the table, and requested tables are updated as one.
+        """
+        shards = [shard for shard in self._shards[name] if shard.shard_sizes[0]]
+        rows = shards[0].shard_sizes[0]
+        return (
+            self._is_row_wise(name)
+            and data_type_to_dtype(self._declared[name].data_type) is torch.float32
+            and all(shard.shard_offsets[0] == i * rows for i, shard in enumerate(shards))
+            and all(
+                (lookup.ids_per_vector or self._mean_hotness[lookup.feature])
+                <= self._ranks.world_size
+                for lookup in self._lookups[name]
+            )
+        )
+
+    def _requested_tables(
+        self, names: Sequence[str], by_rank: "Sequence[list[tuple[str, ShardMetadata]]]"
+    ) -> RequestedTables:
+        """Return row-wise tables of one width as a group."""
+        bases: list[dict[str, int]] = []
+        rows_by_rank = []
+        for shards in by_rank:
+            sizes = {
+                name: shard.shard_sizes[0]
+                for name, shard in self._in_order(shards)
+                if name in names
+            }
+            starts = accumulate(sizes.values(), initial=0)
+            bases.append(dict(zip(sizes, starts, strict=False)))
+            rows_by_rank.append(sum(sizes.values()))
+        row_shards = {
+            name: [
+                RowShard(rank, shard.shard_offsets[0], bases[rank][name])
+                for rank, shards in enumerate(by_rank)
+                for other, shard in shards
+                if other == name and shard.shard_sizes[0]
+            ]
+            for name in names
+        }
+        shards_by_table = [
+            sorted(row_shards[name], key=lambda shard: shard.first_row) for name in names
+        ]
+        members = [index for index, (name, _) in enumerate(self._own) if name in names]
+        rows = rows_by_rank[self._ranks.rank]
+        owned = LocalTable(
+            (Lookup(BLOCK, 1),),
+            _joined([self._weights[index] for index in members], rows),
+            {
+                state: _joined([tensors[index] for index in members], rows)
+                for state, tensors in self._states.items()
+            },
+            first_row=0,
+        )
+        return RequestedTables(
+            [
+                ColumnShard(
+                    self._lookups[name], self._first_vector[name], 0, self._shape_of(name)[1]
+                )
+                for name in names
+            ],
+            shards_by_table,
+            [max(shard.shard_sizes[0] for shard in self._shards[name]) for name in names],
+            rows_by_rank,
+            owned,
+        )
 
     def _expansions(self, multi_hot: MultiHot, placement: Placement) -> dict[str, Tensor]:
         """Return the further ids of each id, of the features that this rank looks up."""
-        here = {
-            lookup.feature
-            for table in (*placement.owned, *placement.replicas)
-            for lookup in table.lookups
-        }
+        requested = [shard for group in placement.requested for shard in group.shards]
+        tables: list[LocalTable | ColumnShard] = [*placement.owned, *requested, *placement.replicas]
+        here = {lookup.feature for table in tables for lookup in table.lookups}
         return {
             feature: multi_hot.lookup_table(feature, self._ranks.device)
             for feature in multi_hot.hotness
@@ -400,3 +494,12 @@ def _adjacent(
         for index, flat in zip(members, memory.split(sizes), strict=True):
             tensors[index] = flat.view(shapes[index])
     return tensors
+
+
+def _joined(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """View tensors that lie one after the other in one memory as one, with the rows of all."""
+    first = tensors[0]
+    shape = (rows, *first.shape[1:])
+    return first.as_strided(
+        shape, torch.empty(shape, device="meta").stride(), first.storage_offset()
+    )

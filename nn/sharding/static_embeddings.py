@@ -4,6 +4,7 @@ Buffers are allocated once per batch size; the host reads nothing back.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -18,10 +19,41 @@ from nn.embedding.optimizer import ADDITION
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
-from nn.sharding.id_all_to_all import IdAllToAll, LocalIds
+from nn.sharding.id_all_to_all import IdAllToAll
+from nn.sharding.local_ids import LocalIds, Room
 from nn.sharding.placement import RankTables
+from nn.sharding.request_keys import RequestKeys
+from nn.sharding.row_requests import RowRequests
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
+
+NO_REQUESTS = Room()
+
+
+@dataclass(frozen=True, slots=True)
+class SortedOwnedIds:
+    """Sorted ids of the tables that are not replicated.
+
+    Attributes:
+        owned: of this rank's tables.
+        requested: of each group of requested tables, the rows asked of this rank, and this rank's own ids.
+    """
+
+    owned: SortedIds
+    requested: list[tuple[SortedIds, SortedIds]]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedGradients:
+    """Gradients on the ranks of their tables.
+
+    Attributes:
+        owned: of this rank's tables, [B * W, T].
+        requested: of the rows of each group of requested tables.
+    """
+
+    owned: Tensor
+    requested: list[Tensor]
 
 
 class StaticEmbeddings:
@@ -30,7 +62,7 @@ class StaticEmbeddings:
     Args:
         tables: of this rank.
         batch_size: B.
-        level: of the capacities of ragged features.
+        room: for the ids of a batch.
         replicated_gradients: gradient [rows, D] of each replicated table, zero at the start of a step.
         prefix_columns: columns that the dense component puts before each sample's embeddings; they are left free if
             nothing is sent.
@@ -43,16 +75,17 @@ class StaticEmbeddings:
         self,
         tables: RankTables,
         batch_size: int,
+        room: Room = NO_REQUESTS,
         *,
-        level: int = 0,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
     ) -> None:
         placement, ranks = tables.placement, tables.ranks
         num_samples = batch_size * ranks.world_size
         self._ranks, self._channel = ranks, tables.channels.embeddings
-        self._level = level
-        counts = tables.counts(batch_size, level)
+        self._id_channel = tables.channels.ids
+        self._room = room
+        counts = tables.counts(batch_size, room.level)
         self._exchange = IdAllToAll(
             [features_of(shards, counts) for shards in placement.owned_by_rank],
             features_of(placement.replicated, counts),
@@ -78,6 +111,12 @@ class StaticEmbeddings:
         self._replicated_sums = _gradient_sums(
             tables, replicated_gradients, self._prepare_replicated.blocks, batch_size
         )
+        self._requests = [
+            RowRequests(
+                tables, group, RequestKeys(tables, group, batch_size, room.level), rows, batch_size
+            )
+            for group, rows in zip(placement.requested, room.requests, strict=True)
+        ]
         self._set_sizes(tables, batch_size, prefix_columns)
 
     def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
@@ -94,15 +133,20 @@ class StaticEmbeddings:
         self._local_sizes = [batch_size * (self._prefix_columns + width) for width in widths]
         self._owned_sizes_by_rank = [batch_size * widths[ranks.rank]] * world_size
         self._starts = list(accumulate(self._local_sizes, initial=0))
-        self._replicated_start = self._starts[-1] + batch_size * self._partial_columns
+        requested = [sum(shard.width for shard in group.shards) for group in placement.requested]
+        # Behind what arrives: the sums of partial vectors, the vectors of requested tables, those of replicated ones.
+        further = [self._partial_columns, *requested, replicated_columns]
+        sizes = [batch_size * columns for columns in further]
+        self._further_starts = list(accumulate(sizes, initial=self._starts[-1]))
+        self._replicated_start = self._further_starts[-2]
         self.layout = _layout(
             tables,
-            [*self._starts, self._replicated_start],
-            [*widths, self._partial_columns, replicated_columns],
+            [*self._starts[:-1], *self._further_starts[:-1]],
+            [*widths, *further],
             self._prefix_columns,
         )
         self._local = torch.empty(
-            self._replicated_start + batch_size * replicated_columns,
+            self._further_starts[-1],
             dtype=tables.dtype,
             device=ranks.device,
         )
@@ -116,22 +160,32 @@ class StaticEmbeddings:
         else:
             self._sent = self._owned_part(self._local)
 
-    def send_ids(self, ids: Tensor, num_valid: int | None = None) -> LocalIds:
+    def send_ids(self, ids: Tensor, num_valid: int | None = None) -> tuple[LocalIds, Tensor | None]:
         """Send this rank's ids to their tables, and expand them there.
 
         Args:
             ids: feature after feature, each [B, hotness].
             num_valid: valid rows of the global batch, if not all. Padding rows come last, and get the ids of the first
                 row: so the lookup, and the update with their zero gradients, touch no row that the batch does not use.
+
+        Returns:
+            The ids, and whether any rank has more than there is room for, int32 [1]; None if it cannot have.
         """
-        arrived = self._exchange(ids)
+        owned, replicated = self._exchange(ids)
         if num_valid is not None:
-            self._prepare_owned.repeat_first_row(arrived.owned, num_valid)
-        return LocalIds(
-            self._prepare_owned(arrived.owned),
-            self._prepare_replicated(arrived.replicated),
-            level=self._level,
+            self._prepare_owned.repeat_first_row(owned, num_valid)
+        sent = [requests.send(ids, num_valid) for requests in self._requests]
+        lacks_room = None
+        if sent:
+            lacks_room = torch.stack([lacking for _, lacking in sent]).any(0).int()
+            dist.all_reduce(lacks_room, dist.ReduceOp.MAX, group=self._id_channel)
+        local = LocalIds(
+            self._prepare_owned(owned),
+            self._prepare_replicated(replicated),
+            tuple(requested for requested, _ in sent),
+            self._room,
         )
+        return local, lacks_room
 
     @cached_property
     def _returned(self) -> Tensor:
@@ -146,7 +200,7 @@ class StaticEmbeddings:
         """
         self._owned.look_up(ids.owned, self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
-        if self._ranks.world_size > 1:
+        if self._ranks.world_size > 1 and self._starts[-1]:
             dist.all_to_all_single(
                 self._local[: self._starts[-1]],
                 self._sent.view(-1),
@@ -155,12 +209,19 @@ class StaticEmbeddings:
                 group=self._channel,
             )
             self._add_partial()
+        for number, requests in enumerate(self._requests):
+            requests.look_up(ids.requested[number], self._requested_part(self._local, number))
         return self._local
 
     def rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
         is_here = self._ranks.world_size == 1 and not self._replicated.tables
         return self._owned.rows(ids.owned) if is_here else None
+
+    def _requested_part(self, local: Tensor, group: int) -> Tensor:
+        """View the vectors of a group of requested tables, [B, columns]."""
+        start, end = self._further_starts[1 + group : 3 + group]
+        return local[start:end].view(self._replicated.num_samples, -1)
 
     def _add_partial(self) -> None:
         """Add the vectors that each rank has computed of its rows, in the order of the ranks."""
@@ -186,16 +247,34 @@ class StaticEmbeddings:
 
     def _partial_sum(self, local: Tensor) -> Tensor:
         """View the columns of the sums of partial vectors, [B, columns]."""
-        return local[self._starts[-1] : self._replicated_start].view(-1, self._partial_columns)
+        start, end = self._further_starts[:2]
+        return local[start:end].view(-1, self._partial_columns)
 
-    def sort(self, ids: LocalIds) -> tuple[SortedIds, SortedIds]:
-        """Sort the ids for the updates: of this rank's tables, and of the replicated tables."""
-        return self._owned.sort(ids.owned), self._replicated_sums.sort(ids.replicated)
+    def sort(self, ids: LocalIds) -> tuple[SortedOwnedIds, SortedIds]:
+        """Sort the ids for the updates: of sharded tables, and of the replicated tables."""
+        requested = [
+            requests.sort(of_group)
+            for requests, of_group in zip(self._requests, ids.requested, strict=True)
+        ]
+        owned = SortedOwnedIds(self._owned.sort(ids.owned), requested)
+        return owned, self._replicated_sums.sort(ids.replicated)
 
-    def send_back(self, gradients: Tensor) -> Tensor:
-        """Send the gradients of the embeddings to the ranks that own the tables: [B * W, T]."""
+    def send_back(self, ids: SortedOwnedIds, gradients: Tensor) -> OwnedGradients:
+        """Send the gradients of the embeddings to the ranks that own the tables."""
+        requested = [
+            requests.send_back(own, self._requested_part(gradients, number))
+            for number, (requests, (_, own)) in enumerate(
+                zip(self._requests, ids.requested, strict=True)
+            )
+        ]
+        return OwnedGradients(self._send_vectors_back(gradients), requested)
+
+    def _send_vectors_back(self, gradients: Tensor) -> Tensor:
+        """Send the gradients of the vectors that were sent, [B * W, T]."""
         if self._ranks.world_size == 1:
             return self._owned_part(gradients)
+        if not self._starts[-1]:
+            return self._sent
         if self._partial_columns:
             # Every rank needs the gradient of a sum.
             total = self._partial_sum(gradients)
@@ -210,9 +289,13 @@ class StaticEmbeddings:
         )
         return self._returned
 
-    def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
+    def update(self, ids: SortedOwnedIds, gradients: OwnedGradients, is_good: Tensor) -> None:
         """Update this rank's tables with the gradients from `send_back`, unless `is_good` [1] is 0."""
-        self._owned.update(ids, gradients, is_good)
+        self._owned.update(ids.owned, gradients.owned, is_good)
+        for requests, (asked, _), returned in zip(
+            self._requests, ids.requested, gradients.requested, strict=True
+        ):
+            requests.update(asked, returned, is_good)
 
     def accumulate_replicated(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
         """Add the gradients of this rank's embeddings to those of the replicated tables."""
@@ -272,15 +355,16 @@ def _gradient_sums(
 def _layout(
     tables: RankTables, starts: Sequence[int], widths: Sequence[int], prefix_columns: int
 ) -> EmbeddingLayout:
-    """Describe the positions of vectors: a block per rank, one of the sums of partial vectors, one of replicated tables."""
+    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested groups, replicated tables."""
     placement = tables.placement
     by_rank = [
         [shard for shard in shards if not shard.is_partial] for shards in placement.owned_by_rank
     ]
     partial = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
     segments = []
+    requested = [group.shards for group in placement.requested]
     for start, width, shards in zip(
-        starts, widths, [*by_rank, partial, placement.replicated], strict=True
+        starts, widths, [*by_rank, partial, *requested, placement.replicated], strict=True
     ):
         column = prefix_columns
         for shard in shards:

@@ -18,8 +18,8 @@ from dataloading.batch import Batch
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
-from nn.sharding.id_all_to_all import LocalIds
-from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.sharding.local_ids import LocalIds
+from nn.sharding.static_embeddings import OwnedGradients, StaticEmbeddings
 from nn.training.pass_context import PassContext
 
 
@@ -66,7 +66,7 @@ class StaticPass:
             if not context.update_tables:
                 return
             with self._beside():
-                owned_gradients.append(self._tables.send_back(gradient))
+                owned_gradients.append(self._tables.send_back(sorted_owned, gradient))
                 if loss_scale == 1:
                     self._tables.update(sorted_owned, owned_gradients[0], is_good)
             # Beside the all-to-all of the gradients; the ids were sorted before the loss was checked.
@@ -78,9 +78,9 @@ class StaticPass:
             self._wait_for(arrived)
             return _EmbeddingGradient.apply(values.detach().requires_grad_(), receive)
 
-        # The backward pass appends one tensor to each list, the gradient of the embeddings.
+        # The backward pass appends to each list once, the gradient of the embeddings.
         local_gradients: list[Tensor] = []
-        owned_gradients: list[Tensor] = []
+        owned_gradients: list[OwnedGradients] = []
         with context.autocast(), annotate("dense"):
             logits = context.dense(batch.numerical, PooledEmbeddings(self._tables.layout, arrive))
         share = self._loss_share(logits, batch.labels, batch.weights)

@@ -1,7 +1,9 @@
 """The static path: lookup and update with known shapes, on GPUs captured as CUDA graphs, once per batch size."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -10,8 +12,10 @@ from torch import Tensor
 from configs.schema import Config, Mode
 from dataloading.batch import Batch
 from nn.ops.cuda_graph import CudaGraph
-from nn.sharding.id_all_to_all import CapturedIdAllToAll, LocalIds
+from nn.sharding.id_all_to_all import CapturedIdAllToAll
+from nn.sharding.local_ids import HostFlag, LocalIds, Room
 from nn.sharding.placement import RankTables
+from nn.sharding.request_room import RequestRoom
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.static_embeddings import StaticEmbeddings
 from nn.training.batch_ids import BatchIds
@@ -55,13 +59,14 @@ class CapturedPass:
     ) -> None:
         is_in_one = batch.memory is not None and ids.owned is batch.ids.values()
         self._example = batch if is_in_one else None
+        count = len(ids.tensors)
 
         def run(*inputs: Tensor) -> Tensor:
             if is_in_one:
                 mine = batch.at(*inputs)
-                return plain.run(LocalIds(mine.ids.values(), ids.replicated), mine)
-            owned, replicated, *columns = inputs
-            return plain.run(LocalIds(owned, replicated), batch.with_columns(columns))
+                return plain.run(ids.of_tensors([mine.ids.values(), ids.replicated]), mine)
+            tensors, columns = inputs[:count], inputs[count:]
+            return plain.run(ids.of_tensors(tensors), batch.with_columns(columns))
 
         self.graph: CudaGraph[Tensor] = CudaGraph(
             run, *self._inputs(ids, batch), warm_up=plain.without_updates(), beside=beside
@@ -116,26 +121,55 @@ class StaticPath:
         self._exchanges: dict[int, CapturedIdAllToAll] = {}
         self._passes: dict[int, Pass] = {}
         self.forwards: dict[int, Pass] = {}
-        # Keys: rows per rank, and level of the capacities of ragged features.
-        self._embeddings: dict[tuple[int, int], StaticEmbeddings] = {}
+        # Keys: rows per rank, and room for their ids.
+        self._embeddings: dict[tuple[int, Room], StaticEmbeddings] = {}
         self._batch_ids = BatchIds(tables, context.ranks)
         self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
+        self._request_room = RequestRoom(tables.rank_tables)
+        self._has_warned = False
 
     def start(self, batch: Batch) -> LocalIds:
         """Send the ids to their tables."""
         size = len(batch.labels)
         level = self._batch_ids.level(batch)
         ids = self._batch_ids.flat(batch, level)
-        if batch.global_valid < size * self._context.ranks.world_size:
-            return self.embeddings(size, level).send_ids(ids, batch.global_valid)
+        if level or not self._is_full(batch):
+            return self._send_exactly(batch, ids, level)
         if self._ids_are_here:
             return LocalIds(ids, self._no_ids, release=_keep)
-        if size not in self.captured_sizes or level:
-            return self.embeddings(size, level).send_ids(ids)
+        room = self._request_room.usual(size, ids)
+        if size not in self.captured_sizes:
+            return _watched(*self.embeddings(size, room).send_ids(ids))
         if size not in self._exchanges:
-            self._exchanges[size] = CapturedIdAllToAll(self.embeddings(size).send_ids, ids)
-        return self._exchanges[size](ids)
+            self._exchanges[size] = CapturedIdAllToAll(self.embeddings(size, room).send_ids, ids)
+        return _watched(*self._exchanges[size](ids))
+
+    def _is_full(self, batch: Batch) -> bool:
+        return batch.global_valid == len(batch.labels) * self._context.ranks.world_size
+
+    def _send_exactly(self, batch: Batch, ids: Tensor, level: int) -> LocalIds:
+        """Send the ids of an unusual batch, with room for them alone."""
+        size = len(batch.labels)
+        num_valid = None if self._is_full(batch) else batch.global_valid
+        room = self._request_room.exact(size, ids, level, num_valid)
+        return self.embeddings(size, room).send_ids(ids, num_valid)[0]
+
+    def _with_room(self, batch: Batch, ids: LocalIds) -> LocalIds:
+        """Return ids that have room: those given, or, if a rank asked for more rows than it has room for, others."""
+        if ids.lacks_room is None or not ids.lacks_room.is_set():
+            return ids
+        if not self._has_warned:
+            self._has_warned = True
+            if self._context.ranks.is_rank0:
+                logging.getLogger(__name__).warning(
+                    "a batch asks for more distinct rows of row-wise tables than the captured step has room for; such batches "
+                    "are trained operation by operation, which is slower. Shuffle the rows, if their ids follow their order"
+                )
+        if ids.release is not None:
+            ids.release()
+        level = ids.room.level
+        return self._send_exactly(batch, self._batch_ids.flat(batch, level), level)
 
     def prepare_update(self, step: int, lr: float) -> None:
         """Set learning rate and step count in device memory."""
@@ -143,6 +177,7 @@ class StaticPath:
 
     def forward_backward(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
+        ids = self._with_room(batch, ids)
         return self._pass(batch, ids).run(ids, batch)
 
     def update(self) -> None:
@@ -151,6 +186,7 @@ class StaticPath:
 
     def predict(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B]; the next call overwrites them."""
+        ids = self._with_room(batch, ids)
         return self._forward(batch, ids).run(ids, batch)
 
     def close(self) -> None:
@@ -160,42 +196,41 @@ class StaticPath:
         for size in list(self._exchanges):
             self._exchanges.pop(size).close()
 
-    def embeddings(self, batch_size: int, level: int = 0) -> StaticEmbeddings:
-        """Return the tables for batches of `batch_size` rows per rank, always the same object for a size and level 0.
+    def embeddings(self, batch_size: int, room: Room) -> StaticEmbeddings:
+        """Return the tables for batches of `batch_size` rows per rank, always the same object for the usual room.
 
-        Of other levels, those of the latest batch alone are kept: their buffers are large, and such batches are rare.
+        Of other rooms, those of the latest batch alone are kept: their buffers are large, and such batches are rare.
         """
-        if (batch_size, level) not in self._embeddings:
-            if level:
-                self._drop_larger_capacities()
-            self._embeddings[batch_size, level] = StaticEmbeddings(
+        if (batch_size, room) not in self._embeddings:
+            if not room.is_usual:
+                self._drop_unusual()
+            self._embeddings[batch_size, room] = StaticEmbeddings(
                 self._tables.rank_tables,
                 batch_size,
-                level=level,
+                room,
                 replicated_gradients=self._context.gradients.further,
                 prefix_columns=self._context.dense.prefix_columns,
             )
-        return self._embeddings[batch_size, level]
+        return self._embeddings[batch_size, room]
 
-    def _drop_larger_capacities(self) -> None:
-        """Release the tables of all levels but 0; the streams of the passes may still read their memory."""
-        larger = [key for key in self._embeddings if key[1]]
-        if larger and self._context.ranks.device.type == "cuda":
+    def _drop_unusual(self) -> None:
+        """Release the tables of all rooms but the usual ones; the streams of the passes may still read their memory."""
+        unusual = [key for key in self._embeddings if not key[1].is_usual]
+        if unusual and self._context.ranks.device.type == "cuda":
             torch.cuda.synchronize()
-        for key in larger:
+        for key in unusual:
             del self._embeddings[key]
 
     def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
         """Return the pass for batches of this size; only full training batches justify the memory of a graph."""
         size = len(batch.labels)
-        if batch.global_valid < size * self._context.ranks.world_size:
-            return StaticPass(
-                self.embeddings(size, ids.level), self._context, batch.num_valid, batch.global_valid
-            )
-        if ids.level:
-            return StaticPass(self.embeddings(size, ids.level), self._context)
+        tables = self.embeddings(size, ids.room)
+        if not self._is_full(batch):
+            return StaticPass(tables, self._context, batch.num_valid, batch.global_valid)
+        if not ids.room.is_usual:
+            return StaticPass(tables, self._context)
         if size not in self._passes:
-            plain = StaticPass(self.embeddings(size), self._context)
+            plain = StaticPass(tables, self._context)
             is_full = batch.global_valid == self._train_size
             self._passes[size] = self._captured(plain, batch, ids) if is_full else plain
         return self._passes[size]
@@ -203,13 +238,14 @@ class StaticPath:
     def _forward(self, batch: Batch, ids: LocalIds) -> Pass:
         """Return the forward pass for batches of this size; full batches have a graph, for one size at a time."""
         size = len(batch.labels)
-        if ids.level:
-            return StaticForward(self.embeddings(size, ids.level), self._context)
+        tables = self.embeddings(size, ids.room)
+        if not ids.room.is_usual:
+            return StaticForward(tables, self._context)
         if size not in self.forwards:
             is_full = batch.global_valid in self._forward_sizes
             if is_full:
                 self._drop_forwards()
-            plain = StaticForward(self.embeddings(size), self._context)
+            plain = StaticForward(tables, self._context)
             self.forwards[size] = self._captured(plain, batch, ids) if is_full else plain
         return self.forwards[size]
 
@@ -218,7 +254,8 @@ class StaticPath:
         if self._context.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         for size in self.forwards.keys() - self._passes.keys():
-            self._embeddings.pop((size, 0), None)
+            for key in [key for key in self._embeddings if key[0] == size]:
+                del self._embeddings[key]
             if size in self._exchanges:
                 self._exchanges.pop(size).close()
         _close(self.forwards)
@@ -246,6 +283,11 @@ def _arrive_as_they_are(tables: RankTables) -> bool:
 
 def _keep() -> None:
     """Release nothing: the ids are those of the batch."""
+
+
+def _watched(ids: LocalIds, lacks_room: Tensor | None) -> LocalIds:
+    """Return ids with the flag that they lack room, which the host reads when it uses them."""
+    return ids if lacks_room is None else replace(ids, lacks_room=HostFlag(lacks_room.bool()))
 
 
 def _close(passes: dict[int, Pass]) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from nn.sharding.id_all_to_all import CapturedIdAllToAll, LocalIds
+from nn.sharding.id_all_to_all import CapturedIdAllToAll
+from nn.sharding.local_ids import LocalIds
 
 
 class FakeGraph:
@@ -25,10 +26,10 @@ def exchange(monkeypatch) -> CapturedIdAllToAll:
     """One that multiplies ids by 10."""
     launches: list[Callable[[], Tensor]] = []
 
-    def send(ids: Tensor) -> LocalIds:
+    def send(ids: Tensor) -> tuple[LocalIds, None]:
         owned = ids * 10
         launches.append(lambda: owned.copy_(ids * 10))
-        return LocalIds(owned, ids + 1)
+        return LocalIds(owned, ids + 1), None
 
     @contextmanager
     def record(graph: FakeGraph, **_: object) -> Iterator[None]:
@@ -47,18 +48,18 @@ def exchange(monkeypatch) -> CapturedIdAllToAll:
 
 
 def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
-    first = exchange(tensor([2]))
-    second = exchange(tensor([3]))
+    first, _ = exchange(tensor([2]))
+    second, _ = exchange(tensor([3]))
     assert (first.owned.item(), second.owned.item()) == (20, 30)
     assert second.release is None, "it has memory of its own"
     first.release()
-    third = exchange(tensor([4]))
+    third, _ = exchange(tensor([4]))
     assert third.owned is first.owned
     assert third.owned.item() == 40
 
 
 def test_a_closed_exchange_is_free_while_its_ids_are_referenced(exchange):
-    held = exchange(tensor([2]))
+    held, _ = exchange(tensor([2]))
     exchange.close()
     assert held.release is not None
     assert exchange._graph._graph.is_reset

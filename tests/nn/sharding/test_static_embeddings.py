@@ -6,6 +6,7 @@ import torch
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
+from nn.sharding.local_ids import Room
 from tests.helpers.composed import build, compose_config
 from tests.nn.sharding.test_sharded_embeddings import case
 
@@ -14,12 +15,12 @@ def test_padding_arrives_with_the_ids_of_the_first_row():
     """So that no row is updated, by a gradient of zero, that the batch does not look up: Adam would move it."""
     with process_group(ranks_from_environment("cpu")):
         built = build(compose_config(*case("dlrm", "multi_hot", "adam", "table_wise")))
-        tables = built.step.path.embeddings(4)
+        tables = built.step.path.embeddings(4, Room())
         hotness = [3, 1, 2, 5, 1]
         ids = torch.arange(4 * sum(hotness), dtype=torch.int32)
         ids = torch.cat([each % 7 for each in ids.split([4 * each for each in hotness])])
-        sent = tables.send_ids(ids, 4).owned
-        padded = tables.send_ids(ids, 3).owned
+        sent = tables.send_ids(ids, 4)[0].owned
+        padded = tables.send_ids(ids, 3)[0].owned
     assert torch.equal(sent, ids)
     for before, after in zip(
         *(each.split([4 * each for each in hotness]) for each in (sent, padded)), strict=True

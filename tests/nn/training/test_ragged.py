@@ -18,6 +18,7 @@ from nn.embedding.declared_tables import embedding_columns, one_table_per_featur
 from nn.embedding.id_blocks import NO_ID, IdCount, id_blocks, with_positions
 from nn.layers.pooled_embeddings import join
 from nn.models.model import Model
+from nn.sharding import request_room
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import run_distributed
 from tests.nn.models.test_kinds_of_tables import plain_losses, sharded
@@ -114,6 +115,8 @@ def overrides_of(dataset: Path, rule: str, layout: str) -> list[str]:
 
 def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list:
     declared_tables.CAPACITY, declared_tables.SPREAD = capacity, spread
+    # The same share of the rows of row-wise tables that a batch asks for.
+    request_room.RESERVE, request_room.SPREAD = capacity, spread
     return sharded(cases)
 
 

@@ -1,0 +1,200 @@
+"""The distinct rows of row-wise tables that a rank's samples need: each is asked of its owner once.
+
+Ids are skewed: of 65,536 ids drawn from millions by a power law, about a third are distinct. A key numbers a row over all owners
+and tables, owner after owner, so that sorted keys are the rows of each owner, every one beside its repetitions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nn.embedding.id_blocks import NO_ID, IdBlock
+from nn.embedding.lookups import Lookup
+from nn.sharding.arrived_ids import ArrivedIds, features_of
+from nn.sharding.placement import RankTables, RequestedTables
+
+# K: ids of all lookups of a rank's samples, W: owners
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctRows:
+    """The distinct rows of a batch, by sorted keys.
+
+    Attributes:
+        keys: sorted, [K].
+        order: position of each key before sorting, [K].
+        number: of the row among all distinct ones, [K]; not defined behind the last key of a row.
+        first_number: number of each owner's first row, [W].
+        counts: rows of each owner, [W].
+    """
+
+    keys: Tensor
+    order: Tensor
+    number: Tensor
+    first_number: Tensor
+    counts: Tensor
+
+
+class RowRoom:
+    """Room for the rows that a rank asks for.
+
+    Args:
+        rows: of each owner, [W].
+        device: of the ids.
+
+    Attributes:
+        total: rows of all owners.
+        limits: rows of each owner, [W].
+        firsts: rows of all owners before each, [W].
+    """
+
+    def __init__(self, rows: Sequence[int], device: torch.device) -> None:
+        self.total = sum(rows)
+        self.limits = torch.tensor(list(rows), dtype=torch.int64, device=device)
+        self.firsts = self.limits.cumsum(0) - self.limits
+
+
+class RequestKeys:
+    """Keys of a rank's ids, for batches of one size.
+
+    Args:
+        tables: of this rank.
+        group: the row-wise tables.
+        batch_size: rows of this rank.
+        level: of the capacities of ragged features.
+
+    Attributes:
+        lookups: of all tables, each with the name of a block as its feature.
+        blocks: block -> position of its ids.
+        num_keys: K.
+        starts: key of each owner's first row, and the number of keys, [W + 1].
+    """
+
+    def __init__(
+        self, tables: RankTables, group: RequestedTables, batch_size: int, level: int
+    ) -> None:
+        counts = tables.counts(batch_size, level)
+        device = tables.ranks.device
+        features = features_of(group.shards, counts)
+        sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
+        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        self._selected = torch.cat(
+            [torch.arange(starts[name], starts[name] + sizes[name]) for name in features]
+        ).to(device)
+        self._batch_size, self._rank = batch_size, tables.ranks.rank
+        self._prepare = ArrivedIds(tables, features, counts, 1, batch_size)
+        self.lookups: list[tuple[Lookup, ...]] = []
+        self.blocks: dict[str, IdBlock] = {}
+        # Position of the ids of each lookup, and the table.
+        self._sources: list[tuple[IdBlock, int]] = []
+        first = 0
+        for position, shard in enumerate(group.shards):
+            for lookup in shard.lookups:
+                block = self._prepare.blocks[lookup.feature]
+                self._sources.append((block, position))
+                self.blocks[str(len(self.blocks))] = replace(block, first=first)
+                first += block.size
+            last = len(self.blocks)
+            names = map(str, range(last - len(shard.lookups), last))
+            self.lookups.append(
+                tuple(
+                    replace(lookup, feature=name)
+                    for lookup, name in zip(shard.lookups, names, strict=True)
+                )
+            )
+        self.num_keys = sum(block.count for block, _ in self._sources)
+        self._set_shifts(group, device)
+
+    def _set_shifts(self, group: RequestedTables, device: torch.device) -> None:
+        """Store what turns an id into a key: the rows of a shard of its table, and the difference for every shard."""
+        starts = list(accumulate(group.rows_by_rank, initial=0))
+        self._no_key = starts[-1]
+        dtype = torch.int32 if self._no_key < 2**31 - 1 else torch.int64
+        self.starts = torch.tensor(starts, dtype=dtype, device=device)
+        most = max(len(shards) for shards in group.shards_by_table)
+        shifts = torch.zeros(len(group.shards), most, dtype=dtype)
+        for table, shards in enumerate(group.shards_by_table):
+            for number, shard in enumerate(shards):
+                shifts[table, number] = starts[shard.rank] + shard.base - shard.first_row
+        self._shifts = shifts.flatten().to(device)
+        repeats = torch.tensor([block.count for block, _ in self._sources])
+        tables = torch.tensor([table for _, table in self._sources])
+        rows_per_shard = torch.tensor(group.rows_per_shard)[tables]
+        self._rows_per_shard = rows_per_shard.repeat_interleave(repeats).to(device, dtype)
+        self._first_shift = (tables * most).repeat_interleave(repeats).to(device, torch.int32)
+
+    def prepare(self, ids: Tensor, num_valid: int | None = None) -> Tensor:
+        """Return the ids of the tables' features, expanded or with the positions of ragged ones.
+
+        Args:
+            ids: of this rank, feature after feature.
+            num_valid: valid rows of the global batch, if not all. Padding rows get the ids of this rank's first row, or none
+                where all rows are padding: so they ask for no row that the batch does not use.
+        """
+        prepared = self._prepare(ids.index_select(0, self._selected))
+        if num_valid is None:
+            return prepared
+        valid = min(max(num_valid - self._rank * self._batch_size, 0), self._batch_size)
+        for block in {id(block): block for block in self._prepare.blocks.values()}.values():
+            if not block.is_ragged:
+                rows = prepared.narrow(0, block.first, block.count).view(self._batch_size, -1)
+                rows[valid:] = rows[0] if valid else NO_ID
+        return prepared
+
+    def distinct(self, prepared: Tensor) -> DistinctRows:
+        """Sort the keys of prepared ids, and count the distinct ones of each owner; the sort is stable."""
+        ids = torch.cat(
+            [prepared.narrow(0, block.first, block.count) for block, _ in self._sources]
+        ).to(self.starts.dtype)
+        shard = torch.div(ids, self._rows_per_shard, rounding_mode="floor").clamp_(min=0)
+        shift = self._shifts.index_select(0, shard.add_(self._first_shift))
+        keys = torch.where(ids == NO_ID, self._no_key, ids + shift)
+        keys, order = torch.sort(keys, stable=True)
+        is_first = keys < self._no_key
+        is_first[1:] &= keys[1:] != keys[:-1]
+        number = is_first.cumsum(0, dtype=torch.int64)
+        # Distinct rows before each owner's first one.
+        edges = torch.searchsorted(keys, self.starts)
+        before = torch.cat([number.new_zeros(1), number]).index_select(0, edges)
+        return DistinctRows(keys, order, number - 1, before[:-1], before[1:] - before[:-1])
+
+    def requests(self, rows: DistinctRows, room: RowRoom) -> tuple[Tensor, Tensor]:
+        """Return the rows to ask for, and the position of each key's row among them.
+
+        Args:
+            rows: distinct rows.
+            room: for them.
+
+        Returns:
+            Row numbers on the owner, `NO_ID` behind the last one of each owner, [`room.total`]. Positions of sorted keys in
+            them, [K], in ascending order; `room.total` for a key without a row, and for rows that have no room.
+        """
+        owner = torch.bucketize(rows.keys, self.starts[1:-1], right=True)
+        number = rows.number - rows.first_number.index_select(0, owner)
+        fits = (rows.keys < self._no_key) & (number < room.limits.index_select(0, owner))
+        position = torch.where(fits, number + room.firsts.index_select(0, owner), room.total)
+        asked = torch.full((room.total + 1,), NO_ID, dtype=rows.keys.dtype, device=rows.keys.device)
+        # Repetitions of a row write the same number.
+        asked.scatter_(0, position, rows.keys - self.starts.index_select(0, owner))
+        return asked[: room.total], position
+
+    def with_row_positions(self, prepared: Tensor, position: Tensor, order: Tensor) -> Tensor:
+        """Return prepared ids as the lookups read them: ids replaced by the positions of their rows, in `blocks`.
+
+        Args:
+            prepared: from `prepare`.
+            position: of sorted keys, [K].
+            order: position of each key before sorting, [K].
+        """
+        unsorted = torch.empty_like(position).scatter_(0, order, position).to(prepared.dtype)
+        if not any(block.is_ragged for block, _ in self._sources):
+            return unsorted
+        pieces, first = [], 0
+        for block, _ in self._sources:
+            pieces.append(unsorted[first : first + block.count])
+            pieces.append(prepared[block.first + block.count : block.first + block.size])
+            first += block.count
+        return torch.cat(pieces)

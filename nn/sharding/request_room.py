@@ -1,0 +1,79 @@
+"""Room for the rows that a batch asks of their owners: measured, with a reserve for the batches that follow."""
+
+import math
+
+from torch import Tensor
+
+from nn.distributed.process_group import HostChannel
+from nn.sharding.local_ids import Room
+from nn.sharding.placement import RankTables
+from nn.sharding.request_keys import RequestKeys
+
+RESERVE = 1.125
+"""Usual room, times the rows that the first batch asks for; `SPREAD` adds what small batches need."""
+SPREAD = 6.0
+
+
+class RequestRoom:
+    """Room for requested rows; all ranks must call the methods alike.
+
+    Args:
+        tables: of this rank.
+    """
+
+    def __init__(self, tables: RankTables) -> None:
+        self._tables = tables
+        # All ranks must have the same room.
+        self._channel = HostChannel() if tables.placement.requested else None
+        self._usual: dict[int, Room] = {}
+
+    def usual(self, batch_size: int, ids: Tensor) -> Room:
+        """Return the room for full batches of one size: that of the first one, and a reserve.
+
+        Args:
+            batch_size: rows of this rank.
+            ids: of this rank, feature after feature.
+        """
+        if self._channel is None:
+            return Room()
+        if batch_size not in self._usual:
+            needed = self._counts(self._channel, batch_size, ids, 0, None)
+            with_reserve = (
+                tuple(math.ceil(RESERVE * rows + SPREAD * rows**0.5) for rows in group)
+                for group in needed
+            )
+            self._usual[batch_size] = Room(0, tuple(with_reserve))
+        return self._usual[batch_size]
+
+    def exact(
+        self, batch_size: int, ids: Tensor, level: int = 0, num_valid: int | None = None
+    ) -> Room:
+        """Return the room for one batch; the host waits for the device.
+
+        Args:
+            batch_size: rows of this rank.
+            ids: of this rank, feature after feature.
+            level: of the capacities of ragged features.
+            num_valid: valid rows of the global batch, if not all.
+        """
+        if self._channel is None:
+            return Room(level, is_usual=not level)
+        needed = self._counts(self._channel, batch_size, ids, level, num_valid)
+        return Room(level, needed, is_usual=False)
+
+    def _counts(
+        self,
+        channel: HostChannel,
+        batch_size: int,
+        ids: Tensor,
+        level: int,
+        num_valid: int | None,
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the rows, at least one, that a rank asks of each owner, the most over all ranks, per group."""
+        counts: list[float] = []
+        for group in self._tables.placement.requested:
+            keys = RequestKeys(self._tables, group, batch_size, level)
+            counts += keys.distinct(keys.prepare(ids, num_valid)).counts.tolist()
+        most = [max(int(count), 1) for count in channel.maximum(counts)]
+        owners = self._tables.ranks.world_size
+        return tuple(tuple(most[first : first + owners]) for first in range(0, len(most), owners))
