@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyarrow import NativeFile
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 # Long enough for a large file's part, short enough to see a wrong endpoint.
@@ -104,27 +108,38 @@ class ObjectStore:
 
     def download(self, file: StoredFile, target: Path) -> None:
         """Copy a file of the store to `target`, whose folder exists."""
-        with (
-            _errors_of(self.address),
-            self.files.open_input_stream(file.path) as stream,
-            target.open("wb") as out,
-        ):
-            while chunk := stream.read(CHUNK_BYTES):
+        with _errors_of(self.address):
+            stream = self.files.open_input_stream(file.path)
+        # An error of the local disk is not one of the store.
+        with stream, target.open("wb") as out:
+            while chunk := self._read(stream):
                 out.write(chunk)
 
+    def _read(self, stream: "NativeFile") -> bytes:
+        with _errors_of(self.address):
+            return stream.read(CHUNK_BYTES)
+
     def upload(self, source: Path, name: str) -> None:
-        """Copy the file `source` to `name` in the folder; an empty name is the address itself."""
+        """Copy the file `source` to `name` in the folder; an empty name is the address itself.
+
+        Raises:
+            FileNotFoundError: there is no such file, or no longer.
+        """
         from pyarrow.fs import LocalFileSystem, copy_files
 
         target = self._at(name)
-        with _errors_of(self.address):
-            self.files.create_dir(str(PurePosixPath(target).parent), recursive=True)
-            copy_files(
-                str(source.absolute()),
-                target,
-                source_filesystem=LocalFileSystem(),
-                destination_filesystem=self.files,
-            )
+        try:
+            with _errors_of(self.address):
+                self.files.create_dir(str(PurePosixPath(target).parent), recursive=True)
+                copy_files(
+                    str(source.absolute()),
+                    target,
+                    source_filesystem=LocalFileSystem(),
+                    destination_filesystem=self.files,
+                )
+        except ValueError:
+            source.stat()
+            raise
 
     def remove(self, name: str) -> None:
         """Remove a file of the folder, if it is there."""

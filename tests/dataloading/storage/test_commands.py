@@ -4,17 +4,14 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dataloading.storage import local_copy
 from dataloading.storage.local_copy import local_path
 from dataloading.storage.object_store import ObjectStore
 from dataloading.storage.upload import upload_folder
 from nn.checkpoint.directory import list_checkpoints
-from tests.dataloading.storage.s3_server import s3_server
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
@@ -25,17 +22,6 @@ OPTIONS = [
     *(option for option in TINY if not option.startswith("data.")),
     *("train.batch_size=32", "checkpoint.save_every=4", "log.every=4", "log.loggers=[]"),
 ]
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with s3_server(tmp_path_factory.mktemp("cache")) as address:
-        yield address
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> None:
-    local_copy._local_copy.cache_clear()
 
 
 def checkpoints_of(bucket: str) -> set[str]:

@@ -1,7 +1,6 @@
 """Object stores: copies and uploads that are complete or absent, and messages without credentials."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,7 @@ from dataloading.storage import local_copy
 from dataloading.storage.local_copy import cache_directory, local_path, local_paths
 from dataloading.storage.object_store import ObjectStore, is_remote, shown_address
 from dataloading.storage.upload import upload_folder, writable
-from tests.dataloading.storage.s3_server import SECRET, s3_server
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with s3_server(tmp_path_factory.mktemp("cache")) as address:
-        yield address
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> None:
-    """Forget what this process has copied, as a new one has."""
-    local_copy._local_copy.cache_clear()
+from tests.dataloading.storage.s3_server import SECRET
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -121,6 +108,15 @@ def test_an_interrupted_copy_is_continued(bucket, tmp_path, monkeypatch):
     fetched += [""] * 4
     assert contents(local_path(f"{bucket}/torn")) == contents(folder)
     assert sum(path.endswith("a.bin") for path in fetched) == 1
+
+
+def test_errors_of_local_files_are_not_those_of_the_store(bucket, tmp_path, monkeypatch):
+    store = ObjectStore(f"{bucket}/local")
+    with pytest.raises(FileNotFoundError, match="gone"):
+        store.upload(tmp_path / "gone", "gone")
+    store.upload(write(tmp_path, a_txt="one") / "a.txt", "a.txt")
+    with pytest.raises(OSError, match="No space left on device"):
+        store.download(store.list_files()["a.txt"], Path("/dev/full"))
 
 
 def test_an_output_is_uploaded_at_the_end_only(bucket):
