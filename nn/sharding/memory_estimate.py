@@ -16,8 +16,10 @@ from nn.embedding.declared_tables import embedding_columns, id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
+from nn.sharding.expected_rows import expected_distinct
 from nn.sharding.plan import TablePlan
-from nn.sharding.tables import ROWS_CUT
+from nn.sharding.request_room import room_for
+from nn.sharding.tables import ROWS_CUT, asks_for_rows
 
 ID_BYTES = 4
 POSITION_BYTES = 8
@@ -29,6 +31,8 @@ SORTED_KEY_BYTES = 3 * (ID_BYTES + POSITION_BYTES)
 """Keys and positions: unsorted, sorted, and the radix sort's scratch."""
 EVALUATED_ID_BYTES = 24
 """Ids of an evaluation with another batch size: batches, exchange, positions and the graph's input."""
+REQUEST_BYTES = 64
+"""Of each id of a table whose rows are asked for: its key, sorted and not, its row's number and position."""
 LISTED_BYTES = 12
 """Row, column and factor of each key's gradient, listed where a table has several lookups or a ragged one."""
 
@@ -102,14 +106,19 @@ def plan_memory(
     eval_columns = max((sum(layer) for layer in model.linear_layers()), default=0)
     eval_columns += activations.forward_columns
     features = _ids_of_tables(declared, seen, batch)
-    partial_bytes = batch * world_size * _partial_columns(plan) * sent_bytes
+    requests = requests_of(config, seen, plan, world_size)
+    eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
+    asked = {name for request in requests for name in request.tables}
+    plan_of_others = [table for table in plan if table.table not in asked]
+    partial_bytes = batch * world_size * _partial_columns(plan_of_others) * sent_bytes
     memories = []
     for rank in range(world_size):
-        work = _work_of(rank, plan, features, global_batch, batch)
-        eval_work = _work_of(rank, plan, features, config.eval.batch_size, eval_batch)
+        work = _work_of(rank, plan_of_others, features, global_batch, batch)
+        eval_work = _work_of(rank, plan_of_others, features, config.eval.batch_size, eval_batch)
         evaluation = eval_batch * embedding_bytes + eval_work.ids * EVALUATED_ID_BYTES
         # Alone, a rank's lookups are at local already.
         evaluation += eval_work.elements * sent_bytes if world_size > 1 else 0
+        evaluation += sum(request.evaluation_bytes(rank, sent_bytes) for request in eval_requests)
         memories.append(
             RankMemory(
                 tables=_sum_of(rank, plan),
@@ -118,15 +127,103 @@ def plan_memory(
                 dense_half=dense_half,
                 batches=int(batch_bytes + work.ids * arrived_bytes),
                 lookups=local
-                + (2 * work.elements * sent_bytes + 2 * partial_bytes if world_size > 1 else 0),
+                + (2 * work.elements * sent_bytes + 2 * partial_bytes if world_size > 1 else 0)
+                + sum(request.row_bytes(rank, sent_bytes) for request in requests),
                 dense_pass=dense_pass,
-                update=work.keys * SORTED_KEY_BYTES + work.update_bytes,
+                update=work.keys * SORTED_KEY_BYTES
+                + work.update_bytes
+                + sum(request.key_bytes(rank) for request in requests),
                 evaluation=(eval_batch != batch) * evaluation
                 + max(eval_columns * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
             )
         )
     return memories
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Row-wise tables of one width whose rows are asked of their owners (`nn.sharding.row_requests`).
+
+    Attributes:
+        tables: their names.
+        columns: of each.
+        keys: ids of all lookups of a rank's samples.
+        room: rows that a rank can ask of each owner.
+    """
+
+    tables: tuple[str, ...]
+    columns: int
+    keys: int
+    room: tuple[int, ...]
+
+    def row_bytes(self, rank: int, sent_bytes: int) -> int:
+        """Return the memory of the rows that are sent and received, and of their gradients, in float32 too."""
+        asked, own = len(self.room) * self.room[rank], sum(self.room)
+        return self.columns * (2 * sent_bytes * (asked + own) + 4 * own)
+
+    def key_bytes(self, rank: int) -> int:
+        """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
+        asked = len(self.room) * self.room[rank]
+        levels = update_bytes(asked, self.columns) + update_bytes(self.keys, self.columns)
+        return SORTED_KEY_BYTES * asked + (LISTED_BYTES + REQUEST_BYTES) * self.keys + levels
+
+    def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
+        """Return the memory of an evaluation with another batch size."""
+        rows = len(self.room) * self.room[rank] + sum(self.room)
+        return rows * self.columns * sent_bytes + REQUEST_BYTES * self.keys
+
+
+def requests_of(
+    config: Config,
+    spec: FeatureSpec,
+    plan: Sequence[TablePlan],
+    world_size: int,
+    batch: int | None = None,
+) -> list[Requests]:
+    """Return the tables whose rows are asked for, with the expected room.
+
+    How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
+
+    Args:
+        config: configuration of the run.
+        spec: feature spec after the expansion of ids.
+        plan: of the tables.
+        world_size: ranks.
+        batch: rows of one rank; None for those of training.
+    """
+    batch = config.train.batch_size // world_size if batch is None else batch
+    ids = {feature.name: feature.mean_hotness for feature in spec.categorical}
+    declared = {table.name: table for table in declared_tables(config.model, spec)}
+    asked = [
+        table
+        for table in plan
+        if _is_row_wise(table) and asks_for_rows(declared[table.table], ids, world_size)
+    ]
+    requests = []
+    for columns in dict.fromkeys(table.embedding_dim for table in asked):
+        group = [table for table in asked if table.embedding_dim == columns]
+        room = [0.0] * world_size
+        for table in group:
+            per_shard = -(-table.num_embeddings // len(table.ranks))
+            for number, rank in enumerate(table.ranks):
+                first = min(number * per_shard, table.num_embeddings)
+                room[rank] += expected_distinct(
+                    batch * table.hotness,
+                    table.num_embeddings,
+                    config.data.synthetic.exponent,
+                    first,
+                    min(first + per_shard, table.num_embeddings),
+                )
+        requests.append(
+            Requests(
+                tuple(table.table for table in group),
+                columns,
+                round(batch * sum(table.hotness for table in group)),
+                tuple(room_for(rows) for rows in room),
+            )
+        )
+    return requests
 
 
 def _replicated_bytes(rank: int, plan: Sequence[TablePlan]) -> int:

@@ -14,6 +14,11 @@ RESERVE = 1.125
 SPREAD = 6.0
 
 
+def room_for(rows: float) -> int:
+    """Return the usual room, where a batch asks for `rows`."""
+    return max(math.ceil(RESERVE * rows + SPREAD * rows**0.5), 1)
+
+
 class RequestRoom:
     """Room for requested rows; all ranks must call the methods alike.
 
@@ -38,11 +43,8 @@ class RequestRoom:
             return Room()
         if batch_size not in self._usual:
             needed = self._counts(self._channel, batch_size, ids, 0, None)
-            with_reserve = (
-                tuple(math.ceil(RESERVE * rows + SPREAD * rows**0.5) for rows in group)
-                for group in needed
-            )
-            self._usual[batch_size] = Room(0, tuple(with_reserve))
+            with_reserve = tuple(tuple(map(room_for, group)) for group in needed)
+            self._usual[batch_size] = Room(0, with_reserve)
         return self._usual[batch_size]
 
     def exact(

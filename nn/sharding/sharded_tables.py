@@ -37,7 +37,7 @@ from nn.sharding.placement import (
     RowShard,
 )
 from nn.sharding.row_requests import BLOCK
-from nn.sharding.tables import TableSettings, TableShard, TouchedShard
+from nn.sharding.tables import TableSettings, TableShard, TouchedShard, asks_for_rows
 
 
 class ShardedTables:
@@ -301,22 +301,14 @@ class ShardedTables:
         return Placement(owned_by_rank, replicated, groups, owned, replicas)
 
     def _is_requested(self, name: str) -> bool:
-        """Return whether the rows of a table are asked of their owners, and not its vectors.
-
-        A vector of more ids than ranks is fewer bytes than its rows would be without repetitions. The rounding of 16-bit
-        weights depends on the table, and requested tables are updated as one.
-        """
+        """Return whether the rows of a table are asked of their owners: it is row-wise, in shards of equally many rows."""
+        if not self._is_row_wise(name):
+            return False
         shards = [shard for shard in self._shards[name] if shard.shard_sizes[0]]
         rows = shards[0].shard_sizes[0]
-        return (
-            self._is_row_wise(name)
-            and data_type_to_dtype(self._declared[name].data_type) is torch.float32
-            and all(shard.shard_offsets[0] == i * rows for i, shard in enumerate(shards))
-            and all(
-                (lookup.ids_per_vector or self._mean_hotness[lookup.feature])
-                <= self._ranks.world_size
-                for lookup in self._lookups[name]
-            )
+        is_even = all(shard.shard_offsets[0] == i * rows for i, shard in enumerate(shards))
+        return is_even and asks_for_rows(
+            self._declared[name], self._mean_hotness, self._ranks.world_size
         )
 
     def _requested_tables(

@@ -1,10 +1,12 @@
 """Settings of the training of tables, and their shards on a rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from configs.schema import Amp, OptimizerConfig, ShardingType
 
@@ -56,6 +58,25 @@ class TableSettings:
         """
         is_bf16 = device.type == "cuda" and self.amp is Amp.bf16
         return torch.bfloat16 if is_bf16 else torch.float32
+
+
+def asks_for_rows(
+    table: EmbeddingBagConfig, ids_per_sample: Mapping[str, float], world_size: int
+) -> bool:
+    """Return whether the rows of a row-wise table are asked of their owners, and not the vectors of the samples.
+
+    A vector of more ids than ranks is fewer bytes than its rows would be without repetitions. The rounding of 16-bit weights
+    depends on the table, and tables whose rows are asked for are updated as one.
+
+    Args:
+        table: as declared.
+        ids_per_sample: feature -> mean number of ids.
+        world_size: ranks.
+    """
+    is_pooled = table.pooling.name != "NONE"
+    return data_type_to_dtype(table.data_type) is torch.float32 and all(
+        ids_per_sample[feature] <= world_size for feature in table.feature_names if is_pooled
+    )
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
