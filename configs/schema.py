@@ -290,8 +290,8 @@ class DataConfig:
     prefetch: int = option(4, "batches read ahead of the step", most=1024)
     workers: int = option(
         4,
-        "reader workers per rank and split: processes where a GPU trains; threads on CPUs, for ragged features and for "
-        "large row groups of Parquet. Also the threads that draw data.multi_hot at the start",
+        "reader workers per rank and split: processes where a GPU trains; threads on CPUs and for large row groups of "
+        "Parquet. Also the threads that draw data.multi_hot at the start",
         most=1024,
     )
     validation_fraction: float | None = option(

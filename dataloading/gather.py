@@ -6,13 +6,16 @@ import numpy as np
 
 FEW_RUNS = 2
 """Up to this many runs are yielded as views, one by one; more runs are copied in one numpy call."""
+LONG_RUN = 8
+"""From so many units per run on, runs are copied one by one: the ids of a ragged feature begin and end anywhere."""
 
 
 class Selection:
     """Half-open row ranges to select from any number of columns.
 
     A shuffled batch is tens of blocks or thousands of single rows. Columns are then viewed as blocks of
-    `unit` rows, the largest number that divides every bound, and one `take` per column copies all of them.
+    `unit` rows, the largest number that divides every bound, and one `take` per column copies all of them; or, where
+    units are short and runs are long, one `concatenate`.
 
     Args:
         runs: int64 [K, 2].
@@ -25,7 +28,8 @@ class Selection:
         self._units: np.ndarray | None = None
         if len(runs) > FEW_RUNS:
             self._unit = int(np.gcd.reduce(runs, axis=None))
-            self._units = expand(runs // self._unit)
+            if self.num_rows < LONG_RUN * self._unit * len(runs):
+                self._units = expand(runs // self._unit)
 
     def pieces(self, column: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (slice of the selection, rows of `column`) for all selected rows.
@@ -40,6 +44,10 @@ class Selection:
                 slice(0, self.num_rows),
                 wide.take(self._units, axis=0).reshape(-1, *column.shape[1:]),
             )
+            return
+        if len(self.runs) > FEW_RUNS:
+            views = [column[first:last] for first, last in self.runs.tolist()]
+            yield slice(0, self.num_rows), np.concatenate(views)
             return
         start = 0
         for first, last in self.runs.tolist():

@@ -266,14 +266,17 @@ class Loader:
         if not self._is_ragged:
             self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
             return
-        num_ids, lengths = self._ragged_head(rows, memory)
+        head = self._ragged_head(rows, memory)
         try:
             columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
         except SlotFullError:
-            num_ids[:] = TOO_LARGE
+            head.num_ids[:] = TOO_LARGE
             return
-        num_ids[:] = [len(ids) for ids in columns.ids]
-        _fill_lengths(lengths, columns, rows.num_valid)
+        head.num_ids[:] = [len(ids) for ids in columns.ids]
+        # Those of fixed hotness stay in the slot from batch to batch.
+        size = np.array([rows.num_valid, rows.padded_to])
+        _fill_lengths(head.lengths, columns, rows.num_valid, only_ragged=(head.size == size).all())
+        head.size[:] = size
 
     def _batch_in(self, slot: int, step: int, slots: Slots) -> Batch:
         """Return the batch of `step`, which a reader process has written to a slot, if it had room there."""
@@ -293,11 +296,11 @@ class Loader:
 
     def _ragged_batch_in(self, memory: Slot, rows: RankRows) -> Batch | None:
         """Return a batch with ragged features; None if it had no room in its slot."""
-        num_ids, lengths = self._ragged_head(rows, memory)
-        if TOO_LARGE in num_ids:
+        head = self._ragged_head(rows, memory)
+        if TOO_LARGE in head.num_ids:
             return None
-        columns = self._columns(rows, num_ids.tolist(), memory.allocate)
-        return self._as_batch(columns, lengths, rows, memory)
+        columns = self._columns(rows, head.num_ids.tolist(), memory.allocate)
+        return self._as_batch(columns, head.lengths, rows, memory)
 
     @property
     def _is_ragged(self) -> bool:
@@ -306,11 +309,13 @@ class Loader:
     def _lengths_shape(self, rows: RankRows) -> tuple[int]:
         return (len(self.source.spec.categorical) * rows.padded_to,)
 
-    def _ragged_head(self, rows: RankRows, memory: Slot) -> tuple[np.ndarray, np.ndarray]:
-        """Return what a slot with ragged features begins with: ids per feature, int64 [F], and of each row, [F * B]."""
+    def _ragged_head(self, rows: RankRows, memory: BatchMemory) -> "_RaggedHead":
+        """Return what a slot with ragged features begins with."""
         spec = self.source.spec
+        size = memory.allocate((2,), np.dtype(np.int64))
         num_ids = memory.allocate((len(spec.categorical),), np.dtype(np.int64))
-        return num_ids, memory.allocate(self._lengths_shape(rows), spec.ids_dtype)
+        lengths = memory.allocate(self._lengths_shape(rows), spec.ids_dtype)
+        return _RaggedHead(size, num_ids, lengths)
 
     def _columns(self, rows: RankRows, num_ids: Sequence[int], allocate: Allocate) -> Columns:
         """Return columns with the memory layout of those that the source fills."""
@@ -329,6 +334,7 @@ class Loader:
             return array
 
         if self._is_ragged:
+            count_bytes((2,), np.dtype(np.int64))
             count_bytes((len(num_ids),), np.dtype(np.int64))
             count_bytes(self._lengths_shape(rows), self.source.spec.ids_dtype)
         self._columns(rows, num_ids, count_bytes)
@@ -366,14 +372,31 @@ class Loader:
             torch.cuda.set_device(self.device)
 
 
-def _fill_lengths(lengths: np.ndarray, columns: Columns, num_valid: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _RaggedHead:
+    """What a slot with ragged features begins with.
+
+    Attributes:
+        size: valid rows and rows of the batch before, int64 [2].
+        num_ids: ids of each feature, int64 [F].
+        lengths: ids of each row, feature after feature, [F * B].
+    """
+
+    size: np.ndarray
+    num_ids: np.ndarray
+    lengths: np.ndarray
+
+
+def _fill_lengths(
+    lengths: np.ndarray, columns: Columns, num_valid: int, *, only_ragged: bool = False
+) -> None:
     """Write the number of ids of every row, feature after feature, [F * B], in the dtype of the ids."""
     for row, ids, ragged in zip(
         lengths.reshape(len(columns.ids), -1), columns.ids, columns.lengths, strict=True
     ):
         if ragged is not None:
             row[:] = ragged
-        else:
+        elif not only_ragged:
             row[:num_valid] = len(ids) // max(1, num_valid)
             row[num_valid:] = 0
 

@@ -158,9 +158,12 @@ class Requests:
     room: tuple[int, ...]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of the rows that are sent and received, and of their gradients, in float32 too."""
+        """Return the memory of the rows that are sent and received, and of their gradients' sums in float32.
+
+        The sums that are sent, and those that arrive, take memory of the dense pass, which is behind its peak then.
+        """
         asked, own = len(self.room) * self.room[rank], sum(self.room)
-        return self.columns * (2 * sent_bytes * (asked + own) + 4 * own)
+        return self.columns * (sent_bytes * (asked + own) + 4 * own)
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
