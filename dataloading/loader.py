@@ -310,7 +310,7 @@ class Loader:
         return (len(self.source.spec.categorical) * rows.padded_to,)
 
     def _ragged_head(self, rows: RankRows, memory: BatchMemory) -> "_RaggedHead":
-        """Return what a slot with ragged features begins with."""
+        """Return the head of a slot with ragged features."""
         spec = self.source.spec
         size = memory.allocate((2,), np.dtype(np.int64))
         num_ids = memory.allocate((len(spec.categorical),), np.dtype(np.int64))
@@ -374,7 +374,7 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class _RaggedHead:
-    """What a slot with ragged features begins with.
+    """Head of a slot with ragged features.
 
     Attributes:
         size: valid rows and rows of the batch before, int64 [2].

@@ -88,37 +88,34 @@ def plan_memory(
         world_size: ranks.
         dense_states: numbers per weight that the dense component keeps: its optimizer's state, and its average.
     """
-    global_batch = config.train.batch_size
+    global_batch, amp = config.train.batch_size, config.train.amp
     batch = global_batch // world_size
-    amp = config.train.amp
     activation_bytes = 4 if amp is Amp.off else 2
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
     model = build_meta(config.model, seen)
-    activations = model.activations()
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     batch_bytes, arrived_bytes = _bytes_of_batches(spec, batch, world_size)
-    sent_bytes = _sent_bytes(config)
-    declared = declared_tables(config.model, seen)
+    declared, sent_bytes = declared_tables(config.model, seen), _sent_bytes(config)
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
     dense_pass = _dense_pass(config, model, batch * activation_bytes, local)
     eval_batch = config.eval.batch_size // world_size
-    eval_columns = max((sum(layer) for layer in model.linear_layers()), default=0)
-    eval_columns += activations.forward_columns
+    eval_columns = _forward_columns(model)
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
-    asked = {name for request in requests for name in request.tables}
-    plan_of_others = [table for table in plan if table.table not in asked]
-    partial_bytes = batch * world_size * _partial_columns(plan_of_others) * sent_bytes
-    memories = []
+    others = _without(plan, requests)
+    partial_bytes = batch * world_size * _partial_columns(others) * sent_bytes
+    memories, is_sent = [], world_size > 1
     for rank in range(world_size):
-        work = _work_of(rank, plan_of_others, features, global_batch, batch)
-        eval_work = _work_of(rank, plan_of_others, features, config.eval.batch_size, eval_batch)
-        evaluation = eval_batch * embedding_bytes + eval_work.ids * EVALUATED_ID_BYTES
+        work = _work_of(rank, others, features, global_batch, batch)
+        eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
         # Alone, a rank's lookups are at local already.
-        evaluation += eval_work.elements * sent_bytes if world_size > 1 else 0
-        evaluation += sum(request.evaluation_bytes(rank, sent_bytes) for request in eval_requests)
+        evaluation = sum(asked.evaluation_bytes(rank, sent_bytes) for asked in eval_requests)
+        evaluation += eval_batch * embedding_bytes + eval_work.ids * EVALUATED_ID_BYTES
+        evaluation += is_sent * eval_work.elements * sent_bytes
+        lookups = local + is_sent * 2 * (work.elements * sent_bytes + partial_bytes)
+        lookups += sum(asked.row_bytes(rank, sent_bytes) for asked in requests)
         memories.append(
             RankMemory(
                 tables=_sum_of(rank, plan),
@@ -126,13 +123,9 @@ def plan_memory(
                 dense_tables=_replicated_bytes(rank, plan),
                 dense_half=dense_half,
                 batches=int(batch_bytes + work.ids * arrived_bytes),
-                lookups=local
-                + (2 * work.elements * sent_bytes + 2 * partial_bytes if world_size > 1 else 0)
-                + sum(request.row_bytes(rank, sent_bytes) for request in requests),
+                lookups=lookups,
                 dense_pass=dense_pass,
-                update=work.keys * SORTED_KEY_BYTES
-                + work.update_bytes
-                + sum(request.key_bytes(rank) for request in requests),
+                update=work.sorted_bytes + sum(asked.key_bytes(rank) for asked in requests),
                 evaluation=(eval_batch != batch) * evaluation
                 + max(eval_columns * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
@@ -229,6 +222,18 @@ def requests_of(
     return requests
 
 
+def _forward_columns(model: Model) -> int:
+    """Return the columns that a forward pass keeps at a time."""
+    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
+    return widest + model.activations().forward_columns
+
+
+def _without(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
+    """Return the tables whose rows are not asked for."""
+    asked = {name for request in requests for name in request.tables}
+    return [table for table in plan if table.table not in asked]
+
+
 def _replicated_bytes(rank: int, plan: Sequence[TablePlan]) -> int:
     """Return the bytes of the gradients of replicated tables on a rank."""
     return sum(
@@ -321,6 +326,11 @@ class _SparseWork:
     ids: int
     keys: int
     update_bytes: int
+
+    @property
+    def sorted_bytes(self) -> int:
+        """Memory of the update."""
+        return self.keys * SORTED_KEY_BYTES + self.update_bytes
 
 
 def _work_of(

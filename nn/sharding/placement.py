@@ -88,6 +88,7 @@ class RequestedTables:
         rows_per_shard: of each table.
         rows_by_rank: rows of all tables on each rank.
         owned: this rank's rows of all tables, as one table.
+        touched: collects the rows of updates; None: nobody asks for them.
     """
 
     shards: list[ColumnShard]
@@ -95,6 +96,7 @@ class RequestedTables:
     rows_per_shard: list[int]
     rows_by_rank: list[int]
     owned: LocalTable
+    touched: TouchedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class RankTables:
         dtype: of embeddings and gradients in the all-to-all.
         ranks: this process.
         channels: communicators.
-        touched: collects the rows of updates of this rank's own tables; None: nobody asks for them.
+        touched: collects the rows of updates of `placement.owned`; None: nobody asks for them.
     """
 
     placement: Placement

@@ -60,6 +60,7 @@ class RowRequests:
             tables.dtype,
             ranks.device,
         )
+        self._owned.touched = group.touched
         columns = group.owned.weight.shape[1]
         self._sent = torch.empty(count, columns, dtype=tables.dtype, device=ranks.device)
         self._received = torch.empty(

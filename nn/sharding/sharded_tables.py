@@ -87,7 +87,8 @@ class ShardedTables:
         self._allocate()
         self.scalars = UpdateScalars(config, 1 / settings.loss_scale, ranks.device)
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
-        placement = self._placement()
+        placement = self._placement(settings.tracks_rows)
+        self._requested = placement.requested
         self._touched = self._touched_replicas = None
         if settings.tracks_rows:
             self._touched = TouchedRows(placement.owned, ranks.device)
@@ -214,11 +215,12 @@ class ShardedTables:
         Raises:
             AssertionError: rows are not tracked.
         """
-        assert self._touched is not None
         assert self._touched_replicas is not None
         owned = [
-            TouchedShard(TableShard(name, weight, *shard.shard_offsets), self._touched.of_table(at))
-            for at, ((name, shard), weight) in enumerate(zip(self._own, self._weights, strict=True))
+            TouchedShard(TableShard(name, weight, *shard.shard_offsets), mask)
+            for (name, shard), weight, mask in zip(
+                self._own, self._weights, self._touched_masks(), strict=True
+            )
             if len(weight)
         ]
         if self._ranks.rank:
@@ -230,12 +232,29 @@ class ShardedTables:
             for at, (name, replica) in enumerate(self._replicas.items())
         ]
 
+    def _touched_masks(self) -> Iterator[Tensor]:
+        """Yield the mask of each of this rank's shards: of requested tables, a part of that of their group."""
+        assert self._touched is not None
+        of_width = {group.owned.weight.shape[1]: group.touched for group in self._requested}
+        firsts = dict.fromkeys(of_width, 0)
+        num_owned = 0
+        for (name, _), weight in zip(self._own, self._weights, strict=True):
+            if self._is_requested(name):
+                rows, width = weight.shape
+                touched = of_width[width]
+                assert touched is not None
+                yield touched.of_table(0)[firsts[width] : firsts[width] + rows]
+                firsts[width] += rows
+            else:
+                yield self._touched.of_table(num_owned)
+                num_owned += 1
+
     def clear_touched(self) -> None:
         """Forget the rows that were updated so far."""
-        assert self._touched is not None
-        assert self._touched_replicas is not None
-        self._touched.clear()
-        self._touched_replicas.clear()
+        requested = (group.touched for group in self._requested)
+        for touched in (self._touched, *requested, self._touched_replicas):
+            assert touched is not None
+            touched.clear()
 
     @property
     def described(self) -> dict[str, tuple[int, int, str]]:
@@ -249,7 +268,7 @@ class ShardedTables:
             for name, dtype in dtypes.items()
         }
 
-    def _placement(self) -> Placement:
+    def _placement(self, tracks_rows: bool) -> Placement:
         """Return the tables that each rank looks up, wide ones first, or in the model's order for a single rank."""
         requested = [name for name in self._shards if self._is_requested(name)]
         by_rank: list[list[tuple[str, ShardMetadata]]] = [[] for _ in range(self._ranks.world_size)]
@@ -291,12 +310,13 @@ class ShardedTables:
             LocalTable(self._lookups[name], replica.detach(), {})
             for name, replica in self._replicas.items()
         ]
-        widths = dict.fromkeys(self._shape_of(name)[1] for name in requested)
         groups = [
             self._requested_tables(
-                [name for name in requested if self._shape_of(name)[1] == width], by_rank
+                [name for name in requested if self._shape_of(name)[1] == width],
+                by_rank,
+                tracks_rows,
             )
-            for width in widths
+            for width in dict.fromkeys(self._shape_of(name)[1] for name in requested)
         ]
         return Placement(owned_by_rank, replicated, groups, owned, replicas)
 
@@ -312,7 +332,10 @@ class ShardedTables:
         )
 
     def _requested_tables(
-        self, names: Sequence[str], by_rank: "Sequence[list[tuple[str, ShardMetadata]]]"
+        self,
+        names: Sequence[str],
+        by_rank: "Sequence[list[tuple[str, ShardMetadata]]]",
+        tracks_rows: bool,
     ) -> RequestedTables:
         """Return row-wise tables of one width as a group."""
         bases: list[dict[str, int]] = []
@@ -360,6 +383,7 @@ class ShardedTables:
             [max(shard.shard_sizes[0] for shard in self._shards[name]) for name in names],
             rows_by_rank,
             owned,
+            TouchedRows([owned], self._ranks.device) if tracks_rows else None,
         )
 
     def _expansions(self, multi_hot: MultiHot, placement: Placement) -> dict[str, Tensor]:

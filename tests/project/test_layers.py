@@ -255,6 +255,8 @@ KNOWS_RANKS = {
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
     "nn.sharding.id_all_to_all",
+    "nn.sharding.placement",
+    "nn.sharding.row_requests",
     "nn.sharding.static_embeddings",
     "nn.sharding.planner",
     "nn.checkpoint.state",
