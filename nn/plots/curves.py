@@ -51,8 +51,15 @@ class RunRecords:
         return max((record["step"] for record in self.records), default=0)
 
     @property
+    def num_days(self) -> int:
+        """Return the number of stages."""
+        return 1 + max((record.get("day", 0) for record in self.records), default=0)
+
+    @property
     def steps_per_epoch(self) -> float | None:
-        """Return the steps of an epoch; None if no record tells."""
+        """Return the steps of an epoch; None if no record tells, or if days have epochs of their own."""
+        if self.num_days > 1:
+            return None
         for record in reversed(self.records):
             epoch = record.get("epoch")
             if is_finite(epoch) and epoch > SMALLEST_EPOCH and record["step"] > 0:
@@ -170,6 +177,8 @@ def _facts(run: RunRecords, metrics: Sequence[_Metric]) -> str:
     if run.steps_per_epoch is not None:
         epochs = f"{run.last_step / run.steps_per_epoch:.3g}"
         steps += f" ({epochs} epoch{'s' * (epochs != '1')})"
+    elif run.num_days > 1:
+        steps += f" on {run.num_days} days"
     parts.append(steps)
     _, speeds = series(run.records, "samples_per_s")
     if len(speeds):

@@ -16,6 +16,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.directory import read_facts, step_of
 from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import read_delta
+from nn.observability.records import read_run
 from nn.run import run
 from tests.helpers.composed import compose_config
 from tests.helpers.distributed import run_distributed
@@ -128,6 +129,8 @@ def test_a_day_has_its_place_in_the_records_and_the_steps_of_the_run_continue(da
     ]
     assert all(line["next_rows"] == 288 for line in before)
     assert [line["day"] for line in lines if "previous_auc" in line] == [1, 2]
+    # Epochs of days have different lengths.
+    assert (read_run(uninterrupted).num_days, read_run(uninterrupted).steps_per_epoch) == (3, None)
     # The warm-up was on the first day.
     assert {line["lr"] for line in lines if line.get("day") and "lr" in line} == {0.01}
     result = summary(uninterrupted)
