@@ -113,6 +113,12 @@ class SortedIds:
 class UpdateScalars:
     """Scalars of an update that change from step to step; in device memory, where each replay of a CUDA graph reads them.
 
+    Args:
+        config: optimizer of the tables.
+        gradient_scale: factor of gradients.
+        device: of the tables.
+        reads_step: whether an update reads `step`; otherwise it is not set, which saves a launch.
+
     Attributes:
         values: float32 [5 or more]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses
             the step, the factor of gradients, `optimizer.embedding_l2`, and the options that the `TableRule` names.
@@ -120,7 +126,12 @@ class UpdateScalars:
     """
 
     def __init__(
-        self, config: OptimizerConfig, gradient_scale: float, device: torch.device
+        self,
+        config: OptimizerConfig,
+        gradient_scale: float,
+        device: torch.device,
+        *,
+        reads_step: bool = True,
     ) -> None:
         self._beta1, self._beta2 = config.beta1, config.beta2
         rule = table_rule(config.table_name)
@@ -130,10 +141,12 @@ class UpdateScalars:
         self.values = torch.tensor(values, dtype=torch.float32, device=device)
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self._lr: float | None = None
+        self._reads_step = reads_step
 
     def set(self, step: int, lr: float) -> None:
         """Queue the values of the update after `step` others; they are passed as kernel arguments, without copies."""
-        self.step.fill_(step)
+        if self._reads_step:
+            self.step.fill_(step)
         if lr != self._lr:
             self.values[0].fill_(lr)
             self._lr = lr

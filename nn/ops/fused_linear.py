@@ -1,6 +1,4 @@
-"""Helpers of the fused MLP and cross network: applicability, casts of parameters, gradients of weights."""
-
-from collections.abc import Sequence
+"""Helpers of the fused MLP and cross network: applicability, casts of inputs, gradients of weights."""
 
 import torch
 from torch import Tensor
@@ -24,15 +22,6 @@ def as_autocast(x: Tensor) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
         return x.to(torch.get_autocast_dtype("cuda"))
     return x
-
-
-def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Cast the parameters to another dtype in one launch instead of one per parameter."""
-    if all(parameter.dtype is dtype for parameter in parameters):
-        return list(parameters)
-    copies = [torch.empty_like(parameter, dtype=dtype) for parameter in parameters]
-    torch._foreach_copy_(copies, list(parameters))
-    return copies
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -85,7 +85,7 @@ class ShardedTables:
         }
         self._replicated = [name for name in self._declared if name not in self._shards]
         self._allocate()
-        self.scalars = UpdateScalars(config, 1 / settings.loss_scale, ranks.device)
+        self.scalars = self._new_scalars(settings)
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
         placement = self._placement(settings.tracks_rows)
         self._requested = placement.requested
@@ -110,6 +110,16 @@ class ShardedTables:
             ranks=ranks,
             channels=Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings")),
             touched=self._touched,
+        )
+
+    def _new_scalars(self, settings: TableSettings) -> UpdateScalars:
+        """Return the scalars of the update; the step is one of them if the optimizer uses it, or weights are rounded."""
+        is_rounded = any(weight.dtype is not torch.float32 for weight in self._weights)
+        return UpdateScalars(
+            settings.optimizer,
+            1 / settings.loss_scale,
+            self._ranks.device,
+            reads_step=is_rounded or self._rule.uses_step,
         )
 
     @property

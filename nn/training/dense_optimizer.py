@@ -77,13 +77,21 @@ class DenseUpdate:
                 group["lr"] = rate
         self.learning_rate = rate
 
-    def apply(self, is_good: Tensor) -> None:
-        """Update the dense component, unless `is_good`, int32 [1] on the device, is 0."""
+    def allow(self, is_good: Tensor) -> None:
+        """Let the next `apply` update the dense component, unless `is_good`, int32 [1] on the device, is 0."""
         torch.eq(is_good.view(()), 0, out=self._found_inf)
+
+    def apply(self) -> None:
+        """Update the dense component, if `allow` lets it."""
         self.optimizer.step()
 
 
 def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if not config.momentum and all(parameter.device.type == "cuda" for parameter in parameters):
+        # Only CUDA builds of torch include Triton.
+        from nn.ops.triton.dense_updates import FusedSGD
+
+        return FusedSGD(parameters, lr=config.lr)
     optimizer = torch.optim.SGD(
         parameters,
         lr=config.lr,
@@ -101,7 +109,7 @@ def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim
 def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     if all(parameter.device.type == "cuda" for parameter in parameters):
         # Torch 2.11 has no fused Adagrad for GPUs. Only CUDA builds of torch include Triton.
-        from nn.ops.triton.dense_adagrad import FusedAdagrad
+        from nn.ops.triton.dense_updates import FusedAdagrad
 
         return FusedAdagrad(parameters, lr=config.lr, eps=config.eps)
     return torch.optim.Adagrad(parameters, lr=config.lr, eps=config.eps, fused=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from nn.distributed.process_group import Ranks
 from nn.models.model import Model
 from nn.models.tasks import Task
+from nn.training.dense_optimizer import DenseUpdate
 from nn.training.gradient_bucket import GradientBucket
 from nn.training.loss_readback import LossReadback
 
@@ -26,8 +27,7 @@ class PassContext:
         autocast: returns the autocast context of the dense component.
         loss_scale: factor on the loss before the backward pass; if not 1, gradients are checked and divided by it.
         update_tables: whether the tables are trained.
-        update_dense: updates the dense component by its gradients, unless the argument [1] is 0; None if that is no part of the
-            pass.
+        dense_update: update of the dense component; None if it is no part of the pass.
     """
 
     dense: Model
@@ -38,7 +38,7 @@ class PassContext:
     autocast: Callable[[], AbstractContextManager]
     loss_scale: float
     update_tables: bool
-    update_dense: Callable[[Tensor], None] | None
+    dense_update: DenseUpdate | None
 
     def total_weight(self, weights: Tensor | None) -> Tensor | None:
         """Return the sum of the rows' weights over all ranks, a scalar; padding rows have weight 0. None without weights."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dataloading.batch import Batch
+from nn.layers.bce_loss import unit_gradient
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
@@ -87,28 +88,34 @@ class StaticPass:
         with self._beside():
             loss = context.ranks.all_reduce_sum(share.detach().clone())
             is_good = torch.isfinite(loss).int().view(1) * self._enabled
-            checked = self._event()
+            checked = self._allow_dense_update(is_good)
             if loss_scale == 1:
                 context.readback.record(loss, is_good)
         with annotate("backward"):
-            # Without a factor of 1, which would be two kernels.
-            (share if loss_scale == 1 else share * loss_scale).backward()
+            scaled = share if loss_scale == 1 else share * loss_scale
+            scaled.backward(unit_gradient(share.device))
         if loss_scale == 1:
             context.gradients.sum(context.ranks)
         else:
             finite = self._sum_and_check(local_gradients[0])
             with self._beside():
                 is_good = is_good * finite.int()
-                checked = self._event()
+                checked = self._allow_dense_update(is_good)
                 context.readback.record(loss, is_good)
                 if context.update_tables:
                     self._tables.update(sorted_owned, owned_gradients[0], is_good)
         context.gradients.clip()
-        if context.update_dense is not None:
+        if context.dense_update is not None:
             self._wait_for(checked)
-            context.update_dense(is_good)
+            context.dense_update.apply()
         self._join(ids)
         return logits.detach()
+
+    def _allow_dense_update(self, is_good: Tensor) -> torch.cuda.Event | None:
+        """Let the dense component be updated in this pass, unless `is_good` is 0; return the event of that."""
+        if self._context.dense_update is not None:
+            self._context.dense_update.allow(is_good)
+        return self._event()
 
     def _loss_share(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Return this rank's share of the loss."""

@@ -127,7 +127,7 @@ class TrainStep:
             autocast=self._autocast,
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
-            update_dense=self._dense_update.apply if self._updates_dense_in_pass else None,
+            dense_update=self._dense_update if self._updates_dense_in_pass else None,
         )
         self._pass_state = _pass_state(dense, config.seed, ranks)
         self._pass_layers = attach(dense, self._pass_state)

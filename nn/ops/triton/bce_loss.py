@@ -11,16 +11,28 @@ BLOCK = 1024
 
 
 def fused_bce_loss_share(
-    logits: Tensor, labels: Tensor, num_valid: int, global_valid: int
+    logits: Tensor,
+    labels: Tensor,
+    num_valid: int,
+    global_valid: int,
+    unit: Tensor | None = None,
 ) -> Tensor:
-    """Compute `nn.layers.bce_loss.bce_loss_share` with a fixed order of summation."""
-    return _BceLossShare.apply(logits, labels, num_valid, global_valid)
+    """Compute `nn.layers.bce_loss.bce_loss_share` with a fixed order of summation.
+
+    A backward pass that begins with `unit`, a tensor of 1, does not multiply by it.
+    """
+    return _BceLossShare.apply(logits, labels, num_valid, global_valid, unit)
 
 
 class _BceLossShare(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, num_valid: int, global_valid: int
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        num_valid: int,
+        global_valid: int,
+        unit: Tensor | None,
     ) -> Tensor:
         logits = logits.contiguous()
         gradient = torch.empty_like(logits)
@@ -30,12 +42,14 @@ class _BceLossShare(torch.autograd.Function):
             logits, labels, gradient, sums, len(logits), num_valid, 1 / global_valid, BLOCK=BLOCK
         )
         ctx.save_for_backward(gradient)
+        ctx.unit = unit
         return sums.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad, None, None, None
+        is_unit = ctx.unit is not None and grad.data_ptr() == ctx.unit.data_ptr()
+        return gradient if is_unit else gradient * grad, None, None, None, None
 
 
 @triton.jit

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nn.ops.fused_linear import cast_parameters, weight_gradient
+from nn.ops.fused_linear import weight_gradient
+from nn.ops.triton.parameter_casts import cast_parameters
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, P: programs along the samples,
 # h: [B, R], input of a layer's last matrix product, u: [B, C], factor of x0, g: [B, C], gradient of a layer's output

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nn.ops.dropout_mask import DropoutMask
-from nn.ops.fused_linear import cast_parameters, weight_gradient
+from nn.ops.fused_linear import weight_gradient
 from nn.ops.triton.dropout import apply_mask
+from nn.ops.triton.parameter_casts import cast_parameters
 
 # B: samples, C: columns of a layer's output, P: programs along the samples
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nn.layers.bce_loss import bce_loss_share
+from nn.layers.bce_loss import bce_loss_share, unit_gradient
 
 
 def test_shares_add_up_to_the_mean_over_the_rows_that_count():
@@ -33,6 +33,15 @@ def compare(device: str) -> None:
         results.append((share.detach().cpu(), leaf.grad.cpu()))
     for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, rtol=2e-6, atol=1e-9)
+    unit = unit_gradient(torch.device(device))
+    gradients = []
+    for first in (unit, unit.clone()):
+        leaf = logits.to(device, copy=True).requires_grad_()
+        fused_bce_loss_share(leaf, labels.to(device), 2002, 9000, unit).backward(first)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients), (
+        "a factor of 1 changes nothing, whether it is multiplied by or not"
+    )
     assert fused_bce_loss_share(logits.to(device), labels.to(device), 2003, 9000).isnan(), (
         "a row that is no number must show"
     )

@@ -34,7 +34,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 31
+    assert done.stdout.count("compiled") == 35
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others.
@@ -49,13 +49,15 @@ def run() -> None:
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import batch_norm, row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
-    from nn.ops.triton.dense_adagrad import ALIGN, BLOCK, _dense_adagrad
+    from nn.ops.triton.dense_updates import _dense_adagrad, _dense_sgd
     from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
     from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _relu_backward
+    from nn.ops.triton.parameter_casts import _cast
     from nn.ops.triton.served_lookup import _served_lookup
+    from nn.ops.triton.tensor_blocks import ALIGN, BLOCK
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
     for weights, name, level, source in (
@@ -79,7 +81,10 @@ def run() -> None:
     print("barriers of row-wise Adagrad:", ptx.count("bar.sync"))
     dtypes = dict.fromkeys(("weights", "gradients", "sums", "steps", "rate", "found_inf"), "*fp32")
     for align in (ALIGN, 1):
-        build(_dense_adagrad, dtypes | {"blocks": "*i64"}, ALIGN=align, BLOCK=BLOCK)
+        for kernel in (_dense_adagrad, _dense_sgd):
+            build(kernel, dtypes | {"blocks": "*i64"}, ALIGN=align, BLOCK=BLOCK)
+        dtypes_of_cast = {"source": "*fp32", "target": "*bf16", "blocks": "*i64"}
+        build(_cast, dtypes_of_cast, ALIGN=align, BLOCK=BLOCK)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
         {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},

@@ -137,7 +137,8 @@ def trained_in_pass(config: OptimizerConfig, *, on_gpu: bool) -> list[torch.Tens
             weight.grad = weight.detach().cos() if is_good else torch.full_like(weight, torch.nan)
         update.set_learning_rate(rate)
         if on_gpu:
-            update.apply(torch.tensor([is_good], dtype=torch.int32))
+            update.allow(torch.tensor([is_good], dtype=torch.int32))
+            update.apply()
         elif is_good:
             update.optimizer.step()
     state = [value for weight in weights for value in update.optimizer.state[weight].values()]

@@ -1,4 +1,4 @@
-"""The kernel of Adagrad, interpreted here and compiled on a GPU, computes what torch's does."""
+"""The kernels of SGD and Adagrad, interpreted here and compiled on a GPU, compute what torch's do; so do casts."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def parameters_with_gradients() -> tuple[list[nn.Parameter], torch.Tensor]:
 
 
 def test_it_computes_torchs_adagrad():
-    from nn.ops.triton.dense_adagrad import FusedAdagrad
+    from nn.ops.triton.dense_updates import FusedAdagrad
 
     ours, our_gradients = parameters_with_gradients()
     theirs, their_gradients = parameters_with_gradients()
@@ -42,7 +42,7 @@ def test_it_computes_torchs_adagrad():
 
 
 def test_it_changes_nothing_when_something_is_not_finite():
-    from nn.ops.triton.dense_adagrad import FusedAdagrad
+    from nn.ops.triton.dense_updates import FusedAdagrad
 
     weights, gradients = parameters_with_gradients()
     gradients.fill_(torch.inf)
@@ -52,3 +52,33 @@ def test_it_changes_nothing_when_something_is_not_finite():
     optimizer.step()
     assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
     assert all(not state["step"] and not state["sum"].any() for state in optimizer.state.values())
+
+
+def test_sgd_computes_torchs():
+    from nn.ops.triton.dense_updates import FusedSGD
+
+    ours, our_gradients = parameters_with_gradients()
+    theirs, their_gradients = parameters_with_gradients()
+    our_gradients.copy_(torch.randn(len(our_gradients), generator=torch.Generator().manual_seed(1)))
+    their_gradients.copy_(our_gradients)
+    fused = FusedSGD(ours, lr=torch.tensor(0.1, device=DEVICE))
+    torchs = torch.optim.SGD(theirs, lr=0.1)
+    for is_skipped in (False, True, False):
+        fused.found_inf = torch.tensor(float(is_skipped), device=DEVICE)
+        fused.step()
+        if not is_skipped:
+            torchs.step()
+    for weight, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(weight, other, rtol=2e-7, atol=1e-7)
+
+
+def test_parameters_are_cast_as_torch_casts_them():
+    from nn.ops.triton.parameter_casts import cast_parameters
+
+    weights, _ = parameters_with_gradients()
+    for _ in range(2):
+        for weight, copy in zip(weights, cast_parameters(torch.float16, weights), strict=True):
+            assert torch.equal(copy, weight.half())
+        with torch.no_grad():
+            weights[0].add_(1)
+    assert cast_parameters(torch.float32, weights) == weights

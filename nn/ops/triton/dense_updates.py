@@ -1,0 +1,194 @@
+"""SGD and Adagrad of the dense component as one Triton kernel each, in one pass over memory.
+
+Torch's fused SGD gives a program 65,536 weights, which leaves most of a GPU idle; its Adagrad passes over the weights about
+eight times. The arithmetic of Adagrad is that of `torch.optim.Adagrad`, with the same roundings.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from nn.ops.triton.tensor_blocks import BLOCK, NUM_WARPS, TensorBlocks
+
+
+class _Fused(torch.optim.Optimizer):
+    """An optimizer whose step is one kernel.
+
+    Weights and gradients must stay where they are; a gradient that moves is found again, which costs host time.
+
+    Args:
+        params: float32 parameters on one device.
+        defaults: of the parameter group; `lr` is a number or a tensor of the device.
+
+    Attributes:
+        found_inf: float32 [] on the device; if it is not 0, `step` changes nothing.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._parameters = [weight for group in self.param_groups for weight in group["params"]]
+        first = self._parameters[0]
+        self.found_inf: Tensor | None = None
+        self._zero, self._rate = first.new_zeros(1), first.new_zeros(1)
+        self._found: tuple[list[int], TensorBlocks] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Apply one update to all parameters; return nothing, as without a closure there is no loss."""
+        assert closure is None, "a closure would evaluate the model again"
+        (group,) = self.param_groups
+        rate = group["lr"]
+        if not isinstance(rate, Tensor):
+            rate = self._rate.fill_(rate)
+        found_inf = self._zero if self.found_inf is None else self.found_inf
+        gradients = [weight.grad for weight in self._parameters]
+        for align, blocks in self._blocks(gradients).groups:
+            self._launch(gradients[0], blocks, align, rate, found_inf)
+
+    def _blocks(self, gradients: list[Tensor]) -> TensorBlocks:
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        if self._found is None or self._found[0] != addresses:
+            weights = [weight.detach() for weight in self._parameters]
+            self._found = addresses, TensorBlocks([weights, gradients, *self._states()])
+        return self._found[1]
+
+    def _states(self) -> list[list[Tensor]]:
+        """Return the states of all weights, of the shapes of the weights."""
+        return []
+
+    def _launch(
+        self, gradient: Tensor, blocks: Tensor, align: int, rate: Tensor, found_inf: Tensor
+    ) -> None:
+        raise NotImplementedError
+
+
+class FusedSGD(_Fused):
+    """`torch.optim.SGD` without momentum and decay.
+
+    Args:
+        params: float32 parameters on one device.
+        lr: learning rate, a number or a tensor of the device.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def _launch(
+        self, gradient: Tensor, blocks: Tensor, align: int, rate: Tensor, found_inf: Tensor
+    ) -> None:
+        num_blocks = blocks.shape[1]
+        _dense_sgd[(num_blocks,)](
+            self._parameters[0].detach(),
+            gradient,
+            blocks,
+            num_blocks,
+            rate,
+            found_inf,
+            ALIGN=align,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
+class FusedAdagrad(_Fused):
+    """`torch.optim.Adagrad` without its decays, with torch's names of its state.
+
+    Args:
+        params: float32 parameters on one device.
+        lr: learning rate, a number or a tensor of the device.
+        eps: added to the root of the sum of squares.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float | Tensor = 1e-2, eps: float = 1e-10
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+        self._steps = torch.zeros(len(self._parameters), device=self._zero.device)
+        for weight, steps in zip(self._parameters, self._steps, strict=True):
+            self.state[weight] = {"step": steps, "sum": torch.zeros_like(weight)}
+
+    def _states(self) -> list[list[Tensor]]:
+        return [[self.state[weight]["sum"] for weight in self._parameters]]
+
+    def _launch(
+        self, gradient: Tensor, blocks: Tensor, align: int, rate: Tensor, found_inf: Tensor
+    ) -> None:
+        num_blocks = blocks.shape[1]
+        first = self._parameters[0]
+        _dense_adagrad[(num_blocks,)](
+            first.detach(),
+            gradient,
+            self.state[first]["sum"],
+            self._steps,
+            blocks,
+            num_blocks,
+            rate,
+            found_inf,
+            self.param_groups[0]["eps"],
+            ALIGN=align,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
+@triton.jit
+def _dense_sgd(
+    weights,
+    gradients,
+    blocks,
+    num_blocks,
+    rate,
+    found_inf,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(found_inf) != 0:
+        return
+    entry = blocks + tl.program_id(0)
+    weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
+    gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
+    count = tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
+    place = tl.arange(0, BLOCK)
+    inside = place < count
+    gradient = tl.load(gradient_at + place, mask=inside, other=0.0)
+    weight = tl.load(weight_at + place, mask=inside, other=0.0)
+    tl.store(weight_at + place, weight - tl.load(rate) * gradient, mask=inside)
+
+
+@triton.jit
+def _dense_adagrad(
+    weights,
+    gradients,
+    sums,
+    steps,
+    blocks,
+    num_blocks,
+    rate,
+    found_inf,
+    eps,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(found_inf) != 0:
+        return
+    entry = blocks + tl.program_id(0)
+    weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
+    gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
+    sum_at = sums + tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
+    count = tl.multiple_of(tl.load(entry + 3 * num_blocks), ALIGN)
+    begins = tl.load(entry + 4 * num_blocks)
+    if begins >= 0:
+        # The first block of a parameter counts its updates.
+        tl.store(steps + begins, tl.load(steps + begins) + 1)
+    place = tl.arange(0, BLOCK)
+    inside = place < count
+    gradient = tl.load(gradient_at + place, mask=inside, other=0.0)
+    total = tl.load(sum_at + place, mask=inside, other=0.0) + gradient * gradient
+    tl.store(sum_at + place, total, mask=inside)
+    weight = tl.load(weight_at + place, mask=inside, other=0.0)
+    change = tl.div_rn(gradient * -tl.load(rate), tl.sqrt_rn(total) + eps)
+    tl.store(weight_at + place, weight + change, mask=inside)
