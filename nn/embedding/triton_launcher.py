@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 import torch
@@ -369,6 +369,8 @@ def _vectors(
                     len(table.weight),
                 )
             )
+    # The longest first: begun last, they would run alone at the end. A ragged one may be long too.
+    rows.sort(key=lambda row: row[3] if row[3] > 0 else inf, reverse=True)
     dtypes = [torch.int64, torch.int64, torch.int32, torch.int32, torch.float32]
     dtypes += [torch.int64, torch.int32, torch.int64, torch.int64, torch.int64]
     device = tables[0].weight.device

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 32
 MIN_BLOCK_H = 16
+IDS_PER_PROGRAM = 4096
 
 
 class IdExpansionKernel:
@@ -39,25 +39,35 @@ class IdExpansionKernel:
             list(stored),
             additional,
         ]
-        self._features = torch.tensor(rows, dtype=torch.int64, device=base.device)
         self._num_ids = num_samples * sum(expanded)
         self._num_samples = num_samples
-        self._block_h = max(triton.next_power_of_2(max(max(additional), *stored)), MIN_BLOCK_H)
+        sizes = [
+            max(triton.next_power_of_2(max(pair)), MIN_BLOCK_H)
+            for pair in zip(stored, additional, strict=True)
+        ]
+        columns = torch.tensor(rows, dtype=torch.int64)
+        # Features of few ids have a launch of their own: as wide as the widest one, most threads would have no id.
+        self._classes = [
+            (block_h, columns[:, torch.tensor(sizes) == block_h].contiguous().to(base.device))
+            for block_h in sorted(set(sizes), reverse=True)
+        ]
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Expand ids as `nn.embedding.id_expansion.IdExpansion` does."""
         out = ids.new_empty(self._num_ids)
-        num_features = self._features.shape[1]
-        _expand_ids[(triton.cdiv(self._num_samples, BLOCK), num_features)](
-            ids,
-            self._base,
-            out,
-            self._features,
-            num_features,
-            self._num_samples,
-            BLOCK=BLOCK,
-            BLOCK_H=self._block_h,
-        )
+        for block_h, features in self._classes:
+            num_features = features.shape[1]
+            block = max(IDS_PER_PROGRAM // block_h, 1)
+            _expand_ids[(triton.cdiv(self._num_samples, block), num_features)](
+                ids,
+                self._base,
+                out,
+                features,
+                num_features,
+                self._num_samples,
+                BLOCK=block,
+                BLOCK_H=block_h,
+            )
         return out
 
 

@@ -219,3 +219,31 @@ def test_training_on_one_hot_rows_equals_training_on_the_materialised_dataset(tm
         num_steps=6,
     )
     assert expanded == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_kernel_expands_features_of_different_numbers_of_ids_as_plain_torch(dtype):
+    """Interpreted here, compiled on a GPU; features of more than 16 and of more than 32 ids have launches of their own."""
+    pytest.importorskip("triton")
+    from nn.ops.triton.id_expansion import IdExpansionKernel
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows, hotness, stored = [50, 4, 7, 30], [40, 3, None, 100], [1, 1, 2, 1]
+    tables = [
+        None if count is None else torch.randint(size, (size, count - 1), dtype=torch.int32)
+        for size, count in zip(rows, hotness, strict=True)
+    ]
+    num_samples = 37
+    pieces = [
+        torch.randint(size, (num_samples * count,), dtype=dtype)
+        for size, count in zip(rows, stored, strict=True)
+    ]
+    wanted = torch.cat(
+        [
+            ids if table is None else expand(ids, table).flatten().to(dtype)
+            for ids, table in zip(pieces, tables, strict=True)
+        ]
+    )
+    moved = [None if table is None else table.to(device) for table in tables]
+    kernel = IdExpansionKernel(moved, stored, num_samples)
+    assert torch.equal(kernel(torch.cat(pieces).to(device)).cpu(), wanted)
