@@ -6,16 +6,16 @@ so that a run which continues with a day knows that its ids continue those that 
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
-
-from configs.messages import shown
 
 FITTED = "preproc.json"
 VOCABULARY = "vocabulary"
 RARE = "rare"
 DAY, PARENT = "day", "parent"
+HEX = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,13 @@ class Lineage:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self:
-        """Return the lineage that `metadata` of a spec tells.
-
-        Raises:
-            ValueError: day or parent are not as preprocessing writes them.
-        """
-        day, parent = metadata.get(DAY, 0), metadata.get(PARENT)
-        if type(day) is not int or not 0 <= day < 2**31 or not isinstance(parent, str | None):
-            raise ValueError(
-                f"metadata: day {shown(day)} with parent {shown(parent)}, want a number and the identity of a fit; copy the "
-                "dataset again"
-            )
-        return cls(day, _identity(metadata.get("files")), parent)
+        """Return the lineage that `metadata` of a spec tells; keys of these names that others wrote tell none."""
+        day, parent = metadata.get(DAY), metadata.get(PARENT)
+        identity = _identity(metadata.get("files"))
+        if type(day) is not int or not 0 < day < 2**31:
+            return cls(0, identity)
+        is_identity = isinstance(parent, str) and HEX.fullmatch(parent) is not None
+        return cls(day, identity, parent) if is_identity else cls(0, identity)
 
 
 def _identity(files: object) -> str | None:

@@ -238,7 +238,8 @@ def load_fitted(
             f"{f' and {len(without) - 1} others' if without[1:] else ''}, so only the content was checked"
         )
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
-    metadata = document.get("metadata") or {}
+    written = document.get("metadata")
+    metadata = written if isinstance(written, Mapping) else {}
     return FittedState(directory, statistics, files, Lineage.of(metadata), metadata)
 
 

@@ -128,6 +128,8 @@ def test_each_day_names_the_fit_before_it(days):
     assert [lineage.day for lineage in lineages] == list(range(5))
     assert [one.parent for one in lineages[1:]] == [one.identity for one in lineages[:-1]]
     assert len({lineage.identity for lineage in lineages}) == 5
+    # Metadata may hold anything, also keys of these names.
+    assert Lineage.of({"day": "Monday", "parent": 3, "files": []}) == Lineage()
     # Statistics stay as they were fitted, unless they are fitted again.
     statistics = [
         json.loads((root / f"data_{d}/preproc.json").read_text())["statistics"] for d in (0, 4)
