@@ -16,6 +16,8 @@ from serving.manifest import Manifest
 ELEMENTS_PER_PROGRAM = 4096
 SAMPLES_PER_PROGRAM = (32, 256)
 """Fewest and most."""
+SORTED_FROM = 4096
+"""Samples from which those of tables with cold rows are looked up in the order of their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class _Vector:
         num_ids: ids whose rows are added.
         first_start: position of the starts of a ragged feature; otherwise -1.
         out_column: first column in the embeddings.
+        first_place: position of the first sample in the order of samples; -1 if they are taken as they come.
     """
 
     hot_offset: int
@@ -47,6 +50,7 @@ class _Vector:
     num_ids: int
     first_start: int
     out_column: int
+    first_place: int
 
 
 class ServedLookup:
@@ -62,7 +66,9 @@ class ServedLookup:
         self, manifest: Manifest, tables: Sequence[DeviceTable], layout: InputLayout
     ) -> None:
         self._layout = layout
-        vectors = _vectors(manifest, tables, layout)
+        ordered = _ordered_columns(manifest, tables, layout)
+        self._ordered = torch.tensor(ordered, dtype=torch.int64, device=tables[0].hot.device)
+        vectors = _vectors(manifest, tables, layout, ordered)
         widths = sorted({triton.next_power_of_2(vector.columns) for vector in vectors})
         self._classes = [
             _WidthClass(
@@ -75,8 +81,12 @@ class ServedLookup:
 
     def __call__(self, block: Tensor, out: Tensor) -> None:
         """Write the embeddings of a block's ids to `out`, [P, T]."""
+        order = self._ordered
+        if len(order):
+            ids = self._layout.ids(block).index_select(1, self._ordered)
+            order = ids.t().contiguous().sort(dim=1).indices
         for width_class in self._classes:
-            width_class.look_up(block, out, self._layout.num_rows)
+            width_class.look_up(block, order, out, self._layout.num_rows)
 
 
 class _WidthClass:
@@ -89,6 +99,7 @@ class _WidthClass:
         self._scales = self._base if tables[0].scale is None else tables[0].scale
         self._has_scales = tables[0].scale is not None
         self._has_cold = any(table.cold is not None for table in tables)
+        self._has_order = any(vector.first_place >= 0 for vector in vectors)
         self._has_ragged = any(vector.first_start >= 0 for vector in vectors)
         self._arguments = [
             torch.tensor(
@@ -101,7 +112,7 @@ class _WidthClass:
         numbers = [(v.hot_offset, v.cold_offset, v.columns, v.out_column) for v in vectors]
         self._align = gcd(16, *(number for row in numbers for number in row))
 
-    def look_up(self, block: Tensor, out: Tensor, num_rows: int) -> None:
+    def look_up(self, block: Tensor, order: Tensor, out: Tensor, num_rows: int) -> None:
         """Look up these vectors."""
         fewest, most = SAMPLES_PER_PROGRAM
         samples = min(max(ELEMENTS_PER_PROGRAM // self._width, fewest), most)
@@ -110,11 +121,13 @@ class _WidthClass:
             self._base,
             self._scales,
             block,
+            order,
             out,
             *self._arguments,
             num_rows,
             out.stride(0),
             HAS_COLD=self._has_cold,
+            HAS_ORDER=self._has_order,
             HAS_RAGGED=self._has_ragged,
             HAS_SCALES=self._has_scales,
             ALIGN=gcd(self._align, out.stride(0)),
@@ -123,8 +136,29 @@ class _WidthClass:
         )
 
 
-def _vectors(
+def _ordered_columns(
     manifest: Manifest, tables: Sequence[DeviceTable], layout: InputLayout
+) -> list[int]:
+    """Return the columns of ids by which samples are sorted: those of single ids in tables with cold rows."""
+    if layout.num_rows < SORTED_FROM:
+        return []
+    places = manifest.id_places()
+    return [
+        column
+        for table in tables
+        if table.cold is not None
+        for name in table.declared.features
+        if name in places
+        for column in range(places[name].start, places[name].stop)
+        if table.declared.pooling == "none" or places[name].stop - places[name].start == 1
+    ]
+
+
+def _vectors(
+    manifest: Manifest,
+    tables: Sequence[DeviceTable],
+    layout: InputLayout,
+    ordered: Sequence[int],
 ) -> list[_Vector]:
     """Return the vectors of all lookups, in the order of their columns."""
     places, vectors, out_column = manifest.id_places(), [], 0
@@ -149,8 +183,11 @@ def _vectors(
                 bags = [(layout.first_id + place.start, layout.num_ids, hotness, -1)]
             is_mean = int(table.declared.pooling == "mean")
             for bag in bags:
+                column_of_ids = bag[0] - layout.first_id
+                is_ordered = bag[2] == 1 and column_of_ids in ordered
+                order = ordered.index(column_of_ids) * layout.num_rows if is_ordered else -1
                 vectors.append(
-                    _Vector(hot, cold, hot_rows, scale, columns, is_mean, *bag, out_column)
+                    _Vector(hot, cold, hot_rows, scale, columns, is_mean, *bag, out_column, order)
                 )
                 out_column += columns
     return vectors

@@ -1,6 +1,6 @@
 """Every fuzzer."""
 
-from tests.fuzz import datasets, deltas, formats, inputs, options, runs, specs
+from tests.fuzz import datasets, deltas, formats, inputs, options, runs, serving, specs
 
 FUZZERS = [
     *specs.FUZZERS,
@@ -10,4 +10,5 @@ FUZZERS = [
     *options.FUZZERS,
     *inputs.FUZZERS,
     *formats.FUZZERS,
+    *serving.FUZZERS,
 ]

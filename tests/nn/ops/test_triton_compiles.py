@@ -106,10 +106,12 @@ def run() -> None:
                 BLOCK=32,
                 BLOCK_D=128,
             )
-    positions = _served_lookup.arg_names[4:15]
+    positions = _served_lookup.arg_names[5:17]
     for weights, is_complete in (("*i8", False), ("*bf16", True)):
-        kind = {"HAS_COLD": not is_complete, "HAS_RAGGED": not is_complete}
-        dtypes = {"weights": weights, "scales": "*fp32"} | dict.fromkeys(positions, "*i64")
+        kind = dict.fromkeys(["HAS_COLD", "HAS_ORDER", "HAS_RAGGED"], not is_complete)
+        dtypes = {"weights": weights, "scales": "*fp32", "order": "*i64"} | dict.fromkeys(
+            positions, "*i64"
+        )
         block = {"ALIGN": 16, "BLOCK": 32, "BLOCK_D": 128}
         build(_served_lookup, dtypes, HAS_SCALES=not is_complete, **kind, **block)
     for index in range(3):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from serving.gpu import lookup
 from serving.gpu.inputs import InputLayout
 from serving.gpu.model import GpuModel, padded_sizes
 from serving.gpu.tables import hot_rows
@@ -35,8 +36,16 @@ def test_scores_are_those_of_the_cpu(model):
     check(model, "cpu")
 
 
+@pytest.mark.parametrize("model", ["fp32"], indirect=True)
+def test_samples_in_the_order_of_their_ids_have_the_same_scores(model, monkeypatch):
+    monkeypatch.setattr(lookup, "SORTED_FROM", 1)
+    check(model, "cpu")
+
+
 @needs_one_gpu
-def test_scores_of_a_gpu_are_those_of_the_cpu(model):
+@pytest.mark.parametrize("sorted_from", [1, lookup.SORTED_FROM])
+def test_scores_of_a_gpu_are_those_of_the_cpu(model, monkeypatch, sorted_from):
+    monkeypatch.setattr(lookup, "SORTED_FROM", sorted_from)
     check(model, "cuda")
 
 

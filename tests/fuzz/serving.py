@@ -1,0 +1,142 @@
+"""Requests to a server, as bytes from a socket, and model directories: a score, or one line that says what is wrong."""
+
+import copy
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from serving.inference.model import ServedModel
+from serving.inference.requests import IdInputs, InputError
+from serving.inference.versions import load_version
+from serving.manifest import MANIFEST, Manifest
+from serving.server.http_server import RequestError, _parse_head
+from serving.server.protocol import infer_response, parse_infer
+from tests.fuzz.harness import Fuzzer
+from tests.fuzz.mutations import (
+    JSON_LITERALS,
+    apply_bytes,
+    apply_edits,
+    as_json,
+    bytes_edits,
+    document_edits,
+)
+from tests.serving.handmade_model import some_rows, write_model
+
+HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nAuthorization: Bearer a\r\n%s\r\n"
+
+
+@dataclass(frozen=True)
+class _Served:
+    """A model directory, its inputs, and a valid request."""
+
+    path: Path
+    model: ServedModel
+    inputs: IdInputs
+    document: dict[str, Any]
+    tensors: bytes
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        """Answer a request as the server does, without its queue; end as a command does."""
+        try:
+            request = _parse_head(head)
+            parsed = parse_infer(body, request.headers)
+            arrays = {}
+            for tensor in parsed.inputs.values():
+                if isinstance(tensor.values, list):
+                    raise InputError("want numbers")
+                arrays[tensor.name] = tensor.values
+            rows = self.inputs.rows(arrays, parsed.num_rows)
+            scores = self.model.scores(rows).numpy()
+            assert scores.shape == (parsed.num_rows, 2)
+            # A keep rate of almost 0 may end at the edge of what a probability can be.
+            assert np.isfinite(scores).all()
+            infer_response(parsed, "m", "1", [("click", scores[:, 0]), ("price", scores[:, 1])])
+        except (RequestError, InputError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+
+def _make(directory: Path) -> _Served:
+    path = write_model(directory / "1", "fp32")
+    rows = some_rows(2, 2, 1)
+    ragged = {name: np.full((2, 3), -1, np.int64) for name in rows.ragged}
+    inputs = {"numerical": rows.numerical.numpy(), "ids": rows.ids.numpy(), **ragged}
+    entries, blobs = [], []
+    for name, array in inputs.items():
+        kind = "FP32" if array.dtype == np.float32 else "INT64"
+        entry = {"name": name, "datatype": kind, "shape": list(array.shape)}
+        if name == "ids":
+            entry["data"] = array.flatten().tolist()
+        else:
+            blobs.append(array.tobytes())
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+        entries.append(entry)
+    rate = {"name": "rate", "datatype": "FP64", "shape": [2], "data": [0.5, 1.0]}
+    outputs = [{"name": "price", "parameters": {"binary_data": True}}, {"name": "click"}]
+    document = {"id": "1", "inputs": [*entries, rate], "outputs": outputs}
+    manifest = Manifest.read(path)
+    model = ServedModel.load(path, manifest)
+    return _Served(path, model, IdInputs(manifest), document, b"".join(blobs))
+
+
+def _head(body: bytes, length: int) -> bytes:
+    return HEAD % (len(body), b"Inference-Header-Content-Length: %d\r\n" % length)
+
+
+def _changed_document(served: _Served, edits: Any, _: Path) -> None:
+    text = as_json(apply_edits(served.document, edits)).encode("utf-8", "surrogatepass")
+    body = text + served.tensors
+    served.answer(_head(body, len(text)), body)
+
+
+def _changed_bytes(served: _Served, mutation: Any, _: Path) -> None:
+    of_head, edits = mutation
+    text = json.dumps(served.document).encode()
+    body = text + served.tensors
+    head = _head(body, len(text))
+    if of_head:
+        served.answer(apply_bytes(head, edits), body)
+    else:
+        served.answer(head, apply_bytes(body, edits))
+
+
+def _changed_manifest(served: _Served, edits: Any, room: Path) -> None:
+    target = room / "1"
+    shutil.copytree(served.path, target)
+    document = json.loads((target / MANIFEST).read_text())
+    text = as_json(apply_edits(copy.deepcopy(document), edits))
+    (target / MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        load_version(target, "1", served.model.manifest.interface())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _manifest_edits(served: _Served) -> st.SearchStrategy:
+    return document_edits(json.loads((served.path / MANIFEST).read_text()), JSON_LITERALS)
+
+
+FUZZERS = [
+    Fuzzer(
+        "serving: documents of requests",
+        _make,
+        lambda served: document_edits(served.document, JSON_LITERALS),
+        _changed_document,
+        60,
+    ),
+    Fuzzer(
+        "serving: bytes of requests",
+        _make,
+        lambda _: st.tuples(st.booleans(), bytes_edits()),
+        _changed_bytes,
+        60,
+    ),
+    Fuzzer("serving: manifests", _make, _manifest_edits, _changed_manifest, 20),
+]

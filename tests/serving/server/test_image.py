@@ -1,0 +1,46 @@
+"""The image of the server holds what the server imports: no more of ours is copied, no more of others installed."""
+
+import re
+import subprocess
+import sys
+
+from tests.helpers.command import ROOT
+from tests.serving.handmade_model import write_model
+
+TEXT = (ROOT / "Dockerfile.serving").read_text()
+COPIED = re.findall(r"^COPY --chown=server (\S+) ", TEXT, re.MULTILINE)
+OURS = ("benchmarks", "compare", "configs", "dataloading", "nn", "preproc", "serving", "sweep")
+MODULES = {"hydra-core": "hydra", "pyyaml": "yaml"}
+CODE = """
+import sys
+from pathlib import Path
+allowed, path = sys.argv[1].split(","), Path(sys.argv[2])
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in allowed:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocked())
+from configs.serving_schema import ServerConfig
+from serving import rollback, run
+from serving.inference.dense import import_loader
+import_loader()
+service = run.open_service(ServerConfig(model=str(path), port=0), None)
+print(service.title)
+"""
+
+
+def test_the_image_has_what_the_server_imports(tmp_path):
+    packages = set(re.findall(r'"([a-z-]+)[=<>]', TEXT))
+    assert {"torch", "numpy", "hydra-core", "omegaconf", "pyyaml"} <= packages
+    missing = [name for name in OURS if name not in COPIED]
+    missing += ["torchrec", "fbgemm_gpu", "duckdb", "pyarrow", "numba", "isal"]
+    model = write_model(tmp_path / "1", "int8")
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, ",".join(missing), str(model)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "model m, version 1\n"
