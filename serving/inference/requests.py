@@ -1,6 +1,5 @@
 """Tensors of a request to rows: names, shapes and every id and number are checked before anything is looked up."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -11,9 +10,6 @@ from torch import Tensor
 from configs.messages import shown
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import IDS, NUMERICAL, PADDING, Feature, Manifest
-
-# Tensors share the memory of a request's body, to which nothing writes.
-warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
 class InputError(ValueError):
@@ -139,9 +135,8 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
 def _integers(name: str, values: np.ndarray) -> Tensor:
     if values.dtype.kind not in "iu":
         _refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
-    if values.dtype != np.int32:
-        values = values.astype(np.int64, copy=False)
-    return torch.from_numpy(values)
+    # A copy: torch warns of arrays that may not be written, as those of a request's body.
+    return torch.from_numpy(values.astype(np.int32 if values.dtype == np.int32 else np.int64))
 
 
 def _refuse_id(feature: str, row: int, value: Any, cardinality: Any) -> NoReturn:
