@@ -9,7 +9,7 @@ import yaml
 
 from configs.preproc_schema import PreprocConfig
 from configs.schema import Config, describe
-from configs.serving_schema import ModelExportConfig, ServerConfig
+from configs.serving_schema import ModelExportConfig, ServerConfig, TritonConfig
 from nn.models.registry import OPTIONS
 from tests.project.layout import is_ours
 
@@ -191,7 +191,9 @@ def test_every_key_that_a_command_of_a_page_sets_is_an_option(page):
 def test_every_key_of_the_flag_tables_is_an_option():
     keys = set().union(*(keys_in(each) for each in code(FLAGS)))
     assert "train.batch_size" in keys
-    serving = {key.name for kind in (ModelExportConfig, ServerConfig) for key in fields(kind)}
+    serving = {
+        key.name for kind in (ModelExportConfig, ServerConfig, TritonConfig) for key in fields(kind)
+    }
     assert keys - TRAINING_KEYS - serving - {"experiment", "data"} == set()
 
 
