@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
+from serving.gpu.fused_interaction import fuse_dot_interactions
+
 
 def dense_on(
     program: ExportedProgram, device: torch.device, dtype: torch.dtype
@@ -20,6 +22,7 @@ def dense_on(
     """
     module = move_to_device_pass(program, device).module()
     _drop_checks(module)
+    fuse_dot_interactions(module, device)
     if dtype is torch.float32:
         return module
     _cast_weights(module, dtype)

@@ -5,13 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from nn.models.dlrm import DLRM
+from serving.exporting.dense import export_dense
 from serving.gpu import lookup
+from serving.gpu.fused_interaction import fuse_dot_interactions
 from serving.gpu.inputs import InputLayout
 from serving.gpu.model import GpuModel, padded_sizes
 from serving.gpu.tables import hot_rows
+from serving.inference.dense import load_program
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
-from serving.manifest import Manifest
+from serving.manifest import DENSE, Manifest
 from tests.helpers.gpus import needs_one_gpu
 from tests.serving.handmade_model import TABLES, some_rows, write_model
 
@@ -78,3 +82,23 @@ def test_padded_rows_look_up_id_0_and_no_ragged_ids():
     assert block[layout.first_start("r") :].tolist() == [0, 1, 3, 3, 3, 7, 8, 9]
     assert padded_sizes(48) == [32, 48]
     assert padded_sizes(16) == [16]
+
+
+@pytest.mark.parametrize("num_numerical", [3, 0])
+def test_a_dot_interaction_is_the_kernel_of_training(tmp_path, num_numerical):
+    model = DLRM(
+        num_numerical=num_numerical,
+        num_categorical=3,
+        embedding_dim=8,
+        bottom_mlp=[8] if num_numerical else [],
+        top_mlp=[4, 1],
+    ).eval()
+    export_dense(tmp_path, model, num_numerical, 24)
+    module = load_program(tmp_path / DENSE).module()
+    # Without a bottom vector the operations are those of torch.
+    assert fuse_dot_interactions(module, torch.device("cpu")) == bool(num_numerical)
+    assert ("bmm" in module.code) == (not num_numerical)
+    numerical, embeddings = torch.randn(5, num_numerical), torch.randn(5, 24)
+    with torch.inference_mode():
+        wanted, got = model(numerical, embeddings), module(numerical, embeddings)
+    torch.testing.assert_close(got, wanted)
