@@ -186,6 +186,11 @@ class TritonConfig:
     max_batch: int = option(32_768, "rows of the largest batch", most=65_536)
     batch_delay_ms: float = option(0.1, "longest time that a request waits for others")
     instances: int = option(1, "processes per model", most=256)
+    threads: int = option(
+        1,
+        "threads of a process; with more, they wait for each other where cores are busy",
+        most=4096,
+    )
     device: Device = option(
         Device.cpu, "cuda: on GPUs; of an ensemble the dense model alone, which must be onnx"
     )
@@ -204,7 +209,7 @@ class TritonConfig:
 
     def __post_init__(self) -> None:
         _require_set(self, model="a model directory", output="a directory")
-        for name in ("max_batch", "instances"):
+        for name in ("max_batch", "instances", "threads"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         require(
             self.batch_delay_ms >= 0,

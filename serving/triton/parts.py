@@ -1,6 +1,5 @@
 """Parts of a model directory in Triton: scores of features, embeddings of ids, scores of embeddings."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,9 +31,7 @@ def load_part(directory: Path, parameters: Mapping[str, str]) -> Part:
         directory: of the model.
         parameters: of `config.pbtxt`.
     """
-    # Each instance is a process, and has its share of the cores.
-    count = max(1, (os.cpu_count() or 1) // int(parameters["instances"]))
-    torch.set_num_threads(count)
+    torch.set_num_threads(int(parameters["threads"]))
     manifest = Manifest.read(directory)
     match parameters["part"]:
         case "scores":

@@ -175,7 +175,7 @@ def _parameters(config: TritonConfig, part: str) -> dict[str, str]:
         # The project and the packages of this environment.
         project = str(Path(__file__).resolve().parents[2])
         path = ":".join(dict.fromkeys([project, *(p for p in sys.path if "site-packages" in p)]))
-    return {"part": part, "python_path": path, "instances": str(config.instances)}
+    return {"part": part, "python_path": path, "threads": str(config.threads)}
 
 
 def _numerical(manifest: Manifest) -> list[dict[str, Any]]:
