@@ -126,6 +126,13 @@ class ShardingType(Enum):
     data_parallel = "data_parallel"
 
 
+class Tier(Enum):
+    """Memory that holds all rows of a table: the device's, or the host's with an arena of rows on the device."""
+
+    device = "device"
+    host = "host"
+
+
 class Component(Enum):
     """The two components of a model: the data-parallel dense layers and the model-parallel tables."""
 
@@ -795,6 +802,25 @@ class PredictConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TableOverride:
+    """Sharding type and memory of a single table in `sharding.tables`; None leaves the choice to the planner.
+
+    Attributes:
+        type: sharding type.
+        tier: memory that holds all its rows.
+        cache: fraction of its rows for which the device has room, with `tier: host`.
+    """
+
+    type: ShardingType | None = None
+    tier: Tier | None = None
+    cache: float | None = None
+
+
+DEFAULT_CACHE = 0.1
+"""Fraction of the rows of a table in host memory for which the device has room, unless an override sets it."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ShardingConfig:
     """Limits within which the planner distributes tables over ranks."""
 
@@ -803,7 +829,16 @@ class ShardingConfig:
         "sharding types that the planner may choose from",
     )
     # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
-    tables: Any = option(None, "sharding type of single tables: {cat_0: row_wise}")
+    tables: Any = option(
+        None,
+        "sharding type of single tables, {cat_0: row_wise}, or also their memory and the fraction of rows on the "
+        "device, {cat_0: {type: table_wise, tier: host, cache: 0.1}}",
+    )
+    tiers: list[Tier] = option(
+        [Tier.device, Tier.host],
+        "memories that the planner may choose for the rows of a table; host: host memory with an arena of rows on "
+        "the GPU, chosen only if the GPUs have too little memory",
+    )
     world_size: int | None = option(
         None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS
     )
@@ -825,6 +860,11 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         self.tables = _table_overrides(self.tables)
         require(bool(self.types), "sharding.types must name at least one sharding type")
+        require(
+            Tier.device in self.tiers,
+            f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
+            "sharding.tables puts a table into host memory",
+        )
         require(0 <= self.reserve < 1, f"sharding.reserve must lie in [0, 1), got {self.reserve}")
         for name in ("world_size", "local_world_size", "hbm_gib", "host_gib"):
             value = getattr(self, name)
@@ -839,20 +879,57 @@ class ShardingConfig:
             )
 
 
-def _table_overrides(overrides: Any) -> dict[str, ShardingType]:
-    names = ", ".join(kind.name for kind in ShardingType)
+def _table_overrides(overrides: Any) -> dict[str, ShardingType | TableOverride]:
     require(
         overrides is None or isinstance(overrides, dict),
         f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {overrides}",
     )
-    types = {}
-    for table, kind in (overrides or {}).items():
-        require(
-            isinstance(kind, str) and kind in ShardingType.__members__,
-            f"sharding.tables sets {table} to {kind}, which is none of {names}",
-        )
-        types[table] = ShardingType[kind]
-    return types
+    return {
+        table: _table_override(table, value) if isinstance(value, dict) else _type_of(table, value)
+        for table, value in (overrides or {}).items()
+    }
+
+
+def _type_of(table: str, kind: Any) -> ShardingType:
+    require(
+        isinstance(kind, str) and kind in ShardingType.__members__,
+        f"sharding.tables sets {table} to {kind}, which is none of "
+        f"{', '.join(each.name for each in ShardingType)}",
+    )
+    return ShardingType[kind]
+
+
+def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
+    """Return the override of a table that is written as a mapping."""
+    unknown = [key for key in values if key not in ("type", "tier", "cache")]
+    require(
+        not unknown,
+        f"sharding.tables.{table} has {', '.join(map(str, unknown))}; want type, tier or cache",
+    )
+    kind, tier, cache = (values.get(key) for key in ("type", "tier", "cache"))
+    require(
+        tier is None or (isinstance(tier, str) and tier in Tier.__members__),
+        f"sharding.tables.{table}.tier={tier} is none of {', '.join(each.name for each in Tier)}",
+    )
+    is_host = tier == Tier.host.value
+    require(
+        cache is None or (isinstance(cache, int | float) and not isinstance(cache, bool)),
+        f"sharding.tables.{table}.cache={cache} is no number; want the fraction of rows on the device, such as 0.1",
+    )
+    require(
+        cache is None or (is_host and 0 < cache <= 1),
+        f"sharding.tables.{table}.cache={cache}: want a fraction of rows in (0, 1], with tier: host",
+    )
+    require(
+        not (is_host and kind == ShardingType.data_parallel.value),
+        f"sharding.tables.{table} is data_parallel with tier: host; a replicated table lies on every device, so choose "
+        "another sharding type or tier: device",
+    )
+    return TableOverride(
+        type=None if kind is None else _type_of(table, kind),
+        tier=None if tier is None else Tier[tier],
+        cache=None if cache is None else float(cache),
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.held_out_source import VALIDATION, HeldOutSource
+from dataloading.id_counts import counts_of_ids
 from dataloading.loader import Loader, LoaderSettings
 from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
@@ -22,10 +23,12 @@ from nn.embedding.optimizer import table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
+from nn.sharding.host_tables import with_expected_fetches
 from nn.sharding.plan import Hardware, TablePlan
-from nn.sharding.planner import ShardingPlan, plan_tables
+from nn.sharding.planner import plan_tables
 from nn.sharding.sharded_tables import ShardedTables
-from nn.sharding.tables import TableSettings
+from nn.sharding.tables import TableSettings, TieredPlan
+from nn.tiers.traffic import IdShare, counted_share, power_law_share
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
@@ -176,7 +179,7 @@ def planned_hardware(config: Config) -> Hardware:
 
 def build_plan(
     config: Config, source: Source, hardware: Hardware
-) -> tuple[ShardingPlan, list[TablePlan]]:
+) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of the tables.
 
     Raises:
@@ -189,15 +192,48 @@ def build_plan(
             f"{hardware.world_size} ranks"
         )
     multi_hot = build_multi_hot(config, source)
-    return plan_tables(
-        _declared_tables(config, source),
+    declared = _declared_tables(config, source)
+    plan, rows = plan_tables(
+        declared,
         multi_hot.expanded_spec(source.spec),
         config.sharding,
         table_rule(config.effective_optimizer.table_name),
         hardware,
         config.train.batch_size // hardware.world_size,
         multi_hot.expansion_bytes(),
+        -(-live_samples(config) // hardware.world_size),
     )
+    shares = {
+        table.name: _id_share(config, source, table)
+        for table in declared
+        if table.name in plan.host_tables
+    }
+    return plan, with_expected_fetches(plan, rows, shares, config.train.batch_size)
+
+
+def _id_share(config: Config, source: Source, table: EmbeddingBagConfig) -> IdShare:
+    """Return how often the rows of a table occur: as synthetic clicks are drawn, as counted, or else all alike.
+
+    Of a table with several features, the first one decides.
+    """
+    if config.data.path is None:
+        return power_law_share(table.num_embeddings, config.data.synthetic.exponent)
+    name = table.feature_names[0]
+    feature = next(known for known in source.spec.categorical if known.name == name)
+    root = source.spec.root
+    counts = None if root is None else counts_of_ids(root, feature)
+    return power_law_share(table.num_embeddings, 0.0) if counts is None else counted_share(counts)
+
+
+def live_samples(config: Config) -> int:
+    """Return the rows of all batches that may be at work at once.
+
+    One trains or is scored while the next one is prefetched; a training batch waits beside them while an evaluation runs.
+    """
+    train, scored = config.train.batch_size, config.eval.batch_size
+    if config.mode is Mode.inference:
+        scored = max(config.inference.batch_sizes)
+    return max(2 * train, train + 2 * scored)
 
 
 def build_multi_hot(config: Config, source: Source) -> MultiHot:
@@ -214,7 +250,7 @@ def model_spec(config: Config, source: Source) -> FeatureSpec:
     return build_multi_hot(config, source).expanded_spec(source.spec)
 
 
-def build_step(config: Config, source: Source, plan: ShardingPlan, ranks: Ranks) -> TrainStep:
+def build_step(config: Config, source: Source, plan: TieredPlan, ranks: Ranks) -> TrainStep:
     """Build tables and dense component with the seed's weights, and set the precision of float32 matrix products."""
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     tables = _build_tables(config, source, plan, ranks)
@@ -306,9 +342,7 @@ def _loader(source: Source, ranks: Ranks, split: str, settings: LoaderSettings) 
     )
 
 
-def _build_tables(
-    config: Config, source: Source, plan: ShardingPlan, ranks: Ranks
-) -> ShardedTables:
+def _build_tables(config: Config, source: Source, plan: TieredPlan, ranks: Ranks) -> ShardedTables:
     """Build this rank's part of the tables, with the seed's weights."""
     settings = TableSettings(
         config.effective_optimizer,

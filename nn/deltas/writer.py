@@ -179,7 +179,8 @@ class DeltaWriter:
                 for some, piece in zip(rows.split(PIECE_ROWS), ids.split(PIECE_ROWS), strict=True):
                     some.copy_(weight.index_select(0, piece))
                 return rows
-        return weight.index_select(0, ids).to(dtype)
+        # Of a GPU's table in host memory only the mask is on the GPU.
+        return weight.index_select(0, ids.to(weight.device)).to(dtype)
 
     def _further(self) -> dict[str, Tensor]:
         """Return the tensors that rank 0 writes beside the rows: a copy of the dense component, and the tombstones."""

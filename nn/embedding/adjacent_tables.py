@@ -58,6 +58,7 @@ def _follows(before: LocalTable, table: LocalTable) -> bool:
     return (
         table.weight.dtype is torch.float32
         and not (before.is_bounded or table.is_bounded)
+        and before.slots is table.slots is None
         and len(before.lookups) == len(table.lookups) == 1
         and table.lookups[0].hotness == before.lookups[0].hotness
         and table.lookups[0].pooling == before.lookups[0].pooling

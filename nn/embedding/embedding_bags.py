@@ -24,6 +24,7 @@ from nn.embedding.local_tables import (
     UpdateScalars,
     key_bases,
     place_lookups,
+    row_bases,
 )
 from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.torch_optimizer import update_rows
@@ -85,6 +86,7 @@ class LocalEmbeddingBags:
         self._first_keys = list(accumulate(self._counts, initial=0))
         self._key_bases = key_bases(self.tables)
         self._is_bounded = any(table.is_bounded for table in self.tables)
+        self._has_slots = any(table.slots is not None for table in self.tables)
         has_several = any(
             len(table.lookups) > 1 or table.lookups[0].is_ragged for table in self.tables
         )
@@ -98,11 +100,12 @@ class LocalEmbeddingBags:
                 self.tables, self._lookups, self._key_bases, self._sources, num_samples, config
             )
 
-    def _of_keys(self, values: Sequence[int]) -> Tensor:
+    def _of_keys(self, values: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of tables as those of their keys, [K]."""
-        key_dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
+        if dtype is None:
+            dtype = torch.int32 if self._key_bases[-1] < 2**31 else torch.int64
         counts = torch.tensor(self._counts, dtype=torch.int64)
-        return torch.tensor(values, dtype=key_dtype).repeat_interleave(counts).to(self._device)
+        return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(self._device)
 
     @cached_property
     def _base_of_key(self) -> Tensor:
@@ -183,23 +186,57 @@ class LocalEmbeddingBags:
         return places, gcd(16, *distances, *widths)
 
     def sort(self, ids: Tensor) -> SortedIds:
-        """Sort the keys of ids [N] for `update`; the sort is stable, so that sums have one order too."""
+        """Sort the keys of ids [N] for `update`; the sort is stable, so that sums have one order too.
+
+        Slots are sorted by the rows in them: sums then do not depend on who has which slot.
+        """
         keys = self._keys(ids)
         if self._sources is not None:
             self._sources.set(ids)
+        if not self._has_slots:
+            keys, order = self._sorted(keys, self._key_bases[-1])
+            return SortedIds(keys, order, keys)
+        row_keys, order = self._sorted(self._row_keys(keys), self._row_bases[-1])
+        return SortedIds(keys.index_select(0, order), order, row_keys)
+
+    def _sorted(self, keys: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Sort keys below `end`, and return them with their order."""
         num_keys = len(keys)
         if self._device.type == "cpu" and COMPARED_IDS < num_keys < RADIX_SORT_IDS:
-            padding = keys.new_full((RADIX_SORT_IDS - num_keys,), self._key_bases[-1])
+            padding = keys.new_full((RADIX_SORT_IDS - num_keys,), end)
             keys, order = torch.sort(torch.cat([keys, padding]), stable=True)
-            return SortedIds(keys[:num_keys], order[:num_keys])
-        keys, order = torch.sort(keys, stable=True)
-        return SortedIds(keys, order)
+            return keys[:num_keys], order[:num_keys]
+        return torch.sort(keys, stable=True)
+
+    @cached_property
+    def _row_bases(self) -> list[int]:
+        """Row keys of all tables before each table."""
+        return row_bases(self.tables)
+
+    @cached_property
+    def _shift_of_key(self) -> Tensor:
+        """Difference between row key and key where a table has no slots."""
+        shifts = [row - key for row, key in zip(self._row_bases, self._key_bases, strict=True)]
+        is_wide = max(self._row_bases[-1], self._key_bases[-1]) >= 2**31
+        return self._of_keys(shifts[:-1], torch.int64 if is_wide else torch.int32)
+
+    def _row_keys(self, keys: Tensor) -> Tensor:
+        """Return the keys that the rows would have without slots, [K]."""
+        row_keys = keys + self._shift_of_key
+        for position, table in enumerate(self.tables):
+            if table.slots is None:
+                continue
+            where = slice(self._first_keys[position], self._first_keys[position + 1])
+            slots = keys[where] - self._key_bases[position]
+            rows = table.slots.rows_here(slots)
+            row_keys[where] = rows.to(row_keys.dtype) + self._row_bases[position]
+        return row_keys
 
     def take_sorted(self, ids: Tensor, keys: Tensor, order: Tensor) -> SortedIds:
         """Return what `sort` returns of ids [N] whose keys [K] are sorted already, stably."""
         if self._sources is not None:
             self._sources.set(ids)
-        return SortedIds(keys, order)
+        return SortedIds(keys, order, keys)
 
     def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
         """Update every row that was looked up, once, by the sum of its gradients.
@@ -212,7 +249,7 @@ class LocalEmbeddingBags:
         if self._kernels is not None:
             self._kernels.update(ids, gradients, self._scalars, is_good)
             if self.touched is not None:
-                self.touched.add_if(ids.keys, is_good)
+                self.touched.add_if(ids.row_keys, is_good)
             return
         if not (self.tables and is_good.item()):
             return
@@ -223,14 +260,15 @@ class LocalEmbeddingBags:
             base, table = self._key_bases[adjacent.first], adjacent.joined
             if table.is_bounded:
                 # Keys without a row here are the last ones.
-                num_valid = int(torch.searchsorted(keys, base + len(table.weight)))
+                num_valid = int((keys < base + len(table.weight)).sum())
                 keys, order = keys[:num_valid], order[:num_valid]
             keys, counts = torch.unique_consecutive(keys, return_counts=True)
+            first_ids = counts.cumsum(0) - counts
             if self.touched is not None:
-                self.touched.add(keys)
+                self.touched.add(ids.row_keys[where][first_ids])
             vectors, sources = self._gradients_of(adjacent, gradients, scale, order)
             # A row's gradients are summed as a lookup sums a sample's rows: in order.
-            total = embedding_bag(sources, vectors, counts.cumsum(0) - counts, mode="sum")
+            total = embedding_bag(sources, vectors, first_ids, mode="sum")
             update_rows(
                 table, keys.long() - base, total, self._config, lr=lr, step=self._scalars.step
             )

@@ -17,6 +17,32 @@ from nn.embedding.optimizer import table_rule
 
 
 @dataclass(frozen=True, slots=True)
+class SlotRows:
+    """The rows that an arena holds, if a table's ids are slots of one (`nn.tiers`).
+
+    Tables of a group share an arena and number their rows table after table.
+
+    Attributes:
+        rows: row of the group in each slot, int32 [C + 1]; the last one is greater than all rows.
+        group: position of the group.
+        first_row: row of the table at which its rows on this rank begin.
+        num_rows: of the table on this rank.
+        offset: number of the table's row 0 in the group.
+    """
+
+    rows: Tensor
+    group: int
+    first_row: int
+    num_rows: int
+    offset: int
+
+    def rows_here(self, slots: Tensor) -> Tensor:
+        """Return the rows in slots, counted from `first_row`; `num_rows` for the slot behind the last one, int32."""
+        rows = self.rows.index_select(0, slots) - (self.offset + self.first_row)
+        return rows.clamp_(max=self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class LocalTable:
     """A table, or a range of its columns, on this rank.
 
@@ -27,6 +53,7 @@ class LocalTable:
         first_column: column of the table at which `weight` begins; even.
         rounding_key: key of the table (`nn.ops.stochastic_rounding`); ignored for float32 weights.
         first_row: row of the table at which `weight` begins, if ranks share its rows; None: it has all rows.
+        slots: the rows in `weight`, if that is an arena; `first_row` is then None or 0.
     """
 
     lookups: tuple[Lookup, ...]
@@ -35,11 +62,23 @@ class LocalTable:
     first_column: int = 0
     rounding_key: int = 0
     first_row: int | None = None
+    slots: SlotRows | None = None
 
     @property
     def is_bounded(self) -> bool:
         """Return whether there may be ids without a row here: of other ranks' rows, or none of a ragged feature."""
         return self.first_row is not None or any(lookup.is_ragged for lookup in self.lookups)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table on this rank, wherever they lie."""
+        return len(self.weight) if self.slots is None else self.slots.num_rows
+
+    def rows_of_table(self, rows: Tensor) -> Tensor:
+        """Return the rows of the table that lie at some rows of `weight`."""
+        if self.slots is None:
+            return rows + (self.first_row or 0)
+        return self.slots.rows_here(rows) + self.slots.first_row
 
     @property
     def num_columns(self) -> int:
@@ -53,6 +92,11 @@ def key_bases(tables: Sequence[LocalTable]) -> list[int]:
     A table has a key per row. One with ids that have no row here has one key more, the last one, for all of them.
     """
     return list(accumulate([len(t.weight) + t.is_bounded for t in tables], initial=0))
+
+
+def row_bases(tables: Sequence[LocalTable]) -> list[int]:
+    """Return the same with a key per row of the tables on this rank, wherever they lie."""
+    return list(accumulate([table.num_rows + table.is_bounded for table in tables], initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +143,17 @@ def place_lookups(
 
 @dataclass(frozen=True, slots=True)
 class SortedIds:
-    """Ids in ascending order, ready for an update.
+    """Ids in ascending order of their rows, ready for an update.
 
     Attributes:
-        keys: row + rows of all tables before, one per id and table that it is looked up in, [N].
+        keys: row or slot + rows of all tables before, one per id and table that it is looked up in, [N].
         order: position of each key before sorting, [N].
+        row_keys: keys that the rows would have without slots, [N], ascending; the same as `keys` without slots.
     """
 
     keys: Tensor
     order: Tensor
+    row_keys: Tensor
 
 
 class UpdateScalars:

@@ -137,7 +137,7 @@ def update_rows(
         bits = random_bits(
             table.rounding_key,
             step,
-            rows + (table.first_row or 0),
+            table.rows_of_table(rows),
             table.first_column,
             some.shape[1],
         )

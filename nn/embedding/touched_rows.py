@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nn.embedding.adjacent_tables import are_adjacent
-from nn.embedding.local_tables import LocalTable, key_bases
+from nn.embedding.local_tables import LocalTable, row_bases
 
 
 class TouchedRows:
@@ -22,17 +22,17 @@ class TouchedRows:
     """
 
     def __init__(self, tables: Sequence[LocalTable], device: torch.device) -> None:
-        self._bases = key_bases(tables)
-        self._rows = [len(table.weight) for table in tables]
+        self._bases = row_bases(tables)
+        self._rows = [table.num_rows for table in tables]
         # Of all keys; the last one is written by updates that change nothing.
         self._mask = torch.zeros(self._bases[-1] + 1, dtype=torch.uint8, device=device)
 
     def add(self, keys: Tensor) -> None:
-        """Mark the rows of keys [n] of `LocalEmbeddingBags`."""
+        """Mark the rows of row keys [n] of `LocalEmbeddingBags`."""
         self._mask.index_fill_(0, keys.long(), 1)
 
     def add_if(self, keys: Tensor, is_good: Tensor) -> None:
-        """Mark the rows of keys [n], unless `is_good` [1] is 0; the host reads nothing back."""
+        """Mark the rows of row keys [n], unless `is_good` [1] is 0; the host reads nothing back."""
         self.add(torch.where(is_good != 0, keys, self._bases[-1]))
 
     def of_table(self, position: int) -> Tensor:

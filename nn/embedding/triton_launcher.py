@@ -190,6 +190,7 @@ class _WidthClass:
         )
         self._first_row = self._on_device([table.first_row or 0 for table in own], torch.int64)
         self._num_rows = self._on_device([len(table.weight) for table in own], torch.int64)
+        self._set_slots(own)
         self._is_bounded = any(table.is_bounded for table in own)
         self._has_ragged_mean = any(
             placed.lookup.is_ragged and placed.lookup.pooling is Pooling.mean
@@ -204,6 +205,19 @@ class _WidthClass:
             self._source = "sum"
         else:
             self._source = "one"
+
+    def _set_slots(self, own: Sequence[LocalTable]) -> None:
+        """Describe the rows in the arenas of tables in host memory, by which 16-bit weights are rounded."""
+        rows = [table.slots.rows for table in own if table.slots is not None]
+        self._has_slots = bool(rows)
+        # Counted from the lowest address, so that a negative start means none; not read without arenas.
+        self._slot_rows = min(rows, key=Tensor.data_ptr, default=self._width)
+        starts = iter(_offsets([self._slot_rows, *rows]).tolist()[1:])
+        self._slot_start = self._on_device(
+            [-1 if table.slots is None else next(starts) for table in own], torch.int64
+        )
+        offsets = [0 if table.slots is None else table.slots.offset for table in own]
+        self._slot_offset = self._on_device(offsets, torch.int64)
 
     def _on_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self._weights.device)
@@ -283,6 +297,9 @@ class _WidthClass:
                 self._first_pair,
                 self._first_row,
                 self._num_rows,
+                self._slot_rows,
+                self._slot_start,
+                self._slot_offset,
                 *self._listed,
                 gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,
@@ -300,6 +317,7 @@ class _WidthClass:
                 ONE_HOT=self._one_hot,
                 SOURCE=self._source,
                 BOUNDED=self._is_bounded,
+                SLOTS=self._has_slots,
                 ALIGN=align,
                 WARPS=self._warps,
                 LENGTH=IDS_PER_BLOCK,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from configs.schema import Config
 from nn.observability.layout import grid, print_columns, ranges
+from nn.sharding.host_tables import LINK_BYTES_PER_MS, fetched_bytes
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
 
@@ -146,6 +147,7 @@ def _balance(
     }
     if expanded:
         lines["expansion"] = f"{_number(expanded, unit)} {unit}, id expansion of one-hot features"
+    lines |= _host_lines(rows)
     if any(row.kernel == "dense" for row in rows):
         lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
     if world_size > 1 and total:
@@ -163,6 +165,32 @@ def _balance(
             f"per sample at most {most_lookups:,.1f} (rank {busiest}), mean {mean:,.1f}{imbalance}"
         )
     return lines
+
+
+def _host_lines(rows: Sequence[TablePlan]) -> dict[str, str]:
+    """Return the lines of tables in host memory: size, rows on the device, and what a step exchanges with them."""
+    tables = [row for row in rows if row.tier == "host"]
+    if not tables:
+        return {}
+    in_host = sum(sum(row.host_bytes_per_rank) for row in tables)
+    shards = [len(row.ranks) if row.sharding == "column_wise" else 1 for row in tables]
+    stored = sum(row.num_embeddings * count for row, count in zip(tables, shards, strict=True))
+    cached = sum(row.cache_rows for row in tables)
+    fetched = sum(row.fetched_rows for row in tables)
+    moved = sum(fetched_bytes(row) for row in tables)
+    by_rank: dict[int, float] = {}
+    for row in tables:
+        for rank in row.ranks:
+            by_rank[rank] = by_rank.get(rank, 0.0) + fetched_bytes(row) / len(row.ranks)
+    link_ms = 2 * max(by_rank.values()) / LINK_BYTES_PER_MS
+    names = ", ".join(row.table for row in tables[:MOST_LINES])
+    more = f" and {len(tables) - MOST_LINES} more" if len(tables) > MOST_LINES else ""
+    return {
+        "host memory": f"{in_host / GIB:,.1f} GiB of {names}{more}; room on the device for {cached:,} of "
+        f"{stored:,} rows ({cached / stored:.1%})",
+        "per step": f"about {fetched:,.0f} rows fetched and as many returned, {moved / 1e6:,.1f} MB each way; "
+        f"{link_ms:,.2f} ms of the link between host and device",
+    }
 
 
 def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:

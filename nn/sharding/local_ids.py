@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from nn.tiers.host_tier import Hold
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -57,6 +59,7 @@ class LocalIds:
         room: numbers for which they have room.
         lacks_room: whether any rank has more than that; None if it cannot have.
         release: if their memory is reused: call it once their last use is queued, on the stream of that use.
+        hold: of the rows that the ids need, if tables lie in host memory.
     """
 
     owned: Tensor
@@ -65,6 +68,7 @@ class LocalIds:
     room: Room = Room()
     lacks_room: "HostFlag | None" = None
     release: Callable[[], None] | None = None
+    hold: Hold | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -79,7 +83,9 @@ class LocalIds:
         requested = tuple(
             RequestedIds(*rest[first : first + size]) for first in range(0, len(rest), size)
         )
-        return replace(self, owned=owned, replicated=replicated, requested=requested, release=None)
+        return replace(
+            self, owned=owned, replicated=replicated, requested=requested, release=None, hold=None
+        )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from being reused before `stream` is done with it."""

@@ -33,6 +33,9 @@ EVALUATED_ID_BYTES = 24
 """Ids of an evaluation with another batch size: batches, exchange, positions and the graph's input."""
 REQUEST_BYTES = 64
 """Of each id of a table whose rows are asked for: its key, sorted and not, its row's number and position."""
+MAPPED_ID_BYTES = 72
+"""Per id of a table in host memory: position and bounds in the batches of training and evaluation, its slot in three copies, and
+what one mapping allocates."""
 LISTED_BYTES = 12
 """Row, column and factor of each key's gradient, listed where a table has several lookups or a ragged one."""
 
@@ -122,7 +125,7 @@ def plan_memory(
                 expansion=sum(table.expansion_bytes for table in plan if rank in table.ranks),
                 dense_tables=_replicated_bytes(rank, plan),
                 dense_half=dense_half,
-                batches=int(batch_bytes + work.ids * arrived_bytes),
+                batches=int(batch_bytes + work.ids * arrived_bytes) + work.mapping_bytes,
                 lookups=lookups,
                 dense_pass=dense_pass,
                 update=work.sorted_bytes + sum(asked.key_bytes(rank) for asked in requests),
@@ -194,7 +197,9 @@ def requests_of(
     asked = [
         table
         for table in plan
-        if _is_row_wise(table) and asks_for_rows(declared[table.table], ids, world_size)
+        if table.tier == "device"
+        and _is_row_wise(table)
+        and asks_for_rows(declared[table.table], ids, world_size)
     ]
     requests = []
     for columns in dict.fromkeys(table.embedding_dim for table in asked):
@@ -320,12 +325,14 @@ class _SparseWork:
         ids: ids that arrive: once per feature, whatever number of tables takes them.
         keys: ids that are sorted: once per lookup.
         update_bytes: memory of the update beside sorted keys.
+        mapping_bytes: memory to map the ids of tables in host memory to slots.
     """
 
     elements: int
     ids: int
     keys: int
     update_bytes: int
+    mapping_bytes: int
 
     @property
     def sorted_bytes(self) -> int:
@@ -372,7 +379,17 @@ def _work_of(
             for table in tables
         )
         size += LISTED_BYTES * has_listed * sum(keys_of.values())
-    return _SparseWork(round(elements), round(ids), round(keys), round(size))
+    mapping = (
+        MAPPED_ID_BYTES
+        * global_batch
+        * sum(
+            ids.keys
+            for table in sharded
+            if table.tier == "host"
+            for ids in features[table.table].values()
+        )
+    )
+    return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
 
 
 def _local_columns(table: TablePlan) -> int:

@@ -13,6 +13,7 @@ from nn.embedding.id_blocks import IdCount
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.touched_rows import TouchedRows
+from nn.tiers.host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class RankTables:
         ranks: this process.
         channels: communicators.
         touched: collects the rows of updates of `placement.owned`; None: nobody asks for them.
+        tier: this rank's tables whose rows lie in host memory; None without any.
     """
 
     placement: Placement
@@ -135,3 +137,4 @@ class RankTables:
     ranks: Ranks
     channels: Channels
     touched: TouchedRows | None = None
+    tier: HostTier | None = None

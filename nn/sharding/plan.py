@@ -19,6 +19,10 @@ class TablePlan:
         bytes_per_rank: weight and optimizer bytes on each of `ranks`.
         expansion_bytes: further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes.
         num_vectors: mean number of vectors per sample: one per feature, or one per id without pooling.
+        tier: memory of all its rows: `device`, or `host` with an arena of rows on the device, which `bytes_per_rank` counts.
+        cache_rows: rows of the arenas of all its ranks; 0 with tier `device`.
+        host_bytes_per_rank: weight and optimizer bytes in host memory of each of `ranks`; empty with tier `device`.
+        fetched_rows: rows that are expected to be fetched per step, over all ranks.
     """
 
     table: str
@@ -31,6 +35,10 @@ class TablePlan:
     bytes_per_rank: tuple[int, ...]
     expansion_bytes: int = 0
     num_vectors: float = 1.0
+    tier: str = "device"
+    cache_rows: int = 0
+    host_bytes_per_rank: tuple[int, ...] = ()
+    fetched_rows: float = 0.0
 
 
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:

@@ -36,7 +36,7 @@ from torchrec.modules.embedding_configs import (
     data_type_to_dtype,
 )
 
-from configs.schema import MOST_RANKS, ShardingConfig, ShardingType
+from configs.schema import MOST_RANKS, ShardingConfig, ShardingType, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import (
     ids_per_sample,
@@ -44,7 +44,15 @@ from nn.embedding.declared_tables import (
     vectors_per_sample,
 )
 from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
+from nn.sharding.host_tables import (
+    check_windows,
+    chosen_host_tables,
+    overrides_of,
+    windows_of,
+    with_host_tables,
+)
 from nn.sharding.plan import Hardware, TablePlan
+from nn.sharding.tables import ROWS_CUT, HostTable, TieredPlan
 
 GIB = 2**30
 
@@ -99,6 +107,7 @@ class TableEnumerator(EmbeddingEnumerator):
         constraints: of each table.
         expansion_bytes: table -> bytes on every rank that holds a shard of it.
         rule: optimizer of the tables.
+        host_tables: tables in host memory.
     """
 
     def __init__(
@@ -108,11 +117,13 @@ class TableEnumerator(EmbeddingEnumerator):
         constraints: dict[str, ParameterConstraints],
         expansion_bytes: Mapping[str, int],
         rule: TableRule,
+        host_tables: Mapping[str, HostTable],
     ) -> None:
         super().__init__(topology=topology, batch_size=batch_size, constraints=constraints)
         self._on_gpu = topology.compute_device == "cuda"
         self._expansion_bytes = expansion_bytes
         self._rule = rule
+        self._host_tables = host_tables
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimate cost and memory of each option of each table."""
@@ -125,6 +136,15 @@ class TableEnumerator(EmbeddingEnumerator):
                 size = state * (FP32_BYTES - weight_bytes) // FP32_BYTES
                 size += self._expansion_bytes.get(option.name, 0)
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
+                if option.name in self._host_tables:
+                    shard.storage += self._moved(option.name, rows, columns, weight_bytes)
+
+    def _moved(self, table: str, rows: int, columns: int, weight_bytes: int) -> Storage:
+        """Return what a shard takes more, or less, if its rows lie in host memory."""
+        full = table_bytes(rows, columns, self._rule, weight_bytes=weight_bytes)
+        slots = self._host_tables[table].slots(rows)
+        arena = arena_bytes(rows, slots, columns, self._rule, weight_bytes=weight_bytes)
+        return Storage(hbm=arena - full, ddr=full) if self._on_gpu else Storage(hbm=0, ddr=arena)
 
 
 def planned_tables(
@@ -166,7 +186,8 @@ def plan_tables(
     hardware: Hardware,
     batch_size: int,
     expansion_bytes: Mapping[str, int],
-) -> tuple[ShardingPlan, list[TablePlan]]:
+    live_samples: int | None = None,
+) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of all tables.
 
     Args:
@@ -178,6 +199,8 @@ def plan_tables(
         batch_size: rows per rank.
         expansion_bytes: feature -> bytes that the expansion of its ids takes on every rank that holds a shard of its
             table; ids of other features are not expanded.
+        live_samples: rows per rank of the batches whose rows of tables in host memory must be on the device together; None:
+            those of three training batches.
 
     Returns:
         TorchRec's plan, and the same as plain rows.
@@ -185,11 +208,7 @@ def plan_tables(
     Raises:
         ValueError: the tables do not fit, or an override is invalid.
     """
-    tables_of = tables_of_feature(declared)
-    # A table may have several features.
-    expansions: Counter[str] = Counter()
-    for feature, size in expansion_bytes.items():
-        expansions.update(dict.fromkeys(tables_of[feature], size))
+    expansions = _expansions_of_tables(declared, expansion_bytes)
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
     replicated = [ShardingType.data_parallel.value]
@@ -198,14 +217,58 @@ def plan_tables(
         [name for name, limits in constraints.items() if limits.sharding_types == replicated],
     )
     topology = _topology(hardware, config, update_passes(embeddings, rule))
-    enumerator = TableEnumerator(topology, batch_size, constraints, expansions, rule)
+    windows = windows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
+
+    def planned(host_tables: Mapping[str, HostTable]) -> ShardingPlan:
+        enumerator = TableEnumerator(
+            topology, batch_size, constraints, expansions, rule, host_tables
+        )
+        return _run_planner(enumerator, topology, batch_size, constraints, embeddings)
+
+    chosen = chosen_host_tables(declared, config, windows)
+    movable = _movable(declared, config, rule, hardware, constraints)
+    parts = hardware.world_size if set(ROWS_CUT) & {kind.value for kind in config.types} else 1
     try:
-        plan = _run_planner(enumerator, topology, batch_size, constraints, embeddings)
+        plan, host_tables = with_host_tables(planned, chosen, movable, windows, parts)
     except PlannerError as error:
         raise ValueError(
             _does_not_fit(embeddings, config, rule, hardware, expansions, error)
         ) from error
-    return plan, _rows(plan, embeddings, declared, spec, rule, expansions)
+    check_windows(plan, host_tables)
+    rows = _rows(plan, embeddings, declared, spec, rule, expansions, host_tables)
+    return TieredPlan(plan.plan, host_tables), rows
+
+
+def _expansions_of_tables(
+    declared: Sequence[EmbeddingBagConfig], expansion_bytes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the bytes of the expansions of a table's features, of which it may have several."""
+    tables_of = tables_of_feature(declared)
+    expansions: Counter[str] = Counter()
+    for feature, size in expansion_bytes.items():
+        expansions.update(dict.fromkeys(tables_of[feature], size))
+    return expansions
+
+
+def _movable(
+    declared: Sequence[EmbeddingBagConfig],
+    config: ShardingConfig,
+    rule: TableRule,
+    hardware: Hardware,
+    constraints: Mapping[str, ParameterConstraints],
+) -> dict[str, int]:
+    """Return the rows of the tables that the planner may put into host memory, the largest table first."""
+    if Tier.host not in config.tiers or hardware.device_type != "cuda":
+        return {}
+    kept = [name for name, override in overrides_of(declared, config).items() if override.tier]
+    replicated = [ShardingType.data_parallel.value]
+    movable = [
+        table
+        for table in declared
+        if table.name not in kept and constraints[table.name].sharding_types != replicated
+    ]
+    movable.sort(key=lambda table: _bytes_of(table, rule), reverse=True)
+    return {table.name: table.num_embeddings for table in movable}
 
 
 def _run_planner(
@@ -256,7 +319,11 @@ def _topology(hardware: Hardware, config: ShardingConfig, update_passes: float) 
             world_size=hardware.world_size,
             local_world_size=hardware.local_world_size,
             hbm_cap_bytes=usable if cuda else 0,
-            ddr_cap_bytes=hardware.host_bytes // hardware.local_world_size if cuda else usable,
+            ddr_cap_bytes=int(
+                hardware.host_bytes // hardware.local_world_size * (1 - config.reserve)
+            )
+            if cuda
+            else usable,
         ),
         links if cuda else HardwareConfig(),
         KernelConfig(
@@ -277,12 +344,12 @@ def _constraints(
 ) -> dict[str, ParameterConstraints]:
     hotness, tables_of = ids_per_sample(declared, spec), tables_of_feature(declared)
     of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
-    # A name that is no table's names all tables of the feature.
-    overrides = {
-        table: kind
-        for name, kind in config.tables.items()
-        for table in ([name] if name in hotness else tables_of.get(name, ()))
-    }
+    overrides = {table: override.type for table, override in overrides_of(declared, config).items()}
+    in_host = [
+        table
+        for table, override in overrides_of(declared, config).items()
+        if override.tier is Tier.host
+    ]
     unknown = sorted(
         name for name in config.tables if name not in tables_of and name not in hotness
     )
@@ -301,6 +368,9 @@ def _constraints(
             types = [chosen]
         elif hardware.world_size == 1:
             types = [ShardingType.table_wise]
+        elif table.name in in_host:
+            types = [kind for kind in config.types if kind is not ShardingType.data_parallel]
+            types = types or [ShardingType.table_wise]
         else:
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
         if not rule.columns_may_be_cut and ShardingType.column_wise in types:
@@ -399,6 +469,15 @@ def table_bytes(
     return num_embeddings * row_bytes
 
 
+def arena_bytes(
+    num_rows: int, slots: int, columns: int, rule: TableRule, *, weight_bytes: int
+) -> int:
+    """Return the device memory of a shard whose rows lie in host memory: slots, and the map of rows to them."""
+    of_slots = table_bytes(slots, columns, rule, weight_bytes=weight_bytes)
+    # A slot per row, and per slot a row, the batches that need it, and whether it has changed.
+    return of_slots + 4 * num_rows + (4 + 1 + 1) * slots
+
+
 def _bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:
     return table_bytes(
         table.num_embeddings, table.embedding_dim, rule, weight_bytes=_weight_bytes(table)
@@ -426,19 +505,28 @@ def _rows(
     spec: FeatureSpec,
     rule: TableRule,
     expansion_bytes: Mapping[str, int],
+    host_tables: Mapping[str, HostTable],
 ) -> list[TablePlan]:
     hotness, vectors = ids_per_sample(declared, spec), vectors_per_sample(declared, spec)
     rows = []
     for table in embeddings.embedding_bag_configs():
         sharding = plan.plan["embeddings"][table.name]
         used: dict[int, int] = {}
+        in_host: dict[int, int] = {}
+        slots = 0
         if sharding.sharding_spec is None:
             used = dict.fromkeys(sharding.ranks, _bytes_of(table, rule))
         else:
             for shard in sharding.sharding_spec.shards:
                 rank = shard.placement.rank()
                 num_rows, columns = shard.shard_sizes
-                size = table_bytes(num_rows, columns, rule, weight_bytes=_weight_bytes(table))
+                weight_bytes = _weight_bytes(table)
+                size = table_bytes(num_rows, columns, rule, weight_bytes=weight_bytes)
+                if table.name in host_tables:
+                    in_host[rank] = in_host.get(rank, 0) + size
+                    in_arena = host_tables[table.name].slots(num_rows)
+                    slots += in_arena
+                    size = arena_bytes(num_rows, in_arena, columns, rule, weight_bytes=weight_bytes)
                 used[rank] = used.get(rank, 0) + size
         rows.append(
             TablePlan(
@@ -452,6 +540,9 @@ def _rows(
                 ranks=tuple(used),
                 bytes_per_rank=tuple(used.values()),
                 expansion_bytes=expansion_bytes.get(table.name, 0),
+                tier="host" if in_host else "device",
+                cache_rows=slots,
+                host_bytes_per_rank=tuple(in_host.values()),
             )
         )
     return rows
@@ -495,6 +586,8 @@ def _does_not_fit(
     )
     if is_float32:
         remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
+    if Tier.host not in config.tiers and hardware.device_type == "cuda":
+        remedies.append("keep large tables in host memory (sharding.tiers=[device,host])")
     remedies.append("lower model.embedding_dim")
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "

@@ -5,7 +5,7 @@ tables of one width and dtype are adjacent in one memory, so that plain torch ma
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from functools import cache, partial
 from itertools import accumulate
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -37,7 +36,12 @@ from nn.sharding.placement import (
     RowShard,
 )
 from nn.sharding.row_requests import BLOCK
-from nn.sharding.tables import TableSettings, TableShard, TouchedShard, asks_for_rows
+from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard, asks_for_rows
+from nn.tiers.host_tier import HostTier, TierCounts, TieredShard
+from nn.tiers.row_store import WEIGHT
+
+FILLED_ROWS = 2**18
+"""Rows of a table in host memory that a GPU fills at once."""
 
 
 class ShardedTables:
@@ -53,13 +57,14 @@ class ShardedTables:
 
     Attributes:
         rank_tables: what `StaticEmbeddings` looks up and updates.
+        tier: this rank's tables whose rows lie in host memory; None without any.
     """
 
     def __init__(
         self,
         declared: Sequence[EmbeddingBagConfig],
         spec: FeatureSpec,
-        plan: ShardingPlan,
+        plan: TieredPlan,
         ranks: Ranks,
         settings: TableSettings,
         multi_hot: MultiHot,
@@ -83,6 +88,7 @@ class ShardedTables:
             for name in self._declared
             if table_plan[name].sharding_spec is not None
         }
+        self._host_tables = plan.host_tables
         self._replicated = [name for name in self._declared if name not in self._shards]
         self._allocate()
         self.scalars = self._new_scalars(settings)
@@ -106,6 +112,7 @@ class ShardedTables:
             expansions=self._expansions(multi_hot, placement),
             config=config,
             scalars=self.scalars,
+            tier=self.tier,
             dtype=settings.sent_dtype(ranks.device),
             ranks=ranks,
             channels=Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings")),
@@ -135,12 +142,32 @@ class ShardedTables:
         ]
         own = self._in_order(own)
         self._own = own
-        shapes = [torch.Size(shard.shard_sizes) for _, shard in own]
-        dtypes = [data_type_to_dtype(self._declared[name].data_type) for name, _ in own]
+        self._in_tier = [
+            name in self._host_tables and shard.shard_sizes[0] > 0 for name, shard in own
+        ]
+        self._allocate_owned()
+        self._allocate_tier()
+        shapes = [self._shape_of(name) for name in self._replicated]
+        floats = [torch.float32] * len(shapes)
+        replicas = _adjacent(shapes, [shape[1] for shape in shapes], floats, device)
+        self._replicas = {
+            name: nn.Parameter(replica)
+            for name, replica in zip(self._replicated, replicas, strict=True)
+        }
+        self._fill()
+
+    def _allocate_owned(self) -> None:
+        """Allocate the shards of this rank; those of tables in host memory are left empty."""
+        device = self._ranks.device
+        shapes = [
+            torch.Size((0 if is_in_tier else shard.shard_sizes[0], shard.shard_sizes[1]))
+            for (_, shard), is_in_tier in zip(self._own, self._in_tier, strict=True)
+        ]
+        dtypes = [data_type_to_dtype(self._declared[name].data_type) for name, _ in self._own]
         kinds = [(shape[1], dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
         self._weights = _adjacent(shapes, kinds, dtypes, device)
         states = {field.name: field.per_row for field in self._rule.states}
-        floats = [torch.float32] * len(own)
+        floats = [torch.float32] * len(self._own)
         self._states = {
             name: _adjacent(
                 [shape[:1] if per_row else shape for shape in shapes], kinds, floats, device
@@ -150,22 +177,63 @@ class ShardedTables:
         for tensors in self._states.values():
             for tensor in tensors:
                 tensor.zero_()
-        shapes = [self._shape_of(name) for name in self._replicated]
-        floats = [torch.float32] * len(shapes)
-        replicas = _adjacent(shapes, [shape[1] for shape in shapes], floats, device)
-        self._replicas = {
-            name: nn.Parameter(replica)
-            for name, replica in zip(self._replicated, replicas, strict=True)
-        }
-        for shard in self.shards():
-            fill_uniform_(
-                shard.weight,
-                seed=self._seed,
-                table=shard.table,
-                row_offset=shard.row_offset,
-                col_offset=shard.column_offset,
-                bound=initial_bound(self._declared[shard.table]),
+
+    def _allocate_tier(self) -> None:
+        """Allocate host memory and arenas of this rank's tables in host memory."""
+        self.tier: HostTier | None = None
+        self._tier_index = {
+            index: place
+            for place, index in enumerate(
+                index for index, is_in_tier in enumerate(self._in_tier) if is_in_tier
             )
+        }
+        if not self._tier_index:
+            return
+        shards = []
+        for index in self._tier_index:
+            name, shard = self._own[index]
+            (rows, columns), table = shard.shard_sizes, self._host_tables[name]
+            dtype = data_type_to_dtype(self._declared[name].data_type)
+            first_row = shard.shard_offsets[0]
+            shards.append(
+                TieredShard(rows, columns, dtype, table.slots(rows), table.window, first_row)
+            )
+        self.tier = HostTier(shards, self._rule.states, self._ranks.device)
+        for index, place in self._tier_index.items():
+            for name, host in self.tier.host_rows(place).items():
+                of_name = self._weights if name == WEIGHT else self._states[name]
+                of_name[index] = host
+
+    def _fill(self) -> None:
+        """Fill the weights with the seed's."""
+        device = self._ranks.device
+        for shard in self.shards():
+            # Host memory of a GPU's tables is filled by the GPU, block by block.
+            size = len(shard.weight) if shard.weight.device == device else FILLED_ROWS
+            for first in range(0, len(shard.weight), size):
+                rows = shard.weight[first : first + size]
+                block = rows if rows.device == device else torch.empty_like(rows, device=device)
+                fill_uniform_(
+                    block,
+                    seed=self._seed,
+                    table=shard.table,
+                    row_offset=shard.row_offset + first,
+                    col_offset=shard.column_offset,
+                    bound=initial_bound(self._declared[shard.table]),
+                )
+                if block is not rows:
+                    rows.copy_(block)
+        self.reload()
+
+    def reload(self) -> None:
+        """Take over rows that were changed in host memory; call it after `weights` or `optimizer_state` were written to."""
+        if self.tier is not None:
+            self.tier.reload()
+
+    def _write_back(self) -> None:
+        """Make the memory that `weights`, `optimizer_state` and `shards` return hold the current rows."""
+        if self.tier is not None:
+            self.tier.write_back()
 
     def _placed_shards(self) -> Iterator[tuple[str, int, ShardMetadata]]:
         """Yield table, rank and shard of all shards; a rank without rows of a row-wise table has an empty one.
@@ -211,6 +279,7 @@ class ShardedTables:
 
     def shards(self) -> Iterator[TableShard]:
         """Yield the shards of tables that this rank holds."""
+        self._write_back()
         for (name, shard), weight in zip(self._own, self._weights, strict=True):
             if len(weight):
                 yield TableShard(name, weight, *shard.shard_offsets)
@@ -226,6 +295,7 @@ class ShardedTables:
             AssertionError: rows are not tracked.
         """
         assert self._touched_replicas is not None
+        self._write_back()
         owned = [
             TouchedShard(TableShard(name, weight, *shard.shard_offsets), mask)
             for (name, shard), weight, mask in zip(
@@ -299,17 +369,8 @@ class ShardedTables:
             for shards in by_rank
         ]
         owned = [
-            LocalTable(
-                self._lookups[name],
-                weight,
-                {state: tensors[index] for state, tensors in self._states.items()},
-                shard.shard_offsets[1],
-                rounding_key(self._seed, name),
-                shard.shard_offsets[0] if self._is_row_wise(name) else None,
-            )
-            for index, ((name, shard), weight) in enumerate(
-                zip(self._own, self._weights, strict=True)
-            )
+            self._local_table(index)
+            for index, (name, _) in enumerate(self._own)
             if name not in requested
         ]
         replicated = [
@@ -332,7 +393,7 @@ class ShardedTables:
 
     def _is_requested(self, name: str) -> bool:
         """Return whether the rows of a table are asked of their owners: it is row-wise, in shards of equally many rows."""
-        if not self._is_row_wise(name):
+        if not self._is_row_wise(name) or name in self._host_tables:
             return False
         shards = [shard for shard in self._shards[name] if shard.shard_sizes[0]]
         rows = shards[0].shard_sizes[0]
@@ -396,6 +457,21 @@ class ShardedTables:
             TouchedRows([owned], self._ranks.device) if tracks_rows else None,
         )
 
+    def _local_table(self, index: int) -> LocalTable:
+        """Return a shard of this rank with the memory that is looked up and trained."""
+        name, shard = self._own[index]
+        table = LocalTable(
+            self._lookups[name],
+            self._weights[index],
+            {state: tensors[index] for state, tensors in self._states.items()},
+            shard.shard_offsets[1],
+            rounding_key(self._seed, name),
+            shard.shard_offsets[0] if self._is_row_wise(name) else None,
+        )
+        if self.tier is None or index not in self._tier_index:
+            return table
+        return self.tier.local_table(self._tier_index[index], table)
+
     def _expansions(self, multi_hot: MultiHot, placement: Placement) -> dict[str, Tensor]:
         """Return the further ids of each id, of the features that this rank looks up."""
         requested = [shard for group in placement.requested for shard in group.shards]
@@ -443,10 +519,39 @@ class ShardedTables:
         self._replicas_optimizer.step()
 
     def train(self, mode: bool = True) -> None:
-        """Do nothing: lookups are the same in training and evaluation."""
+        """Count the traffic of tables in host memory in training only; lookups are the same in evaluation."""
+        if self.tier is not None:
+            self.tier.train(mode)
+
+    def host_traffic(self, steps: int) -> dict[str, float]:
+        """Return the traffic of tables in host memory per step since the last call; all ranks must call it.
+
+        Args:
+            steps: since the last call.
+
+        Returns:
+            `tier_hit_rate`, of all ids; `tier_rows_in`, `tier_rows_out`, `tier_bytes_in` and `tier_bytes_out`, sums over ranks;
+            `tier_ms`, of the host, mean over ranks. Empty without such tables.
+        """
+        if not self._host_tables:
+            return {}
+        counts = TierCounts() if self.tier is None else self.tier.take_counts()
+        names = [field.name for field in fields(counts)]
+        values = torch.tensor([getattr(counts, name) for name in names], dtype=torch.float64)
+        summed = self._ranks.all_reduce_sum(values.to(self._ranks.device)).tolist()
+        total = dict(zip(names, summed, strict=True))
+        hit_rate = 1 - total.pop("missing") / max(total.pop("ids"), 1)
+        total["ms"] /= self._ranks.world_size
+        return {"tier_hit_rate": hit_rate} | {
+            f"tier_{name}": value / steps for name, value in total.items()
+        }
 
     def weights(self) -> dict[str, Tensor]:
-        """Return `<table>.weight` of every table: sharded tensors, or plain ones for replicated tables."""
+        """Return `<table>.weight` of every table: sharded tensors, or plain ones for replicated tables.
+
+        Of tables in host memory it is that memory; call `reload` after writing to it.
+        """
+        self._write_back()
         return {
             f"{name}.weight": self._sharded(name, self._weights)
             if name in self._shards
@@ -455,7 +560,8 @@ class ShardedTables:
         }
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return `<table>.<state>` of every table, such as `cat_0.momentum1`, laid out as its weight."""
+        """Return `<table>.<state>` of every table, such as `cat_0.momentum1`, laid out as its weight; see `weights`."""
+        self._write_back()
         state: dict[str, Tensor] = {}
         for name in self._declared:
             for field in self._rule.states:
@@ -483,10 +589,10 @@ class ShardedTables:
         """Return this rank's shards of a table, or of its optimizer state, as a part of the complete one."""
         dims = 1 if per_row else 2
         shards = [
-            replace(
-                shard,
-                shard_offsets=shard.shard_offsets[:dims],
-                shard_sizes=shard.shard_sizes[:dims],
+            ShardMetadata(
+                shard.shard_offsets[:dims],
+                shard.shard_sizes[:dims],
+                _on_host(shard) if name in self._host_tables else shard.placement,
             )
             for shard in self._shards[name]
         ]
@@ -500,9 +606,18 @@ class ShardedTables:
         metadata = ShardedTensorMetadata(
             shards_metadata=shards,
             size=self._shape_of(name)[:dims],
-            tensor_properties=TensorProperties(dtype=torch.float32 if is_state else dtype),
+            tensor_properties=TensorProperties(
+                dtype=torch.float32 if is_state else dtype,
+                pin_memory=name in self._host_tables and self._ranks.device.type == "cuda",
+            ),
         )
         return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+def _on_host(shard: ShardMetadata) -> str:
+    """Return the placement of a shard in host memory of its rank."""
+    assert shard.placement is not None, "TorchRec places every shard on a rank"
+    return f"rank:{shard.placement.rank()}/cpu"
 
 
 def _adjacent(

@@ -4,7 +4,7 @@ Buffers are allocated once per batch size; the host reads nothing back.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -24,6 +24,7 @@ from nn.sharding.local_ids import LocalIds, Room
 from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
+from nn.tiers.slot_ids import SlotIds
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
@@ -82,7 +83,7 @@ class StaticEmbeddings:
     ) -> None:
         placement, ranks = tables.placement, tables.ranks
         num_samples = batch_size * ranks.world_size
-        self._ranks, self._channel = ranks, tables.channels.embeddings
+        self._ranks, self._channel, self._tier = ranks, tables.channels.embeddings, tables.tier
         self._id_channel = tables.channels.ids
         self._room = room
         counts = tables.counts(batch_size, room.level)
@@ -101,9 +102,8 @@ class StaticEmbeddings:
         self._prepare_replicated = ArrivedIds(
             tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
-        self._owned = _embedding_bags(
-            tables, placement.owned, self._prepare_owned.blocks, num_samples
-        )
+        self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device)
+        self._owned = _embedding_bags(tables, self._slots.tables, self._slots.blocks, num_samples)
         self._owned.touched = tables.touched
         self._replicated = _embedding_bags(
             tables, placement.replicas, self._prepare_replicated.blocks, batch_size
@@ -180,12 +180,18 @@ class StaticEmbeddings:
             lacks_room = torch.stack([lacking for _, lacking in sent]).any(0).int()
             dist.all_reduce(lacks_room, dist.ReduceOp.MAX, group=self._id_channel)
         local = LocalIds(
-            self._prepare_owned(owned),
+            self._slots(self._prepare_owned(owned)),
             self._prepare_replicated(replicated),
             tuple(requested for requested, _ in sent),
             self._room,
         )
         return local, lacks_room
+
+    def with_slots(self, ids: LocalIds) -> LocalIds:
+        """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here."""
+        if self._tier is None:
+            return ids
+        return replace(ids, hold=self._tier.map(ids.owned, self._slots.tier_ids))
 
     @cached_property
     def _returned(self) -> Tensor:

@@ -1,17 +1,43 @@
 """Settings of the training of tables, and their shards on a rank."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from configs.schema import Amp, OptimizerConfig, ShardingType
 
 ROWS_CUT = (ShardingType.row_wise.value, ShardingType.table_row_wise.value)
 """Layouts that shard a table by rows: over all ranks, or over those of one node."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTable:
+    """A table whose rows lie in host memory.
+
+    Attributes:
+        cache: fraction of the rows of each shard for which a rank has room on its device.
+        window: distinct rows that the live batches may look up; at most the rows of a shard.
+    """
+
+    cache: float
+    window: int
+
+    def slots(self, rows: int) -> int:
+        """Return the rows of a shard for which there is room on the device."""
+        return min(rows, math.ceil(self.cache * rows))
+
+
+@dataclass
+class TieredPlan(ShardingPlan):
+    """TorchRec's plan, and the tables in host memory by name."""
+
+    host_tables: dict[str, HostTable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,9 @@ class Prefetcher:
         self._batches = batches
         self._path = path
         self._device = device
-        self._stream = _side_stream(device) if device.type == "cuda" else None
+        # The host waits for the kernels that map ids to slots; beside the step's they are served first.
+        priority = -1 if path.has_host_tables else 0
+        self._stream = _side_stream(device, priority) if device.type == "cuda" else None
         self._places: _Places | None = None
         self._next: tuple[Batch, Any] | None = None
         self._is_started = False
@@ -144,6 +146,6 @@ class _Places:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
     """Return the stream of all prefetchers of a process: the allocator keeps freed memory for the stream that used it."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=priority)

@@ -129,8 +129,20 @@ class StaticPath:
         self._request_room = RequestRoom(tables.rank_tables)
         self._has_warned = False
 
+    @property
+    def has_host_tables(self) -> bool:
+        """Return whether rows of this rank's tables lie in host memory."""
+        return self._tables.tier is not None
+
     def start(self, batch: Batch) -> LocalIds:
-        """Send the ids to their tables."""
+        """Send the ids to their tables, and fetch the rows of those in host memory."""
+        ids = self._send(batch)
+        return ids if not self.has_host_tables else self._with_slots(batch, ids)
+
+    def _with_slots(self, batch: Batch, ids: LocalIds) -> LocalIds:
+        return self.embeddings(len(batch.labels), ids.room).with_slots(ids)
+
+    def _send(self, batch: Batch) -> LocalIds:
         size = len(batch.labels)
         level = self._batch_ids.level(batch)
         ids = self._batch_ids.flat(batch, level)
@@ -169,7 +181,18 @@ class StaticPath:
         if ids.release is not None:
             ids.release()
         level = ids.room.level
-        return self._send_exactly(batch, self._batch_ids.flat(batch, level), level)
+        sent = self._send_exactly(batch, self._batch_ids.flat(batch, level), level)
+        if not self.has_host_tables:
+            return sent
+        # Rows move on the prefetcher's stream otherwise.
+        self._synchronize()
+        sent = self._with_slots(batch, sent)
+        self._synchronize()
+        return sent
+
+    def _synchronize(self) -> None:
+        if self._context.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def prepare_update(self, step: int, lr: float) -> None:
         """Set learning rate and step count in device memory."""
@@ -178,7 +201,10 @@ class StaticPath:
     def forward_backward(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
         ids = self._with_room(batch, ids)
-        return self._pass(batch, ids).run(ids, batch)
+        logits = self._pass(batch, ids).run(ids, batch)
+        if ids.hold is not None:
+            ids.hold.release(is_trained=self._context.update_tables)
+        return logits
 
     def update(self) -> None:
         """Update the replicated tables."""
@@ -187,7 +213,10 @@ class StaticPath:
     def predict(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B]; the next call overwrites them."""
         ids = self._with_room(batch, ids)
-        return self._forward(batch, ids).run(ids, batch)
+        logits = self._forward(batch, ids).run(ids, batch)
+        if ids.hold is not None:
+            ids.hold.release(is_trained=False)
+        return logits
 
     def close(self) -> None:
         """Release the CUDA graphs."""
@@ -274,6 +303,8 @@ def _arrive_as_they_are(tables: RankTables) -> bool:
     looked_up = [lookup.feature for table in tables.placement.owned for lookup in table.lookups]
     return (
         tables.ranks.world_size == 1
+        # Of tables in host memory they become slots.
+        and tables.tier is None
         and not tables.placement.replicas
         and not tables.expansions
         and all(count.hotness for count in counts.values())

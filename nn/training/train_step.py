@@ -218,6 +218,7 @@ class TrainStep:
             for target, source in zip(local_tensors(own[name]), local_tensors(value), strict=True):
                 if target.data_ptr() != source.data_ptr():
                     target.detach().copy_(source)
+        self.tables.reload()
 
     def state_shapes(self, *, with_optimizer: bool = True) -> dict[str, torch.Size]:
         """Return the complete shape of every tensor of the state, for tables that only other ranks hold too."""

@@ -499,6 +499,7 @@ class Trainer:
             **speed.window(),
             "data_wait_ms": prefetcher.data_wait_ms / self._loss_steps,
             "hbm_bytes": self._peak_hbm_bytes(),
+            **self._step.tables.host_traffic(self._loss_steps),
         }
         self._loss_sum, self._loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
         self._late_record = record, measured

@@ -28,6 +28,7 @@ from configs.schema import (
     ShardingType,
     SyntheticConfig,
     TaskConfig,
+    Tier,
     TrainConfig,
     describe,
 )
@@ -209,6 +210,19 @@ REFUSED = [
     (ShardingConfig, {"tables": {"cat_1": ["row_wise"]}},
      "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, "
      "table_row_wise, data_parallel"),
+    (ShardingConfig, {"tables": {"cat_1": {"tiers": "host"}}},
+     "sharding.tables.cat_1 has tiers; want type, tier or cache"),
+    (ShardingConfig, {"tables": {"cat_1": {"tier": "disk"}}},
+     "sharding.tables.cat_1.tier=disk is none of device, host"),
+    (ShardingConfig, {"tables": {"cat_1": {"tier": "host", "cache": "10%"}}},
+     "sharding.tables.cat_1.cache=10% is no number; want the fraction of rows on the device, such as 0.1"),
+    (ShardingConfig, {"tables": {"cat_1": {"cache": 0.1}}},
+     "sharding.tables.cat_1.cache=0.1: want a fraction of rows in (0, 1], with tier: host"),
+    (ShardingConfig, {"tables": {"cat_1": {"type": "data_parallel", "tier": "host"}}},
+     "sharding.tables.cat_1 is data_parallel with tier: host; a replicated table lies on every device, so choose "
+     "another sharding type or tier: device"),
+    (ShardingConfig, {"tiers": [Tier.host]},
+     "sharding.tiers=['host'] must name device; {cat_0: {tier: host}} in sharding.tables puts a table into host memory"),
     (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
 ]
 # fmt: on

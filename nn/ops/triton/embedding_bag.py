@@ -185,6 +185,9 @@ def _segment_update(
     first_pair,
     first_row,
     num_rows,
+    slot_rows,
+    slot_start,
+    slot_offset,
     listed_rows,
     listed_columns,
     listed_factors,
@@ -205,6 +208,7 @@ def _segment_update(
     ONE_HOT: tl.constexpr,
     SOURCE: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SLOTS: tl.constexpr,
     ALIGN: tl.constexpr,
     WARPS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -255,6 +259,10 @@ def _segment_update(
     if row_dtype != tl.float32:
         bits_of_step = step_bits(tl.load(rounding_key + table_index), tl.load(updates_before))
         pair = tl.load(first_pair + table_index)[:, None]
+        if SLOTS:
+            # The rows in the slots of a table's arena; negative: its rows are all here.
+            start_of_slots = tl.load(slot_start + table_index)
+            offset_of_rows = tl.load(slot_offset + table_index)
     rate = tl.load(scalars)
     scale = tl.load(scalars + 3)
     if L2:
@@ -377,6 +385,14 @@ def _segment_update(
             row_of_table = row
             if BOUNDED:
                 row_of_table += rows_before
+            if SLOTS:
+                has_slots = start_of_slots >= 0
+                in_slot = tl.load(
+                    slot_rows + start_of_slots + row, mask=updates & has_slots, other=0
+                )
+                row_of_table = tl.where(
+                    has_slots, in_slot.to(tl.int64) - offset_of_rows, row_of_table
+                )
             weight = round_stochastically(
                 weight, random_bits(bits_of_step, row_of_table, pair, column), row_dtype
             )

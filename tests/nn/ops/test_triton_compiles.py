@@ -17,8 +17,10 @@ POINTERS = {
 }
 SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names} | {
     **dict.fromkeys(["first_keys", "first_id", "out_column", "first_start", "first_row"], "*i64"),
+    **dict.fromkeys(["slot_start", "slot_offset", "source_rows", "target_rows"], "*i64"),
+    **dict.fromkeys(["source_stride", "target_stride", "count", "width"], "i32"),
     **dict.fromkeys(["counts", "first_pair", "ids", "id_stride", "num_ids"], "*i32"),
-    **dict.fromkeys(["listed_rows", "listed_columns"], "*i32"),
+    **dict.fromkeys(["listed_rows", "listed_columns", "slot_rows"], "*i32"),
     **dict.fromkeys(["eps", "beta1", "rest1", "beta2", "rest2"], "fp32"),
     "masked": "*bf16",
 }
@@ -34,7 +36,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 35
+    assert done.stdout.count("compiled") == 37
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others.
@@ -56,6 +58,7 @@ def run() -> None:
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _relu_backward
     from nn.ops.triton.parameter_casts import _cast
+    from nn.ops.triton.row_copy import _copy_rows
     from nn.ops.triton.served_lookup import _served_lookup
     from nn.ops.triton.tensor_blocks import ALIGN, BLOCK
 
@@ -71,11 +74,13 @@ def run() -> None:
     ):
         branch = branch_of(TABLE_RULES[OptimizerName[name]])
         dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
-        constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source, "BOUNDED": level == 0}
+        constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source}
+        constants |= dict.fromkeys(("BOUNDED", "SLOTS"), level == 0)
         build(_segment_update, dtypes, **update, **branch, **constants)
     branch = branch_of(TABLE_RULES[OptimizerName.rowwise_adagrad])
     dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
-    constants = {"LEVEL": 0, "L2": False, "SOURCE": "sum", "BOUNDED": False}
+    constants = {"LEVEL": 0, "SOURCE": "sum"}
+    constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS"), False)
     alone = update | {"WARPS": 1, **branch, **constants}
     ptx = build(_segment_update, dtypes, num_warps=1, **alone)
     print("barriers of row-wise Adagrad:", ptx.count("bar.sync"))
@@ -90,7 +95,8 @@ def run() -> None:
         {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},
     ):
         try:
-            constants = {"LEVEL": 0, "L2": False, "SOURCE": "sum", "BOUNDED": False}
+            constants = {"LEVEL": 0, "SOURCE": "sum"}
+            constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS"), False)
             dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
             build(_segment_update, dtypes, **update, **branch, **constants)
         except CompilationError as error:
@@ -114,6 +120,9 @@ def run() -> None:
         )
         block = {"ALIGN": 16, "BLOCK": 32, "BLOCK_D": 128}
         build(_served_lookup, dtypes, HAS_SCALES=not is_complete, **kind, **block)
+    for dtype in ("*fp32", "*bf16"):
+        rows = dict.fromkeys(("source", "target"), dtype)
+        build(_copy_rows, rows, ROWS=8, BLOCK_D=128)
     for index in range(3):
         build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
     for scale in (1.0, 2.0):

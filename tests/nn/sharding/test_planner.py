@@ -10,7 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from configs.schema import ModelConfig, OptimizerName, ShardingConfig, ShardingType, TableDtype
+from configs.schema import (
+    ModelConfig,
+    OptimizerName,
+    ShardingConfig,
+    ShardingType,
+    TableDtype,
+    Tier,
+)
 from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
 from nn.embedding.declared_tables import one_table_per_feature
@@ -50,7 +57,8 @@ def plan_of(
     dtype: TableDtype = TableDtype.fp32,
     **sharding,
 ):
-    """TorchRec's plan and ours; `memory` is that of a rank."""
+    """TorchRec's plan and ours; `memory` is that of a rank. Without `tiers`, no table may lie in host memory."""
+    sharding = {"tiers": [Tier.device]} | sharding
     spec = SyntheticSource(
         train_rows=1,
         test_rows=1,
@@ -295,7 +303,8 @@ def test_what_does_not_fit_is_said_with_numbers_and_remedies():
         "(8.0 GiB per rank less sharding.reserve=0.1); the largest are cat_0 11.4 GiB, cat_1 5.7 "
         "GiB, cat_2 0.0 GiB. Either start 3 ranks or more, add row_wise to sharding.types, choose "
         "an optimizer with less state (optimizer.embedding_name=rowwise_adagrad or sgd), store "
-        "weights in 16 bits (model.embedding_dtype=bf16), lower model.embedding_dim, or raise the frequency limit "
+        "weights in 16 bits (model.embedding_dtype=bf16), keep large tables in host memory "
+        "(sharding.tiers=[device,host]), lower model.embedding_dim, or raise the frequency limit "
         "of the dataset. TorchRec's planner: "
         "Unable to find a plan"
     )

@@ -1,0 +1,64 @@
+"""Copy of some rows between memory of the device and registered memory of the host."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCKS = 64
+"""Programs of a launch: enough for the link, and few enough to leave the multiprocessors to the step beside it."""
+ELEMENTS_PER_PROGRAM = 1024
+"""Elements that a program copies at once."""
+WARPS = 4
+
+
+@triton.jit
+def _copy_rows(
+    source,
+    source_rows,
+    source_stride,
+    target,
+    target_rows,
+    target_stride,
+    count,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_D)[None, :]
+    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        index = start + tl.arange(0, ROWS)
+        exists = index < count
+        from_row = tl.load(source_rows + index, mask=exists, other=0).to(tl.int64)
+        to_row = tl.load(target_rows + index, mask=exists, other=0).to(tl.int64)
+        mask = exists[:, None] & (column < width)
+        values = tl.load(source + from_row[:, None] * source_stride + column, mask=mask)
+        tl.store(target + to_row[:, None] * target_stride + column, values, mask=mask)
+
+
+def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
+    """Copy rows of a matrix [., D] to rows of another, on the current stream.
+
+    Args:
+        source: on the device, or in registered host memory; any row stride.
+        source_rows: int64 [n], on the device; ascending ones of host memory are faster.
+        target: of the same dtype and width.
+        target_rows: distinct, int64 [n], on the device.
+    """
+    width, count = source.shape[1], len(source_rows)
+    if not count:
+        return
+    block_d = triton.next_power_of_2(width)
+    rows = max(1, ELEMENTS_PER_PROGRAM // block_d)
+    _copy_rows[(min(BLOCKS, triton.cdiv(count, rows)),)](
+        source,
+        source_rows,
+        source.stride(0),
+        target,
+        target_rows,
+        target.stride(0),
+        count,
+        width,
+        ROWS=rows,
+        BLOCK_D=block_d,
+        num_warps=WARPS,
+    )

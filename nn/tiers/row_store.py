@@ -1,0 +1,103 @@
+"""All rows of some tables in host memory, and an arena of slots on the device that holds some of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nn.embedding.optimizer import StateField
+from nn.ops.pinned_memory import pinned_memory
+
+WEIGHT = "weight"
+
+
+class RowStore:
+    """Rows with their optimizer state in host memory, and an arena with the same parts on the device.
+
+    Weight and states have memories of their own, in the host too: checkpoints write them from there without a copy.
+
+    Args:
+        num_rows: rows in host memory.
+        num_slots: rows of the arena.
+        width: columns of the weights.
+        dtype: of the weights.
+        states: optimizer state of a row, float32.
+        device: of the arena. For a GPU the host memory is pinned, and the GPU copies rows by itself.
+
+    Attributes:
+        host: weight and states by name, all rows: [num_rows, width], or [num_rows] of a state per row.
+        arena: the same of the slots.
+        row_bytes: of a row with its state.
+
+    Raises:
+        ValueError: the host has too little memory, or may not pin as much.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_slots: int,
+        width: int,
+        dtype: torch.dtype,
+        states: Sequence[StateField],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        kinds: dict[str, tuple[list[int], torch.dtype]] = {WEIGHT: ([width], dtype)}
+        kinds |= {field.name: ([] if field.per_row else [width], torch.float32) for field in states}
+        self.host = {
+            name: _host_memory([num_rows, *columns], kind, device)
+            for name, (columns, kind) in kinds.items()
+        }
+        self.arena = {
+            name: torch.empty(num_slots, *columns, dtype=kind, device=device)
+            for name, (columns, kind) in kinds.items()
+        }
+        self.row_bytes = sum(
+            torch.Size(columns).numel() * kind.itemsize for columns, kind in kinds.values()
+        )
+
+    def fetch(self, rows: Tensor, slots: Tensor) -> None:
+        """Copy rows from host memory to slots of the arena.
+
+        Args:
+            rows: distinct, int64 [n].
+            slots: distinct, int64 [n].
+        """
+        for name, host in self.host.items():
+            self._copy(host, rows, self.arena[name], slots)
+
+    def write_back(self, rows: Tensor, slots: Tensor) -> None:
+        """Copy slots of the arena to rows in host memory; see `fetch`."""
+        for name, host in self.host.items():
+            self._copy(self.arena[name], slots, host, rows)
+
+    def _copy(
+        self, source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor
+    ) -> None:
+        if self._device.type != "cuda":
+            target.index_copy_(0, target_rows, source.index_select(0, source_rows))
+            return
+        # Triton comes with torch's CUDA builds only.
+        from nn.ops.triton.row_copy import copy_rows
+
+        num_rows = len(source), len(target)
+        copy_rows(
+            source.view(num_rows[0], -1), source_rows, target.view(num_rows[1], -1), target_rows
+        )
+
+
+def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros in host memory; pinned for a GPU."""
+    try:
+        if device.type == "cuda":
+            return pinned_memory(shape, dtype).zero_()
+        return torch.zeros(*shape, dtype=dtype)
+    except (OSError, RuntimeError) as error:
+        size = torch.Size(shape).numel() * dtype.itemsize / 2**30
+        how = "pinned" if device.type == "cuda" else "allocated"
+        raise ValueError(
+            f"{size:,.1f} GiB of host memory for tables with tier: host cannot be {how} "
+            f"({str(error).splitlines()[0]}); raise the limit of locked memory (`ulimit -l`) or that of the container, or "
+            "keep fewer tables in host memory"
+        ) from None

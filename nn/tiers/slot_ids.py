@@ -1,0 +1,90 @@
+"""Ids of tables in host memory, which become slots: each table has a copy of its own, behind all other ids."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nn.embedding.id_blocks import IdBlock
+from nn.embedding.local_tables import LocalTable, SlotRows
+from nn.tiers.host_tier import TierIds
+
+
+class SlotIds:
+    """Copies of the ids of tables in host memory: a feature may be looked up in several tables, each with other slots.
+
+    Args:
+        tables: local tables.
+        blocks: feature -> position of its ids.
+        device: of the ids.
+
+    Attributes:
+        blocks: the same with the copies, as `feature/table`.
+        tables: the tables, those in host memory with the features of the copies.
+        tier_ids: positions of the ids that become slots, per group of tables.
+    """
+
+    def __init__(
+        self, tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], device: torch.device
+    ) -> None:
+        self.blocks = dict(blocks)
+        self.tables = [_with_own_features(table, place) for place, table in enumerate(tables)]
+        end = sum(block.size for block in blocks.values())
+        positions = []
+        for table, renamed in zip(tables, self.tables, strict=True):
+            if table.slots is None:
+                continue
+            for lookup, copied in zip(table.lookups, renamed.lookups, strict=True):
+                block = blocks[lookup.feature]
+                self.blocks[copied.feature] = replace(block, first=end)
+                positions.append(torch.arange(block.first, block.first + block.size))
+                end += block.size
+        self._copied = torch.cat(positions).to(device) if positions else None
+        self.tier_ids = _tier_ids(self.tables, self.blocks, device)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the ids with the copies."""
+        return ids if self._copied is None else torch.cat([ids, ids.index_select(0, self._copied)])
+
+
+def _with_own_features(table: LocalTable, position: int) -> LocalTable:
+    """Return a table in host memory with features of its own; other tables unchanged."""
+    if table.slots is None:
+        return table
+    lookups = [replace(lookup, feature=f"{lookup.feature}/{position}") for lookup in table.lookups]
+    return replace(table, lookups=tuple(lookups))
+
+
+def _tier_ids(
+    tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], device: torch.device
+) -> list[TierIds]:
+    """Return the positions of the ids that become slots."""
+    parts: dict[int, list[tuple[SlotRows, IdBlock]]] = {}
+    for table in tables:
+        if table.slots is not None:
+            for lookup in table.lookups:
+                parts.setdefault(table.slots.group, []).append(
+                    (table.slots, blocks[lookup.feature])
+                )
+
+    def of_ids(values: Sequence[int], counts: Sequence[int]) -> Tensor:
+        repeats = torch.tensor(counts)
+        return torch.tensor(values, dtype=torch.int32).repeat_interleave(repeats).to(device)
+
+    found = []
+    for group, members in parts.items():
+        counts = [block.count for _, block in members]
+        positions = [torch.arange(block.first, block.first + block.count) for _, block in members]
+        firsts = [slots.first_row for slots, _ in members]
+        ends = [slots.first_row + slots.num_rows for slots, _ in members]
+        found.append(
+            TierIds(
+                group,
+                torch.cat(positions).to(device),
+                of_ids(firsts, counts),
+                of_ids(ends, counts),
+                of_ids([slots.offset for slots, _ in members], counts),
+            )
+        )
+    return found

@@ -1,0 +1,159 @@
+"""Slots of the rows that an arena holds: which row is where, and which slot is taken next.
+
+The first rows of every table, which occur most in a dataset of this project, have slots that never change. The other slots
+are a ring: a row that is missing takes the next slot from which no live batch reads, and the row there leaves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nn.distributed.errors import RankError
+
+FIRST_REACH = 1024
+"""Slots of the ring that a search for free ones looks at, beside twice those that are needed."""
+
+# K: ids of a batch, R: rows, C: slots, S: slots of the ring
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Rows that enter and leave the arena; all int64, rows in ascending order.
+
+    Attributes:
+        fetched_rows: rows that enter, [n].
+        fetched_slots: their slots.
+        returned_rows: changed rows that leave, [m].
+        returned_slots: slots that they have until then.
+    """
+
+    fetched_rows: Tensor
+    fetched_slots: Tensor
+    returned_rows: Tensor
+    returned_slots: Tensor
+
+
+class SlotMap:
+    """Slots of the rows of several tables, whose rows are numbered table after table.
+
+    Args:
+        rows: rows per table.
+        slots: slots per table; its first rows are there at the beginning.
+        ring: least number of slots whose rows change.
+        device: of the arena.
+
+    Attributes:
+        num_rows: R.
+        row_of_slot: row in each slot, int32 [C + 1]; the last one is R, that of no row.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], slots: Sequence[int], ring: int, device: torch.device
+    ) -> None:
+        self.num_rows, num_slots = sum(rows), sum(slots)
+        assert self.num_rows < 2**31 - 1, "the planner refuses more"
+        assert ring <= num_slots, "the planner refuses smaller arenas"
+        share = 1 - ring / max(num_slots, 1)
+        fixed = [int(count * share) for count in slots]
+        self._num_fixed = sum(fixed)
+        self._num_ring = num_slots - self._num_fixed
+        bases = list(accumulate(rows, initial=0))
+        ends = list(zip(bases, fixed, slots, strict=False))
+        rows_of_tables = [
+            *(torch.arange(base, base + first) for base, first, _ in ends),
+            *(torch.arange(base + first, base + end) for base, first, end in ends),
+        ]
+        rows_of_slots = torch.cat([*rows_of_tables, torch.tensor([self.num_rows])])
+        self.row_of_slot = rows_of_slots.int().to(device)
+        self._slot_of_row = torch.full((self.num_rows + 1,), -1, dtype=torch.int32, device=device)
+        slots_of_rows = torch.arange(num_slots, dtype=torch.int32, device=device)
+        self._slot_of_row[self.row_of_slot[:-1].long()] = slots_of_rows
+        # The last entries stand for the slots that are not of the ring.
+        self._pins = torch.zeros(self._num_ring + 1, dtype=torch.uint8, device=device)
+        self._is_changed = torch.zeros(self._num_ring + 1, dtype=torch.bool, device=device)
+        self._are_fixed_changed = False
+        self._hand = 0
+
+    def assign(self, rows: Tensor, pin: int) -> tuple[Tensor, Moves | None, int]:
+        """Give a slot to every row of a batch, and keep it from other rows.
+
+        Args:
+            rows: int32 [K]; R for an id without a row.
+            pin: a bit that no other live batch has.
+
+        Returns:
+            Slots, int32 [K], -1 without a row; the moves that they need, if any; and the ids whose row was missing.
+
+        Raises:
+            RankError: the live batches need more rows than the ring has slots.
+        """
+        slots = self._slot_of_row.index_select(0, rows)
+        self._pin(slots, pin)
+        missing = rows.index_select(0, ((slots < 0) & (rows < self.num_rows)).nonzero()[:, 0])
+        if not len(missing):
+            return slots, None, 0
+        fetched = torch.unique(missing).long()
+        places = self._free(len(fetched))
+        taken = places + self._num_fixed
+        leaving = self.row_of_slot.index_select(0, taken).long()
+        self._slot_of_row.index_fill_(0, leaving, -1)
+        self._slot_of_row.index_copy_(0, fetched, taken.int())
+        self.row_of_slot.index_copy_(0, taken, fetched.int())
+        changed = self._is_changed.index_select(0, places).nonzero()[:, 0]
+        self._is_changed.index_fill_(0, places, False)
+        slots = self._slot_of_row.index_select(0, rows)
+        self._pin(slots, pin)
+        returned, order = leaving.index_select(0, changed).sort()
+        from_slots = taken.index_select(0, changed).index_select(0, order)
+        return slots, Moves(fetched, taken, returned, from_slots), len(missing)
+
+    def release(self, pin: int, *, is_trained: bool) -> None:
+        """Let the rows of a batch leave, which have changed if it was trained."""
+        if is_trained:
+            self._is_changed |= (self._pins & pin) != 0
+            self._are_fixed_changed = True
+        self._pins &= 255 - pin
+
+    def changed(self) -> tuple[Tensor, Tensor] | None:
+        """Return rows and slots, int64, that differ from host memory, and count them as equal from now on."""
+        places = self._is_changed[:-1].nonzero()[:, 0] + self._num_fixed
+        self._is_changed.zero_()
+        if self._are_fixed_changed:
+            places = torch.cat([torch.arange(self._num_fixed, device=places.device), places])
+        self._are_fixed_changed = False
+        return (self.row_of_slot.index_select(0, places).long(), places) if len(places) else None
+
+    def resident(self) -> tuple[Tensor, Tensor]:
+        """Return all rows of the arena and their slots, int64."""
+        rows = self.row_of_slot[:-1].long()
+        return rows, torch.arange(len(rows), device=rows.device)
+
+    def _pin(self, slots: Tensor, pin: int) -> None:
+        """Keep the rows of slots from leaving; slots that are not of the ring share the last entry."""
+        places = slots - self._num_fixed
+        places = torch.where(places < 0, self._num_ring, places)
+        pins = self._pins.index_select(0, places).bitwise_or_(pin)
+        self._pins.index_copy_(0, places.long(), pins)
+
+    def _free(self, count: int) -> Tensor:
+        """Return the next `count` places of the ring that no live batch needs, int64."""
+        reach = 2 * count + FIRST_REACH
+        while True:
+            reach = min(reach, self._num_ring)
+            places = torch.arange(self._hand, self._hand + reach, device=self._pins.device)
+            places %= max(self._num_ring, 1)
+            found = (self._pins.index_select(0, places) == 0).nonzero()[:count, 0]
+            if len(found) >= count or reach == self._num_ring:
+                break
+            reach *= 4
+        if len(found) < count:
+            raise RankError(
+                f"the batches at work need {count - len(found):,} rows more than the device has room for, of tables with "
+                "tier: host; raise cache of these tables in sharding.tables"
+            )
+        # Those between the last one found and the last one looked at are looked at again.
+        self._hand = (self._hand + int(found[-1]) + 1) % self._num_ring
+        return places.index_select(0, found)

@@ -1,0 +1,86 @@
+"""Rows that an arena is expected to fetch per step, from how often ids occur.
+
+A row outside the fixed slots of its arena stays for as many steps as the ring of slots takes to come round. With `q` the chance
+that a step looks a row up and `T` these steps, the row is there with probability `q T / (1 + q T)`; `T` is the number with which
+all rows together fill the ring.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+IdShare = Callable[[np.ndarray], np.ndarray]
+"""Share of a feature's ids below each of some numbers, between 0 and 1."""
+
+CLASSES = 600
+"""Classes of rows of a table, of about equal frequency each."""
+MOST_STEPS = 1e12
+
+
+def power_law_share(rows: int, exponent: float) -> IdShare:
+    """Return the share of ids of synthetic clicks, `dataloading.randomness.power_law`; exponent 0 is uniform."""
+
+    def share(numbers: np.ndarray) -> np.ndarray:
+        below = np.clip(numbers, 0, rows) + 1.0
+        if exponent == 1.0:
+            return np.log(below) / np.log(rows + 1.0)
+        gamma = 1.0 - exponent
+        return (below**gamma - 1.0) / ((rows + 1.0) ** gamma - 1.0)
+
+    return share
+
+
+def counted_share(counts: np.ndarray) -> IdShare:
+    """Return the share of ids from their counts, int64 [rows]."""
+    below = np.concatenate([[0], np.cumsum(counts, dtype=np.float64)])
+
+    def share(numbers: np.ndarray) -> np.ndarray:
+        where = np.clip(numbers, 0, len(counts)).astype(np.int64)
+        return below[where] / max(below[-1], 1.0)
+
+    return share
+
+
+def row_classes(
+    share: IdShare, first: int, count: int, fixed: int, ids: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers of rows beyond the fixed ones, and the chance that a step looks one of them up.
+
+    Args:
+        share: of the ids of the table.
+        first: first row of the shard.
+        count: rows of the shard.
+        fixed: rows that keep their slots, the first ones.
+        ids: of the table per step.
+    """
+    if fixed >= count:
+        return np.zeros(0), np.zeros(0)
+    # Finer where rows are more frequent.
+    edges = np.unique(np.geomspace(fixed + 1, count + 1, CLASSES).astype(np.int64) - 1)
+    edges[0], edges[-1] = fixed, count
+    rows = np.diff(edges).astype(np.float64)
+    mass = np.diff(share((first + edges).astype(np.float64)))
+    chance = np.clip(mass / np.maximum(rows, 1), 0, 1)
+    return rows, -np.expm1(ids * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+
+
+def expected_fetches(classes: Sequence[tuple[np.ndarray, np.ndarray]], ring: int) -> list[float]:
+    """Return the rows that each of the shards of an arena fetches per step.
+
+    Args:
+        classes: results of `row_classes`.
+        ring: slots whose rows change.
+    """
+    rows = np.concatenate([rows for rows, _ in classes])
+    chance = np.concatenate([chance for _, chance in classes])
+    if not len(rows) or not chance.any() or rows.sum() <= ring:
+        return [0.0] * len(classes)
+    low, high = 0.0, MOST_STEPS
+    for _ in range(100):
+        steps = (low * high) ** 0.5 if low else high / 1e6
+        stay = chance * steps
+        if (rows * stay / (1 + stay)).sum() < ring:
+            low = steps
+        else:
+            high = steps
+    return [float((rows * chance / (1 + chance * high)).sum()) for rows, chance in classes]

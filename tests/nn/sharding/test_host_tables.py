@@ -1,0 +1,66 @@
+"""Tables in host memory in a plan: chosen by the planner, refused with a number, with the rows that a step will fetch."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from dataloading.randomness import power_law
+from nn.build import build_plan, open_source, planned_hardware
+from nn.tiers.host_tier import ring_slots
+from nn.tiers.slot_map import SlotMap
+from nn.tiers.traffic import expected_fetches, power_law_share, row_classes
+from tests.helpers.composed import TINY, compose_config
+
+GPU = [*TINY, "device=cuda", "sharding.host_gib=1", "data.synthetic.cardinalities=[90000,40,50000]"]
+
+
+def planned(*overrides: str):
+    config = compose_config(*GPU, *overrides)
+    return build_plan(config, open_source(config), planned_hardware(config))[1]
+
+
+def test_the_planner_moves_the_largest_tables_where_a_gpu_has_too_little_memory():
+    gib = 4.4e6 / 2**30
+    first, small, second = planned(f"sharding.hbm_gib={gib}")
+    assert (first.tier, small.tier, second.tier) == ("host", "device", "device")
+    # All rows of 8 float32 columns in host memory, some of them and a slot per row on the device.
+    assert first.host_bytes_per_rank == (90_000 * 32,)
+    assert first.bytes_per_rank == (first.cache_rows * (32 + 6) + 4 * 90_000,)
+    assert sum(sum(row.bytes_per_rank) for row in (first, small, second)) <= 0.9 * 4.4e6
+    assert first.fetched_rows > 0
+    with pytest.raises(ValueError, match=r"keep large tables in host memory \(sharding\.tiers="):
+        planned(f"sharding.hbm_gib={gib}", "sharding.tiers=[device]")
+
+
+def test_an_arena_smaller_than_the_live_batches_is_refused_with_one_that_would_do():
+    # 64 rows train while two times 128 are scored.
+    table = "sharding.tables={{cat_2: {{tier: host, cache: {}}}}}"
+    with pytest.raises(ValueError, match="may look up 320 different ones; set cache: ") as caught:
+        planned("sharding.hbm_gib=1", table.format(0.006))
+    least = re.search(r"set cache: ([\d.]+)", str(caught.value)).group(1)
+    assert planned("sharding.hbm_gib=1", table.format(least))[2].cache_rows == 320
+
+
+@pytest.mark.parametrize("exponent", [1.05, 0.0])
+def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent):
+    rows, slots, batch = [40_000, 12_000], [4000, 1200], 256
+    ring = max(ring_slots(sum(slots)), 2 * 2 * batch)
+    slot_map = SlotMap(rows, slots, ring, torch.device("cpu"))
+    generator, fetched = np.random.default_rng(1), []
+    for number in range(120):
+        ids = [
+            power_law(generator.random(batch), count, exponent) + base
+            for count, base in zip(rows, (0, rows[0]), strict=True)
+        ]
+        slot_map.release(1 << number % 2, is_trained=True)
+        drawn = torch.from_numpy(np.concatenate(ids)).int()
+        _, moves, _ = slot_map.assign(drawn, 1 << number % 2)
+        fetched.append(0 if moves is None else len(moves.fetched_rows))
+    fixed = [int(count * (1 - ring / sum(slots))) for count in slots]
+    classes = [
+        row_classes(power_law_share(count, exponent), 0, count, first, batch)
+        for count, first in zip(rows, fixed, strict=True)
+    ]
+    assert sum(expected_fetches(classes, ring)) == pytest.approx(np.mean(fetched[40:]), rel=0.05)

@@ -1,0 +1,197 @@
+"""Training with tables in host memory has the bits of training with all rows on the device."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
+from nn.checkpoint import state as checkpoint
+from nn.sharding.tables import local_tensors
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import ON_GPU, needs_one_gpu
+
+# 197 rows in batches of 16 leave 5 for the tail, so that the last batch of an epoch is padded.
+SMALL = [
+    *TINY,
+    "data.synthetic.cardinalities=[5000,40,7,300,3000]",
+    "data.synthetic.train_rows=197",
+    "train.epochs=9",
+    "train.batch_size=16",
+    "eval.batch_size=32",
+    "checkpoint.delta_every=4",
+]
+KINDS = "model.name=tests.nn.models.test_kinds_of_tables:Kinds"
+
+
+def rule(name: str, dtype: str = "fp32") -> list[str]:
+    return [f"optimizer.embedding_name={name}", f"model.embedding_dtype={dtype}"]
+
+
+def in_host(**tables: float | tuple[str, float]) -> str:
+    """Return the override that puts tables into host memory, with their caches."""
+    texts = []
+    for name, value in tables.items():
+        layout, cache = value if isinstance(value, tuple) else ("table_wise", value)
+        texts.append(f"{name}: {{type: {layout}, tier: host, cache: {cache}}}")
+    return f"sharding.tables={{{','.join(texts)}}}"
+
+
+def layouts(**tables: str) -> str:
+    return f"sharding.tables={{{','.join(f'{name}: {layout}' for name, layout in tables.items())}}}"
+
+
+# Each case trains with the first override and with the second one.
+CASES = {
+    "one-hot": (
+        [*SMALL, *rule("adagrad")],
+        layouts(cat_0="table_wise"),
+        in_host(cat_0=0.03, cat_3=0.4, cat_4=0.05),
+    ),
+    # Several features of a table, several tables of a feature, widths from 1, pooled by mean and not at all.
+    "kinds": (
+        [*SMALL, KINDS, *rule("adam", "bf16"), "data.synthetic.hotness=[3,1,2,5,1]"],
+        layouts(cat_0="table_wise"),
+        in_host(cat_0=0.06, cat_1=1, cat_4=0.05, wide_cat_0=0.06, wide_cat_3=1),
+    ),
+    "expanded": (
+        [*SMALL, *rule("ftrl"), "data.multi_hot.hotness=[4,1,1,1,3]"],
+        layouts(cat_0="table_wise"),
+        in_host(cat_0=0.1, cat_4=0.1),
+    ),
+}
+SHARDED = {
+    "rows": (
+        [*SMALL, *rule("rowwise_adagrad", "bf16"), "data.synthetic.hotness=[3,1,2,5,1]"],
+        layouts(cat_0="row_wise", cat_3="row_wise", cat_4="table_wise"),
+        in_host(cat_0=("row_wise", 0.1), cat_3=("row_wise", 1), cat_4=("table_wise", 0.06)),
+    ),
+    "columns": (
+        [*SMALL, *rule("adam")],
+        layouts(cat_0="column_wise", cat_1="data_parallel", cat_3="row_wise", cat_4="table_wise"),
+        "sharding.tables={cat_0: {type: column_wise, tier: host, cache: 0.04}, cat_1: data_parallel, "
+        "cat_3: row_wise, cat_4: {type: table_wise, tier: host, cache: 0.08}}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory) -> tuple[list[str], str, str]:
+    """A case with a ragged, a two-hot and a single-hot feature."""
+    root = tmp_path_factory.mktemp("tier") / "ragged"
+    features = [
+        CategoricalFeature.of("genres", 2000, None),
+        CategoricalFeature.of("pair", 900, 2),
+        CategoricalFeature.of("item", 3000),
+    ]
+    generator = np.random.default_rng(1)
+    with write_dataset(root, categorical=features, numerical=("n", "m")) as dataset:
+        for split, rows in (("train", 197), ("test", 64)):
+            lengths = generator.integers(0, 4, rows)
+            dataset[split].append(
+                numerical=generator.normal(size=(rows, 2)),
+                labels=generator.random(rows) < 0.4,
+                ids={
+                    "genres": generator.integers(0, 2000, lengths.sum()),
+                    "pair": generator.integers(0, 900, (rows, 2)),
+                    "item": generator.integers(0, 3000, rows),
+                },
+                lengths={"genres": lengths},
+            )
+    base = [*SMALL, *rule("sgd", "bf16"), f"data.path={root}"]
+    return base, layouts(genres="table_wise"), in_host(genres=0.25, pair=0.3, item=0.05)
+
+
+def test_ragged_ids_train_alike(ragged):
+    with ranks_of_cpu():
+        assert_alike(trained_both_ways(*ragged))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_training_with_all_rows_on_the_device(case, tmp_path):
+    with ranks_of_cpu():
+        assert_alike(trained_both_ways(*CASES[case], tmp_path))
+
+
+def test_two_ranks_train_alike(tmp_path):
+    for results in run_distributed(every_sharded_case, 2, tmp_path):
+        for result in results:
+            assert_alike(result)
+
+
+@needs_one_gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_trains_alike(case, tmp_path):
+    base, *ways = CASES[case]
+    (result,) = run_distributed(on_gpu, 1, [*base, *ON_GPU], *ways, tmp_path)
+    assert_alike(result)
+
+
+def on_gpu(base: list[str], without: str, with_host: str, directory: Path) -> dict:
+    from nn.distributed.process_group import process_group, ranks_from_environment
+
+    with process_group(ranks_from_environment("cuda")):
+        return trained_both_ways(base, without, with_host, directory)
+
+
+def every_sharded_case(directory: Path) -> list[dict]:
+    with ranks_of_cpu():
+        return [trained_both_ways(*case, directory / name) for name, case in SHARDED.items()]
+
+
+def trained_both_ways(
+    base: list[str], without: str, with_host: str, directory: Path | None = None
+) -> dict:
+    """Train without and with tables in host memory, the latter through a checkpoint too, with an evaluation between.
+
+    Returns:
+        Way -> (losses, this rank's state); and the share of the ids whose row was on the device.
+    """
+    results = {}
+    plain = build(compose_config(*base, without))
+    results["plain"] = first_half(plain), second_half(plain)
+    tiered = build(compose_config(*base, with_host))
+    results["tiered"] = first_half(tiered), None
+    if directory is not None:
+        saved = checkpoint.save(directory, tiered.step, 20, tiered.source.spec, tiered.ranks)
+        for way, override in (("resumed", with_host), ("moved", without)):
+            other = build(compose_config(*base, override))
+            checkpoint.restore(saved, other.step, with_optimizer=True)
+            results[way] = results["tiered"][0], second_half(other)
+    traffic = tiered.step.tables.host_traffic(20)
+    results["tiered"] = results["tiered"][0], second_half(tiered)
+    return results | {"hit rate": traffic["tier_hit_rate"]}
+
+
+def first_half(built: Built) -> list[float]:
+    losses = built.train(0, 20)
+    built.score(3)
+    return losses
+
+
+def second_half(built: Built) -> tuple[list[float], dict[str, list[torch.Tensor]]]:
+    built.step.tables.clear_touched()
+    losses = built.train(20, 20)
+    state = {
+        name: [tensor.detach().cpu().clone() for tensor in local_tensors(value)]
+        for name, value in built.step.state_dict().items()
+    }
+    # Which rows the second half has changed.
+    state["touched"] = [shard.touched.cpu() for shard in built.step.tables.touched_shards()]
+    built.step.close()
+    return losses, state
+
+
+def assert_alike(results: dict) -> None:
+    assert results.pop("hit rate") < 0.99, "rows must enter and leave"
+    first, (second, state) = results.pop("plain")
+    for way, (losses, (later, other)) in results.items():
+        assert losses == first, way
+        assert later == second, way
+        assert other.keys() == state.keys()
+        for name, tensors in state.items():
+            for tensor, same in zip(tensors, other[name], strict=True):
+                assert torch.equal(tensor, same), (way, name)
