@@ -79,7 +79,7 @@ class RowStore:
             target.index_copy_(0, target_rows, source.index_select(0, source_rows))
             return
         # Triton comes with torch's CUDA builds only.
-        from nn.ops.triton.row_copy import copy_rows
+        from nn.tiers.row_copy import copy_rows
 
         num_rows = len(source), len(target)
         copy_rows(

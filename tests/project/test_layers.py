@@ -74,7 +74,7 @@ ROOMS = {
         "nn.ops",
         "nn.user_objects",
     },
-    "nn.tiers": {"nn.distributed", "nn.embedding", "nn.ops", "nn.ops.triton"},
+    "nn.tiers": {"nn.distributed", "nn.embedding", "nn.ops"},
     "nn.sharding": {
         "nn.distributed",
         "nn.embedding",

@@ -58,9 +58,9 @@ def run() -> None:
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _relu_backward
     from nn.ops.triton.parameter_casts import _cast
-    from nn.ops.triton.row_copy import _copy_rows
     from nn.ops.triton.served_lookup import _served_lookup
     from nn.ops.triton.tensor_blocks import ALIGN, BLOCK
+    from nn.tiers.row_copy import _copy_rows
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
     for weights, name, level, source in (
