@@ -242,7 +242,8 @@ def test_published_experiments_fit_the_gpus_of_their_command(name, tmp_path, mon
 @pytest.mark.parametrize("name", [name for name, (_, too_few) in GPUS.items() if too_few])
 def test_too_few_gpus_are_refused_with_a_sufficient_number(name):
     count, too_few = GPUS[name]
-    ended = plan_on_h200s(name, too_few, f"train.batch_size={65_536 // too_few * too_few}")
+    batch = f"train.batch_size={65_536 // too_few * too_few}"
+    ended = plan_on_h200s(name, too_few, batch, "sharding.tiers=[device]")
     assert (ended.exit_code, ended.out) == (2, "")
     assert ended.err.startswith("error: the tables do not fit: with ")
     assert f"{too_few} x 125.1 GiB are usable" in ended.err

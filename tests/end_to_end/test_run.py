@@ -163,6 +163,7 @@ def test_a_plan_opens_no_process_group_and_writes_itself_alone(dlrm, tmp_path, m
 def test_a_plan_that_does_not_fit_names_tables_and_remedies():
     message = refused(
         *["mode=plan", "device=cuda", "sharding.world_size=2", "sharding.hbm_gib=16"],
+        "sharding.tiers=[device]",
         *["data=criteo_t3", "model.embedding_dim=128", "model.bottom_mlp=[64,128]"],
     )
     assert re.match(r"the tables do not fit: .*2 x 14\.4 GiB are usable", message)
