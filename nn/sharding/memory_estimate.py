@@ -101,7 +101,7 @@ def plan_memory(
     declared, sent_bytes = declared_tables(config.model, seen), _sent_bytes(config)
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
-    dense_pass = _dense_pass(config, model, batch * activation_bytes, local)
+    dense_pass = _dense_pass(config, model, batch * activation_bytes, local, world_size == 1)
     eval_batch = config.eval.batch_size // world_size
     eval_columns = _forward_columns(model)
     features = _ids_of_tables(declared, seen, batch)
@@ -419,7 +419,7 @@ def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
     )
 
 
-def _dense_pass(config: Config, model: Model, column_bytes: int, local: int) -> int:
+def _dense_pass(config: Config, model: Model, column_bytes: int, local: int, is_alone: bool) -> int:
     """Return the bytes of the fullest of three moments; memory of the first is reused by the later ones.
 
     Args:
@@ -427,13 +427,20 @@ def _dense_pass(config: Config, model: Model, column_bytes: int, local: int) -> 
         model: the dense component.
         column_bytes: of one column of activations.
         local: gradients of the embeddings of this rank's rows, bytes.
+        is_alone: whether there is one rank.
     """
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
     saved = sum(before for before, _ in layers) + model.activations().backward_columns
     saved += model.columns_kept_by_layers()
-    widest = max((max(layer) for layer in layers), default=0)
-    gradients = 2 * widest  # of one layer's output and of its input
+    # Of one layer's output and of its input.
+    gradients = max((2 * max(layer) for layer in layers), default=0)
+    reread = model.activations().reread_columns
+    if is_alone and layers and reread == layers[0][0]:
+        # The first layer reads the embeddings, and nothing else, where they were looked up.
+        saved -= reread
+        first, *others = layers
+        gradients = max(sum(first), *(2 * max(layer) for layer in others))
     top = (saved + gradients) * column_bytes
     interaction = local + (layers[0][1] if layers else 0) * column_bytes
     # Under fp16 they are checked for overflows at the end: absolute values, and two booleans per number.
