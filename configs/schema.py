@@ -294,11 +294,15 @@ class DataConfig:
         "consecutive rows that stay together when an epoch is shuffled; 1 shuffles single rows, "
         "0 keeps the order on disk; a Parquet dataset rounds it up to complete row groups",
     )
-    prefetch: int = option(4, "batches read ahead of the step", most=1024)
-    workers: int = option(
-        4,
+    prefetch: int | None = option(
+        None,
+        "batches read ahead of the step; null: 4, or 8 where a feature is ragged",
+        most=1024,
+    )
+    workers: int | None = option(
+        None,
         "reader workers per rank and split: processes where a GPU trains; threads on CPUs and for large row groups of "
-        "Parquet. Also the threads that draw data.multi_hot at the start",
+        "Parquet. Also the threads that draw data.multi_hot at the start; null: 4, or 8 where a feature is ragged",
         most=1024,
     )
     validation_fraction: float | None = option(
@@ -319,8 +323,11 @@ class DataConfig:
             self.shuffle_block >= 0,
             f"data.shuffle_block must not be negative, got {self.shuffle_block}",
         )
-        require(self.prefetch > 0, f"data.prefetch must be positive, got {self.prefetch}")
-        require(self.workers > 0, f"data.workers must be positive, got {self.workers}")
+        for name in ("prefetch", "workers"):
+            number = getattr(self, name)
+            require(
+                number is None or number > 0, f"data.{name} must be positive or null, got {number}"
+            )
         require(
             self.path is not None or bool(self.synthetic.cardinalities),
             "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",

@@ -19,6 +19,9 @@ from dataloading.dataset.source import Allocate, Columns, Source
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
 
+READERS = 4
+RAGGED_READERS = 8
+"""Ragged rows take two to three times as long to read: with four readers, the step of one H200 waited for them."""
 SLOTS_IN_USE = 2
 """Slots beyond the batches read ahead: one for the batch in use, one that the device may still copy from."""
 ROOM = 1.5
@@ -38,16 +41,16 @@ class LoaderSettings:
         seed: of the shuffle.
         shuffle_block: rows that stay together when an epoch is shuffled, rounded up to the source's granule; 0 keeps the
             order on disk.
-        prefetch: batches read ahead.
-        workers: threads or processes that read.
+        prefetch: batches read ahead; None: `READERS`, or `RAGGED_READERS` where a feature is ragged.
+        workers: threads or processes that read; None: the same.
         only_scores: whether the rows are scored and not trained, so that a split may have fewer than a batch.
     """
 
     batch_size: int
     seed: int = 0
     shuffle_block: int = 0
-    prefetch: int = 4
-    workers: int = 4
+    prefetch: int | None = None
+    workers: int | None = None
     only_scores: bool = False
 
 
@@ -108,8 +111,9 @@ class Loader:
         self.seed = settings.seed
         granule = source.granule(split)
         self.shuffle_block = -(-settings.shuffle_block // granule) * granule
-        self.prefetch = settings.prefetch
-        self.workers = settings.workers
+        usual = RAGGED_READERS if self._is_ragged else READERS
+        self.prefetch = settings.prefetch or usual
+        self.workers = settings.workers or usual
         self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
         self.data_wait_ms = 0.0
         self._slots: Slots | None = None

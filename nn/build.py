@@ -14,7 +14,7 @@ from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.held_out_source import VALIDATION, HeldOutSource
 from dataloading.id_counts import counts_of_ids
-from dataloading.loader import Loader, LoaderSettings
+from dataloading.loader import READERS, Loader, LoaderSettings
 from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
 from nn.distributed.process_group import Ranks, launched_world
@@ -242,7 +242,7 @@ def build_multi_hot(config: Config, source: Source) -> MultiHot:
     Raises:
         ValueError: data.multi_hot is not for these features.
     """
-    return MultiHot(source.spec, config.data.multi_hot, config.data.workers)
+    return MultiHot(source.spec, config.data.multi_hot, config.data.workers or READERS)
 
 
 def model_spec(config: Config, source: Source) -> FeatureSpec:

@@ -17,7 +17,7 @@ from dataloading.arrow_table import SPLIT, features_source
 from dataloading.batch import Batch, jagged
 from dataloading.dataset.documents import read_json, resolved
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.loader import Loader, LoaderSettings
+from dataloading.loader import READERS, Loader, LoaderSettings
 from nn.checkpoint.compatibility import AVERAGE, differences
 from nn.checkpoint.directory import BEST, list_checkpoints, read_facts
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks, read_index
@@ -173,7 +173,7 @@ class Run:
     def _expansion(self) -> dict[str, Tensor]:
         """Return the further ids of each id of features that `data.multi_hot` expands."""
         data = self.config.data
-        multi_hot = MultiHot(self.spec, data.multi_hot, data.workers)
+        multi_hot = MultiHot(self.spec, data.multi_hot, data.workers or READERS)
         cpu = torch.device("cpu")
         return {name: multi_hot.lookup_table(name, cpu) for name in multi_hot.hotness}
 

@@ -27,8 +27,8 @@ BATCHES_ON_DEVICE = 3
 """The batch being trained, the one before until its step returns, and the next one."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """Torch's default on Hopper, per stream; there are two, the step's and the graph's."""
-SORTED_KEY_BYTES = 3 * (ID_BYTES + POSITION_BYTES)
-"""Keys and positions: unsorted, sorted, and the radix sort's scratch."""
+SORTED_KEY_BYTES = 2 * ID_BYTES + POSITION_BYTES
+"""Keys, unsorted and sorted, and their positions. The radix sort's scratch is used again."""
 EVALUATED_ID_BYTES = 24
 """Ids of an evaluation with another batch size: batches, exchange, positions and the graph's input."""
 REQUEST_BYTES = 64
@@ -97,7 +97,7 @@ def plan_memory(
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
     model = build_meta(config.model, seen)
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
-    batch_bytes, arrived_bytes = _bytes_of_batches(spec, batch, world_size)
+    batch_bytes, arrived_bytes = _bytes_of_batches(spec, seen, plan, batch, world_size)
     declared, sent_bytes = declared_tables(config.model, seen), _sent_bytes(config)
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
@@ -253,12 +253,27 @@ def _partial_columns(plan: Sequence[TablePlan]) -> int:
     return round(sum(x.num_vectors * x.embedding_dim for x in plan if _is_row_wise(x)))
 
 
-def _bytes_of_batches(spec: FeatureSpec, batch: int, world_size: int) -> tuple[float, int]:
-    """Return the bytes of batches on the device, and those of each id that arrives at its table."""
+def _bytes_of_batches(
+    spec: FeatureSpec, seen: FeatureSpec, plan: Sequence[TablePlan], batch: int, world_size: int
+) -> tuple[float, int]:
+    """Return the bytes of batches on the device, and those of each id that arrives at its table.
+
+    Args:
+        spec: feature spec of the dataset as stored.
+        seen: feature spec after the expansion of ids.
+        plan: of the tables.
+        batch: rows of one rank.
+        world_size: ranks.
+    """
     ids_per_row = sum(x.mean_hotness for x in spec.categorical)
     row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
     # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
-    own = 2 * ID_BYTES * len(spec.categorical) + (ID_BYTES + POSITION_BYTES) * ids_per_row
+    own = 2 * ID_BYTES * len(spec.categorical)
+    is_fixed = seen == spec and all(feature.hotness for feature in spec.categorical)
+    if world_size == 1 and is_fixed and all(x.sharding != "data_parallel" for x in plan):
+        # Ids are looked up where they are, without an exchange; the graph's input is a copy of the batch.
+        return batch * (BATCHES_ON_DEVICE * row + own), ID_BYTES
+    own += (ID_BYTES + POSITION_BYTES) * ids_per_row
     # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
     arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
     return batch * (BATCHES_ON_DEVICE * row + own), arrived_bytes
