@@ -268,7 +268,7 @@ def _bytes_of_batches(
     ids_per_row = sum(x.mean_hotness for x in spec.categorical)
     row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
     # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
-    own = 2 * ID_BYTES * len(spec.categorical)
+    own: float = 2 * ID_BYTES * len(spec.categorical)
     is_fixed = seen == spec and all(feature.hotness for feature in spec.categorical)
     if world_size == 1 and is_fixed and all(x.sharding != "data_parallel" for x in plan):
         # Ids are looked up where they are, without an exchange; the graph's input is a copy of the batch.
