@@ -271,15 +271,17 @@ class Loader:
             self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
             return
         head = self._ragged_head(rows, memory)
+        size = np.array([rows.num_valid, rows.padded_to])
+        # Those of fixed hotness stay in the slot from batch to batch, if their sizes are alike.
+        only_ragged = bool((head.size == size).all())
+        head.size[:] = 0
         try:
             columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
         except SlotFullError:
             head.num_ids[:] = TOO_LARGE
             return
         head.num_ids[:] = [len(ids) for ids in columns.ids]
-        # Those of fixed hotness stay in the slot from batch to batch.
-        size = np.array([rows.num_valid, rows.padded_to])
-        _fill_lengths(head.lengths, columns, rows.num_valid, only_ragged=(head.size == size).all())
+        _fill_lengths(head.lengths, columns, rows.num_valid, only_ragged=only_ragged)
         head.size[:] = size
 
     def _batch_in(self, slot: int, step: int, slots: Slots) -> Batch:

@@ -31,7 +31,14 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.checkpoint.directory import CHECKPOINTS, clear, list_checkpoints, prune, step_of
+from nn.checkpoint.directory import (
+    CHECKPOINTS,
+    clear,
+    finish_commits,
+    list_checkpoints,
+    prune,
+    step_of,
+)
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror, fetch_run
 from nn.checkpoint.state import facts_of, trainer_rows
@@ -504,6 +511,8 @@ def _take_run_directory(config: Config, lock: RunLock, logger: Logger) -> None:
         # Only a directory that exists is locked here.
         run_dir.mkdir(parents=True, exist_ok=True)
     lock.take(run_dir)
+    if run_dir is not None and config.mode is Mode.train:
+        finish_commits(run_dir / CHECKPOINTS)
     if run_dir is None or address is None:
         return
     step = fetch_run(run_dir, address)
@@ -581,7 +590,9 @@ def _delta_writer(session: Session) -> DeltaWriter | None:
         ranks,
         session.logger,
     )
-    if start.stage.is_new:
+    stage = start.stage
+    # Also if the run was killed before the first delta of the stage.
+    if stage.number and start.num_steps == stage.first_step:
         for table, retired in retired_rows(config, session.source.spec).items():
             writer.retire(table, retired)
     return writer

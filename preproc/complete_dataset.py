@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.preproc_schema import PreprocConfig
+from configs.preproc_schema import Mode, PreprocConfig
 from configs.table_schema import Label, TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
@@ -129,6 +129,8 @@ def _metadata(config: PreprocConfig, lineage: Lineage) -> dict[str, Any]:
         "frequency_limit": config.frequency_limit,
         "vocabulary_rows": config.vocabulary.name,
     }
+    if config.mode is Mode.transform:
+        metadata["mode"] = config.mode.name
     if config.shuffle:
         metadata["shuffle_seed"] = config.seed
     if lineage.day:

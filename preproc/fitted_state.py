@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.messages import shown
-from configs.preproc_schema import PreprocConfig, VocabularyRows
+from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, History, Numerical, TableConfig, transform_of
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
@@ -44,7 +44,7 @@ class FittedState:
         statistics: fitted numbers per numerical feature and transform.
         files: bytes and CRC-32 of each file, as they were compared.
         lineage: its day and its identity.
-        limits: `frequency_limit` and `vocabulary_rows` of the spec.
+        limits: metadata of the spec, `frequency_limit` and `vocabulary_rows` among them.
     """
 
     directory: Path
@@ -256,6 +256,10 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
         raise ValueError(
             f"{where}: {SPEC_NAME} lists no checksums or no frequency_limit, so that no day can follow it; fit again"
         )
+    if fitted.limits.get("mode") == Mode.transform.name:
+        raise ValueError(
+            f"{where} was made by mode=transform, which fits nothing; extend the dataset that it was fitted on"
+        )
     if config.frequency_limit not in (0, limit):
         raise ValueError(
             f"frequency_limit={config.frequency_limit}, but {where} was fitted with {limit}, which counts over all days; "
@@ -271,6 +275,10 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
                 "fit it again with rare_counts=true"
             )
     counted = VocabularyRows.all if rows == VocabularyRows.all.name else VocabularyRows.train
+    if config.vocabulary is VocabularyRows.all and counted is not VocabularyRows.all:
+        raise ValueError(
+            f"vocabulary=all, but {where} was fitted on the training rows, and every day is counted alike; leave it out"
+        )
     return replace(config, frequency_limit=limit, vocabulary=counted)
 
 

@@ -118,6 +118,17 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
     return target
 
 
+def finish_commits(directory: Path) -> None:
+    """Complete the checkpoints that had every file when their run was killed, where no other one of their step is left.
+
+    A second checkpoint of a step replaces the first, which is removed a moment before.
+    """
+    for path in directory.glob(".step_*.unfinished"):
+        target = directory / path.name.removeprefix(".").removesuffix(".unfinished")
+        if (path / RUN_FILE).exists() and not target.exists():
+            os.rename(path, target)
+
+
 def write_facts(directory: Path, facts: dict[str, Any], files: Sequence[str]) -> None:
     """Write run.json of a directory that has all other files.
 

@@ -149,7 +149,8 @@ class Training:
         if trainer.num_steps > session.start.num_steps:
             # Before a step, so that the checkpoint of the one before has its evaluation.
             trainer.save_or_stop()
-        trained = trainer.train_next(prefetcher)
+        with trainer.writing_late_record():
+            trained = session.step.train(trainer.num_steps, prefetcher)
         trainer.finish_step(trained, prefetcher)
         return trained
 

@@ -2,7 +2,8 @@
 
 import math
 import signal
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,16 +255,17 @@ class Trainer:
         was_stopped = self._is_continuation and self._early_stop() is not None
         is_done = start_step >= last_step or was_stopped
         prefetcher = self.start()
-        while not is_done:
-            self._begin_profile(self._speed)
-            with annotate(STEP):
-                trained = self.train_next(prefetcher)
-            self.finish_step(trained, prefetcher)
-            if self.stage.place(self.num_steps) in eval_at:
-                self.evaluate_between_steps()
-            is_done = self.num_steps == last_step or self._early_stop() is not None
-            if not is_done:
-                self.save_or_stop()
+        with self.writing_late_record():
+            while not is_done:
+                self._begin_profile(self._speed)
+                with annotate(STEP):
+                    trained = self._step.train(self.num_steps, prefetcher)
+                self.finish_step(trained, prefetcher)
+                if self.stage.place(self.num_steps) in eval_at:
+                    self.evaluate_between_steps()
+                is_done = self.num_steps == last_step or self._early_stop() is not None
+                if not is_done:
+                    self.save_or_stop()
         self.end(prefetcher)
 
     def start(self) -> Prefetcher:
@@ -281,14 +283,11 @@ class Trainer:
         self._speed = ThroughputMeter()
         return prefetcher
 
-    def train_next(self, prefetcher: Prefetcher) -> StepResult:
-        """Train on the next batch.
-
-        Raises:
-            DivergedError: on all ranks, before any update, if the loss is not finite.
-        """
+    @contextmanager
+    def writing_late_record(self) -> Iterator[None]:
+        """Write the record that is still computed, if a loss in the context is not finite on any rank."""
         try:
-            return self._step.train(self.num_steps, prefetcher)
+            yield
         except DivergedError:
             self._write_late_record()
             raise

@@ -8,6 +8,7 @@ isnan itself sees it.
 import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from configs.messages import shown
 from configs.table_schema import Label, TableConfig
@@ -38,6 +39,13 @@ NAN = "'nan'"
 LARGEST_FLOAT = "3.4028234663852886e38"
 
 
+VALUE_NAMES = {
+    *("user", "current_user", "session_user", "current_role", "current_schema", "current_catalog"),
+    *("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"),
+}
+"""Names that an engine takes for a value of its own where no column has them, in quotes too."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Expression:
     """SQL of the user.
@@ -62,6 +70,15 @@ class _Expression:
     def is_column(self) -> bool:
         """Return whether it is the name of a column."""
         return re.fullmatch(r'\w+|"([^"]|"")*"', self.sql) is not None
+
+    def is_other_value(self, columns: Container[str]) -> bool:
+        """Return whether an engine takes the name for a value of its own, since no column has it.
+
+        Args:
+            columns: names in lower case.
+        """
+        name = self.sql.strip('"').replace('""', '"').lower()
+        return self.is_column and name in VALUE_NAMES and name not in columns
 
 
 class Staging:
@@ -97,9 +114,11 @@ class Staging:
         self.table = table
         self._expressions = _expressions_of(table)
         base = self._base()
+        self._column_names = {name.lower() for name, _ in engine.columns(base)}
         if may_lack_labels:
             self.table = self._without_absent(base)
             self._expressions = _expressions_of(self.table)
+        self._refuse_other_values(base)
         reason = "not one value per expression"
         try:
             values = self._values(base)
@@ -118,6 +137,9 @@ class Staging:
         """Return the description without the row numbers whose columns do not exist, if no label has its columns."""
         absent = set()
         for item in self._expressions[: len(self.table.row_numbers)]:
+            if item.is_other_value(self._column_names):
+                absent.add(item.column)
+                continue
             try:
                 self._engine.columns(f"SELECT *, ({item.sql}\n) AS x_ FROM ({base})")
             except MissingColumnError:
@@ -275,10 +297,17 @@ class Staging:
             except QueryError as error:
                 absent = re.match(r'Referenced column (".*) not found', str(error))
                 reason = f"no column {absent[1]}" if absent else str(error)
-            names = [
-                name for name, _ in self._engine.columns(base) if name not in ("file_", "order_")
-            ]
-            raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(names)}")
+            self._refuse_item(item, base, reason)
+
+    def _refuse_other_values(self, base: str) -> None:
+        """Raise ValueError for a column that does not exist but whose name is a value to the engine, such as `user`."""
+        for item in self._expressions:
+            if item.is_other_value(self._column_names):
+                self._refuse_item(item, base, f"no column {quoted(item.sql.strip(chr(34)))}")
+
+    def _refuse_item(self, item: _Expression, base: str, reason: str) -> NoReturn:
+        names = [name for name, _ in self._engine.columns(base) if name not in ("file_", "order_")]
+        raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(names)}")
 
 
 def _binary(name: str, key: str, title: str) -> tuple[str, list[str]]:

@@ -64,6 +64,7 @@ class GpuModel:
         self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
         self._ragged_room = 0
         self._passes: dict[int, _Pass] = {}
+        self._pinned = self._block = torch.empty(0, dtype=torch.int32)
         self._make_room(RAGGED_IDS_PER_ROW * self._sizes[-1] if manifest.ragged else 0)
 
     @classmethod
@@ -115,7 +116,7 @@ class GpuModel:
             return torch.cat([self.scores(part) for part in parts])
         needed = sum(len(ids.values) for ids in rows.ragged.values())
         if needed > self._ragged_room:
-            self._make_room(2 * needed)
+            self._grow(2 * needed)
         with torch.inference_mode():
             padded = next(size for size in self._sizes if size >= len(rows))
             found = self._passes[padded]
@@ -127,11 +128,24 @@ class GpuModel:
                 torch.cuda.current_stream(self._device).synchronize()
             return scores.clone()
 
+    def _grow(self, ragged_ids: int) -> None:
+        """Make room for more ids of ragged features; if memory does not suffice, keep what there is.
+
+        Raises:
+            OutOfMemoryError: the GPU has too little memory; smaller requests are answered as before.
+        """
+        kept = self._ragged_room, self._passes, self._pinned, self._block
+        try:
+            self._make_room(ragged_ids)
+        except torch.OutOfMemoryError:
+            self._ragged_room, self._passes, self._pinned, self._block = kept
+            raise
+
     def _make_room(self, ragged_ids: int) -> None:
         """Allocate the block of inputs, and capture the graphs that read it."""
         self._ragged_room = ragged_ids
         size = InputLayout.of(self.manifest, self._sizes[-1]).first_value + ragged_ids
-        self._passes.clear()
+        self._passes = {}
         self._pinned = self._host((size,), torch.int32).zero_()
         self._block = torch.zeros(size, dtype=torch.int32, device=self._device)
         # The largest first: the others find their memory in its pool.

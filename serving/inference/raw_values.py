@@ -25,6 +25,8 @@ from serving.manifest import Manifest, ModelError
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 NOT_A_NUMBER = ("nan", "+nan", "-nan")
 SEPARATOR = "\x1f"
+MOST_VALUES = 65_536
+"""Values of one text that a separator parts."""
 """Separates the values of a cross."""
 SMALLEST_OVERFLOW = {True: 65520.0, False: math.inf}
 """By whether numbers are stored as float16: beyond it the stored type has no number."""
@@ -250,6 +252,11 @@ class RawValues:
 
 
 def _split(text: str, separator: str) -> list[str | None]:
+    # Before a short request becomes gigabytes of Python objects.
+    if text.count(separator) > MOST_VALUES:
+        raise InputError(
+            f"a text has {text.count(separator) + 1:,} values; want at most {MOST_VALUES:,}"
+        )
     return [value or None for value in text.split(separator)]
 
 

@@ -55,7 +55,9 @@ class Service:
         self._batcher = Batcher(batch_limits, self._scorer, self._metrics.batch)
         self._http = HttpServer(self._answer, self._refuse, http_limits, log)
         self._tasks: list[asyncio.Task[None]] = []
-        self._id_inputs = (versions.current, IdInputs(versions.current.model.manifest))
+        # Not the version itself, whose tables would stay in memory after a swap.
+        manifest = versions.current.model.manifest
+        self._id_inputs = (manifest, IdInputs(manifest))
         self._is_ready = False
 
     @property
@@ -170,8 +172,8 @@ class Service:
         manifest, raw = version.model.manifest, version.model.raw
         try:
             if raw is None or takes_ids(manifest, request.inputs):
-                if self._id_inputs[0] is not version:
-                    self._id_inputs = (version, IdInputs(manifest))
+                if self._id_inputs[0] is not manifest:
+                    self._id_inputs = (manifest, IdInputs(manifest))
                 arrays = {}
                 for tensor in request.inputs.values():
                     if isinstance(tensor.values, list):

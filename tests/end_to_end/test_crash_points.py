@@ -17,7 +17,7 @@ from tests.helpers.file_system_faults import unsupported
 
 # Scenario: number of points per fault, spread evenly from the first change to the last.
 SHARES = {
-    "training": {"kill": 3, "torn": 1, "ENOSPC": 2, "full": 1, "EIO": 1, "broken": 1},
+    "training": {"kill": 2, "torn": 1, "ENOSPC": 1, "full": 1, "EIO": 1},
     "training_deltas": {"kill": 1, "ENOSPC": 1},
     "training_2_ranks": {"kill": 1, "lost_rank": 1, "ENOSPC": 1, "broken": 1},
     "training_resumed": {"kill": 2},

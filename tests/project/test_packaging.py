@@ -44,7 +44,7 @@ def test_the_wheel_holds_all_files_of_ours_and_nothing_else(wheel):
         str(path.relative_to(ROOT))
         for name in PACKAGES
         for path in (ROOT / name).rglob("*")
-        if path.suffix in (".py", ".yaml")
+        if path.suffix in (".py", ".yaml", ".sh")
     }
     assert held == ours | set(SCRIPTS)
     assert "configs/experiment/dlrm_criteo_t15.yaml" in held

@@ -12,10 +12,8 @@ from nn.ops.triton.tensor_blocks import BLOCK, NUM_WARPS, TensorBlocks
 
 ALIGNMENT = 128
 """Elements; matrix products are fastest where matrices begin at such places."""
-MOST_LAYERS = 64
-
 _found: dict[tuple[tuple[int, int], ...], TensorBlocks] = {}
-"""Blocks of the latest layers, by addresses and sizes of their parameters."""
+"""Blocks of layers, by addresses and sizes of their parameters; a few KiB each. Captured graphs hold their addresses."""
 
 
 def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -32,8 +30,6 @@ def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Te
     ]
     key = tuple(zip((parameter.data_ptr() for parameter in parameters), sizes, strict=True))
     if key not in _found:
-        while len(_found) >= MOST_LAYERS:
-            _found.pop(next(iter(_found)))
         _found[key] = TensorBlocks([parameters, copies])
     for align, blocks in _found[key].groups:
         num_blocks = blocks.shape[1]

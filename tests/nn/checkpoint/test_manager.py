@@ -16,7 +16,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.remote_device import _remote_device
 
 from nn.checkpoint.dcp_storage import DcpWriter
-from nn.checkpoint.directory import clear, find_damage, list_checkpoints, read_facts, step_of
+from nn.checkpoint.directory import (
+    clear,
+    find_damage,
+    finish_commits,
+    list_checkpoints,
+    read_facts,
+    step_of,
+)
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer
 from nn.checkpoint.state import facts_of, restore
@@ -227,3 +234,20 @@ def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_complete_checkpoin
     assert dies_at > 15
     assert left == sorted(left), "once it is there it stays"
     assert set(left) == {2, 3}
+
+
+def test_a_complete_checkpoint_that_was_not_renamed_is_kept(tmp_path):
+    """Its run was killed after it had removed the earlier one of the step."""
+    for name, files in {
+        ".step_4.unfinished": ["run.json"],
+        ".step_8.unfinished": ["__0_0.distcp"],
+        ".step_12.unfinished": ["run.json"],
+        "step_12": ["run.json"],
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("")
+    finish_commits(tmp_path)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_12", "step_4"]
+    clear(tmp_path, 12)
+    assert not list(tmp_path.glob(".*"))

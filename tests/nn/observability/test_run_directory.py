@@ -87,6 +87,10 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "bytes_per_rank": [256, 256],
             "expansion_bytes": 0,
             "num_vectors": 1.0,
+            "tier": "device",
+            "cache_rows": 0,
+            "host_bytes_per_rank": [],
+            "fetched_rows": 0.0,
         }
     ]
 

@@ -211,6 +211,18 @@ def test_a_day_without_a_column_and_a_fit_without_counts_are_refused(days, tmp_p
         )
 
 
+def test_a_dataset_that_was_transformed_is_no_fit_to_extend(days, tmp_path):
+    root, _ = days
+    fitted = f"fitted={root / 'data_0'}"
+    build(tmp_path / "same", table_of(root / "day_1.csv"), "mode=transform", fitted)
+    extend = ["mode=extend", f"fitted={tmp_path / 'same'}"]
+    with pytest.raises(Refused, match="was made by mode=transform, which fits nothing"):
+        build(tmp_path / "out", table_of(root / "day_1.csv"), *extend)
+    options = ["mode=extend", fitted, "vocabulary=all"]
+    with pytest.raises(Refused, match=r"vocabulary=all, but .* was fitted on the training rows"):
+        build(tmp_path / "out", table_of(root / "day_1.csv"), *options)
+
+
 def test_exchanged_ids_of_a_later_day_are_found(days, tmp_path):
     root, _ = days
     rows = pq.read_table(root / "data_2/vocabulary/user.parquet")

@@ -171,6 +171,11 @@ def test_files_whose_columns_are_in_another_order_are_one_table(tmp_path):
             "table.categorical: 'c': list is set, but a value is varchar, no list.*",
         ),
         ({"label": {"name": "z"}}, "table.label: 'z': got column 'z': no column \"z\".*"),
+        # To DuckDB and Spark a value, where no column has the name.
+        (
+            {"categorical": ["c", "user"]},
+            "table.categorical: 'user': got column 'user': no column \"user\".*",
+        ),
         (
             {"split": {"by": "column", "expression": "z"}},
             "table.split: got expression 'z': no column \"z\".*",

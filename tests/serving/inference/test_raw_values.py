@@ -11,7 +11,7 @@ import pytest
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from serving.exporting.raw_values import write_raw_values
-from serving.inference.raw_values import RawValues
+from serving.inference.raw_values import RawValues, _split
 from serving.inference.requests import InputError
 from serving.inference.vocabulary import Vocabulary, write_vocabulary
 from serving.manifest import Feature, Manifest, Output, describe_files
@@ -201,3 +201,9 @@ def test_values_of_one_checksum_are_told_apart(tmp_path):
 def test_an_empty_vocabulary_knows_nothing(tmp_path):
     assert write_vocabulary(tmp_path / "v", iter([])) == 0
     assert Vocabulary(tmp_path / "v", 0).ids(["a", None]).tolist() == [0, 0]
+
+
+def test_a_text_of_too_many_values_is_refused_before_it_is_split():
+    assert _split("a||b", "|") == ["a", None, "b"]
+    with pytest.raises(InputError, match="a text has 65,538 values; want at most 65,536"):
+        _split("|" * 65_537, "|")
