@@ -81,7 +81,7 @@ def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str
         *("train.epochs=1000", f"train.max_steps={steps}", f"log.every={RECORD_EVERY}"),
         *(f"profile.steps={PROFILED_STEPS}", f"profile.start_step={steps - PROFILED_STEPS}"),
         *("eval.per_epoch=1", "eval.final_max_steps=null", "eval.auc_threshold=null"),
-        *("checkpoint.save=false", "log.loggers=[]"),
+        *("checkpoint.save=false", "log.loggers=[]", "log.pictures=false"),
         *row.overrides,
     ]
 

@@ -60,7 +60,11 @@ def movielens(tmp_path_factory) -> Path:
 
 def train(experiment: str, run_dir: Path, *overrides: str) -> dict:
     ended = run_command(
-        f"experiment={experiment}", f"run_dir={run_dir}", "device=cpu", *overrides, recipe="main"
+        f"experiment={experiment}",
+        f"run_dir={run_dir}",
+        *("device=cpu", "log.pictures=false", "log.loggers=[]"),
+        *overrides,
+        recipe="main",
     )
     assert (ended.exit_code, ended.err) == (0, "")
     return summary(run_dir)

@@ -34,6 +34,8 @@ DATA = [
     "optimizer.name=sgd",
     "optimizer.lr=0.1",
     "device=cpu",
+    "log.pictures=false",
+    "log.loggers=[]",
 ]
 HOTNESS = "data.synthetic.hotness=[1,2,2,1,3]"
 HISTORY = "data.synthetic.hotness=[1,1,6,1,3]"

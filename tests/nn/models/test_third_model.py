@@ -116,6 +116,7 @@ CASE = [
     "train.batch_size=64",
     "eval.batch_size=128",
     "log.every=4",
+    "log.pictures=false",
     "device=cpu",
 ]
 TABLES = [f"factors_cat_{number}" for number in (4, 3, 2, 1, 0)]

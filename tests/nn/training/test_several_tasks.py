@@ -26,7 +26,7 @@ def overrides(root, *more, tasks=TASKS):
         *("optimizer.name=sgd", "optimizer.lr=0.5", "scheduler.warmup_steps=0"),
         *("scheduler.decay_start_step=null", "scheduler.decay_steps=0", "train.tf32=false"),
         *("train.batch_size=32", "eval.batch_size=32", "train.epochs=2", "data.shuffle_block=8"),
-        *("log.loggers=[]", "log.every=3", tasks),
+        *("log.loggers=[]", "log.pictures=false", "log.every=3", tasks),
         *more,
     ]
 
