@@ -126,7 +126,7 @@ def finish_commits(directory: Path) -> None:
     for path in directory.glob(".step_*.unfinished"):
         target = directory / path.name.removeprefix(".").removesuffix(".unfinished")
         if (path / RUN_FILE).exists() and not target.exists():
-            os.rename(path, target)
+            replace_directory(path, target)
 
 
 def write_facts(directory: Path, facts: dict[str, Any], files: Sequence[str]) -> None:

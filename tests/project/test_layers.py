@@ -146,6 +146,7 @@ ROOMS = {
         "nn.distributed",
         "nn.embedding",
         "nn.models",
+        "nn.observability",
         "nn.training",
     },
     "nn.importance": {"nn.models"},

@@ -13,7 +13,7 @@ from nn.ops.triton.tensor_blocks import BLOCK, NUM_WARPS, TensorBlocks
 ALIGNMENT = 128
 """Elements; matrix products are fastest where matrices begin at such places."""
 _found: dict[tuple[tuple[int, int], ...], TensorBlocks] = {}
-"""Blocks of layers, by addresses and sizes of their parameters; a few KiB each. Captured graphs hold their addresses."""
+"""Blocks of layers, by addresses and sizes of their parameters; a few KiB each. CUDA graphs hold their addresses."""
 
 
 def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Tensor]:
