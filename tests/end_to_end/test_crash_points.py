@@ -17,14 +17,14 @@ from tests.helpers.file_system_faults import unsupported
 
 # Scenario: number of points per fault, spread evenly from the first change to the last.
 SHARES = {
-    "training": {"kill": 2, "torn": 1, "ENOSPC": 1, "full": 1, "EIO": 1},
-    "training_deltas": {"kill": 1, "ENOSPC": 1},
-    "training_2_ranks": {"kill": 1, "lost_rank": 1, "ENOSPC": 1, "broken": 1},
-    "training_resumed": {"kill": 2},
-    "preprocessing": {"kill": 2, "full": 1, "EIO": 1},
-    "preprocessing_table": {"kill": 2, "torn": 1, "ENOSPC": 1, "EIO": 1},
-    "preprocessing_overwrite": {"kill": 2, "broken": 1},
-    "export_npy": {"kill": 1, "torn": 1, "full": 1, "EIO": 1},
+    "training": {"kill": 1, "torn": 1, "EIO": 1},
+    "training_deltas": {"kill": 1},
+    "training_2_ranks": {"kill": 1, "lost_rank": 1},
+    "training_resumed": {"kill": 1},
+    "preprocessing": {"kill": 1, "full": 1},
+    "preprocessing_table": {"kill": 1, "ENOSPC": 1},
+    "preprocessing_overwrite": {"kill": 1, "broken": 1},
+    "export_npy": {"kill": 1, "full": 1},
 }
 # Points where a command once lost work or did not resume, by their call and file.
 KNOWN = {
