@@ -124,7 +124,7 @@ def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
         return decode(self, spec, group)
 
     monkeypatch.setattr(SplitGroups, "decode", counted)
-    loader = make_loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, workers=4)
+    loader = make_loader(open_dataset(FeatureSpec.load(parquet)), "train", batch_size=5, workers=2)
     assert len(list(loader.batches(num_steps=21))) == 21
     assert sorted(decoded) == list(range(13))  # 103 rows by 8
 
