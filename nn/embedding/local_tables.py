@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.schema import OptimizerConfig
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
-from nn.embedding.optimizer import table_rule
+from nn.embedding.optimizer import ADDITION, table_rule
 
 # G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H over
 # lookups), D: columns of a local table, T: columns of all lookups
@@ -199,3 +199,10 @@ class UpdateScalars:
         if self._has_bias:
             self.values[1].fill_(1 / (1 - self._beta1 ** (step + 1)))
             self.values[2].fill_(1 / (1 - self._beta2 ** (step + 1)))
+
+
+def addition_scalars(device: torch.device) -> UpdateScalars:
+    """Return the scalars of an update that adds gradients to a table: rate -1 of the rule `ADDITION`."""
+    scalars = UpdateScalars(ADDITION, 1.0, device)
+    scalars.set(0, -1.0)
+    return scalars

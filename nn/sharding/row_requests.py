@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
+from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
 from nn.sharding.placement import RankTables, RequestedTables
@@ -70,15 +70,13 @@ class RowRequests:
 
     def _bags(self, rows: Tensor) -> LocalEmbeddingBags:
         """Return what looks up, or adds to, rows [R, D] by this rank's ids."""
-        addition = UpdateScalars(ADDITION, 1.0, self._tables.ranks.device)
-        addition.set(0, -1.0)
         lookups = tuple(lookup for of_table in self._keys.lookups for lookup in of_table)
         return LocalEmbeddingBags(
             [LocalTable(lookups, rows, {}, first_row=0)],
             self._keys.blocks,
             self._batch_size,
             ADDITION,
-            addition,
+            addition_scalars(self._tables.ranks.device),
             self._tables.dtype,
             self._tables.ranks.device,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars
+from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
@@ -341,8 +341,6 @@ def _gradient_sums(
     batch_size: int,
 ) -> LocalEmbeddingBags:
     """Return what sums the gradients of the replicated tables: an update with learning rate -1."""
-    minus_one = UpdateScalars(ADDITION, 1.0, tables.ranks.device)
-    minus_one.set(0, -1.0)
     sums = [
         LocalTable(table.lookups, gradient, {})
         for table, gradient in zip(tables.placement.replicas, gradients, strict=True)
@@ -352,7 +350,7 @@ def _gradient_sums(
         blocks,
         batch_size,
         ADDITION,
-        minus_one,
+        addition_scalars(tables.ranks.device),
         tables.dtype,
         tables.ranks.device,
     )
