@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,15 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
 def finish_commits(directory: Path) -> None:
     """Complete the checkpoints that had every file when their run was killed, where no other one of their step is left.
 
-    A second checkpoint of a step replaces the first, which is removed a moment before.
+    A second checkpoint of a step replaces the first, which is removed a moment before. A run may also be killed while it
+    writes run.json, which is the last file, or while it removes the files of an older checkpoint.
     """
     for path in directory.glob(".step_*.unfinished"):
         target = directory / path.name.removeprefix(".").removesuffix(".unfinished")
-        if (path / RUN_FILE).exists() and not target.exists():
+        if target.exists():
+            continue
+        with suppress(ValueError):
+            read_facts(path)
             replace_directory(path, target)
 
 

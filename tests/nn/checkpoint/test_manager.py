@@ -23,6 +23,7 @@ from nn.checkpoint.directory import (
     list_checkpoints,
     read_facts,
     step_of,
+    unfinished,
 )
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer
@@ -215,6 +216,7 @@ def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_complete_checkpoin
             manager = manager_of(built, directory)
             with mortal.until(dies_at):
                 save(manager, 3, best_step=3)
+            finish_commits(directory)
             latest = list_checkpoints(directory)[0]
             left.append(step_of(latest))
             assert find_damage(latest, read_facts(latest), 0, 1) is None
@@ -237,16 +239,17 @@ def test_a_process_that_dies_at_any_moment_of_a_save_leaves_a_complete_checkpoin
 
 
 def test_a_complete_checkpoint_that_was_not_renamed_is_kept(tmp_path):
-    """Its run was killed after it had removed the earlier one of the step."""
-    for name, files in {
-        ".step_4.unfinished": ["run.json"],
-        ".step_8.unfinished": ["__0_0.distcp"],
-        ".step_12.unfinished": ["run.json"],
-        "step_12": ["run.json"],
-    }.items():
-        (tmp_path / name).mkdir()
-        for file in files:
-            (tmp_path / name / file).write_text("")
+    """Its run was killed after it had removed the earlier one of the step; others were killed a moment before or after."""
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        manager = manager_of(built, tmp_path)
+        manager.save(12, {"best_step": 12}, {})
+        wait_for_writer()
+    whole = tmp_path / "step_12"
+    for num_steps in (4, 8, 10, 12):
+        shutil.copytree(whole, unfinished(tmp_path, num_steps))
+    (unfinished(tmp_path, 8) / "run.json").write_text("")
+    (unfinished(tmp_path, 10) / "rank_00000.bin").unlink()
     finish_commits(tmp_path)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_12", "step_4"]
     clear(tmp_path, 12)
