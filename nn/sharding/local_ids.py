@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from nn.tiers.host_tier import Hold
+from nn.tiers.live_batches import Hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ batch needs return to host memory. On a GPU this runs on the stream of the prefe
 from the mapping until its pass has run, so that a step never misses a row.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,11 +14,9 @@ from torch import Tensor
 
 from nn.embedding.local_tables import LocalTable, SlotRows
 from nn.embedding.optimizer import StateField
+from nn.tiers.live_batches import Hold, LiveBatches
 from nn.tiers.row_store import WEIGHT, RowStore
-from nn.tiers.slot_map import SlotMap
-
-MOST_BATCHES = 8
-"""Batches between mapping and the end of their pass; the slot map has a bit for each."""
+from nn.tiers.slot_map import SlotMap, TierIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,43 +38,6 @@ class TieredShard:
     slots: int
     window: int
     first_row: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TierIds:
-    """Positions of the ids of one group of tables in the ids of a batch, [K] each.
-
-    Attributes:
-        group: position of the group.
-        positions: in the ids, int64.
-        first: first row of the table here, int32.
-        end: row after the last one here, int32.
-        offset: number of the table's row 0 in the group, int32.
-    """
-
-    group: int
-    positions: Tensor
-    first: Tensor
-    end: Tensor
-    offset: Tensor
-
-
-class Hold:
-    """The rows that a batch keeps in the arena; they are released when nothing refers to it any more."""
-
-    def __init__(self, tier: "HostTier", pin: int) -> None:
-        self._tier, self._pin = tier, pin
-
-    def release(self, *, is_trained: bool) -> None:
-        """Release the rows; the pass is queued on the current stream."""
-        if self._pin:
-            self._tier._end(self._pin, is_trained=is_trained)
-        self._pin = 0
-
-    def __del__(self) -> None:
-        # A batch that was prefetched and never trained.
-        if not sys.is_finalizing():
-            self.release(is_trained=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +102,7 @@ class HostTier:
             self._groups.append(_group_of(members, states, device))
         self._counts = TierCounts()
         self._is_training = True
-        self._free_pins = [1 << bit for bit in range(MOST_BATCHES)]
-        self._ended: list[tuple[int, bool, torch.cuda.Event | None]] = []
+        self._live = LiveBatches(device)
 
     def host_rows(self, index: int) -> dict[str, Tensor]:
         """View all rows of a shard in host memory, weight and states by name; call `write_back` before reading."""
@@ -190,14 +149,11 @@ class HostTier:
         started = time.perf_counter()
         # The latest pass may still run, beside which this batch is mapped; those before it have ended, or are about to.
         self._release_ended(all_but=1)
-        pin = self._free_pins.pop()
+        hold = self._live.begin()
         traffic = TierCounts()
         for of_group in groups:
             group = self._groups[of_group.group]
-            numbers = ids.index_select(0, of_group.positions)
-            is_here = (numbers >= of_group.first) & (numbers < of_group.end)
-            rows = torch.where(is_here, numbers + of_group.offset, group.map.num_rows)
-            slots, moves, missing = group.map.assign(rows.int(), pin)
+            moves, missing = group.map.map(ids, of_group, hold.pin)
             if moves is not None:
                 group.store.write_back(moves.returned_rows, moves.returned_slots)
                 group.store.fetch(moves.fetched_rows, moves.fetched_slots)
@@ -205,15 +161,14 @@ class HostTier:
                 traffic.rows_out += len(moves.returned_rows)
                 traffic.bytes_in += group.store.row_bytes * len(moves.fetched_rows)
                 traffic.bytes_out += group.store.row_bytes * len(moves.returned_rows)
-            ids.index_copy_(0, of_group.positions, slots.to(ids.dtype))
-            traffic.ids += len(numbers)
+            traffic.ids += len(of_group.positions)
             traffic.missing += missing
         traffic.ms = (time.perf_counter() - started) * 1e3
         if self._is_training:
             for field in fields(traffic):
                 total = getattr(self._counts, field.name) + getattr(traffic, field.name)
                 setattr(self._counts, field.name, total)
-        return Hold(self, pin)
+        return hold
 
     def train(self, mode: bool) -> None:
         """Switch between training, whose traffic is counted, and evaluation; all passes must be queued."""
@@ -242,28 +197,12 @@ class HostTier:
         counts, self._counts = self._counts, TierCounts()
         return counts
 
-    def _end(self, pin: int, *, is_trained: bool) -> None:
-        """Note that the pass of a batch is queued on the current stream."""
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        self._ended.append((pin, is_trained, event))
-
     def _release_ended(self, *, all_but: int) -> None:
-        """Release the rows of the passes that are queued, and let the current stream wait for these passes.
-
-        Args:
-            all_but: number of the latest passes that keep their rows.
-        """
-        count = len(self._ended) - all_but
-        for pin, is_trained, event in self._ended[: max(count, 0)]:
-            if event is not None:
-                event.wait()
+        """Release the rows of the passes that are queued, but those of the latest ones."""
+        released, trained = self._live.take_ended(all_but=all_but)
+        if released:
             for group in self._groups:
-                group.map.release(pin, is_trained=is_trained)
-            self._free_pins.append(pin)
-        del self._ended[: max(count, 0)]
+                group.map.release(released, trained)
 
     def _release_all(self) -> None:
         """Wait for all passes and copies, and release their rows."""

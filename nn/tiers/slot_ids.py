@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable, SlotRows
-from nn.tiers.host_tier import TierIds
+from nn.tiers.slot_map import TierIds
 
 
 class SlotIds:

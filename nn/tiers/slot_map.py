@@ -36,6 +36,25 @@ class Moves:
     returned_slots: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TierIds:
+    """Positions of the ids of one group of tables in the ids of a batch, [K] each.
+
+    Attributes:
+        group: position of the group.
+        positions: in the ids, int64.
+        first: first row of the table here, int32.
+        end: row after the last one here, int32.
+        offset: number of the table's row 0 in the group, int32.
+    """
+
+    group: int
+    positions: Tensor
+    first: Tensor
+    end: Tensor
+    offset: Tensor
+
+
 class SlotMap:
     """Slots of the rows of several tables, whose rows are numbered table after table.
 
@@ -77,6 +96,27 @@ class SlotMap:
         self._are_fixed_changed = False
         self._hand = 0
 
+    def map(self, ids: Tensor, of_group: TierIds, pin: int) -> tuple[Moves | None, int]:
+        """Turn the ids of a batch into slots, in place, and keep their rows from leaving.
+
+        Args:
+            ids: of the batch on this rank.
+            of_group: positions of those of these tables.
+            pin: a bit that no other live batch has.
+
+        Returns:
+            The moves that are needed, if any; and the ids whose row was missing.
+
+        Raises:
+            RankError: the live batches need more rows than the ring has slots.
+        """
+        numbers = ids.index_select(0, of_group.positions)
+        is_here = (numbers >= of_group.first) & (numbers < of_group.end)
+        rows = torch.where(is_here, numbers + of_group.offset, self.num_rows)
+        slots, moves, missing = self.assign(rows.int(), pin)
+        ids.index_copy_(0, of_group.positions, slots.to(ids.dtype))
+        return moves, missing
+
     def assign(self, rows: Tensor, pin: int) -> tuple[Tensor, Moves | None, int]:
         """Give a slot to every row of a batch, and keep it from other rows.
 
@@ -110,12 +150,17 @@ class SlotMap:
         from_slots = taken.index_select(0, changed).index_select(0, order)
         return slots, Moves(fetched, taken, returned, from_slots), len(missing)
 
-    def release(self, pin: int, *, is_trained: bool) -> None:
-        """Let the rows of a batch leave, which have changed if it was trained."""
-        if is_trained:
-            self._is_changed |= (self._pins & pin) != 0
+    def release(self, released: int, trained: int) -> None:
+        """Let the rows of some batches leave.
+
+        Args:
+            released: bits of the batches.
+            trained: bits of those that were trained, whose rows have changed.
+        """
+        if trained:
+            self._is_changed |= (self._pins & trained) != 0
             self._are_fixed_changed = True
-        self._pins &= 255 - pin
+        self._pins &= 255 - released
 
     def changed(self) -> tuple[Tensor, Tensor] | None:
         """Return rows and slots, int64, that differ from host memory, and count them as equal from now on."""

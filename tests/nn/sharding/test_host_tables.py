@@ -54,7 +54,7 @@ def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent):
             power_law(generator.random(batch), count, exponent) + base
             for count, base in zip(rows, (0, rows[0]), strict=True)
         ]
-        slot_map.release(1 << number % 2, is_trained=True)
+        slot_map.release(1 << number % 2, 1 << number % 2)
         drawn = torch.from_numpy(np.concatenate(ids)).int()
         _, moves, _ = slot_map.assign(drawn, 1 << number % 2)
         fetched.append(0 if moves is None else len(moves.fetched_rows))

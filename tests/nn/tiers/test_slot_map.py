@@ -22,7 +22,7 @@ def test_no_row_of_a_live_batch_is_missing_or_moved():
         if len(live) == 3:
             pin, rows, _ = live.pop(0)
             is_trained = number % 3 > 0
-            slot_map.release(pin, is_trained=is_trained)
+            slot_map.release(pin, pin * is_trained)
             changed |= set(rows.tolist()) if is_trained else set()
         pin = 1 << number % 8
         rows = torch.randint(sum(ROWS), (35,), generator=generator, dtype=torch.int32)
@@ -61,6 +61,6 @@ def test_a_window_larger_than_the_ring_is_refused():
     slot_map.assign(torch.arange(500, 515, dtype=torch.int32), 1)
     with pytest.raises(RankError, match="need 10 rows more than the device has room for"):
         slot_map.assign(torch.arange(600, 615, dtype=torch.int32), 2)
-    slot_map.release(1, is_trained=True)
+    slot_map.release(1, 1)
     _, moves, _ = slot_map.assign(torch.arange(600, 615, dtype=torch.int32), 2)
     assert moves.returned_rows.tolist() == list(range(500, 510))

@@ -1,0 +1,79 @@
+"""Batches whose rows must stay in the arena: from the mapping of their ids until their pass has run."""
+
+import sys
+
+import torch
+
+MOST_BATCHES = 8
+"""Batches between mapping and the end of their pass; the slot map has a bit for each."""
+
+
+class LiveBatches:
+    """The batches at work, with a bit for each.
+
+    Args:
+        device: of the passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free_pins = [1 << bit for bit in range(MOST_BATCHES)]
+        self._ended: list[tuple[int, bool, torch.cuda.Event | None]] = []
+
+    def begin(self) -> "Hold":
+        """Return the hold of a further batch."""
+        return Hold(self, self._free_pins.pop())
+
+    def end(self, pin: int, *, is_trained: bool) -> None:
+        """Note that the pass of a batch is queued on the current stream."""
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        self._ended.append((pin, is_trained, event))
+
+    def take_ended(self, *, all_but: int) -> tuple[int, int]:
+        """Let the current stream wait for the passes that are queued, and return the bits of their batches.
+
+        Args:
+            all_but: number of the latest passes that are left out.
+
+        Returns:
+            Bits of all their batches, and of those that were trained.
+        """
+        released = trained = 0
+        count = max(len(self._ended) - all_but, 0)
+        for pin, is_trained, event in self._ended[:count]:
+            if event is not None:
+                event.wait()
+            released |= pin
+            trained |= pin * is_trained
+            self._free_pins.append(pin)
+        del self._ended[:count]
+        return released, trained
+
+
+class Hold:
+    """The rows that a batch keeps in the arena; they are released when nothing refers to it any more.
+
+    Args:
+        batches: the batches at work.
+        pin: bit of this one.
+
+    Attributes:
+        pin: the same; 0 once the rows are released.
+    """
+
+    def __init__(self, batches: LiveBatches, pin: int) -> None:
+        self._batches, self.pin = batches, pin
+
+    def release(self, *, is_trained: bool) -> None:
+        """Release the rows; the pass is queued on the current stream."""
+        if self.pin:
+            self._batches.end(self.pin, is_trained=is_trained)
+        self.pin = 0
+
+    def __del__(self) -> None:
+        # A batch that was prefetched and never trained.
+        if not sys.is_finalizing():
+            self.release(is_trained=False)
