@@ -87,7 +87,7 @@ def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str
 
 
 def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
-    command = command_of(row, _dataset(row, args.data), run_dir, args.steps)
+    command = command_of(row, row_dataset(row, args.data), run_dir, args.steps)
     log = args.out / f"{name}.log"
     log.write_text(shlex.join(command) + "\n")
     with launched(command, log) as launcher:
@@ -210,10 +210,10 @@ def breakdown_table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _dataset(row: Row, root: Path) -> Path:
+def row_dataset(row: Row, root: Path) -> Path:
     """Return the row's dataset directory; generate it if it does not exist."""
     if row.ragged:
-        return ragged_dataset(_dataset(replace(row, ragged=0), root), row.ragged, row.exponent)
+        return ragged_dataset(row_dataset(replace(row, ragged=0), root), row.ragged, row.exponent)
     path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}"
     if (path / "feature_spec.yaml").exists():
         return path

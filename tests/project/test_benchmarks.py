@@ -12,7 +12,13 @@ from benchmarks.floors import floor_of
 from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, ROWS, Row
 from benchmarks.scaling import PEERS, draw_scaling, read_results
-from benchmarks.train import _dataset, breakdown_table, command_of, read_result, speed_line
+from benchmarks.train import (
+    breakdown_table,
+    command_of,
+    read_result,
+    row_dataset,
+    speed_line,
+)
 from configs.arguments import Choices, hydra_arguments
 from configs.schema import Config
 from nn.build import build_train_loader, open_source
@@ -140,7 +146,7 @@ def test_a_dataset_has_the_tables_of_the_row_and_is_generated_once(tmp_path, mon
         "benchmarks.train.subprocess.run", lambda command, **_: made.append(command)
     )
     row = Row("dlrm", 1, "none", "tiny", exponent=0, train_rows=640)
-    path = _dataset(row, tmp_path / "data")
+    path = row_dataset(row, tmp_path / "data")
     assert path == tmp_path / "data/tiny_0_640"
     assert {
         "data.synthetic.cardinalities=[50, 7]",
@@ -150,7 +156,7 @@ def test_a_dataset_has_the_tables_of_the_row_and_is_generated_once(tmp_path, mon
     } <= set(made[0])
     path.mkdir(parents=True)
     (path / "feature_spec.yaml").touch()
-    _dataset(row, tmp_path / "data")
+    row_dataset(row, tmp_path / "data")
     assert len(made) == 1
 
 
