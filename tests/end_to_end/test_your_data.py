@@ -4,16 +4,14 @@ import csv
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from sklearn.metrics import roc_auc_score
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.kept_columns import KeptColumns
+from tests.helpers.command import ROOT, Ended, run_command, run_module, start_command
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "your_data.md").read_text()
 
 
@@ -22,7 +20,22 @@ def bought(folder: Path) -> list[int]:
         return [int(row["bought"]) for row in csv.DictReader(rows)]
 
 
-def test_the_page_runs_from_the_csv_to_the_scores_of_a_chosen_model(tmp_path):
+def follow(words: list[str]) -> Ended:
+    """Run a command of the page, in this process if it starts none itself."""
+    assert words[0] == "python"
+    match words[1:]:
+        case ["-m", "sweep", *_]:
+            return start_command(*words[1:], directory=Path.cwd())
+        case ["-m", module, *arguments]:
+            return run_module(module, *arguments)
+        case ["dlrm.py", *arguments]:
+            return run_command(*arguments)
+    raise AssertionError(words)
+
+
+def test_the_page_runs_from_the_csv_to_the_scores_of_a_chosen_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert [kind for kind, _ in blocks] == [
         *("python", "yaml", "bash", "bash", "bash"),
@@ -36,16 +49,11 @@ def test_the_page_runs_from_the_csv_to_the_scores_of_a_chosen_model(tmp_path):
             assert f"`{name}`" in PAGE
             (tmp_path / name).write_text(block)
             continue
-        command = [sys.executable, "-c", block]
-        if kind == "bash":
-            words = shlex.split(block.replace("dlrm.py", str(ROOT / "dlrm.py")))
-            assert words[0] == "python"
-            command = [sys.executable, *words[1:]]
-        environment = {"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        if kind == "python":
+            exec(compile(block, "your_data.md", "exec"), {})
+            continue
+        ended = follow(shlex.split(block))
+        assert ended.exit_code == 0, ended.err
     (summary,) = tmp_path.glob("runs/dlrm/*/summary.json")
     assert json.loads(summary.read_text())["test_auc"] > 0.7
     fitted, *applied = (

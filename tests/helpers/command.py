@@ -6,9 +6,10 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -38,20 +39,30 @@ def kept_signals() -> Iterator[None]:
 
 def run_command(*arguments: str, recipe: str = "dlrm") -> Ended:
     """Run `<recipe>.py <arguments>` in this process, without the wait of a silent rank for its launcher."""
+    path = str(ROOT / f"{recipe}.py")
+    with patch("main.SILENT_RANK_WAIT_S", 0):
+        return _run(partial(runpy.run_path, path), f"{recipe}.py", *arguments)
+
+
+def run_module(module: str, *arguments: str) -> Ended:
+    """Run `python -m <module> <arguments>` in this process."""
+    return _run(partial(runpy.run_module, module), module, *arguments)
+
+
+def _run(run: Callable[..., object], *words: str) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     exit_code = 0
     with (
         kept_signals(),
         redirect_stdout(out),
         redirect_stderr(err),
-        patch.object(sys, "argv", [f"{recipe}.py", *arguments]),
+        patch.object(sys, "argv", [*words]),
         patch.dict(os.environ, COLUMNS="200"),
-        patch("main.SILENT_RANK_WAIT_S", 0),
     ):
         try:
-            runpy.run_path(str(ROOT / f"{recipe}.py"), run_name="__main__")
+            run(run_name="__main__")
         except SystemExit as end:
-            exit_code = end.code
+            exit_code = end.code or 0
     return Ended(exit_code, out.getvalue(), err.getvalue())
 
 
