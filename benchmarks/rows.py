@@ -75,6 +75,9 @@ MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
 ROW_WISE = ("sharding.types=[row_wise]",)
 BF16_TABLES = ("model.embedding_dtype=bf16",)
 BF16 = ("train.amp=bf16",)
+TF32 = ("train.amp=off",)
+FP32 = ("train.amp=off", "train.tf32=false")
+FP16 = ("train.amp=fp16",)
 FEW_ROWS = 2_048_000
 """Rows of a dataset for batches of at most 8,192; an epoch is 250 steps or more."""
 
@@ -134,8 +137,10 @@ ROWS = {
     "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
     "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
     "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),
-    "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=("train.amp=off",)),
-    "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=("train.amp=fp16",)),
+    # Precisions of the dense component; the rows without a suffix are in bf16.
+    "dlrm_t15_1_tf32": Row("dlrm", 1, *T15, overrides=TF32),
+    "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=FP32),
+    "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=FP16),
     "dlrm_t15_1_bf16_tables": Row("dlrm", 1, *T15, overrides=BF16_TABLES),
     "dlrm_t15_1_fp16_tables": Row("dlrm", 1, *T15, overrides=("model.embedding_dtype=fp16",)),
     "dlrm_t15_4_weak_whole": Row(
@@ -153,7 +158,9 @@ ROWS = {
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
     "dcnv2_t15_1_bf16_tables": Row("dcnv2", 1, *CROSS_T15, overrides=BF16_TABLES),
     "dcnv2_t15_1_compiled": Row("dcnv2", 1, *CROSS_T15, overrides=("train.compile=true",)),
-    "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=("train.amp=off",)),
+    "dcnv2_t15_1_tf32": Row("dcnv2", 1, *CROSS_T15, overrides=TF32),
+    "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=FP32),
+    "dcnv2_t15_1_fp16": Row("dcnv2", 1, *CROSS_T15, overrides=FP16),
     "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
     "dcnv2_t3_4": Row("dcnv2", 4, "dcnv2_criteo_t3", "criteo_t3"),
     # MLPerf's DCNv2: 214 lookups per sample, a global batch of 32,768. On one GPU the tables leave memory for one optimizer

@@ -43,7 +43,7 @@ def ranks_of(recipe: str, *overrides: str, world_size: int = 1) -> list[RankMemo
         ("dcnv2_mlperf_1", 124.3),
         ("dcnv2_mlperf_4", 35.7),
         ("dlrm_t15_1_fp16", 18.9),
-        ("dlrm_t15_1_fp32", 18.2),
+        ("dlrm_t15_1_tf32", 18.2),
         ("dlrm_t15_2_rows", 8.8),
     ],
 )
