@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from nn.ops.host_copy import HostCopy
 from nn.tiers.live_batches import Hold
 
 
@@ -57,7 +58,7 @@ class LocalIds:
         replicated: ids of the replicated tables, feature after feature.
         requested: ids of each group of requested tables.
         room: numbers for which they have room.
-        lacks_room: whether any rank has more than that; None if it cannot have.
+        lacks_room: whether any rank has more than that, bool [1]; None if it cannot have.
         release: if their memory is reused: call it once their last use is queued, on the stream of that use.
         hold: of the rows that the ids need, if tables lie in host memory.
     """
@@ -66,7 +67,7 @@ class LocalIds:
     replicated: Tensor
     requested: tuple[RequestedIds, ...] = ()
     room: Room = Room()
-    lacks_room: "HostFlag | None" = None
+    lacks_room: HostCopy | None = None
     release: Callable[[], None] | None = None
     hold: Hold | None = None
 
@@ -93,26 +94,3 @@ class LocalIds:
             return
         for tensor in self.tensors:
             tensor.record_stream(stream)
-
-
-class HostFlag:
-    """A flag of the device, which the host reads later than it asks for it.
-
-    Args:
-        flag: bool [1], computed on the current stream.
-    """
-
-    def __init__(self, flag: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._value = flag
-        if flag.device.type == "cuda":
-            self._value = torch.empty(1, dtype=torch.bool, pin_memory=True)
-            self._value.copy_(flag, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def is_set(self) -> bool:
-        """Return the flag, once the device has computed it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._value.item())

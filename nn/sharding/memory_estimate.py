@@ -33,9 +33,9 @@ EVALUATED_ID_BYTES = 24
 """Ids of an evaluation with another batch size: batches, exchange, positions and the graph's input."""
 REQUEST_BYTES = 64
 """Of each id of a table whose rows are asked for: its key, sorted and not, its row's number and position."""
-MAPPED_ID_BYTES = 72
+MAPPED_ID_BYTES = 64
 """Per id of a table in host memory: position and bounds in the batches of training and evaluation, its slot in three copies, and
-what one mapping allocates."""
+the rows that one mapping moves."""
 LISTED_BYTES = 12
 """Row, column and factor of each key's gradient, listed where a table has several lookups or a ragged one."""
 

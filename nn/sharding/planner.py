@@ -474,8 +474,8 @@ def arena_bytes(
 ) -> int:
     """Return the device memory of a shard whose rows lie in host memory: slots, and the map of rows to them."""
     of_slots = table_bytes(slots, columns, rule, weight_bytes=weight_bytes)
-    # A slot per row, and per slot a row, the batches that need it, and whether it has changed.
-    return of_slots + 4 * num_rows + (4 + 1 + 1) * slots
+    # A slot and a bit per row, and per slot a row, the batches that need it, and whether it has changed.
+    return of_slots + 4 * num_rows + num_rows // 8 + (4 + 1 + 1) * slots
 
 
 def _bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:

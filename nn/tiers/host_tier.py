@@ -7,16 +7,21 @@ from the mapping until its pass has run, so that a step never misses a row.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nn.embedding.local_tables import LocalTable, SlotRows
 from nn.embedding.optimizer import StateField
+from nn.ops.host_copy import HostCopy
 from nn.tiers.live_batches import Hold, LiveBatches
 from nn.tiers.row_store import WEIGHT, RowStore
-from nn.tiers.slot_map import SlotMap, TierIds
+from nn.tiers.slot_map import SlotMap, TierIds, lacks_slots
+
+if TYPE_CHECKING:
+    from nn.tiers.slot_kernels import SlotKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,13 @@ class TieredShard:
     first_row: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
-    """Tables of one width and dtype, with one store and one arena."""
+    """Tables of one width and dtype, with one store and one arena; on a GPU with kernels that map."""
 
     store: RowStore
     map: SlotMap
+    kernels: "SlotKernels | None" = None
 
 
 @dataclass(slots=True)
@@ -59,7 +65,7 @@ class TierCounts:
         rows_out: rows that returned to host memory.
         bytes_in: of the rows fetched.
         bytes_out: of the rows returned.
-        ms: time of the host for mapping and for queueing the copies; on a CPU, for the copies themselves.
+        ms: time of the host for queueing the mapping and the copies; on a CPU, for both themselves.
     """
 
     ids: float = 0
@@ -100,9 +106,21 @@ class HostTier:
                     members.append(shard)
                     first += shard.rows
             self._groups.append(_group_of(members, states, device))
+        # Of every group, where kernels map; see `DeviceMoves`.
+        self._counted: Tensor | None = None
+        if maps_by_kernels(device):
+            self._counted = torch.zeros(len(kinds), 4, dtype=torch.int32, device=device)
+            self._add_kernels(self._counted)
         self._counts = TierCounts()
         self._is_training = True
         self._live = LiveBatches(device)
+
+    def _add_kernels(self, counted: Tensor) -> None:
+        # Triton comes with torch's CUDA builds only.
+        from nn.tiers.slot_kernels import SlotKernels
+
+        for group, counts in zip(self._groups, counted, strict=True):
+            group.kernels = SlotKernels(group.map, counts)
 
     def host_rows(self, index: int) -> dict[str, Tensor]:
         """View all rows of a shard in host memory, weight and states by name; call `write_back` before reading."""
@@ -139,6 +157,8 @@ class HostTier:
     def map(self, ids: Tensor, groups: Sequence[TierIds]) -> Hold:
         """Turn ids into slots in place, on the current stream, and fetch the rows that are missing.
 
+        On a GPU the host waits for nothing; whether all rows have slots is known to `Hold.check`.
+
         Args:
             ids: of a batch on this rank; those at `groups` become slots.
             groups: positions of the ids.
@@ -148,27 +168,71 @@ class HostTier:
         """
         started = time.perf_counter()
         # The latest pass may still run, beside which this batch is mapped; those before it have ended, or are about to.
-        self._release_ended(all_but=1)
+        ended = self._live.take_ended(all_but=1)
         hold = self._live.begin()
-        traffic = TierCounts()
+        if self._counted is None:
+            self._release(*ended)
+            self._map_here(ids, groups, hold)
+        else:
+            self._map_on_device(ids, groups, hold, ended)
+        self._count(ms=(time.perf_counter() - started) * 1e3)
+        return hold
+
+    def _map_here(self, ids: Tensor, groups: Sequence[TierIds], hold: Hold) -> None:
+        """Map in plain torch, and copy."""
+        for of_group in groups:
+            store, slot_map = self._groups[of_group.group].store, self._groups[of_group.group].map
+            moves, missing = slot_map.map(ids, of_group, hold.pin)
+            fetched = returned = 0
+            if moves is not None:
+                store.write_back(moves.returned_rows, moves.returned_slots)
+                store.fetch(moves.fetched_rows, moves.fetched_slots)
+                fetched, returned = len(moves.fetched_rows), len(moves.returned_rows)
+            self._count_moves(of_group, fetched, returned, missing)
+
+    def _map_on_device(
+        self, ids: Tensor, groups: Sequence[TierIds], hold: Hold, ended: tuple[int, int]
+    ) -> None:
+        """Queue the mapping, the copy of what it counts, and behind it the copies of rows."""
+        assert self._counted is not None, "on a GPU"
+        for group in self._groups:
+            assert group.kernels is not None, "on a GPU"
+            group.kernels.release(*ended)
+        queued = []
         for of_group in groups:
             group = self._groups[of_group.group]
-            moves, missing = group.map.map(ids, of_group, hold.pin)
-            if moves is not None:
-                group.store.write_back(moves.returned_rows, moves.returned_slots)
-                group.store.fetch(moves.fetched_rows, moves.fetched_slots)
-                traffic.rows_in += len(moves.fetched_rows)
-                traffic.rows_out += len(moves.returned_rows)
-                traffic.bytes_in += group.store.row_bytes * len(moves.fetched_rows)
-                traffic.bytes_out += group.store.row_bytes * len(moves.returned_rows)
-            traffic.ids += len(of_group.positions)
-            traffic.missing += missing
-        traffic.ms = (time.perf_counter() - started) * 1e3
+            assert group.kernels is not None, "on a GPU"
+            queued.append((group.store, group.kernels.map(ids, of_group, hold.pin)))
+        counted = HostCopy(self._counted)
+        for store, moves in queued:
+            store.exchange(moves)
+
+        def check() -> None:
+            counts = counted.read().tolist()
+            for of_group in groups:
+                fetched, returned, missing, lacking = counts[of_group.group]
+                if lacking:
+                    raise lacks_slots(lacking)
+                self._count_moves(of_group, fetched, returned, missing)
+
+        hold.check_later(check)
+
+    def _count_moves(self, of_group: TierIds, fetched: int, returned: int, missing: int) -> None:
+        row_bytes = self._groups[of_group.group].store.row_bytes
+        self._count(
+            ids=len(of_group.positions),
+            missing=missing,
+            rows_in=fetched,
+            rows_out=returned,
+            bytes_in=row_bytes * fetched,
+            bytes_out=row_bytes * returned,
+        )
+
+    def _count(self, **traffic: float) -> None:
+        """Add to the traffic of training."""
         if self._is_training:
-            for field in fields(traffic):
-                total = getattr(self._counts, field.name) + getattr(traffic, field.name)
-                setattr(self._counts, field.name, total)
-        return hold
+            for name, value in traffic.items():
+                setattr(self._counts, name, getattr(self._counts, name) + value)
 
     def train(self, mode: bool) -> None:
         """Switch between training, whose traffic is counted, and evaluation; all passes must be queued."""
@@ -197,9 +261,8 @@ class HostTier:
         counts, self._counts = self._counts, TierCounts()
         return counts
 
-    def _release_ended(self, *, all_but: int) -> None:
-        """Release the rows of the passes that are queued, but those of the latest ones."""
-        released, trained = self._live.take_ended(all_but=all_but)
+    def _release(self, released: int, trained: int) -> None:
+        """Let the rows of some batches leave; see `SlotMap.release`."""
         if released:
             for group in self._groups:
                 group.map.release(released, trained)
@@ -207,12 +270,17 @@ class HostTier:
     def _release_all(self) -> None:
         """Wait for all passes and copies, and release their rows."""
         self._synchronize()
-        self._release_ended(all_but=0)
+        self._release(*self._live.take_ended(all_but=0))
         self._synchronize()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def maps_by_kernels(device: torch.device) -> bool:
+    """Return whether ids are mapped by Triton kernels, and not in plain torch."""
+    return device.type == "cuda"
 
 
 def _group_of(

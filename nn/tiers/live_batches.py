@@ -1,6 +1,7 @@
 """Batches whose rows must stay in the arena: from the mapping of their ids until their pass has run."""
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -66,6 +67,21 @@ class Hold:
 
     def __init__(self, batches: LiveBatches, pin: int) -> None:
         self._batches, self.pin = batches, pin
+        self._check: Callable[[], None] | None = None
+
+    def check_later(self, check: Callable[[], None]) -> None:
+        """Set what `check` calls once."""
+        self._check = check
+
+    def check(self) -> None:
+        """Make sure, before the pass is queued, that all rows of the batch have slots; the mapping before that is waited for.
+
+        Raises:
+            RankError: the batches at work need more rows than there is room for.
+        """
+        check, self._check = self._check, None
+        if check is not None:
+            check()
 
     def release(self, *, is_trained: bool) -> None:
         """Release the rows; the pass is queued on the current stream."""

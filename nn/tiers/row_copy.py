@@ -1,8 +1,10 @@
-"""Copy of some rows between memory of the device and registered memory of the host."""
+"""Copies of some rows between memory of the device and registered memory of the host."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nn.tiers.slot_map import DeviceMoves
 
 BLOCKS = 64
 """Programs of a launch: enough for the link, and few enough to leave the multiprocessors to the step beside it."""
@@ -57,6 +59,68 @@ def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: 
         target_rows,
         target.stride(0),
         count,
+        width,
+        ROWS=rows,
+        BLOCK_D=block_d,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit
+def _exchange_rows(
+    host,
+    host_stride,
+    arena,
+    arena_stride,
+    rows,
+    slots,
+    returned,
+    counts,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_D)[None, :]
+    # The first of the counts.
+    count = tl.load(counts)
+    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        index = start + tl.arange(0, ROWS)
+        exists = index < count
+        slot = tl.load(slots + index, mask=exists, other=0).to(tl.int64)
+        entering = tl.load(rows + index, mask=exists, other=0).to(tl.int64)
+        leaving = tl.load(returned + index, mask=exists, other=-1).to(tl.int64)
+        enters = exists[:, None] & (column < width)
+        returns = enters & (leaving >= 0)[:, None]
+        in_arena = arena + slot[:, None] * arena_stride + column
+        # Both ways of the link at once.
+        old = tl.load(in_arena, mask=returns)
+        new = tl.load(host + entering[:, None] * host_stride + column, mask=enters)
+        # All threads have read the slots that they overwrite.
+        tl.debug_barrier()
+        tl.store(host + leaving[:, None] * host_stride + column, old, mask=returns)
+        tl.store(in_arena, new, mask=enters)
+
+
+def exchange_rows(host: Tensor, arena: Tensor, moves: DeviceMoves) -> None:
+    """Return rows of an arena [., D] to host memory, and fetch others in their place, on the current stream.
+
+    Args:
+        host: all rows, in registered host memory; any row stride.
+        arena: the slots, of the same dtype and width.
+        moves: of these rows; no row both enters and returns.
+    """
+    width = host.shape[1]
+    block_d = triton.next_power_of_2(width)
+    rows = max(1, ELEMENTS_PER_PROGRAM // block_d)
+    _exchange_rows[(min(BLOCKS, triton.cdiv(len(moves.rows), rows)),)](
+        host,
+        host.stride(0),
+        arena,
+        arena.stride(0),
+        moves.rows,
+        moves.slots,
+        moves.returned,
+        moves.counts,
         width,
         ROWS=rows,
         BLOCK_D=block_d,

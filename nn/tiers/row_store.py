@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nn.embedding.optimizer import StateField
 from nn.ops.pinned_memory import pinned_memory
+from nn.tiers.slot_map import DeviceMoves
 
 WEIGHT = "weight"
 
@@ -71,6 +72,15 @@ class RowStore:
         """Copy slots of the arena to rows in host memory; see `fetch`."""
         for name, host in self.host.items():
             self._copy(self.arena[name], slots, host, rows)
+
+    def exchange(self, moves: DeviceMoves) -> None:
+        """Write rows back and fetch others into their slots; the host does not wait. Of a GPU only."""
+        # Triton comes with torch's CUDA builds only.
+        from nn.tiers.row_copy import exchange_rows
+
+        for name, host in self.host.items():
+            arena = self.arena[name]
+            exchange_rows(host.view(len(host), -1), arena.view(len(arena), -1), moves)
 
     def _copy(
         self, source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor

@@ -37,6 +37,23 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMoves:
+    """The same where the host does not know how many rows move; all int32, and as long as the ids of a batch at least.
+
+    Attributes:
+        rows: rows that enter, in ascending order.
+        slots: their slots.
+        returned: rows that leave these slots, -1 where the row has not changed.
+        counts: rows that enter, rows that return, ids whose row was missing, and rows for which there is no free slot, [4].
+    """
+
+    rows: Tensor
+    slots: Tensor
+    returned: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TierIds:
     """Positions of the ids of one group of tables in the ids of a batch, [K] each.
 
@@ -66,7 +83,13 @@ class SlotMap:
 
     Attributes:
         num_rows: R.
+        num_fixed: slots whose rows never change, the first ones.
+        num_ring: S, the other slots.
         row_of_slot: row in each slot, int32 [C + 1]; the last one is R, that of no row.
+        slot_of_row: slot of each row, -1 without one, int32 [R + 1]; the last one is -1.
+        pins: bits of the live batches that need each place of the ring, uint8 [S + 1]; the last one stands for all other slots.
+        is_changed: whether the row of a place of the ring has changed since it came, uint8 [S + 1].
+        are_fixed_changed: whether any other row may have changed.
     """
 
     def __init__(
@@ -77,8 +100,8 @@ class SlotMap:
         assert ring <= num_slots, "the planner refuses smaller arenas"
         share = 1 - ring / max(num_slots, 1)
         fixed = [int(count * share) for count in slots]
-        self._num_fixed = sum(fixed)
-        self._num_ring = num_slots - self._num_fixed
+        self.num_fixed = sum(fixed)
+        self.num_ring = num_slots - self.num_fixed
         bases = list(accumulate(rows, initial=0))
         ends = list(zip(bases, fixed, slots, strict=False))
         rows_of_tables = [
@@ -87,13 +110,13 @@ class SlotMap:
         ]
         rows_of_slots = torch.cat([*rows_of_tables, torch.tensor([self.num_rows])])
         self.row_of_slot = rows_of_slots.int().to(device)
-        self._slot_of_row = torch.full((self.num_rows + 1,), -1, dtype=torch.int32, device=device)
+        self.slot_of_row = torch.full((self.num_rows + 1,), -1, dtype=torch.int32, device=device)
         slots_of_rows = torch.arange(num_slots, dtype=torch.int32, device=device)
-        self._slot_of_row[self.row_of_slot[:-1].long()] = slots_of_rows
+        self.slot_of_row[self.row_of_slot[:-1].long()] = slots_of_rows
         # The last entries stand for the slots that are not of the ring.
-        self._pins = torch.zeros(self._num_ring + 1, dtype=torch.uint8, device=device)
-        self._is_changed = torch.zeros(self._num_ring + 1, dtype=torch.bool, device=device)
-        self._are_fixed_changed = False
+        self.pins = torch.zeros(self.num_ring + 1, dtype=torch.uint8, device=device)
+        self.is_changed = torch.zeros(self.num_ring + 1, dtype=torch.uint8, device=device)
+        self.are_fixed_changed = False
         self._hand = 0
 
     def map(self, ids: Tensor, of_group: TierIds, pin: int) -> tuple[Moves | None, int]:
@@ -130,21 +153,21 @@ class SlotMap:
         Raises:
             RankError: the live batches need more rows than the ring has slots.
         """
-        slots = self._slot_of_row.index_select(0, rows)
+        slots = self.slot_of_row.index_select(0, rows)
         self._pin(slots, pin)
         missing = rows.index_select(0, ((slots < 0) & (rows < self.num_rows)).nonzero()[:, 0])
         if not len(missing):
             return slots, None, 0
         fetched = torch.unique(missing).long()
         places = self._free(len(fetched))
-        taken = places + self._num_fixed
+        taken = places + self.num_fixed
         leaving = self.row_of_slot.index_select(0, taken).long()
-        self._slot_of_row.index_fill_(0, leaving, -1)
-        self._slot_of_row.index_copy_(0, fetched, taken.int())
+        self.slot_of_row.index_fill_(0, leaving, -1)
+        self.slot_of_row.index_copy_(0, fetched, taken.int())
         self.row_of_slot.index_copy_(0, taken, fetched.int())
-        changed = self._is_changed.index_select(0, places).nonzero()[:, 0]
-        self._is_changed.index_fill_(0, places, False)
-        slots = self._slot_of_row.index_select(0, rows)
+        changed = self.is_changed.index_select(0, places).nonzero()[:, 0]
+        self.is_changed.index_fill_(0, places, 0)
+        slots = self.slot_of_row.index_select(0, rows)
         self._pin(slots, pin)
         returned, order = leaving.index_select(0, changed).sort()
         from_slots = taken.index_select(0, changed).index_select(0, order)
@@ -158,17 +181,17 @@ class SlotMap:
             trained: bits of those that were trained, whose rows have changed.
         """
         if trained:
-            self._is_changed |= (self._pins & trained) != 0
-            self._are_fixed_changed = True
-        self._pins &= 255 - released
+            self.is_changed |= (self.pins & trained) != 0
+            self.are_fixed_changed = True
+        self.pins &= 255 - released
 
     def changed(self) -> tuple[Tensor, Tensor] | None:
         """Return rows and slots, int64, that differ from host memory, and count them as equal from now on."""
-        places = self._is_changed[:-1].nonzero()[:, 0] + self._num_fixed
-        self._is_changed.zero_()
-        if self._are_fixed_changed:
-            places = torch.cat([torch.arange(self._num_fixed, device=places.device), places])
-        self._are_fixed_changed = False
+        places = self.is_changed[:-1].nonzero()[:, 0] + self.num_fixed
+        self.is_changed.zero_()
+        if self.are_fixed_changed:
+            places = torch.cat([torch.arange(self.num_fixed, device=places.device), places])
+        self.are_fixed_changed = False
         return (self.row_of_slot.index_select(0, places).long(), places) if len(places) else None
 
     def resident(self) -> tuple[Tensor, Tensor]:
@@ -178,27 +201,32 @@ class SlotMap:
 
     def _pin(self, slots: Tensor, pin: int) -> None:
         """Keep the rows of slots from leaving; slots that are not of the ring share the last entry."""
-        places = slots - self._num_fixed
-        places = torch.where(places < 0, self._num_ring, places)
-        pins = self._pins.index_select(0, places).bitwise_or_(pin)
-        self._pins.index_copy_(0, places.long(), pins)
+        places = slots - self.num_fixed
+        places = torch.where(places < 0, self.num_ring, places)
+        pins = self.pins.index_select(0, places).bitwise_or_(pin)
+        self.pins.index_copy_(0, places.long(), pins)
 
     def _free(self, count: int) -> Tensor:
         """Return the next `count` places of the ring that no live batch needs, int64."""
         reach = 2 * count + FIRST_REACH
         while True:
-            reach = min(reach, self._num_ring)
-            places = torch.arange(self._hand, self._hand + reach, device=self._pins.device)
-            places %= max(self._num_ring, 1)
-            found = (self._pins.index_select(0, places) == 0).nonzero()[:count, 0]
-            if len(found) >= count or reach == self._num_ring:
+            reach = min(reach, self.num_ring)
+            places = torch.arange(self._hand, self._hand + reach, device=self.pins.device)
+            places %= max(self.num_ring, 1)
+            found = (self.pins.index_select(0, places) == 0).nonzero()[:count, 0]
+            if len(found) >= count or reach == self.num_ring:
                 break
             reach *= 4
         if len(found) < count:
-            raise RankError(
-                f"the batches at work need {count - len(found):,} rows more than the device has room for, of tables with "
-                "tier: host; raise cache of these tables in sharding.tables"
-            )
+            raise lacks_slots(count - len(found))
         # Those between the last one found and the last one looked at are looked at again.
-        self._hand = (self._hand + int(found[-1]) + 1) % self._num_ring
+        self._hand = (self._hand + int(found[-1]) + 1) % self.num_ring
         return places.index_select(0, found)
+
+
+def lacks_slots(count: int) -> RankError:
+    """Return the error of live batches that need `count` rows more than there are slots for."""
+    return RankError(
+        f"the batches at work need {count:,} rows more than the device has room for, of tables with tier: host; raise cache of "
+        "these tables in sharding.tables"
+    )

@@ -39,7 +39,7 @@ class Prefetcher:
         self._batches = batches
         self._path = path
         self._device = device
-        # The host waits for the kernels that map ids to slots; beside the step's they are served first.
+        # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
         priority = -1 if path.has_host_tables else 0
         self._stream = _side_stream(device, priority) if device.type == "cuda" else None
         self._places: _Places | None = None

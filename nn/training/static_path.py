@@ -12,8 +12,9 @@ from torch import Tensor
 from configs.schema import Config, Mode
 from dataloading.batch import Batch
 from nn.ops.cuda_graph import CudaGraph
+from nn.ops.host_copy import HostCopy
 from nn.sharding.id_all_to_all import CapturedIdAllToAll
-from nn.sharding.local_ids import HostFlag, LocalIds, Room
+from nn.sharding.local_ids import LocalIds, Room
 from nn.sharding.placement import RankTables
 from nn.sharding.request_room import RequestRoom
 from nn.sharding.sharded_tables import ShardedTables
@@ -167,9 +168,16 @@ class StaticPath:
         room = self._request_room.exact(size, ids, level, num_valid)
         return self.embeddings(size, room).send_ids(ids, num_valid)[0]
 
+    def _ready(self, batch: Batch, ids: LocalIds) -> LocalIds:
+        """Return ids that have room, once all their rows have places on the device."""
+        ids = self._with_room(batch, ids)
+        if ids.hold is not None:
+            ids.hold.check()
+        return ids
+
     def _with_room(self, batch: Batch, ids: LocalIds) -> LocalIds:
         """Return ids that have room: those given, or, if a rank asked for more rows than it has room for, others."""
-        if ids.lacks_room is None or not ids.lacks_room.is_set():
+        if ids.lacks_room is None or not ids.lacks_room.read().item():
             return ids
         if not self._has_warned:
             self._has_warned = True
@@ -200,7 +208,7 @@ class StaticPath:
 
     def forward_backward(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
-        ids = self._with_room(batch, ids)
+        ids = self._ready(batch, ids)
         logits = self._pass(batch, ids).run(ids, batch)
         if ids.hold is not None:
             ids.hold.release(is_trained=self._context.update_tables)
@@ -212,7 +220,7 @@ class StaticPath:
 
     def predict(self, batch: Batch, ids: LocalIds) -> Tensor:
         """Return the logits [B]; the next call overwrites them."""
-        ids = self._with_room(batch, ids)
+        ids = self._ready(batch, ids)
         logits = self._forward(batch, ids).run(ids, batch)
         if ids.hold is not None:
             ids.hold.release(is_trained=False)
@@ -318,7 +326,7 @@ def _keep() -> None:
 
 def _watched(ids: LocalIds, lacks_room: Tensor | None) -> LocalIds:
     """Return ids with the flag that they lack room, which the host reads when it uses them."""
-    return ids if lacks_room is None else replace(ids, lacks_room=HostFlag(lacks_room.bool()))
+    return ids if lacks_room is None else replace(ids, lacks_room=HostCopy(lacks_room))
 
 
 def _close(passes: dict[int, Pass]) -> None:

@@ -36,7 +36,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 37
+    assert done.stdout.count("compiled") == 47
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others.
@@ -60,7 +60,7 @@ def run() -> None:
     from nn.ops.triton.parameter_casts import _cast
     from nn.ops.triton.served_lookup import _served_lookup
     from nn.ops.triton.tensor_blocks import ALIGN, BLOCK
-    from nn.tiers.row_copy import _copy_rows
+    from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
     for weights, name, level, source in (
@@ -123,6 +123,12 @@ def run() -> None:
     for dtype in ("*fp32", "*bf16"):
         rows = dict.fromkeys(("source", "target"), dtype)
         build(_copy_rows, rows, ROWS=8, BLOCK_D=128)
+        moves = dict.fromkeys(("rows", "slots", "returned"), "*i32")
+        strides = dict.fromkeys(("host_stride", "arena_stride", "width"), "i32")
+        pointers = dict.fromkeys(("host", "arena"), dtype)
+        build(_exchange_rows, moves | strides | pointers, ROWS=8, BLOCK_D=128)
+    for ids in ("*i32", "*i64"):
+        build_mapping(ids)
     for index in range(3):
         build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
     for scale in (1.0, 2.0):
@@ -138,6 +144,27 @@ def run() -> None:
         build(batch_norm._input_gradient, matrices, **batch_norm.BLOCKS)
         pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
         build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
+
+
+def build_mapping(ids: str) -> None:
+    """Compile the kernels of `nn.tiers.slot_kernels`."""
+    from nn.tiers import slot_kernels as kernels
+
+    names = ("first", "end", "offset", "slot_of_row", "row_of_slot", "is_missing", "counts", "hand")
+    names += ("found", "rows", "slots", "returned")
+    bytes_ = dict.fromkeys(("pins", "is_changed"), "*u8")
+    pointers = (
+        dict.fromkeys(names, "*i32") | bytes_ | {"ids": ids, "positions": "*i64", "count": "i32"}
+    )
+    block = {"BLOCK": kernels.BLOCK}
+    for kernel in (kernels._find_missing, kernels._to_slots):
+        build(kernel, pointers, **block)
+    if ids == "*i32":
+        for kernel in (kernels._release, kernels._take_slots):
+            build(kernel, pointers, **block)
+        block["BLOCK_WORDS"] = kernels.BLOCK_WORDS
+        build(kernels._count_found, pointers, **block)
+        build(kernels._list_found, pointers, PROGRAMS=3000, ALL=4096, **block)
 
 
 def build(kernel, dtypes: dict[str, str], num_warps: int = 4, **constants) -> str:

@@ -25,9 +25,9 @@ def test_the_planner_moves_the_largest_tables_where_a_gpu_has_too_little_memory(
     gib = 8.2e6 / 2**30
     first, small, second = planned(f"sharding.hbm_gib={gib}")
     assert (first.tier, small.tier, second.tier) == ("host", "device", "device")
-    # All rows of 8 float32 columns with Adagrad's state in host memory, some of them and a slot per row on the device.
+    # All rows of 8 float32 columns with Adagrad's state in host memory, some of them and a slot and a bit per row on the device.
     assert first.host_bytes_per_rank == (90_000 * 64,)
-    assert first.bytes_per_rank == (first.cache_rows * (64 + 6) + 4 * 90_000,)
+    assert first.bytes_per_rank == (first.cache_rows * (64 + 6) + 4 * 90_000 + 90_000 // 8,)
     assert sum(sum(row.bytes_per_rank) for row in (first, small, second)) <= 0.9 * 8.2e6
     assert first.fetched_rows > 0
     with pytest.raises(ValueError, match=r"keep large tables in host memory \(sharding\.tiers="):

@@ -1,0 +1,379 @@
+"""Mapping of ids to slots on a GPU: six launches per group of tables, and the host waits for none of them.
+
+The results are those of `SlotMap.map`, slot by slot. Two searches replace sorting: a bit per row says which rows are missing, and
+counting bits gives them distinct and in ascending order; counting free slots from the hand on gives the slots. What is counted
+stays on the device, so buffers have room for as many rows as the batch has ids. Each launch needs all of the one before.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nn.tiers.slot_map import DeviceMoves, SlotMap, TierIds
+
+BLOCK = 1024
+"""Ids, slots or places per step of a program."""
+BLOCK_WORDS = 64
+"""Words of 32 rows per step of a program."""
+MOST_WORD_PROGRAMS = 2048
+MOST_PLACE_PROGRAMS = 1024
+
+# Positions in the counts of `DeviceMoves`.
+_FETCHED = tl.constexpr(0)
+_RETURNED = tl.constexpr(1)
+_MISSING = tl.constexpr(2)
+_LACKING = tl.constexpr(3)
+
+
+class SlotKernels:
+    """Launcher of the mapping for the tables of one arena.
+
+    Args:
+        slot_map: the slots; its `map` must not be called beside this.
+        counts: int32 [4], on the device; see `DeviceMoves`.
+    """
+
+    def __init__(self, slot_map: SlotMap, counts: Tensor) -> None:
+        self._map, self._counts = slot_map, counts
+        device = counts.device
+        self._num_words = triton.cdiv(slot_map.num_rows, 32)
+        self._is_missing = torch.zeros(self._num_words, dtype=torch.int32, device=device)
+        # The next place, and the one after the rows of the batch that is mapped.
+        self._hand = torch.zeros(2, dtype=torch.int32, device=device)
+        self._words_per_program, self._word_programs = _parts(
+            self._num_words, BLOCK_WORDS, MOST_WORD_PROGRAMS
+        )
+        self._places_per_program, place_programs = _parts(
+            slot_map.num_ring, BLOCK, MOST_PLACE_PROGRAMS
+        )
+        self._programs = self._word_programs + place_programs
+        self._found = torch.zeros(self._programs, dtype=torch.int32, device=device)
+        self._buffers = torch.empty(3, 0, dtype=torch.int32, device=device)
+
+    def release(self, released: int, trained: int) -> None:
+        """Let the rows of some batches leave, as `SlotMap.release`, and set the counts to 0; call it before every `map`."""
+        slot_map = self._map
+        slot_map.are_fixed_changed |= trained > 0
+        _release[(triton.cdiv(slot_map.num_ring, BLOCK),)](
+            slot_map.pins,
+            slot_map.is_changed,
+            self._counts,
+            slot_map.num_ring,
+            released,
+            trained,
+            BLOCK=BLOCK,
+        )
+
+    def map(self, ids: Tensor, of_group: TierIds, pin: int) -> DeviceMoves:
+        """Turn the ids of a batch into slots, in place, as `SlotMap.map`; -1 without a free slot.
+
+        Args:
+            ids: of the batch on this rank.
+            of_group: positions of those of these tables.
+            pin: a bit that no other live batch has.
+
+        Returns:
+            The moves, which the next call overwrites.
+        """
+        slot_map, count = self._map, len(of_group.positions)
+        if self._buffers.shape[1] < count:
+            self._buffers = self._buffers.new_empty(3, count)
+        rows, slots, returned = self._buffers
+        in_ids = (ids, of_group.positions, of_group.first, of_group.end, of_group.offset, count)
+        of_map = (slot_map.slot_of_row, slot_map.pins, slot_map.num_fixed)
+        grid = (triton.cdiv(count, BLOCK),)
+        _find_missing[grid](*in_ids, *of_map, self._is_missing, self._counts, pin, BLOCK=BLOCK)
+        searched = (
+            self._is_missing,
+            self._num_words,
+            self._words_per_program,
+            slot_map.pins,
+            slot_map.num_ring,
+            self._places_per_program,
+            self._hand,
+            self._found,
+            self._word_programs,
+        )
+        blocks = {"BLOCK": BLOCK, "BLOCK_WORDS": BLOCK_WORDS}
+        _count_found[(self._programs,)](*searched, **blocks)
+        _list_found[(self._programs,)](
+            *searched,
+            rows,
+            slots,
+            self._counts,
+            PROGRAMS=self._programs,
+            ALL=triton.next_power_of_2(self._programs),
+            **blocks,
+        )
+        _take_slots[grid](
+            rows,
+            slots,
+            returned,
+            self._counts,
+            self._hand,
+            slot_map.slot_of_row,
+            slot_map.row_of_slot,
+            slot_map.is_changed,
+            slot_map.num_fixed,
+            BLOCK=BLOCK,
+        )
+        _to_slots[grid](*in_ids, *of_map, pin, BLOCK=BLOCK)
+        return DeviceMoves(rows, slots, returned, self._counts)
+
+
+def _parts(size: int, block: int, most: int) -> tuple[int, int]:
+    """Return elements per program, a multiple of `block`, and programs, at most `most`."""
+    blocks = max(triton.cdiv(size, block), 1)
+    per_program = triton.cdiv(blocks, most) * block
+    return per_program, max(triton.cdiv(size, per_program), 1)
+
+
+@triton.jit(do_not_specialize=["released", "trained"])
+def _release(pins, is_changed, counts, num_ring, released, trained, BLOCK: tl.constexpr):
+    if tl.program_id(0) == 0:
+        tl.store(counts + tl.arange(0, 4), tl.zeros([4], tl.int32))
+    if released != 0:
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        exists = place < num_ring
+        bits = tl.load(pins + place, mask=exists, other=0).to(tl.int32)
+        tl.store(is_changed + place, 1, mask=exists & ((bits & trained) != 0))
+        is_released = exists & ((bits & released) != 0)
+        tl.store(pins + place, (bits & ~released).to(tl.uint8), mask=is_released)
+
+
+@triton.jit
+def _slots_of(ids, positions, first, end, offset, count, slot_of_row, BLOCK: tl.constexpr):
+    """Return positions, whether they have a row here, rows, and their slots, -1 without one."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < count
+    position = tl.load(positions + index, mask=exists, other=0)
+    number = tl.load(ids + position, mask=exists, other=-1)
+    is_here = exists & (number >= tl.load(first + index, mask=exists, other=0))
+    is_here = is_here & (number < tl.load(end + index, mask=exists, other=0))
+    row = (number + tl.load(offset + index, mask=exists, other=0)).to(tl.int32)
+    slot = tl.load(slot_of_row + row, mask=is_here, other=-1)
+    return position, exists, is_here, row, slot
+
+
+@triton.jit
+def _pin(pins, slot, num_fixed, pin):
+    """Keep rows from leaving. Those that do so at once write the same value."""
+    is_in_ring = slot >= num_fixed
+    place = pins + (slot - num_fixed)
+    bits = tl.load(place, mask=is_in_ring, other=0).to(tl.int32)
+    tl.store(place, (bits | pin).to(tl.uint8), mask=is_in_ring)
+
+
+@triton.jit(do_not_specialize=["count", "pin"])
+def _find_missing(
+    ids,
+    positions,
+    first,
+    end,
+    offset,
+    count,
+    slot_of_row,
+    pins,
+    num_fixed,
+    is_missing,
+    counts,
+    pin,
+    BLOCK: tl.constexpr,
+):
+    _, _, is_here, row, slot = _slots_of(
+        ids, positions, first, end, offset, count, slot_of_row, BLOCK
+    )
+    _pin(pins, slot, num_fixed, pin)
+    lacks_slot = is_here & (slot < 0)
+    bit = tl.full([BLOCK], 1, tl.int32) << (row % 32)
+    tl.atomic_or(is_missing + row // 32, bit, mask=lacks_slot, sem="relaxed")
+    tl.atomic_add(counts + _MISSING, tl.sum(lacks_slot.to(tl.int32)), sem="relaxed")
+
+
+@triton.jit
+def _num_bits(word):
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _words(is_missing, index, stop):
+    return tl.load(is_missing + index, mask=index < stop, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _free_places(pins, hand, index, stop, num_ring):
+    """Return places of the ring, counted from the hand on, and whether they are free."""
+    place = hand.to(tl.int64) + index
+    place = tl.where(place >= num_ring, place - num_ring, place)
+    is_free = tl.load(pins + place, mask=index < stop, other=1) == 0
+    return place.to(tl.int32), is_free.to(tl.int32)
+
+
+@triton.jit
+def _count_found(
+    is_missing,
+    num_words,
+    words_per_program,
+    pins,
+    num_ring,
+    places_per_program,
+    hand,
+    found,
+    word_programs,
+    BLOCK: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < word_programs:
+        start = program * words_per_program
+        stop = tl.minimum(start + words_per_program, num_words)
+        bits = tl.zeros([BLOCK_WORDS], tl.int32)
+        for begin in range(start, stop, BLOCK_WORDS):
+            bits += _num_bits(_words(is_missing, begin + tl.arange(0, BLOCK_WORDS), stop))
+        tl.store(found + program, tl.sum(bits))
+    else:
+        start = (program - word_programs) * places_per_program
+        stop = tl.minimum(start + places_per_program, num_ring)
+        first = tl.load(hand)
+        places = tl.zeros([BLOCK], tl.int32)
+        for begin in range(start, stop, BLOCK):
+            _, is_free = _free_places(pins, first, begin + tl.arange(0, BLOCK), stop, num_ring)
+            places += is_free
+        tl.store(found + program, tl.sum(places))
+
+
+@triton.jit
+def _list_rows(is_missing, start, stop, place, end, rows, BLOCK_WORDS: tl.constexpr):
+    """List the rows of some words from `place` to `end`, and clear their bits."""
+    # Behind its last row, a program has nothing more to list.
+    while (start < stop) & (place < end):
+        index = start + tl.arange(0, BLOCK_WORDS)
+        word = _words(is_missing, index, stop)
+        in_word = _num_bits(word)
+        in_words = tl.sum(in_word)
+        if in_words > 0:
+            bit = tl.arange(0, 32).to(tl.uint32)[None, :]
+            is_set = ((word[:, None] >> bit) & 1) != 0
+            one = tl.full([1, 32], 1, tl.uint32)
+            lower = word[:, None] & ((one << bit) - 1)
+            before = place + tl.cumsum(in_word, 0) - in_word
+            row = index[:, None] * 32 + bit.to(tl.int32)
+            tl.store(rows + before[:, None] + _num_bits(lower), row, mask=is_set)
+            tl.store(is_missing + index, tl.zeros([BLOCK_WORDS], tl.int32), mask=index < stop)
+            place += in_words
+        start += BLOCK_WORDS
+
+
+@triton.jit
+def _list_places(pins, num_ring, hand, start, stop, place, needed, slots, BLOCK: tl.constexpr):
+    """List the free places of a part of the ring from `place` to `needed`, and let the hand follow the last one."""
+    first = tl.load(hand)
+    while (start < stop) & (place < needed):
+        index = start + tl.arange(0, BLOCK)
+        of_ring, is_free = _free_places(pins, first, index, stop, num_ring)
+        number = place + tl.cumsum(is_free, 0) - is_free
+        is_taken = (is_free > 0) & (number < needed)
+        tl.store(slots + number, of_ring, mask=is_taken)
+        # All others still read the hand.
+        after = tl.where(of_ring + 1 == num_ring, 0, of_ring + 1)
+        next_hand = hand + 1 + tl.zeros([BLOCK], tl.int32)
+        tl.store(next_hand, after, mask=is_taken & (number == needed - 1))
+        place += tl.sum(is_free)
+        start += BLOCK
+
+
+@triton.jit
+def _list_found(
+    is_missing,
+    num_words,
+    words_per_program,
+    pins,
+    num_ring,
+    places_per_program,
+    hand,
+    found,
+    word_programs,
+    rows,
+    slots,
+    counts,
+    PROGRAMS: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    others = tl.arange(0, ALL)
+    of_others = tl.load(found + others, mask=others < PROGRAMS, other=0)
+    is_of_words = others < word_programs
+    needed = tl.sum(tl.where(is_of_words, of_others, 0))
+    if program == 0:
+        free = tl.sum(tl.where(is_of_words, 0, of_others))
+        tl.store(counts + _FETCHED, tl.minimum(needed, free))
+        tl.store(counts + _LACKING, tl.maximum(needed - free, 0))
+    before = tl.sum(tl.where(others < program, of_others, 0))
+    if program < word_programs:
+        start = program * words_per_program
+        stop = tl.minimum(start + words_per_program, num_words)
+        end = before + tl.load(found + program)
+        _list_rows(is_missing, start, stop, before, end, rows, BLOCK_WORDS)
+    else:
+        start = (program - word_programs) * places_per_program
+        stop = tl.minimum(start + places_per_program, num_ring)
+        _list_places(pins, num_ring, hand, start, stop, before - needed, needed, slots, BLOCK)
+
+
+@triton.jit
+def _take_slots(
+    rows,
+    slots,
+    returned,
+    counts,
+    hand,
+    slot_of_row,
+    row_of_slot,
+    is_changed,
+    num_fixed,
+    BLOCK: tl.constexpr,
+):
+    if tl.program_id(0) == 0:
+        tl.store(hand, tl.load(hand + 1))
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < tl.load(counts + _FETCHED)
+    row = tl.load(rows + index, mask=exists, other=0)
+    place = tl.load(slots + index, mask=exists, other=0)
+    slot = place + num_fixed
+    # No row that leaves is one that enters: those are not on the device.
+    leaving = tl.load(row_of_slot + slot, mask=exists, other=0)
+    returns = exists & (tl.load(is_changed + place, mask=exists, other=0) != 0)
+    tl.store(slot_of_row + leaving, -1, mask=exists)
+    tl.store(slot_of_row + row, slot, mask=exists)
+    tl.store(row_of_slot + slot, row, mask=exists)
+    tl.store(is_changed + place, 0, mask=exists)
+    tl.store(slots + index, slot, mask=exists)
+    tl.store(returned + index, tl.where(returns, leaving, -1), mask=exists)
+    tl.atomic_add(counts + _RETURNED, tl.sum(returns.to(tl.int32)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count", "pin"])
+def _to_slots(
+    ids,
+    positions,
+    first,
+    end,
+    offset,
+    count,
+    slot_of_row,
+    pins,
+    num_fixed,
+    pin,
+    BLOCK: tl.constexpr,
+):
+    position, exists, _, _, slot = _slots_of(
+        ids, positions, first, end, offset, count, slot_of_row, BLOCK
+    )
+    _pin(pins, slot, num_fixed, pin)
+    tl.store(ids + position, slot.to(ids.dtype.element_ty), mask=exists)
