@@ -6,7 +6,8 @@
 
 `--check` trains small tables both ways with every optimizer of tables, and compares the bits of losses and states. Otherwise
 every cache is a line: all tables have room for this fraction of their rows on the device, and at least for those of the live
-batches; with 1, no table lies in host memory. Synthetic batches lie in host memory and are used in turn, without a loader.
+batches; with 1, no table lies in host memory. Synthetic batches lie in host memory, one per step, without a loader. A line has
+the rows that a step moves beside those of the plan, and `--trace` adds what mapping costs.
 """
 
 import argparse
@@ -17,11 +18,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.host_tables.mapping_costs import traced
 from benchmarks.rows import compose_row
 from configs.schema import Config
 from dataloading.batch import Batch
 from nn.build import build_plan, build_step, build_train_loader, hardware_of, open_source
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
+from nn.sharding.host_tables import LINK_BYTES_PER_MS, fetched_bytes
+from nn.sharding.plan import TablePlan
 from nn.sharding.tables import local_tensors
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
@@ -57,8 +61,12 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128, help="columns of a table")
     parser.add_argument("--exponent", type=float, default=1.05, help="of the ids; 0 is uniform")
     parser.add_argument("--steps", type=int, default=100, help="measured steps")
-    parser.add_argument("--batches", type=int, default=48, help="different batches")
+    parser.add_argument(
+        "--batches", type=int, help="different batches, used in turn; else one per step"
+    )
+    parser.add_argument("--trace", type=int, default=0, help="further steps, under the profiler")
     args = parser.parse_args()
+    args.batches = args.batches or WARM_UP + args.steps + args.trace
     ranks = ranks_from_environment(device_kind())
     with process_group(ranks):
         if args.check is not None:
@@ -78,10 +86,15 @@ def device_kind() -> str:
 
 def built(config: Config, ranks: Ranks) -> TrainStep:
     """Build tables and dense component of a configuration."""
+    return planned_and_built(config, ranks)[1]
+
+
+def planned_and_built(config: Config, ranks: Ranks) -> tuple[Sequence[TablePlan], TrainStep]:
+    """Return the plan too."""
     source = open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
-    plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
-    return build_step(config, source, plan, ranks)
+    plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
+    return rows, build_step(config, source, plan, ranks)
 
 
 def check(ranks: Ranks, optimizers: Sequence[str]) -> None:
@@ -156,10 +169,10 @@ def line(
 ) -> str:
     """Measure one line."""
     start = time.perf_counter()
-    step = built(config, ranks)
+    planned, step = planned_and_built(config, ranks)
     ready_s = time.perf_counter() - start
     steps = WARM_UP + args.steps
-    source: Iterator[Batch] = islice(cycle(batches), steps)
+    source: Iterator[Batch] = islice(cycle(batches), steps + args.trace)
     prefetcher = Prefetcher(source, step.path, ranks.device)
     for number in range(steps):
         if number == WARM_UP:
@@ -173,8 +186,16 @@ def line(
     text = f"cache {cache:g}: {speed:.2f} M samples/s, {seconds / args.steps * 1e3:.2f} ms/step, built in {ready_s:.1f} s"
     for name, value in step.tables.host_traffic(args.steps).items():
         text += f", {name.removeprefix('tier_')} {value:,.4g}"
+    rows, moved = sum(row.fetched_rows for row in planned), sum(map(fetched_bytes, planned))
+    if rows:
+        text += f"; planned rows_in {rows:,.4g}, link {2 * moved / LINK_BYTES_PER_MS:.2f} ms"
     if ranks.device.type == "cuda":
-        text += f", HBM {torch.cuda.memory_allocated() / 2**30:.1f} GiB"
+        text += f"; HBM {torch.cuda.memory_allocated() / 2**30:.1f} GiB"
+    if args.trace and step.tables.tier is not None:
+        further = iter(range(steps, steps + args.trace))
+        text += "\n    per step: " + traced(
+            step.tables.tier, lambda: step.train(next(further), prefetcher), args.trace
+        )
     step.close()
     return text
 
