@@ -15,7 +15,7 @@ from nn.tiers.slot_map import DeviceMoves, SlotMap, TierIds
 BLOCK = 1024
 """Ids, slots or places per step of a program."""
 BLOCK_WORDS = 64
-"""Words of 32 rows per step of a program."""
+"""Words of 32 rows per step of a program that lists them."""
 MOST_WORD_PROGRAMS = 2048
 MOST_PLACE_PROGRAMS = 1024
 
@@ -95,8 +95,7 @@ class SlotKernels:
             self._found,
             self._word_programs,
         )
-        blocks = {"BLOCK": BLOCK, "BLOCK_WORDS": BLOCK_WORDS}
-        _count_found[(self._programs,)](*searched, **blocks)
+        _count_found[(self._programs,)](*searched, BLOCK=BLOCK)
         _list_found[(self._programs,)](
             *searched,
             rows,
@@ -104,7 +103,8 @@ class SlotKernels:
             self._counts,
             PROGRAMS=self._programs,
             ALL=triton.next_power_of_2(self._programs),
-            **blocks,
+            BLOCK=BLOCK,
+            BLOCK_WORDS=BLOCK_WORDS,
         )
         _take_slots[grid](
             rows,
@@ -225,15 +225,14 @@ def _count_found(
     found,
     word_programs,
     BLOCK: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program < word_programs:
         start = program * words_per_program
         stop = tl.minimum(start + words_per_program, num_words)
-        bits = tl.zeros([BLOCK_WORDS], tl.int32)
-        for begin in range(start, stop, BLOCK_WORDS):
-            bits += _num_bits(_words(is_missing, begin + tl.arange(0, BLOCK_WORDS), stop))
+        bits = tl.zeros([BLOCK], tl.int32)
+        for begin in range(start, stop, BLOCK):
+            bits += _num_bits(_words(is_missing, begin + tl.arange(0, BLOCK), stop))
         tl.store(found + program, tl.sum(bits))
     else:
         start = (program - word_programs) * places_per_program

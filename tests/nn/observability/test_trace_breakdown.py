@@ -57,6 +57,8 @@ def traced(*kernels: tuple[str, float, float], annotations=((STEP, 0, 1000),)) -
             "void at::native::(anonymous namespace)::indexSelectSmallIndex<long, long>(...)",
             "id expansion",
         ),
+        ("_list_found", "host rows"),
+        ("_exchange_rows", "host rows"),
         (ALL_TO_ALL, EXCHANGE),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
         ("_dot_forward", "interaction"),

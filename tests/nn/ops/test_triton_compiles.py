@@ -162,8 +162,8 @@ def build_mapping(ids: str) -> None:
     if ids == "*i32":
         for kernel in (kernels._release, kernels._take_slots):
             build(kernel, pointers, **block)
-        block["BLOCK_WORDS"] = kernels.BLOCK_WORDS
         build(kernels._count_found, pointers, **block)
+        block["BLOCK_WORDS"] = kernels.BLOCK_WORDS
         build(kernels._list_found, pointers, PROGRAMS=3000, ALL=4096, **block)
 
 
