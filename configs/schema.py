@@ -126,6 +126,14 @@ class ShardingType(Enum):
     data_parallel = "data_parallel"
 
 
+class Evict(Enum):
+    """The keys that leave the table of a feature with raw keys when it is full."""
+
+    age = "age"
+    count = "count"
+    never = "never"
+
+
 class Tier(Enum):
     """Memory that holds all rows of a table: the device's, or the host's with an arena of rows on the device."""
 
@@ -282,6 +290,28 @@ class MultiHotConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class DynamicConfig:
+    """Rows for the keys of features with `vocabulary: dynamic`."""
+
+    admit_after: int = option(
+        1,
+        "training rows with a key after which it gets a row of its own; until then it has row 0, that of unknown keys",
+        most=2**31 - 1,
+    )
+    evict: Evict = option(
+        Evict.age,
+        "keys that leave when a table is full: age, those that were seen longest ago; count, those that were seen least "
+        "often; never: a full table ends the run",
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.admit_after > 0,
+            f"data.dynamic.admit_after must be positive, got {self.admit_after}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Source of the rows, and how they are read."""
 
@@ -310,6 +340,7 @@ class DataConfig:
         "fraction of the training rows, the last ones, that are not trained on but are the split validation, for "
         "eval.split=validation; null: none",
     )
+    dynamic: DynamicConfig = MISSING
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 

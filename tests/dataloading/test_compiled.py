@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numba.core import caching
 
-from preproc.criteo import compiled
-from preproc.criteo.compiled import kernel
+from dataloading import compiled
+from dataloading.compiled import kernel
 
 
 def add(one, other):
@@ -52,5 +52,9 @@ def test_a_cache_that_fails_costs_time_only(monkeypatch, capsys, fault):
 def test_all_kernels_are_compiled_by_this_function():
     from pathlib import Path
 
-    sources = Path(compiled.__file__).parents[1].rglob("*.py")
+    sources = [
+        path
+        for package in ("dataloading", "preproc", "nn", "serving")
+        for path in (Path(compiled.__file__).parents[1] / package).rglob("*.py")
+    ]
     assert [path.name for path in sources if "njit" in path.read_text()] == ["compiled.py"]

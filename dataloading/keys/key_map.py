@@ -1,0 +1,206 @@
+"""Rows of a table for raw 64-bit keys: admitted after some sightings, evicted when the table is full."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.messages import shown
+from configs.schema import DynamicConfig, Evict
+from dataloading.keys.key_table import (
+    COUNT,
+    MARKED_SHARE,
+    KeyTable,
+    Marks,
+    TableChange,
+    TableState,
+)
+
+KEYS = "keys"
+PROGRESS = "progress"
+CANDIDATE = "candidate_"
+"""Prefix of the state of keys that are not admitted yet."""
+
+State = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class MapChange:
+    """Changes that one batch makes to a map.
+
+    Attributes:
+        rows: of keys with rows.
+        candidates: of keys that are counted until they are admitted.
+    """
+
+    rows: TableChange
+    candidates: TableChange
+
+
+class KeyMap:
+    """Rows of one table for keys; row 0 is that of missing keys, which are 0, and of keys without a row.
+
+    All keys of a batch are counted first; then those with `admit_after` sightings get rows, in the order in which the batch has
+    them. A key has the same row in the complete batch. Of keys that are not admitted, as many are counted as the table has rows,
+    and those that were seen longest ago are forgotten. A key that leaves is counted from 0 again.
+
+    Args:
+        name: of the table.
+        capacity: rows of the table.
+        policy: admission and eviction.
+    """
+
+    def __init__(self, name: str, capacity: int, policy: DynamicConfig) -> None:
+        self.name = name
+        self._policy = policy
+        self._capacity = capacity
+        self._rows = KeyTable(capacity, policy.evict)
+        # With admission at the first sighting no key waits.
+        size = capacity if policy.admit_after > 1 else 1
+        self._candidates = KeyTable(size, Evict.age)
+
+    def map(self, columns: Sequence[np.ndarray], batch: int) -> tuple[list[np.ndarray], MapChange]:
+        """Return the rows of the keys of a batch, and what changed.
+
+        Args:
+            columns: int64 keys [K] per feature of the table, the rows of all ranks in their order.
+            batch: its number, from 1; larger than that of the batch before.
+
+        Raises:
+            ValueError: more keys need rows than there are.
+        """
+        ids = [np.empty(len(keys), np.int32) for keys in columns]
+        counted = [
+            self._rows.see(keys, batch, found) for keys, found in zip(columns, ids, strict=True)
+        ]
+        missing = [places for _, places in counted]
+        keys = np.concatenate(
+            [keys[places] for keys, places in zip(columns, missing, strict=True)]
+        )
+        admitted, counts, candidates = self._admitted(keys, batch)
+        rows, done = self._rows.insert(admitted, counts, batch)
+        if done < len(admitted):
+            raise ValueError(self._exhausted(admitted, done, batch))
+        rows.seen = np.concatenate([seen for seen, _ in counted])
+        for column, places, found in zip(columns, missing, ids, strict=True):
+            found[places] = self._rows.look_up(column[places])
+        return ids, MapChange(rows, candidates)
+
+    def look_up(self, keys: np.ndarray, pending: Iterable[MapChange] = ()) -> np.ndarray:
+        """Return the rows of int64 keys [K], int32 [K], without counting them.
+
+        Args:
+            keys: to look up.
+            pending: the latest changes, the oldest first; the rows are those before them.
+        """
+        ids = self._rows.look_up(keys)
+        changed = [
+            part
+            for change in pending
+            for part in (
+                (change.rows.old_keys, change.rows.slots),
+                (change.rows.keys, np.zeros_like(change.rows.slots)),
+            )
+        ]
+        if not changed:
+            return ids
+        all_keys = np.concatenate([keys for keys, _ in changed])
+        all_rows = np.concatenate([rows for _, rows in changed])
+        # A key that changes several times has the row before the oldest change.
+        distinct, first = np.unique(all_keys, return_index=True)
+        if not len(distinct):
+            return ids
+        at = np.minimum(np.searchsorted(distinct, keys), len(distinct) - 1)
+        is_changed = (distinct[at] == keys) & (keys != 0)
+        ids[is_changed] = all_rows[first[at[is_changed]]]
+        return ids
+
+    def state(self, batch: int, pending: Sequence[MapChange] = ()) -> State:
+        """Return a copy of the state after `batch`, in arrays of constant shapes.
+
+        Args:
+            batch: number of that batch.
+            pending: changes of later batches, the oldest first.
+        """
+        changes = [(change.rows, change.candidates) for change in reversed(pending)]
+        state: State = {PROGRESS: np.zeros(5, np.int64)}
+        state[PROGRESS][0] = batch
+        for number, (prefix, table) in enumerate(self._tables()):
+            copied = TableState(
+                table.state.keys.copy(),
+                table.state.facts.copy(),
+                table.state.used,
+                table.state.marks,
+            )
+            for change in changes:
+                copied.take_back(change[number])
+            marks = copied.marks
+            left = marks.slots[marks.next :]
+            padded = np.zeros(len(copied.keys) // MARKED_SHARE + 1, np.int64)
+            padded[: len(left)] = left
+            state[f"{prefix}{KEYS}"] = copied.keys
+            state[f"{prefix}facts"] = copied.facts
+            state[f"{prefix}marks"] = padded
+            state[PROGRESS][1 + 2 * number : 3 + 2 * number] = copied.used, marks.batch
+        return state
+
+    def load(self, state: Mapping[str, np.ndarray]) -> int:
+        """Load a state; return the number of its batch."""
+        progress = state[PROGRESS]
+        for number, (prefix, table) in enumerate(self._tables()):
+            padded = state[f"{prefix}marks"]
+            used, marked_in = progress[1 + 2 * number : 3 + 2 * number].tolist()
+            table.load(
+                TableState(
+                    state[f"{prefix}{KEYS}"].copy(),
+                    state[f"{prefix}facts"].copy(),
+                    used,
+                    Marks(padded[padded > 0].copy(), 0, marked_in),
+                )
+            )
+        return int(progress[0])
+
+    def load_keys(self, keys: np.ndarray) -> None:
+        """Load the keys of all rows alone, int64 [rows], for scores."""
+        state = self.state(0)
+        self.load(state | {KEYS: keys})
+
+    def _tables(self) -> list[tuple[str, KeyTable]]:
+        return [("", self._rows), (CANDIDATE, self._candidates)]
+
+    def _admitted(
+        self, keys: np.ndarray, batch: int
+    ) -> tuple[np.ndarray, np.ndarray, TableChange]:
+        """Count keys [n] that have no rows; return those to admit, their sightings, and the changed candidates."""
+        candidates = self._candidates
+        if self._policy.admit_after == 1:
+            change, _ = candidates.insert(keys[:0], keys[:0], batch)
+            return keys, np.ones(len(keys), np.int64), change
+        slots = np.empty(len(keys), np.int32)
+        seen, new = candidates.see(keys, batch, slots)
+        # If the batch alone has more keys than are counted, the last ones are not.
+        change, _ = candidates.insert(keys[new], np.ones(len(new), np.int64), batch)
+        change.seen = seen
+        slots = candidates.look_up(keys)
+        facts = candidates.state.facts
+        is_due = (slots > 0) & (facts[slots, COUNT] >= self._policy.admit_after)
+        due, first = np.unique(keys[is_due], return_index=True)
+        due = due[np.argsort(first)]
+        slots = candidates.look_up(due)
+        counts = facts[slots, COUNT].astype(np.int64)
+        facts[slots, COUNT] = 0
+        return due, counts, change
+
+    def _exhausted(self, admitted: np.ndarray, done: int, batch: int) -> str:
+        table = f"table {shown(self.name)} of {self._capacity:,} rows"
+        if self._policy.evict is Evict.never:
+            return (
+                f"{table} is full: data.dynamic.evict=never keeps all keys, and batch {batch:,} has "
+                f"{len(np.unique(admitted[done:])):,} more; raise the feature's cardinality in feature_spec.yaml in a new run, "
+                "or set data.dynamic.evict=age or count"
+            )
+        return (
+            f"{table} is too small: data.dynamic.evict={self._policy.evict.value} has evicted all keys that batch {batch:,} does "
+            f"not have, and {len(np.unique(admitted[done:])):,} of its keys have no row; raise the feature's cardinality in "
+            "feature_spec.yaml in a new run, raise data.dynamic.admit_after, or lower train.batch_size"
+        )

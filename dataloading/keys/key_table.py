@@ -1,0 +1,277 @@
+"""Slots of keys in a table of fixed capacity: counted, stamped, and evicted when the table is full.
+
+Everything here is a function of the keys of the batches alone. Batches are numbered from 1. A slot has a key, the number of its
+sightings and the batch that saw it last.
+
+Eviction: when a new key finds no free slot, the sixteenth of the keys that the policy values least is marked, without those of
+the batch. Marked keys leave one by one as slots are needed; one that was seen after it was marked stays. By `age` these are
+exactly the keys that were seen longest ago. Equal keys leave in the order of their slots.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.schema import Evict
+from dataloading.compiled import kernel
+from dataloading.keys.hash_index import (
+    DRAWN,
+    cells_for,
+    fill,
+    insert,
+    look_up,
+    place_of,
+    remove,
+    slot_of,
+)
+
+MARKED_SHARE = 16
+MOST_SIGHTINGS = 2**31 - 1
+
+COUNT, LAST = 0, 1
+"""Columns of a slot's facts."""
+
+# K: keys of a batch, C: slots
+
+
+@dataclass(slots=True)
+class TableChange:
+    """Changes that a batch makes to a table; enough to take them back.
+
+    Attributes:
+        seen: slots whose key the batch has seen, and their facts before, int32 [n, 3].
+        slots: slots that got another key, int64 [m].
+        keys: their new keys, int64 [m].
+        old_keys: their old keys, 0 of free slots, int64 [m].
+        old_facts: of these slots, int32 [m, 2].
+        used: slots in use before.
+        marks: the marked keys before.
+    """
+
+    seen: np.ndarray
+    slots: np.ndarray
+    keys: np.ndarray
+    old_keys: np.ndarray
+    old_facts: np.ndarray
+    used: int
+    marks: "Marks"
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Slots that are evicted next.
+
+    Attributes:
+        slots: in their order, int64.
+        next: index of the next one.
+        batch: in which they were marked.
+    """
+
+    slots: np.ndarray
+    next: int
+    batch: int
+
+
+NO_MARKS = Marks(np.zeros(0, np.int64), 0, 0)
+
+
+@dataclass(slots=True)
+class TableState:
+    """Content of a table after a batch.
+
+    Attributes:
+        keys: of each slot, int64 [C]; 0 of free slots and of slot 0.
+        facts: sightings, and batch that saw the key last, int32 [C, 2].
+        used: slots in use, with slot 0; they are the first ones.
+        marks: slots that are evicted next.
+    """
+
+    keys: np.ndarray
+    facts: np.ndarray
+    used: int
+    marks: Marks
+
+    def take_back(self, change: TableChange) -> None:
+        """Take the latest change back."""
+        seen = change.seen
+        self.facts[seen[:, 0]] = seen[:, 1:]
+        self.keys[change.slots] = change.old_keys
+        self.facts[change.slots] = change.old_facts
+        self.used, self.marks = change.used, change.marks
+
+
+class KeyTable:
+    """Slots 1 to C - 1 for keys; slot 0 is that of all others.
+
+    Args:
+        capacity: C, at least 2.
+        evict: policy.
+    """
+
+    def __init__(self, capacity: int, evict: Evict) -> None:
+        self._evict = evict
+        self._marked = max(1, capacity // MARKED_SHARE)
+        self._state = TableState(
+            np.zeros(capacity, np.int64), np.zeros((capacity, 2), np.int32), 1, NO_MARKS
+        )
+        self._cells = cells_for(capacity)
+
+    @property
+    def state(self) -> TableState:
+        """The content, which the next batch changes."""
+        return self._state
+
+    def load(self, state: TableState) -> None:
+        """Replace the content."""
+        self._state = state
+        self._cells[:] = 0
+        fill(self._cells, state.keys, DRAWN)
+
+    def look_up(self, keys: np.ndarray) -> np.ndarray:
+        """Return the slots of int64 keys [K], int32 [K]; 0 of keys without one."""
+        slots = np.empty(len(keys), np.int32)
+        look_up(self._cells, keys, slots, DRAWN)
+        return slots
+
+    def see(
+        self, keys: np.ndarray, batch: int, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Count the sightings of keys that have slots, and write their slots; return `seen` and the positions of others.
+
+        Args:
+            keys: int64 [K]; key 0 is none.
+            batch: number of the batch.
+            slots: int32 [K]; 0 of keys without a slot.
+        """
+        seen = np.empty((len(keys), 3), np.int32)
+        missing = np.empty(len(keys), np.int64)
+        num_seen, num_missing = _see(
+            keys, self._cells, self._state.facts, batch, slots, seen, missing, DRAWN
+        )
+        return seen[:num_seen].copy(), missing[:num_missing]
+
+    def insert(self, keys: np.ndarray, counts: np.ndarray, batch: int) -> tuple[TableChange, int]:
+        """Give slots to keys [n] that have none; a key that occurs again adds its count.
+
+        Returns:
+            The change, without the slots seen; and the keys that were handled, fewer than n if all slots hold keys that may
+            not leave.
+        """
+        state = self._state
+        before = state.used, state.marks
+        size = len(keys)
+        slots, new_keys, old_keys = (np.empty(size, np.int64) for _ in range(3))
+        old_facts = np.empty((size, 2), np.int32)
+        done = num_new = 0
+        while True:
+            marks = state.marks
+            done, num_new, state.used, following = _insert(
+                (keys, counts, done, batch),
+                (self._cells, state.keys, state.facts, state.used),
+                (marks.slots, marks.next, marks.batch),
+                (slots, new_keys, old_keys, old_facts, num_new),
+                DRAWN,
+            )
+            state.marks = Marks(marks.slots, following, marks.batch)
+            if done == size or not self._mark(batch):
+                break
+        change = TableChange(
+            np.empty((0, 3), np.int32),
+            slots[:num_new].copy(),
+            new_keys[:num_new].copy(),
+            old_keys[:num_new].copy(),
+            old_facts[:num_new].copy(),
+            *before,
+        )
+        return change, done
+
+    def _mark(self, batch: int) -> bool:
+        """Mark keys that leave next; return whether there are any."""
+        if self._evict is Evict.never:
+            return False
+        counts, last = self._state.facts[1:, COUNT], self._state.facts[1:, LAST]
+        worth = last if self._evict is Evict.age else counts.astype(np.int64) << 32 | last
+        eligible = np.flatnonzero(last < batch)
+        if not len(eligible):
+            return False
+        worth = worth[eligible]
+        if len(eligible) > self._marked:
+            border = np.partition(worth, self._marked - 1)[self._marked - 1]
+            below = np.flatnonzero(worth < border)
+            equal = np.flatnonzero(worth == border)[: self._marked - len(below)]
+            # In the order of slots, which a stable sort by worth keeps among equal ones.
+            chosen = np.sort(np.concatenate([below, equal]))
+        else:
+            chosen = np.arange(len(eligible))
+        order = np.argsort(worth[chosen], kind="stable")
+        self._state.marks = Marks(eligible[chosen[order]] + 1, 0, batch)
+        return True
+
+
+@kernel
+def _see(keys, cells, facts, batch, slots, seen, missing, drawn):
+    """Handle keys in blocks: first their slots, which are in memory at independent places, then the facts of these slots."""
+    num_seen = num_missing = 0
+    mask = len(cells) - 1
+    places = np.empty(256, np.int64)
+    for first in range(0, len(keys), 256):
+        size = min(256, len(keys) - first)
+        for i in range(size):
+            places[i] = place_of(keys[first + i], mask, drawn)
+        for i in range(size):
+            # Nearly always the first cell is the key's, or empty.
+            place, key = places[i], keys[first + i]
+            slot = cells[place, 1]
+            if slot != 0 and cells[place, 0] != key:
+                slot = slot_of(cells, key, drawn)
+            slots[first + i] = slot if key != 0 else 0
+        for i in range(first, first + size):
+            slot = slots[i]
+            if slot == 0:
+                missing[num_missing] = i
+                num_missing += keys[i] != 0
+                continue
+            if facts[slot, 1] != batch:
+                seen[num_seen, 0] = slot
+                seen[num_seen, 1] = facts[slot, 0]
+                seen[num_seen, 2] = facts[slot, 1]
+                num_seen += 1
+                facts[slot, 1] = batch
+            facts[slot, 0] += facts[slot, 0] < 2147483647
+    return num_seen, num_missing
+
+
+@kernel
+def _insert(new, table, marks, change, drawn):
+    """Insert keys from `begin` on; stop where the marked slots are used up."""
+    keys, counts, begin, batch = new
+    cells, keys_of, facts, used = table
+    marked, following, marked_in = marks
+    slots, new_keys, old_keys, old_facts, num_new = change
+    for at in range(begin, len(keys)):
+        slot = slot_of(cells, keys[at], drawn)
+        if slot != 0:
+            facts[slot, 0] = min(np.int64(facts[slot, 0]) + counts[at], 2147483647)
+            continue
+        if used < len(keys_of):
+            slot = used
+            used += 1
+        else:
+            while following < len(marked) and facts[marked[following], 1] >= marked_in:
+                following += 1
+            if following == len(marked):
+                return at, num_new, used, following
+            slot = marked[following]
+            following += 1
+            remove(cells, keys_of[slot], drawn)
+        slots[num_new] = slot
+        new_keys[num_new] = keys[at]
+        old_keys[num_new] = keys_of[slot]
+        old_facts[num_new, 0] = facts[slot, 0]
+        old_facts[num_new, 1] = facts[slot, 1]
+        num_new += 1
+        keys_of[slot] = keys[at]
+        facts[slot, 0] = counts[at]
+        facts[slot, 1] = batch
+        insert(cells, keys[at], slot, drawn)
+    return len(keys), num_new, used, following
