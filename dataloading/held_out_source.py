@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.dataset.source import Allocate, Columns, Keys, Source
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -65,6 +65,11 @@ class HeldOutSource:
         """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`."""
         moved = runs + self._border if split == VALIDATION else runs
         return self._source.read(_stored(split), moved, padded_to, allocate)
+
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Return the keys of a feature in the rows of `runs` (int64 [K, 2], half-open)."""
+        moved = runs + self._border if split == VALIDATION else runs
+        return self._source.read_keys(_stored(split), moved, feature)
 
 
 def _stored(split: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.dataset.source import Allocate, Columns, Keys, Source
 
 
 class KnownIdsSource:
@@ -44,3 +44,7 @@ class KnownIdsSource:
         for ids, known in zip(columns.ids, self._known, strict=True):
             ids[ids >= known] = 0
         return columns
+
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Return the keys of the other source."""
+        return self._source.read_keys(split, runs, feature)

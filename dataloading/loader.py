@@ -2,12 +2,14 @@
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +20,10 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Allocate, Columns, Source
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
+
+if TYPE_CHECKING:
+    # Numba is imported only where there are keys.
+    from dataloading.keys.key_maps import KeyMaps
 
 READERS = 4
 RAGGED_READERS = 8
@@ -44,6 +50,7 @@ class LoaderSettings:
         prefetch: batches read ahead; None: `READERS`, or `RAGGED_READERS` where a feature is ragged.
         workers: threads or processes that read; None: the same.
         only_scores: whether the rows are scored and not trained, so that a split may have fewer than a batch.
+        admits_keys: whether raw keys are counted and admitted, which is for training.
     """
 
     batch_size: int
@@ -52,6 +59,7 @@ class LoaderSettings:
     prefetch: int | None = None
     workers: int | None = None
     only_scores: bool = False
+    admits_keys: bool = False
 
 
 class Loader:
@@ -69,6 +77,7 @@ class Loader:
         rank: of `world_size` ranks.
         world_size: divides the batch size.
         device: pinned memory is used if this is a GPU.
+        key_maps: rows for raw keys; None for a dataset without.
 
     Raises:
         ValueError: the split does not exist, the training split is smaller than a batch, or the batch does not divide
@@ -88,8 +97,13 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
+        key_maps: "KeyMaps | None" = None,
     ) -> None:
         self.source = source
+        self._dynamic = [index for index, f in enumerate(source.spec.categorical) if f.is_dynamic]
+        self._key_maps = key_maps if self._dynamic else None
+        assert not self._dynamic or key_maps is not None, "raw keys need their maps"
+        self._admits = settings.admits_keys
         self.split = split
         self.batch_size = settings.batch_size
         self.num_rows = source.num_rows(split)
@@ -168,22 +182,32 @@ class Loader:
 
     def rows(self, step: int) -> RankRows:
         """Return the rows of this rank at `step`, counted over epochs."""
-        epoch = step // self.steps_per_epoch
-        shuffle = Shuffle(self.seed, epoch, self.shuffle_block) if self.shuffle_block else None
-        return self._rows(step, shuffle)
+        return self._rows(step, self._shuffle(step))
 
-    def _rows(self, step: int, shuffle: Shuffle | None) -> RankRows:
+    def _shuffle(self, step: int) -> Shuffle | None:
+        """Return the order of the epoch of `step`; None for that on disk."""
+        epoch = step // self.steps_per_epoch
+        return Shuffle(self.seed, epoch, self.shuffle_block) if self.shuffle_block else None
+
+    def _rows(
+        self,
+        step: int,
+        shuffle: Shuffle | None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> RankRows:
+        """Return the rows of a rank at `step`, by default of this one."""
         return rows_at(
             step % self.steps_per_epoch,
             num_rows=self.num_rows,
             batch_size=self.batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.rank if rank is None else rank,
+            world_size=world_size or self.world_size,
             shuffle=shuffle,
         )
 
     def batch(self, step: int) -> Batch:
-        """Read the batch of `step` in the calling thread."""
+        """Read the batch of `step` in the calling thread; the rows of raw keys are undefined."""
         rows = self.rows(step)
         memory = OwnMemory(pin=self.device.type == "cuda")
         columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
@@ -206,6 +230,8 @@ class Loader:
             ValueError: an invalid row, raised at the batch that holds it.
         """
         steps = islice(count(start_step), num_steps)
+        if self._key_maps is not None and self._admits:
+            self._key_maps.rewind()
         if self._readers is None or self._slots is None:
             return self._read_by_threads(steps)
         return self._read_by_processes(steps, self._readers, self._slots)
@@ -216,17 +242,27 @@ class Loader:
             thread_name_prefix=f"loader-{self.split}",
             initializer=self._enter_thread,
         )
+        mapper = self._mapper()
+
+        def start(step: int) -> Future[Batch]:
+            read = pool.submit(self.batch, step)
+            if mapper is None:
+                return read
+            return mapper.submit(lambda: self._with_rows_of_keys(read.result(), step))
+
         try:
-            pending = deque(pool.submit(self.batch, step) for step in islice(steps, self.prefetch))
+            pending = deque(start(step) for step in islice(steps, self.prefetch))
             while pending:
                 asked = perf_counter()
                 batch = pending.popleft().result()
                 self.data_wait_ms = (perf_counter() - asked) * 1e3
-                pending.extend(pool.submit(self.batch, step) for step in islice(steps, 1))
+                pending.extend(start(step) for step in islice(steps, 1))
                 yield batch
                 del batch  # so that the consumer holds the only reference
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            for executor in (pool, mapper):
+                if executor is not None:
+                    executor.shutdown(wait=True, cancel_futures=True)
 
     def _read_by_processes(
         self, steps: Iterator[int], readers: ReaderProcesses, slots: Slots
@@ -236,31 +272,81 @@ class Loader:
             slots.pin()
             # An earlier iterator may have been dropped while its last batch was being copied.
             torch.cuda.synchronize()
-        pending: deque[int] = deque()
+        mapper = self._mapper()
+        pending: deque[Callable[[], tuple[int, Batch]]] = deque()
+
+        def finished(step: int) -> tuple[int, Batch]:
+            slot = readers.finish()
+            return slot, self._with_rows_of_keys(self._batch_in(slot, step, slots), step)
 
         def start(num_steps: int) -> None:
             for step in islice(steps, num_steps):
                 slots.wait_for_copies(readers.next_slot)
                 readers.start(step)
-                pending.append(step)
+                # Keys are mapped in the order of the steps, ahead of them.
+                pending.append(
+                    partial(finished, step)
+                    if mapper is None
+                    else mapper.submit(finished, step).result
+                )
 
         try:
             start(self.prefetch)
             while pending:
                 asked = perf_counter()
-                slot = readers.finish()
+                slot, batch = pending.popleft()()
                 self.data_wait_ms = (perf_counter() - asked) * 1e3
-                step = pending.popleft()
                 start(1)
-                asked = perf_counter()
-                batch = self._batch_in(slot, step, slots)
-                self.data_wait_ms += (perf_counter() - asked) * 1e3
                 yield batch
                 slots.are_copied(slot)
         finally:
+            if mapper is not None:
+                mapper.shutdown(wait=True, cancel_futures=True)
             while readers.num_pending:
                 with suppress(ValueError, OSError, MemoryError, RuntimeError):
                     readers.finish()
+
+    def _mapper(self) -> ThreadPoolExecutor | None:
+        """Return the thread that maps keys, batch after batch; None without raw keys."""
+        if self._key_maps is None:
+            return None
+        return ThreadPoolExecutor(
+            1, thread_name_prefix=f"keys-{self.split}", initializer=self._enter_thread
+        )
+
+    def _with_rows_of_keys(self, batch: Batch, step: int) -> Batch:
+        """Fill in the rows of raw keys, and return the batch.
+
+        In training, the keys of all ranks' rows are mapped, so that every rank has the same maps: columns are read quickly, and
+        the ranks exchange nothing.
+        """
+        maps = self._key_maps
+        if maps is None:
+            return batch
+        world_size = 1 if self._admits else self.world_size
+        rank = 0 if self._admits else self.rank
+        runs = self._rows(step, self._shuffle(step), rank, world_size).runs
+        first = min(self.rank * len(batch.labels), batch.global_valid) if self._admits else 0
+        places: dict[int, slice] = {}
+
+        def keys_of(feature: int) -> np.ndarray:
+            keys = self.source.read_keys(self.split, runs, feature)
+            last = first + batch.num_valid
+            hotness = self.source.spec.categorical[feature].hotness
+            if keys.lengths is None:
+                assert hotness is not None
+                places[feature] = slice(first * hotness, last * hotness)
+            else:
+                before = int(keys.lengths[:first].sum())
+                own = int(keys.lengths[first:last].sum())
+                places[feature] = slice(before, before + own)
+            return keys.values
+
+        found = maps.map(keys_of) if self._admits else maps.look_up(keys_of)
+        values, starts = batch.ids.values().numpy(), batch.ids.offset_per_key()
+        for feature, ids in found.items():
+            values[starts[feature] : starts[feature + 1]] = ids[places[feature]]
+        return batch
 
     def _read_into(self, slot: int, step: int) -> None:
         """Read the batch of `step` into a slot, in a reader process."""

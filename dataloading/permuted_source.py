@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.dataset.source import Allocate, Columns, Keys, Source
 from dataloading.gather import expand
 
 BLOCK_ROWS = 1 << 24
@@ -81,6 +81,13 @@ class PermutedSource:
             if place is not None:
                 place[:num_rows] = counts
         return out
+
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Return the keys of a feature in the rows of `runs`, or in the rows that they have the feature of."""
+        if self.spec.categorical[feature].name == self._feature:
+            starts = self._permuted(split, expand(runs))
+            runs = np.stack([starts, starts + 1], axis=1)
+        return self._source.read_keys(split, runs, feature)
 
     def _permuted(self, split: str, rows: np.ndarray) -> np.ndarray:
         """Return the row that each of `rows` has the feature of."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.dataset.source import Allocate, Columns
+from dataloading.dataset.source import Allocate, Columns, Keys
 from dataloading.dataset.split_files import SplitFiles
 from dataloading.gather import expand
 from dataloading.randomness import power_law, stream_key, uniform
@@ -77,6 +77,10 @@ class SyntheticSource:
 
     def before_fork(self, split: str, num_processes: int) -> None:
         """Do nothing: rows are made on demand."""
+
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Refuse: synthetic clicks have ids."""
+        raise AssertionError("synthetic clicks have no raw keys")
 
     def read(
         self,

@@ -2,13 +2,13 @@
 
 import os
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import shown
-from configs.schema import MOST_SAMPLES, Amp, Config, Device, Mode
+from configs.schema import MOST_SAMPLES, Amp, Component, Config, Device, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
@@ -31,6 +31,10 @@ from nn.sharding.tables import TableSettings, TieredPlan
 from nn.tiers.traffic import IdShare, counted_share, power_law_share
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
+
+if TYPE_CHECKING:
+    # Numba is imported only where there are keys.
+    from dataloading.keys.key_maps import KeyMaps
 
 GIB = 2**30
 MAX_ELEMENTS = 2**58
@@ -250,14 +254,54 @@ def model_spec(config: Config, source: Source) -> FeatureSpec:
     return build_multi_hot(config, source).expanded_spec(source.spec)
 
 
-def build_step(config: Config, source: Source, plan: TieredPlan, ranks: Ranks) -> TrainStep:
+def build_key_maps(config: Config, spec: FeatureSpec, ranks: Ranks) -> "KeyMaps | None":
+    """Build the maps from raw keys to rows, without keys; None for a dataset without raw keys."""
+    if not spec.dynamic_tables:
+        return None
+    from dataloading.keys.key_maps import KeyMaps
+
+    return KeyMaps(spec, config.data.dynamic, ranks.local_world_size)
+
+
+def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
+    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`).
+
+    Raises:
+        ValueError: the first of them.
+    """
+    dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
+    if not dynamic:
+        return
+    name = shown(dynamic[0].name)
+    expanded = config.data.multi_hot.hotness is not None
+    for is_set, option, reason in (
+        (expanded, "data.multi_hot.hotness", "draws further ids, not keys; set it to null"),
+        (
+            config.mode is Mode.train and config.checkpoint.delta_every is not None,
+            "checkpoint.delta_every",
+            "writes rows without their keys, which change; set it to null, and export checkpoints",
+        ),
+    ):
+        if is_set:
+            raise ValueError(
+                f"feature {name} has raw keys (vocabulary: dynamic), and {option} {reason}"
+            )
+
+
+def build_step(
+    config: Config,
+    source: Source,
+    plan: TieredPlan,
+    ranks: Ranks,
+    key_maps: "KeyMaps | None" = None,
+) -> TrainStep:
     """Build tables and dense component with the seed's weights, and set the precision of float32 matrix products."""
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     tables = _build_tables(config, source, plan, ranks)
     dense = build_dense(config.model, model_spec(config, source), config.seed)
     initialise_dense(dense, config.seed)
     tasks = tasks_of_run(config, source.spec)
-    return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks)
+    return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks, key_maps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +338,9 @@ class Loaders:
         return [loader for loader in (self.train, self.test) if loader is not None]
 
 
-def build_loaders(config: Config, source: Source, ranks: Ranks) -> Loaders:
+def build_loaders(
+    config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
+) -> Loaders:
     """Build the loaders that `config.mode` needs.
 
     Raises:
@@ -303,23 +349,33 @@ def build_loaders(config: Config, source: Source, ranks: Ranks) -> Loaders:
     if config.mode is Mode.inference:
         return Loaders(None, None)
     is_training = config.mode is Mode.train
-    train = build_train_loader(config, source, ranks) if is_training else None
-    return Loaders(train, build_test_loader(config, source, ranks))
+    train = build_train_loader(config, source, ranks, key_maps) if is_training else None
+    return Loaders(train, build_test_loader(config, source, ranks, key_maps=key_maps))
 
 
-def build_train_loader(config: Config, source: Source, ranks: Ranks) -> Loader:
+def build_train_loader(
+    config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
+) -> Loader:
     """Build this rank's loader of the training split."""
     settings = _settings(config, config.train.batch_size)
-    settings = replace(settings, shuffle_block=config.data.shuffle_block)
-    return _loader(source, ranks, TRAIN_SPLIT, settings)
+    settings = replace(
+        settings,
+        shuffle_block=config.data.shuffle_block,
+        admits_keys=Component.tables not in config.train.freeze,
+    )
+    return _loader(source, ranks, TRAIN_SPLIT, settings, key_maps)
 
 
 def build_test_loader(
-    config: Config, source: Source, ranks: Ranks, split: str | None = None
+    config: Config,
+    source: Source,
+    ranks: Ranks,
+    split: str | None = None,
+    key_maps: "KeyMaps | None" = None,
 ) -> Loader:
     """Build this rank's loader of a split, by default the one to evaluate on, in the order on disk."""
     settings = replace(_settings(config, config.eval.batch_size), only_scores=True)
-    return _loader(source, ranks, split or config.eval.split, settings)
+    return _loader(source, ranks, split or config.eval.split, settings, key_maps)
 
 
 def _settings(config: Config, batch_size: int) -> LoaderSettings:
@@ -331,7 +387,13 @@ def _settings(config: Config, batch_size: int) -> LoaderSettings:
     )
 
 
-def _loader(source: Source, ranks: Ranks, split: str, settings: LoaderSettings) -> Loader:
+def _loader(
+    source: Source,
+    ranks: Ranks,
+    split: str,
+    settings: LoaderSettings,
+    key_maps: "KeyMaps | None",
+) -> Loader:
     return Loader(
         source,
         split,
@@ -339,6 +401,7 @@ def _loader(source: Source, ranks: Ranks, split: str, settings: LoaderSettings) 
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,
+        key_maps=key_maps,
     )
 
 

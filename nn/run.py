@@ -20,11 +20,13 @@ from dataloading.synthetic import SyntheticSource
 from nn.build import (
     TRAIN_SPLIT,
     Loaders,
+    build_key_maps,
     build_loaders,
     build_plan,
     build_step,
     build_test_loader,
     check_optimizers,
+    check_raw_keys,
     device_type,
     hardware_of,
     model_spec,
@@ -174,6 +176,7 @@ def open_checked(config: Config) -> Source:
     source = open_source(config)
     check_model(config.model, source.spec)
     check_optimizers(config)
+    check_raw_keys(config, source.spec)
     tasks_of_run(config, source.spec)
     return source
 
@@ -220,7 +223,7 @@ class Session:
         self, source: Source, split: str, heartbeat: Heartbeat | None = None
     ) -> Evaluator:
         """Return the evaluator of other rows, which threads read."""
-        loader = build_test_loader(self.config, source, self.ranks, split)
+        loader = build_test_loader(self.config, source, self.ranks, split, self.step.key_maps)
         return Evaluator(self.step, loader, self.ranks, self.config.eval, heartbeat)
 
     def profiler(self) -> Profiler | None:
@@ -270,7 +273,8 @@ def open_session(
     logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
     start = named_resume_point(config, source)
-    loaders = build_loaders(config, source, ranks)
+    key_maps = build_key_maps(config, source.spec, ranks)
+    loaders = build_loaders(config, source, ranks, key_maps)
     _check(config, source, ranks, loaders, start.num_steps)
     with ExitStack() as stack:
         stack.enter_context(loaders)
@@ -300,7 +304,7 @@ def open_session(
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):
-            step = build_step(config, source, plan, ranks)
+            step = build_step(config, source, plan, ranks, key_maps)
             stack.callback(step.close)
             if ranks.device.type == "cuda":
                 blocker = step.capture_blocker
@@ -691,7 +695,7 @@ def _importance(session: Session) -> dict[str, Any]:
         )
 
     def evaluate(source: Source) -> dict[str, Any]:
-        loader = build_test_loader(config, source, ranks)
+        loader = build_test_loader(config, source, ranks, key_maps=session.step.key_maps)
         evaluator = Evaluator(session.step, loader, ranks, config.eval)
         record = evaluator.run()
         if evaluator.problem is not None:
@@ -735,8 +739,9 @@ def _inference(session: Session) -> dict[str, Any]:
             rank=ranks.rank,
             world_size=ranks.world_size,
             device=ranks.device,
+            key_maps=session.step.key_maps,
         )
-        batch = loader.batch(0).to(ranks.device)
+        batch = next(loader.batches(0, 1)).to(ranks.device)
         results.append(measure(session.step, batch, config.inference, ranks))
     print_inference(session.console, results)
     summary = empty_summary(session.metrics) | {"steps": session.start.num_steps}

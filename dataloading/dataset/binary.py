@@ -21,7 +21,7 @@ from configs.messages import shown
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import Channel, RowColumn
-from dataloading.dataset.source import Allocate, Columns
+from dataloading.dataset.source import Allocate, Columns, Keys
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
 from dataloading.gather import Selection
 
@@ -254,7 +254,7 @@ class SplitWriter:
                 f"feature '{name}': got ids of shape {values.shape}, want [rows, {feature.hotness}]"
             )
         outside = ((values < 0) | (values >= feature.cardinality)).reshape(-1)
-        if outside.any():
+        if not feature.is_dynamic and outside.any():
             at = int(outside.argmax())
             row = (
                 at // (feature.hotness or 1)
@@ -373,6 +373,8 @@ class BinarySource:
             name = feature.name
             if feature.hotness is None:
                 out.lengths[index][: rows.num_rows] = id_runs[name][1]  # type: ignore[index]
+            if feature.is_dynamic:
+                continue
             selection = selections.get(name, rows)
             ids = (
                 out.ids[index]
@@ -384,6 +386,16 @@ class BinarySource:
                     raise self._id_error(split, feature, selection, place.start, piece)
                 ids[place] = piece
         return out
+
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Return the keys of a feature in the rows of `runs` (int64 [K, 2], half-open)."""
+        columns, name = self._columns[split], self.spec.categorical[feature].name
+        rows, lengths = Selection(runs), None
+        if name in columns.offsets:
+            id_runs, lengths = columns.id_runs(name, rows)
+            rows = Selection(id_runs)
+        pieces = [piece.reshape(-1) for _, piece in rows.pieces(columns.ids[name])]
+        return Keys(np.concatenate([np.zeros(0, np.int64), *pieces]), lengths)
 
     @staticmethod
     def out_of_range(ids: np.ndarray, cardinality: int) -> bool:

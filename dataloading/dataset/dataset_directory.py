@@ -28,6 +28,7 @@ from dataloading.dataset.durable_files import (
     sync_stream,
 )
 from dataloading.dataset.feature_spec import (
+    DYNAMIC,
     NUMERICAL_DTYPES,
     RAGGED,
     SPEC_NAME,
@@ -277,6 +278,8 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
     features: dict[str, dict[str, Any]] = {}
     for feature in spec.categorical:
         entry: dict[str, Any] = {"cardinality": feature.cardinality, "dtype": feature.dtype.name}
+        if feature.is_dynamic:
+            entry["vocabulary"] = DYNAMIC
         if feature.hotness is None:
             entry |= {"hotness": RAGGED, "mean_hotness": float(feature.mean_hotness)}
         elif feature.hotness > 1:

@@ -30,11 +30,14 @@ from dataloading.dataset.split_files import (
 
 SPEC_NAME = "feature_spec.yaml"
 RAGGED = "ragged"
+DYNAMIC = "dynamic"
 ID_DTYPES = ("int8", "int16", "int32", "int64")
 NUMERICAL_DTYPES = ("float16", "float32")
 CHANNELS = ("categorical", "label", "numerical", "weight", "keep_rate")
 MAX_HOTNESS = 2**31
 """Lengths of rows are int32."""
+MOST_KEYS = 2**31 - 2
+"""Rows of a table for keys; rows are int32."""
 HOTNESS = f"an integer from 1 to {MAX_HOTNESS - 1}, or '{RAGGED}'"
 
 
@@ -58,6 +61,7 @@ class CategoricalFeature:
         mean_hotness: mean ids per row; equal to `hotness` where that is fixed.
         table: name of its table; features that name one table share it, since an id means the same in all of them.
             None: the table is named like the feature.
+        is_dynamic: whether the files hold int64 keys, 0 of missing ones, to which training gives rows of the table.
     """
 
     name: str
@@ -66,6 +70,7 @@ class CategoricalFeature:
     hotness: int | None
     mean_hotness: float
     table: str | None = None
+    is_dynamic: bool = False
 
     def __post_init__(self) -> None:
         where, card, hotness = f"feature_spec.{self.name}", self.cardinality, self.hotness
@@ -76,6 +81,12 @@ class CategoricalFeature:
         wider = f"at most {most} rows for ids of dtype {self.dtype.name}; use a wider dtype"
         expect(card <= most, f"{where}.cardinality", card, wider)
         expect(hotness is None or _is_hotness(hotness), f"{where}.hotness", hotness, HOTNESS)
+        keys = "int64, of keys (vocabulary: dynamic)"
+        expect(
+            not self.is_dynamic or self.dtype == np.int64, f"{where}.dtype", self.dtype.name, keys
+        )
+        few = f"from 2 to {MOST_KEYS:,} rows for keys (vocabulary: dynamic)"
+        expect(not self.is_dynamic or 2 <= card <= MOST_KEYS, f"{where}.cardinality", card, few)
         mean = self.mean_hotness
         good = isinstance(mean, int | float) and 0 <= mean < MAX_HOTNESS
         expect(good, f"{where}.mean_hotness", mean, f"a number from 0 to {MAX_HOTNESS}")
@@ -88,6 +99,13 @@ class CategoricalFeature:
     ) -> "CategoricalFeature":
         """Return a feature for the writer, with the dtype by NVIDIA's rule; a ragged mean is measured later."""
         return cls(name, int(cardinality), id_dtype(cardinality), hotness, hotness or 0.0, table)
+
+    @classmethod
+    def of_keys(
+        cls, name: str, capacity: int, hotness: int | None = 1, table: str | None = None
+    ) -> "CategoricalFeature":
+        """Return a feature of keys (`vocabulary: dynamic`), whose table has `capacity` rows, for the writer."""
+        return cls(name, capacity, np.dtype(np.int64), hotness, hotness or 0.0, table, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +163,16 @@ class FeatureSpec:
         return np.dtype(np.int64 if wide else np.int32)
 
     @property
+    def dynamic_tables(self) -> dict[str, tuple[int, ...]]:
+        """Indices in `categorical` of the features of every table for keys (`vocabulary: dynamic`)."""
+        tables: dict[str, tuple[int, ...]] = {}
+        for index, feature in enumerate(self.categorical):
+            if feature.is_dynamic:
+                table = feature.table or feature.name
+                tables[table] = (*tables.get(table, ()), index)
+        return tables
+
+    @property
     def table_features(self) -> dict[str, tuple[CategoricalFeature, ...]]:
         """Features of every table, in the order of the tables' first features; they have the same cardinality."""
         return features_by_table(self.categorical)
@@ -177,6 +205,7 @@ class FeatureSpec:
             [f.name, rows.get(f.name, f.cardinality), f.hotness]
             # Without a shared table the facts are those of earlier versions.
             + ([f.table] if f.table not in (None, f.name) else [])
+            + ([DYNAMIC] if f.is_dynamic else [])
             for f in self.categorical
         ]
         # Of a single binary label the name alone, as in checkpoints of earlier versions.
@@ -248,6 +277,12 @@ def features_by_table(
             f"feature_spec.{feature.name}.cardinality",
             feature.cardinality,
             f"{first.cardinality}, that of {shown(first.name)}, which has the same table {shown(table)}",
+        )
+        expect(
+            feature.is_dynamic == first.is_dynamic,
+            f"feature_spec.{feature.name}.vocabulary",
+            DYNAMIC if feature.is_dynamic else None,
+            f"that of {shown(first.name)}, which has the same table {shown(table)}",
         )
     return tables
 
@@ -391,7 +426,22 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
         expect(_is_hotness(hotness), f"feature_spec.{name}.hotness", hotness, HOTNESS)
         mean = hotness
     cardinality = entry.get("cardinality")  # checked by the constructor
-    return CategoricalFeature(name, cardinality, np.dtype(dtype), hotness, mean, entry.get("table"))
+    vocabulary = entry.get("vocabulary")
+    expect(
+        vocabulary in (None, DYNAMIC),
+        f"feature_spec.{name}.vocabulary",
+        vocabulary,
+        f"'{DYNAMIC}', or no such key",
+    )
+    return CategoricalFeature(
+        name,
+        cardinality,
+        np.dtype(dtype),
+        hotness,
+        mean,
+        entry.get("table"),
+        vocabulary is not None,
+    )
 
 
 def measured(spec: FeatureSpec) -> FeatureSpec:

@@ -17,7 +17,7 @@ from dataloading.dataset.binary import BinarySource, SplitColumns
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import LABEL_DTYPE
 from dataloading.dataset.row_groups import RowGroup, SplitGroups
-from dataloading.dataset.source import Allocate, Columns
+from dataloading.dataset.source import Allocate, Columns, Keys
 from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
@@ -79,12 +79,7 @@ class ParquetSource:
         """
         if self._fits[split]:
             return self._whole(split).read(split, runs, padded_to, allocate)
-        files = self._splits[split]
-        pieces = [
-            (self._groups.get((split, group), partial(files.decode, self.spec, group)), rows)
-            for first, last in runs.tolist()
-            for group, rows in files.cut(first, last)
-        ]
+        pieces = self._pieces(split, runs)
         num_rows = int((runs[:, 1] - runs[:, 0]).sum())
         num_ids = [
             num_rows * f.hotness if f.hotness else sum(_num_ids(g, i, rows) for g, rows in pieces)
@@ -110,10 +105,40 @@ class ParquetSource:
                     items = slice(ends[rows.start], ends[rows.stop])
                     out.lengths[index][place] = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
                 target = slice(ids_at[index], ids_at[index] + items.stop - items.start)
-                out.ids[index][target] = group.ids[index][items]
+                if not feature.is_dynamic:
+                    out.ids[index][target] = group.ids[index][items]
                 ids_at[index] = target.stop
             at = place.stop
         return out
+
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Return the keys of a feature in the rows of `runs` (int64 [K, 2], half-open); see `read`."""
+        if self._fits[split]:
+            return self._whole(split).read_keys(split, runs, feature)
+        values, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for group, rows in self._pieces(split, runs):
+            ends, hotness = group.offsets[feature], self.spec.categorical[feature].hotness
+            if ends is None:
+                assert hotness is not None
+                items = slice(rows.start * hotness, rows.stop * hotness)
+            else:
+                items = slice(ends[rows.start], ends[rows.stop])
+                lengths.append(np.diff(ends[rows.start : rows.stop + 1]))
+            values.append(group.ids[feature][items])
+        is_ragged = self.spec.categorical[feature].hotness is None
+        return Keys(
+            np.concatenate(values).astype(np.int64, copy=False),
+            np.concatenate(lengths) if is_ragged else None,
+        )
+
+    def _pieces(self, split: str, runs: np.ndarray) -> list[tuple[RowGroup, slice]]:
+        """Return the row groups of the rows of `runs`, and the rows inside them."""
+        files = self._splits[split]
+        return [
+            (self._groups.get((split, group), partial(files.decode, self.spec, group)), rows)
+            for first, last in runs.tolist()
+            for group, rows in files.cut(first, last)
+        ]
 
     def _whole(self, split: str) -> BinarySource:
         """Return a split in memory, decoded on first use."""
@@ -134,7 +159,8 @@ def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spli
         numerical = np.stack(columns, axis=1).astype(np.float32)
     ids, offsets = {}, {}
     for index, feature in enumerate(spec.categorical):
-        flat = np.concatenate([group.ids[index] for group in groups]).astype(spec.ids_dtype)
+        dtype = feature.dtype if feature.is_dynamic else spec.ids_dtype
+        flat = np.concatenate([group.ids[index] for group in groups]).astype(dtype)
         single = feature.hotness is None or feature.hotness == 1
         ids[feature.name] = flat if single else flat.reshape(-1, feature.hotness or 1)
         if feature.hotness is None:

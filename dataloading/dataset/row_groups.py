@@ -188,6 +188,8 @@ class Place:
             ids, offsets = column.to_numpy(), None
         else:
             ids, offsets = self._lists(column, feature)
+        if feature.is_dynamic:
+            return ids, offsets
         if int(ids.view(f"u{ids.itemsize}").max(initial=0)) >= feature.cardinality:
             at = int(((ids < 0) | (ids >= feature.cardinality)).argmax())
             row = (

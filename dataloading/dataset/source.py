@@ -83,6 +83,19 @@ class Columns:
         return list(zip(spec.row_columns, [*labels, *single], strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of one feature with `vocabulary: dynamic` in some rows.
+
+    Attributes:
+        values: int64, row after row; 0 is no key.
+        lengths: keys per row, int64 [rows], of a ragged feature; None where the hotness is fixed.
+    """
+
+    values: np.ndarray
+    lengths: np.ndarray | None
+
+
 class Source(Protocol):
     """Source of rows: a dataset directory or a synthetic stream.
 
@@ -119,6 +132,17 @@ class Source(Protocol):
             padded_to: rows of the result; the rest is padding. None: no padding.
             allocate: allocator of the memory.
 
+        The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys.
+
         Raises:
             ValueError: an id is outside its table; the message names feature, value, row and file.
+        """
+
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Return the keys of the rows of `runs`, in that order, of a feature with `vocabulary: dynamic`.
+
+        Args:
+            split: name of the split.
+            runs: int64 [K, 2], half-open row ranges.
+            feature: its index in `spec.categorical`.
         """

@@ -9,7 +9,7 @@ import secrets
 
 import numpy as np
 
-from dataloading.compiled import kernel
+from dataloading.keys.compiled import kernel
 
 DRAWN = np.uint64(secrets.randbits(63))
 

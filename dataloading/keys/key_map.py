@@ -11,12 +11,12 @@ from dataloading.keys.key_table import (
     COUNT,
     MARKED_SHARE,
     KeyTable,
-    Marks,
+    Leaving,
     TableChange,
     TableState,
 )
+from dataloading.keys.new_rows import KEYS
 
-KEYS = "keys"
 PROGRESS = "progress"
 CANDIDATE = "candidate_"
 """Prefix of the state of keys that are not admitted yet."""
@@ -74,9 +74,7 @@ class KeyMap:
             self._rows.see(keys, batch, found) for keys, found in zip(columns, ids, strict=True)
         ]
         missing = [places for _, places in counted]
-        keys = np.concatenate(
-            [keys[places] for keys, places in zip(columns, missing, strict=True)]
-        )
+        keys = np.concatenate([keys[places] for keys, places in zip(columns, missing, strict=True)])
         admitted, counts, candidates = self._admitted(keys, batch)
         rows, done = self._rows.insert(admitted, counts, batch)
         if done < len(admitted):
@@ -130,32 +128,32 @@ class KeyMap:
                 table.state.keys.copy(),
                 table.state.facts.copy(),
                 table.state.used,
-                table.state.marks,
+                table.state.leaving,
             )
             for change in changes:
                 copied.take_back(change[number])
-            marks = copied.marks
-            left = marks.slots[marks.next :]
+            leaving = copied.leaving
+            left = leaving.slots[leaving.next :]
             padded = np.zeros(len(copied.keys) // MARKED_SHARE + 1, np.int64)
             padded[: len(left)] = left
             state[f"{prefix}{KEYS}"] = copied.keys
             state[f"{prefix}facts"] = copied.facts
-            state[f"{prefix}marks"] = padded
-            state[PROGRESS][1 + 2 * number : 3 + 2 * number] = copied.used, marks.batch
+            state[f"{prefix}leaving"] = padded
+            state[PROGRESS][1 + 2 * number : 3 + 2 * number] = copied.used, leaving.batch
         return state
 
     def load(self, state: Mapping[str, np.ndarray]) -> int:
         """Load a state; return the number of its batch."""
         progress = state[PROGRESS]
         for number, (prefix, table) in enumerate(self._tables()):
-            padded = state[f"{prefix}marks"]
+            padded = state[f"{prefix}leaving"]
             used, marked_in = progress[1 + 2 * number : 3 + 2 * number].tolist()
             table.load(
                 TableState(
                     state[f"{prefix}{KEYS}"].copy(),
                     state[f"{prefix}facts"].copy(),
                     used,
-                    Marks(padded[padded > 0].copy(), 0, marked_in),
+                    Leaving(padded[padded > 0].copy(), 0, marked_in),
                 )
             )
         return int(progress[0])
@@ -163,14 +161,13 @@ class KeyMap:
     def load_keys(self, keys: np.ndarray) -> None:
         """Load the keys of all rows alone, int64 [rows], for scores."""
         state = self.state(0)
+        state[PROGRESS][1] = 1 + np.flatnonzero(keys).max(initial=0)
         self.load(state | {KEYS: keys})
 
     def _tables(self) -> list[tuple[str, KeyTable]]:
         return [("", self._rows), (CANDIDATE, self._candidates)]
 
-    def _admitted(
-        self, keys: np.ndarray, batch: int
-    ) -> tuple[np.ndarray, np.ndarray, TableChange]:
+    def _admitted(self, keys: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray, TableChange]:
         """Count keys [n] that have no rows; return those to admit, their sightings, and the changed candidates."""
         candidates = self._candidates
         if self._policy.admit_after == 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Evict
-from dataloading.compiled import kernel
+from dataloading.keys.compiled import kernel
 from dataloading.keys.hash_index import (
     DRAWN,
     cells_for,
@@ -45,7 +45,7 @@ class TableChange:
         old_keys: their old keys, 0 of free slots, int64 [m].
         old_facts: of these slots, int32 [m, 2].
         used: slots in use before.
-        marks: the marked keys before.
+        leaving: the marked keys before.
     """
 
     seen: np.ndarray
@@ -54,11 +54,11 @@ class TableChange:
     old_keys: np.ndarray
     old_facts: np.ndarray
     used: int
-    marks: "Marks"
+    leaving: "Leaving"
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class Leaving:
     """Slots that are evicted next.
 
     Attributes:
@@ -72,7 +72,7 @@ class Marks:
     batch: int
 
 
-NO_MARKS = Marks(np.zeros(0, np.int64), 0, 0)
+NONE_LEAVING = Leaving(np.zeros(0, np.int64), 0, 0)
 
 
 @dataclass(slots=True)
@@ -83,13 +83,13 @@ class TableState:
         keys: of each slot, int64 [C]; 0 of free slots and of slot 0.
         facts: sightings, and batch that saw the key last, int32 [C, 2].
         used: slots in use, with slot 0; they are the first ones.
-        marks: slots that are evicted next.
+        leaving: slots that are evicted next.
     """
 
     keys: np.ndarray
     facts: np.ndarray
     used: int
-    marks: Marks
+    leaving: Leaving
 
     def take_back(self, change: TableChange) -> None:
         """Take the latest change back."""
@@ -97,7 +97,7 @@ class TableState:
         self.facts[seen[:, 0]] = seen[:, 1:]
         self.keys[change.slots] = change.old_keys
         self.facts[change.slots] = change.old_facts
-        self.used, self.marks = change.used, change.marks
+        self.used, self.leaving = change.used, change.leaving
 
 
 class KeyTable:
@@ -112,7 +112,7 @@ class KeyTable:
         self._evict = evict
         self._marked = max(1, capacity // MARKED_SHARE)
         self._state = TableState(
-            np.zeros(capacity, np.int64), np.zeros((capacity, 2), np.int32), 1, NO_MARKS
+            np.zeros(capacity, np.int64), np.zeros((capacity, 2), np.int32), 1, NONE_LEAVING
         )
         self._cells = cells_for(capacity)
 
@@ -133,9 +133,7 @@ class KeyTable:
         look_up(self._cells, keys, slots, DRAWN)
         return slots
 
-    def see(
-        self, keys: np.ndarray, batch: int, slots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def see(self, keys: np.ndarray, batch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Count the sightings of keys that have slots, and write their slots; return `seen` and the positions of others.
 
         Args:
@@ -158,21 +156,21 @@ class KeyTable:
             not leave.
         """
         state = self._state
-        before = state.used, state.marks
+        before = state.used, state.leaving
         size = len(keys)
         slots, new_keys, old_keys = (np.empty(size, np.int64) for _ in range(3))
         old_facts = np.empty((size, 2), np.int32)
         done = num_new = 0
         while True:
-            marks = state.marks
+            leaving = state.leaving
             done, num_new, state.used, following = _insert(
                 (keys, counts, done, batch),
                 (self._cells, state.keys, state.facts, state.used),
-                (marks.slots, marks.next, marks.batch),
+                (leaving.slots, leaving.next, leaving.batch),
                 (slots, new_keys, old_keys, old_facts, num_new),
                 DRAWN,
             )
-            state.marks = Marks(marks.slots, following, marks.batch)
+            state.leaving = Leaving(leaving.slots, following, leaving.batch)
             if done == size or not self._mark(batch):
                 break
         change = TableChange(
@@ -204,7 +202,7 @@ class KeyTable:
         else:
             chosen = np.arange(len(eligible))
         order = np.argsort(worth[chosen], kind="stable")
-        self._state.marks = Marks(eligible[chosen[order]] + 1, 0, batch)
+        self._state.leaving = Leaving(eligible[chosen[order]] + 1, 0, batch)
         return True
 
 
@@ -242,11 +240,11 @@ def _see(keys, cells, facts, batch, slots, seen, missing, drawn):
 
 
 @kernel
-def _insert(new, table, marks, change, drawn):
+def _insert(new, table, leaving, change, drawn):
     """Insert keys from `begin` on; stop where the marked slots are used up."""
     keys, counts, begin, batch = new
     cells, keys_of, facts, used = table
-    marked, following, marked_in = marks
+    marked, following, marked_in = leaving
     slots, new_keys, old_keys, old_facts, num_new = change
     for at in range(begin, len(keys)):
         slot = slot_of(cells, keys[at], drawn)

@@ -82,6 +82,7 @@ def component_of(name: str) -> Component | None:
     kind = name.partition(".")[0]
     return {
         "tables": Component.tables,
+        "keys": Component.tables,
         "dense": Component.dense,
         "dense_ema": Component.dense,
         "dense_optimizer": Component.dense,
@@ -89,9 +90,12 @@ def component_of(name: str) -> Component | None:
 
 
 def is_weight(name: str) -> bool:
-    """Return whether a tensor is a weight or the average of one; False for optimizer state."""
+    """Return whether a tensor is a weight, the average of one, or the keys of rows; False for what training alone needs."""
     kind, last = name.partition(".")[0], name.rpartition(".")[2]
-    return kind in ("dense", "dense_ema") or (kind == "tables" and last == "weight")
+    return kind in ("dense", "dense_ema") or (kind, last) in (
+        ("tables", "weight"),
+        ("keys", "keys"),
+    )
 
 
 def differences(

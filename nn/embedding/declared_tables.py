@@ -188,6 +188,16 @@ CAPACITY = 1.125
 SPREAD = 6.0
 
 
+def keyed_tables(declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, str]:
+    """Return the tables for raw keys (`vocabulary: dynamic`), and the name of the map that has their keys."""
+    features = {f.name: f.table or f.name for f in spec.categorical if f.is_dynamic}
+    return {
+        table.name: features[table.feature_names[0]]
+        for table in declared
+        if table.feature_names[0] in features
+    }
+
+
 def id_counts(spec: FeatureSpec, batch_size: int, level: int = 0) -> dict[str, IdCount]:
     """Return the ids of each feature in a batch of one rank.
 

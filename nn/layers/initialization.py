@@ -6,6 +6,7 @@ and replicated: it is drawn on the CPU from one generator and copied to the devi
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +88,7 @@ def fill_uniform_(
     num_rows, num_columns = out.shape
     if out.numel() == 0:
         return
-    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=16).digest()
-    row_key = int.from_bytes(digest[:8], "little", signed=True)
-    column_key = int.from_bytes(digest[8:], "little", signed=True)
+    row_key, column_key = _table_keys(seed, table)
     column_bits = _hash_indices(column_key, col_offset, num_columns, out.device)[:, 0]
 
     rows_at_once = max(1, BLOCK_ELEMENTS.get(out.device.type, BLOCK_ELEMENTS["cpu"]) // num_columns)
@@ -100,13 +99,7 @@ def fill_uniform_(
         bits, shifted = bits_buffer[: len(block)], shifted_buffer[: len(block)]
         row_bits = _hash_indices(row_key, row_offset + start, len(block), out.device)
         torch.add(row_bits[:, :1], column_bits, out=bits)
-        _xor_shift_(bits, 16, shifted)
-        bits.mul_(0x7FEB352D)
-        _xor_shift_(bits, 15, shifted)
-        bits.bitwise_xor_(row_bits[:, 1:])
-        bits.mul_(0x846CA68B - 2**32)
-        # The arithmetic shift gives a signed 24-bit number, which is exact in float32.
-        bits.bitwise_right_shift_(8)
+        _mix_(bits, row_bits, shifted)
         if block.dtype is torch.float32:
             block.copy_(bits)
             block.mul_(bound / 2**23)
@@ -114,17 +107,74 @@ def fill_uniform_(
             block.copy_(bits.float().mul_(bound / 2**23))
 
 
+class KeyedWeights:
+    """Initial weights of rows with raw keys: those that `fill_uniform_` gives to the row whose number is the key.
+
+    Args:
+        tables: name, first column and bound of each table.
+        seed: any integer.
+        num_columns: of every table.
+        device: of the weights.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[tuple[str, int, float]],
+        seed: int,
+        num_columns: int,
+        device: torch.device,
+    ) -> None:
+        keys = [_table_keys(seed, name) for name, _, _ in tables]
+        self._row_keys = torch.tensor([row for row, _ in keys], device=device)
+        self._column_bits = torch.stack(
+            [
+                _hash_indices(column, first, num_columns, device)[:, 0]
+                for (_, column), (_, first, _) in zip(keys, tables, strict=True)
+            ]
+        )
+        self._factors = torch.tensor([bound / 2**23 for *_, bound in tables], device=device)
+
+    def __call__(self, keys: Tensor, tables: Tensor) -> Tensor:
+        """Return the weights of keys (int64 [n]) of tables (int64 [n], their positions), float32 [n, columns]."""
+        row_bits = _hashed(keys.mul(0x9E3779B97F4A7C15 - 2**64).add_(self._row_keys[tables]))
+        bits = self._column_bits[tables].add_(row_bits[:, :1])
+        _mix_(bits, row_bits, torch.empty_like(bits))
+        return bits.float().mul_(self._factors[tables][:, None])
+
+
+def _table_keys(seed: int, table: str) -> tuple[int, int]:
+    """Return the numbers that the hashes of a table's rows and columns begin with."""
+    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=16).digest()
+    row_key = int.from_bytes(digest[:8], "little", signed=True)
+    return row_key, int.from_bytes(digest[8:], "little", signed=True)
+
+
+def _mix_(bits: Tensor, row_bits: Tensor, shifted: Tensor) -> None:
+    """Turn sums of row and column bits, int32 [n, columns], into signed 24-bit numbers, which are exact in float32."""
+    _xor_shift_(bits, 16, shifted)
+    bits.mul_(0x7FEB352D)
+    _xor_shift_(bits, 15, shifted)
+    bits.bitwise_xor_(row_bits[:, 1:])
+    bits.mul_(0x846CA68B - 2**32)
+    # The arithmetic shift gives a signed number.
+    bits.bitwise_right_shift_(8)
+
+
 def _hash_indices(key: int, start: int, count: int, device: torch.device) -> Tensor:
     """Hash every integer in [start, start + count) to 64 bits with SplitMix64; int32 [count, 2]."""
     bits = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    bits.mul_(0x9E3779B97F4A7C15 - 2**64).add_(key)
+    return _hashed(bits.mul_(0x9E3779B97F4A7C15 - 2**64).add_(key))
+
+
+def _hashed(bits: Tensor) -> Tensor:
+    """Mix int64 numbers [n] with SplitMix64's finalizer, in place; return them as int32 [n, 2]."""
     shifted = torch.empty_like(bits)
     _xor_shift_(bits, 30, shifted)
     bits.mul_(0xBF58476D1CE4E5B9 - 2**64)
     _xor_shift_(bits, 27, shifted)
     bits.mul_(0x94D049BB133111EB - 2**64)
     _xor_shift_(bits, 31, shifted)
-    return bits.view(torch.int32).view(count, 2)
+    return bits.view(torch.int32).view(-1, 2)
 
 
 def _xor_shift_(bits: Tensor, distance: int, scratch: Tensor) -> None:

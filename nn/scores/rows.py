@@ -1,7 +1,7 @@
 """Rows to score: those of a split."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from configs.schema import Config
 from dataloading.batch import Batch
@@ -11,6 +11,10 @@ from nn.build import Loaders, build_test_loader
 from nn.distributed.process_group import Ranks
 from nn.scores.named_rows import KeptRows, NamedRows, RowNumbers
 from nn.scores.request import split_to_score
+
+if TYPE_CHECKING:
+    # Numba is imported only where there are keys.
+    from dataloading.keys.key_maps import KeyMaps
 
 
 class Rows(Protocol):
@@ -46,12 +50,15 @@ class SplitRows:
         config: of mode predict.
         source: the rows.
         ranks: this process.
+        key_maps: rows for raw keys; None for rows without.
 
     Raises:
         ValueError: there is no such split, or it does not keep one of `predict.columns`.
     """
 
-    def __init__(self, config: Config, source: Source, ranks: Ranks) -> None:
+    def __init__(
+        self, config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
+    ) -> None:
         split = split_to_score(config, source.spec)
         self.source = source
         self.num_rows: int | None = source.num_rows(split)
@@ -61,7 +68,7 @@ class SplitRows:
         is_missing = rate is not None and files is not None and rate.name in files.absent
         self.missing_rate = rate.name if rate is not None and is_missing else None
         self.facts = {"files": file_samples(source.spec), "split": split, "rows": self.num_rows}
-        self._loader = build_test_loader(config, source, ranks, split)
+        self._loader = build_test_loader(config, source, ranks, split, key_maps)
         self._loaders = Loaders(None, self._loader)
 
     def __enter__(self) -> Self:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from logging import Logger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -15,6 +15,7 @@ from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.dataset.source import Source
 from nn.build import (
+    build_key_maps,
     build_plan,
     build_step,
     check_optimizers,
@@ -36,6 +37,10 @@ from nn.scores.streamed_rows import RawRows, StreamedRows
 from nn.scores.terminal import RowProgress
 from nn.training.prediction_pass import predictions
 from nn.training.train_step import TrainStep
+
+if TYPE_CHECKING:
+    # Numba is imported only where there are keys.
+    from dataloading.keys.key_maps import KeyMaps
 
 
 def predict(config: Config, console: Console, raw: RawRows | None = None) -> dict[str, Any]:
@@ -60,11 +65,14 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
     logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
     check_optimizers(config)
-    rows: Rows = (
-        SplitRows(config, open_source(config), ranks)
-        if raw is None
-        else StreamedRows(config, raw, ranks)
-    )
+    rows: Rows
+    if raw is None:
+        source = open_source(config)
+        key_maps = build_key_maps(config, source.spec, ranks)
+        rows = SplitRows(config, source, ranks, key_maps)
+    else:
+        key_maps = build_key_maps(config, raw.spec, ranks)
+        rows = StreamedRows(config, raw, ranks, key_maps)
     check_model(config.model, rows.source.spec)
     tasks = tasks_of_run(config, rows.source.spec)
     start = named_resume_point(config, rows.source)
@@ -77,7 +85,7 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
         _print_header(console, config, ranks, start, rows)
         _warn_of_keep_rates(rows, logger)
         with report_faults(ranks):
-            step = _build(config, rows.source, ranks)
+            step = _build(config, rows.source, ranks, key_maps)
             stack.callback(step.close)
             load(config, start, step, logger)
             with RowProgress(console, rows.num_rows, num_done) as progress:
@@ -171,10 +179,10 @@ def _score(
     }
 
 
-def _build(config: Config, source: Source, ranks: Ranks) -> TrainStep:
+def _build(config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None") -> TrainStep:
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
-    return build_step(config, source, plan, ranks)
+    return build_step(config, source, plan, ranks, key_maps)
 
 
 def _facts(config: Config, start: ResumePoint) -> dict[str, Any]:

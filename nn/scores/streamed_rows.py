@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import pyarrow as pa
 
@@ -19,6 +19,10 @@ from dataloading.loader import Loader, LoaderSettings
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import Ranks
 from nn.scores.named_rows import NamedRows, RowNumbers
+
+if TYPE_CHECKING:
+    # Numba is imported only where there are keys.
+    from dataloading.keys.key_maps import KeyMaps
 
 
 class RawRows(Protocol):
@@ -48,12 +52,16 @@ class StreamedRows:
         config: of mode predict, with `source` and `fitted`.
         raw: the rows.
         ranks: this process.
+        key_maps: rows for raw keys; None for rows without.
 
     Raises:
         ValueError: one of the first rows is invalid.
     """
 
-    def __init__(self, config: Config, raw: RawRows, ranks: Ranks) -> None:
+    def __init__(
+        self, config: Config, raw: RawRows, ranks: Ranks, key_maps: "KeyMaps | None" = None
+    ) -> None:
+        self._key_maps = key_maps
         self.title = str(config.source)
         self._raw = raw
         self._ranks = ranks
@@ -167,6 +175,7 @@ class StreamedRows:
             rank=ranks.rank,
             world_size=ranks.world_size,
             device=ranks.device,
+            key_maps=self._key_maps,
         )
 
     def _complete_parts(self) -> Iterator[pa.Table]:

@@ -1,7 +1,7 @@
 """Choice of the tables whose rows lie in host memory, the rows for which ranks have room, and what a step then moves."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torchrec.distributed.planner.types import PlannerError
@@ -57,14 +57,28 @@ def windows_of(
 
 
 def chosen_host_tables(
-    declared: Sequence[EmbeddingBagConfig], config: ShardingConfig, windows: Mapping[str, int]
+    declared: Sequence[EmbeddingBagConfig],
+    config: ShardingConfig,
+    windows: Mapping[str, int],
+    keyed: Collection[str],
 ) -> dict[str, HostTable]:
-    """Return the tables that overrides put into host memory."""
-    return {
+    """Return the tables that overrides put into host memory.
+
+    Raises:
+        ValueError: one of them is `keyed`, a table for raw keys, whose rows change on the device.
+    """
+    chosen = {
         table: HostTable(override.cache or DEFAULT_CACHE, windows[table])
         for table, override in overrides_of(declared, config).items()
         if override.tier is Tier.host
     }
+    for name in chosen:
+        if name in keyed:
+            raise ValueError(
+                f"table {name} has raw keys (vocabulary: dynamic), whose rows change on the device: tier: host is not for it; "
+                "set tier: device, or a smaller cardinality"
+            )
+    return chosen
 
 
 def with_host_tables(

@@ -40,6 +40,7 @@ from configs.schema import MOST_RANKS, ShardingConfig, ShardingType, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import (
     ids_per_sample,
+    keyed_tables,
     tables_of_feature,
     vectors_per_sample,
 )
@@ -225,8 +226,9 @@ def plan_tables(
         )
         return _run_planner(enumerator, topology, batch_size, constraints, embeddings)
 
-    chosen = chosen_host_tables(declared, config, windows)
-    movable = _movable(declared, config, rule, hardware, constraints)
+    keyed = keyed_tables(declared, spec)
+    chosen = chosen_host_tables(declared, config, windows, keyed)
+    movable = _movable(declared, config, rule, hardware, constraints, keyed)
     parts = hardware.world_size if set(ROWS_CUT) & {kind.value for kind in config.types} else 1
     try:
         plan, host_tables = with_host_tables(planned, chosen, movable, windows, parts)
@@ -256,8 +258,12 @@ def _movable(
     rule: TableRule,
     hardware: Hardware,
     constraints: Mapping[str, ParameterConstraints],
+    keyed: Collection[str],
 ) -> dict[str, int]:
-    """Return the rows of the tables that the planner may put into host memory, the largest table first."""
+    """Return the rows of the tables that the planner may put into host memory, the largest table first.
+
+    Those for raw keys, `keyed`, stay on the device.
+    """
     if Tier.host not in config.tiers or hardware.device_type != "cuda":
         return {}
     kept = [name for name, override in overrides_of(declared, config).items() if override.tier]
@@ -265,7 +271,9 @@ def _movable(
     movable = [
         table
         for table in declared
-        if table.name not in kept and constraints[table.name].sharding_types != replicated
+        if table.name not in kept
+        and table.name not in keyed
+        and constraints[table.name].sharding_types != replicated
     ]
     movable.sort(key=lambda table: _bytes_of(table, rule), reverse=True)
     return {table.name: table.num_embeddings for table in movable}

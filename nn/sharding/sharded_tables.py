@@ -4,7 +4,7 @@ TorchRec plans, and its `ShardedTensor` describes the shards to checkpoints. Mem
 tables of one width and dtype are adjacent in one memory, so that plain torch makes one call for all of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from itertools import accumulate
@@ -17,8 +17,9 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.keys.new_rows import NewRows
 from nn.distributed.process_group import Ranks, open_channel
-from nn.embedding.declared_tables import id_counts, initial_bound, lookups_of
+from nn.embedding.declared_tables import id_counts, initial_bound, keyed_tables, lookups_of
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.multi_hot import MultiHot
@@ -38,6 +39,7 @@ from nn.sharding.placement import (
 from nn.sharding.row_requests import BLOCK
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard, asks_for_rows
 from nn.tiers.host_tier import HostTier, TierCounts, TieredShard
+from nn.tiers.new_rows import KeyedShard, RowResets
 from nn.tiers.row_store import WEIGHT
 
 FILLED_ROWS = 2**18
@@ -95,6 +97,7 @@ class ShardedTables:
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
         placement = self._placement(settings.tracks_rows)
         self._requested = placement.requested
+        self._resets = RowResets(self._keyed_shards(spec), settings.seed)
         self._touched = self._touched_replicas = None
         if settings.tracks_rows:
             self._touched = TouchedRows(placement.owned, ranks.device)
@@ -518,6 +521,40 @@ class ShardedTables:
             replica.grad = gradient
         self._replicas_optimizer.step()
 
+    def _keyed_shards(self, spec: FeatureSpec) -> list[KeyedShard]:
+        """Return this rank's shards of tables for raw keys, in the order of their memory."""
+        keys_of = keyed_tables(list(self._declared.values()), spec)
+
+        def keyed(
+            name: str, weight: Tensor, states: list[Tensor], offsets: list[int]
+        ) -> KeyedShard:
+            bound = initial_bound(self._declared[name])
+            return KeyedShard(name, keys_of[name], weight, states, offsets[0], offsets[1], bound)
+
+        owned = [
+            keyed(name, weight, [of_all[index] for of_all in self._states.values()], offsets)
+            for index, (name, weight, offsets) in enumerate(
+                (name, weight, list(shard.shard_offsets))
+                for (name, shard), weight in zip(self._own, self._weights, strict=True)
+            )
+            if name in keys_of and len(weight)
+        ]
+        optimizer = self._replicas_optimizer
+        return owned + [
+            keyed(
+                name,
+                replica.detach(),
+                [] if optimizer is None else [*_tensors(optimizer.state[replica])],
+                [0, 0],
+            )
+            for name, replica in self._replicas.items()
+            if name in keys_of
+        ]
+
+    def write_new_rows(self, new_rows: Mapping[str, NewRows]) -> None:
+        """Give rows of tables for raw keys to other keys, before the batch that has them is looked up."""
+        self._resets.write(new_rows)
+
     def train(self, mode: bool = True) -> None:
         """Count the traffic of tables in host memory in training only; lookups are the same in evaluation."""
         if self.tier is not None:
@@ -618,6 +655,11 @@ def _on_host(shard: ShardMetadata) -> str:
     """Return the placement of a shard in host memory of its rank."""
     assert shard.placement is not None, "TorchRec places every shard on a rank"
     return f"rank:{shard.placement.rank()}/cpu"
+
+
+def _tensors(state: Mapping[str, object]) -> Iterator[Tensor]:
+    """Yield the tensors with a row per row of the table of an optimizer's state."""
+    return (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
 
 def _adjacent(

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
+from dataloading.keys.new_rows import KEYS
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks, open_channel
 from nn.layers.parameter_average import ParameterAverage
@@ -29,6 +30,12 @@ from nn.training.pass_context import PassContext
 from nn.training.prefetch import Prefetcher
 from nn.training.static_path import StaticPath
 
+if TYPE_CHECKING:
+    # Numba is imported only where there are keys.
+    from dataloading.keys.key_maps import KeyMaps
+
+KEYS_PREFIX = "keys."
+"""Prefix of the state of maps of raw keys."""
 AMP_DTYPES = {Amp.bf16: torch.bfloat16, Amp.fp16: torch.float16}
 
 
@@ -79,8 +86,10 @@ class TrainStep:
         tasks: the labels that they learn.
         config: the complete run.
         ranks: this process.
+        key_maps: rows for raw keys; None for a dataset without.
 
     Attributes:
+        key_maps: the same.
         frozen: components that keep their weights.
         path: the sparse path.
         capture_blocker: the reason why the step is no CUDA graph, or None.
@@ -94,8 +103,10 @@ class TrainStep:
         tasks: Sequence[Task],
         config: Config,
         ranks: Ranks,
+        key_maps: "KeyMaps | None" = None,
     ) -> None:
         self.tables = tables
+        self.key_maps = key_maps
         self.dense = dense
         self.tasks = tasks
         if config.train.compile:
@@ -145,6 +156,8 @@ class TrainStep:
             DivergedError: on all ranks, before any update, if the loss is not finite.
         """
         batch, ids = next(prefetcher)
+        if self.key_maps is not None and Component.tables not in self.frozen:
+            self.tables.write_new_rows(self.key_maps.take_new_rows())
         self._set_learning_rate(step)
         if self._pass_layers:
             self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
@@ -194,6 +207,7 @@ class TrainStep:
         """
         state = {f"tables.{name}": value for name, value in self.tables.weights().items()}
         state |= self.dense_weights()
+        state |= self._keys(with_counts=with_optimizer and Component.tables not in self.frozen)
         if not with_optimizer:
             return state
         state |= {f"tables.{name}": value for name, value in self.tables.optimizer_state().items()}
@@ -202,6 +216,16 @@ class TrainStep:
                 if isinstance(value, Tensor):
                     state[f"dense_optimizer.{name}.{key}"] = value
         return state
+
+    def _keys(self, *, with_counts: bool) -> dict[str, Tensor]:
+        """Return `keys.<table>.<name>` of the maps of raw keys: the keys of rows and, to train on, their facts; copies."""
+        if self.key_maps is None:
+            return {}
+        return {
+            f"{KEYS_PREFIX}{name}": torch.from_numpy(values)
+            for name, values in self.key_maps.state().items()
+            if with_counts or name.endswith(f".{KEYS}")
+        }
 
     def dense_weights(self) -> dict[str, Tensor]:
         """Return `dense.<name>` of weights and buffers and, if there is an average, `dense_ema.<name>`, without copies."""
@@ -214,7 +238,14 @@ class TrainStep:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy values into weights and optimizer state; tensors that `state_dict` returned are in place already."""
         own = self.state_dict()
+        keys = {name: value for name, value in state.items() if name.startswith(KEYS_PREFIX)}
+        if self.key_maps is not None and keys:
+            self.key_maps.load(
+                {name.removeprefix(KEYS_PREFIX): value.numpy() for name, value in keys.items()}
+            )
         for name, value in state.items():
+            if name in keys:
+                continue
             for target, source in zip(local_tensors(own[name]), local_tensors(value), strict=True):
                 if target.data_ptr() != source.data_ptr():
                     target.detach().copy_(source)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataloading.compiled import kernel
+from dataloading.keys.compiled import kernel
 from preproc.criteo.tokenizer import NON_HEX
 
 # Numba's cache tracks only the file of a kernel, not the constants that it imports. Imported constants are

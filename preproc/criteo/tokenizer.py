@@ -6,7 +6,7 @@ that line is bad, and which field is wrong. The kernel releases the GIL, so seve
 
 import numpy as np
 
-from dataloading.compiled import kernel
+from dataloading.keys.compiled import kernel
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
 # Numba's cache of compiled kernels tracks only this file. After a change of NUM_NUMERICAL or

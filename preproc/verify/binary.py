@@ -193,6 +193,8 @@ def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
     """Return the check of the ids of `feature`; `offsets` are int64 [N + 1] for a ragged one."""
 
     def wrong(ids: np.ndarray) -> np.ndarray:
+        if feature.is_dynamic:
+            return np.zeros(len(ids), bool)
         # Viewed as unsigned, a negative id is too large as well.
         return ids.view(f"<u{ids.itemsize}") >= feature.cardinality
 

@@ -83,6 +83,8 @@ def _wrong_ids(
         if holes.any():
             yield f"missing ids of '{feature.name}'", rows[holes], None
     ids = np.asarray(pc.fill_null(values, 0))
+    if feature.is_dynamic:
+        return
     outside = (ids < 0) | (ids >= feature.cardinality)
     if outside.any():
         kind = f"ids of '{feature.name}' outside [0, {feature.cardinality})"

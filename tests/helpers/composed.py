@@ -17,6 +17,7 @@ from configs.schema import Config
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader
 from nn.build import (
+    build_key_maps,
     build_plan,
     build_step,
     build_test_loader,
@@ -125,14 +126,15 @@ def build(config: Config, source: Source | None = None) -> Built:
     source = source or open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
-    step = build_step(config, source, plan, ranks)
+    key_maps = build_key_maps(config, source.spec, ranks)
+    step = build_step(config, source, plan, ranks, key_maps)
     return Built(
         config,
         ranks,
         source,
         step,
-        build_train_loader(config, source, ranks),
-        build_test_loader(config, source, ranks),
+        build_train_loader(config, source, ranks, key_maps),
+        build_test_loader(config, source, ranks, key_maps=key_maps),
     )
 
 

@@ -34,6 +34,7 @@ LAYERS = {
 ROOMS = {
     "dataloading.dataset": {"dataloading.gather"},
     "dataloading.gather": set(),
+    "dataloading.keys": {"dataloading.dataset"},
     "dataloading.batch": set(),
     "dataloading.partition": set(),
     "dataloading.randomness": set(),
@@ -57,6 +58,7 @@ ROOMS = {
         "dataloading.batch",
         "dataloading.batch_memory",
         "dataloading.dataset",
+        "dataloading.keys",
         "dataloading.partition",
         "dataloading.reader_processes",
     },
@@ -74,7 +76,7 @@ ROOMS = {
         "nn.ops",
         "nn.user_objects",
     },
-    "nn.tiers": {"nn.distributed", "nn.embedding", "nn.ops"},
+    "nn.tiers": {"nn.distributed", "nn.embedding", "nn.layers", "nn.ops"},
     "nn.sharding": {
         "nn.distributed",
         "nn.embedding",
@@ -495,7 +497,10 @@ def test_a_command_without_a_model_needs_no_torch(package, lazy):
 def test_only_preprocessing_of_raw_logs_needs(library):
     users = importers_of(library, set(sources()))
     assert users
-    assert {name.split(".")[0] for name in users} == {"preproc"}
+    # Training needs Numba for raw keys, and only then.
+    package = "dataloading" if library == "numba" else "preproc"
+    assert {name.split(".")[0] for name in users} == {package}
+    assert not reached_from("nn.run", lazy=False) & users
     for start in (
         "preproc.__main__",
         "preproc.synthetic",

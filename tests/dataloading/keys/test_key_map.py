@@ -39,7 +39,7 @@ def test_it_equals_a_dictionary_over_many_batches(admit_after, evict, capacity):
         assert np.concatenate(ids).tolist() == reference.map(keys.tolist(), batch)
         num_evicted += np.count_nonzero(change.rows.old_keys)
         if batch % 50 == 0:
-            # A state is enough to go on.
+            # A state is enough to continue.
             state = own.state(batch)
             own = KeyMap("t", capacity, policy)
             assert own.load(state) == batch

@@ -1,6 +1,6 @@
 """Speed of the map from raw keys to rows: new keys, known keys, and skewed keys with eviction, on the cores of this process.
 
-    python -m benchmarks.keys
+python -m benchmarks.continuous.keys
 """
 
 import argparse
@@ -67,12 +67,14 @@ def _measure(
         return mapped
 
     start, cpu = time.perf_counter(), time.process_time()
-    running = [pool.submit(run(*each)) for each in zip(maps, keys, strict=True)]
+    running = [pool.submit(run(*pair)) for pair in zip(maps, keys, strict=True)]
     for future in running:
         future.result()
     wall, used = time.perf_counter() - start, time.process_time() - cpu
     per_core = keys.size / used / MILLION
-    print(f"{name:40} {keys.size / wall / MILLION:6.1f} million/s, {per_core:6.1f} per second of CPU time")
+    print(
+        f"{name:40} {keys.size / wall / MILLION:6.1f} million/s, {per_core:6.1f} per second of CPU time"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""Rows of tables that get another key: the weights that the seed gives to the key, and no optimizer state.
+
+Tables of one width lie one after the other in one memory, so the rows of all of them are written at once. It happens in the order
+of the main stream: behind the update of the step before, and before the lookup of the first batch that has the keys.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataloading.keys.new_rows import NewRows
+from nn.layers.initialization import KeyedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedShard:
+    """A shard of a table for raw keys on this rank, or its replica.
+
+    Attributes:
+        table: name of the table, from which its weights follow.
+        keys_of: name of the map that has its keys.
+        weight: [rows, columns].
+        states: optimizer state, [rows] or [rows, columns].
+        row_offset: first row in the table.
+        column_offset: first column in the table.
+        bound: of the initial weights.
+    """
+
+    table: str
+    keys_of: str
+    weight: Tensor
+    states: Sequence[Tensor]
+    row_offset: int
+    column_offset: int
+    bound: float
+
+
+class RowResets:
+    """Writes new rows into shards.
+
+    Args:
+        shards: of this rank, with rows.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, shards: Sequence[KeyedShard], seed: int) -> None:
+        groups: list[list[KeyedShard]] = []
+        for shard in shards:
+            if groups and _adjoins(groups[-1][-1], shard):
+                groups[-1].append(shard)
+            else:
+                groups.append([shard])
+        self._groups = [_Group(group, seed) for group in groups]
+
+    def write(self, new_rows: Mapping[str, NewRows]) -> None:
+        """Write the new rows of a step, by the name of the map."""
+        for group in self._groups:
+            group.write(new_rows)
+
+
+class _Group:
+    """Shards that lie one after the other in one memory."""
+
+    def __init__(self, shards: Sequence[KeyedShard], seed: int) -> None:
+        self._shards = shards
+        counts = [len(shard.weight) for shard in shards]
+        self._firsts = [sum(counts[:index]) for index in range(len(counts))]
+        first = shards[0]
+        self._weight = _joined(first.weight, sum(counts))
+        self._states = [_joined(state, sum(counts)) for state in first.states]
+        self._weights = KeyedWeights(
+            [(shard.table, shard.column_offset, shard.bound) for shard in shards],
+            seed,
+            first.weight.shape[1],
+            first.weight.device,
+        )
+
+    @torch.no_grad()
+    def write(self, new_rows: Mapping[str, NewRows]) -> None:
+        parts = []
+        for index, (shard, first) in enumerate(zip(self._shards, self._firsts, strict=True)):
+            new = new_rows.get(shard.keys_of)
+            if new is None:
+                continue
+            rows = new.rows - shard.row_offset
+            mine = (rows >= 0) & (rows < len(shard.weight))
+            rows = rows[mine] + first
+            parts.append(np.stack([rows, new.keys[mine], np.full(len(rows), index)]))
+        if not sum(part.shape[1] for part in parts):
+            return
+        columns = torch.from_numpy(np.concatenate(parts, axis=1))
+        device = self._weight.device
+        if device.type == "cuda":
+            # The host would wait for a copy from other memory.
+            columns = columns.pin_memory()
+        rows, keys, members = columns.to(device, non_blocking=True)
+        weights = self._weights(keys, members)
+        self._weight.index_copy_(0, rows, weights.to(self._weight.dtype))
+        for state in self._states:
+            state.index_fill_(0, rows, 0)
+
+
+def _adjoins(before: KeyedShard, after: KeyedShard) -> bool:
+    """Return whether all tensors of a shard lie right behind those of another one."""
+    return before.weight.shape[1:] == after.weight.shape[1:] and all(
+        one.dtype == other.dtype
+        and one.device == other.device
+        and one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        for one, other in zip(
+            (before.weight, *before.states), (after.weight, *after.states), strict=True
+        )
+    )
+
+
+def _joined(first: Tensor, rows: int) -> Tensor:
+    """View a tensor and those behind it in one memory as one, with `rows` rows."""
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -1,0 +1,245 @@
+"""Training on raw keys: the same bits as training on the rows that a plain dictionary gives to the keys."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import DynamicConfig, Evict
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
+from nn.checkpoint.tensor_index import blocks, read_index
+from nn.embedding.declared_tables import initial_bound
+from nn.layers.initialization import fill_uniform_
+from nn.models.registry import declared_tables
+from tests.dataloading.keys.reference import ReferenceMap
+from tests.helpers.command import run_command
+from tests.helpers.composed import build, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+
+BATCH, STEPS, TEST_ROWS, CAPACITY = 32, 12, 64, 36
+ROWS = {"train": BATCH * STEPS, "test": TEST_ROWS}
+SMALL = [
+    "model.embedding_dim=4",
+    "model.bottom_mlp=[4]",
+    "model.top_mlp=[4,1]",
+    f"train.batch_size={BATCH}",
+    f"eval.batch_size={BATCH}",
+    "optimizer.embedding_name=adam",
+    "data.shuffle_block=0",
+    "device=cpu",
+    "log.pictures=false",
+    "log.loggers=[]",
+]
+KEYED = [*SMALL, "data.dynamic.admit_after=2"]
+
+
+def drawn(split: str) -> dict:
+    """Draw users that come and go, and ragged histories of the same users."""
+    rng = np.random.default_rng(len(split))
+    rows = ROWS[split]
+    lengths = rng.integers(0, 4, rows)
+
+    def users(at: np.ndarray) -> np.ndarray:
+        keys = (at // 8 + rng.integers(0, 14, len(at))) * 0x9E3779B97F4A7C1 - 2**61
+        keys[rng.random(len(at)) < 0.1] = 0
+        return keys
+
+    at = np.arange(rows) if split == "train" else np.full(rows, ROWS["train"] - 9)
+    return {
+        "numerical": rng.normal(size=(rows, 2)),
+        "labels": rng.random(rows) < 0.4,
+        "ids": {
+            "user": users(at),
+            "past": users(np.repeat(at, lengths)),
+            "item": rng.integers(0, 9, rows),
+        },
+        "lengths": {"past": lengths},
+    }
+
+
+def write(root: Path, columns: dict, user: CategoricalFeature, past: CategoricalFeature) -> Path:
+    with write_dataset(
+        root,
+        categorical=[user, past, CategoricalFeature.of("item", 9)],
+        numerical=("n", "m"),
+        numerical_dtype="float32",
+        splits=list(columns),
+    ) as dataset:
+        for split, of_split in columns.items():
+            dataset[split].append(**of_split)
+    return root
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Datasets of keys and of the rows that a dictionary gives to them, and the rows that are new at each step."""
+    root = tmp_path_factory.mktemp("keys")
+    columns = {split: drawn(split) for split in ROWS}
+    write(
+        root / "keys",
+        columns,
+        CategoricalFeature.of_keys("user", CAPACITY),
+        CategoricalFeature.of_keys("past", CAPACITY, None, "user"),
+    )
+    reference = ReferenceMap(CAPACITY, DynamicConfig(admit_after=2, evict=Evict.age))
+    train, lengths = columns["train"], columns["train"]["lengths"]["past"]
+    ends = np.cumsum(lengths)
+    new_rows = []
+    for step in range(STEPS):
+        rows = slice(step * BATCH, (step + 1) * BATCH)
+        items = slice(ends[rows.start] - lengths[rows.start], ends[rows.stop - 1])
+        keys = [*train["ids"]["user"][rows].tolist(), *train["ids"]["past"][items].tolist()]
+        before = dict(reference.rows.slots)
+        found = reference.map(keys, step + 1)
+        train["ids"]["user"][rows] = found[:BATCH]
+        train["ids"]["past"][items] = found[BATCH:]
+        after = reference.rows.slots
+        new_rows.append({row: key for key, row in after.items() if before.get(key) != row})
+    for name, keys in columns["test"]["ids"].items():
+        if name != "item":
+            columns["test"]["ids"][name] = np.array(reference.look_up(keys.tolist()))
+    assert sum(map(len, new_rows)) > len(reference.rows.slots) + 10, "keys are evicted"
+    write(
+        root / "rows",
+        columns,
+        CategoricalFeature.of("user", CAPACITY),
+        CategoricalFeature.of("past", CAPACITY, None, "user"),
+    )
+    torch.save(new_rows, root / "new_rows.pt")
+    return root
+
+
+def state_after_training(path: str, new_rows: list[dict[int, int]] | None, options: list[str]):
+    """Train, and return the complete tables with optimizer state and the losses; rows are replaced by hand if given."""
+    config = compose_config(*options, f"data.path={path}")
+    with ranks_of_cpu() as ranks:
+        built = build(config)
+        prefetcher = built.prefetcher(0, STEPS)
+        losses = []
+        for step in range(STEPS):
+            if new_rows is not None:
+                replace_rows(built, config, new_rows[step])
+            losses.append(built.step.train(step, prefetcher).loss)
+        tables = {}
+        for name, value in built.step.state_dict().items():
+            if name.startswith("tables."):
+                local = (
+                    [s.tensor for s in value.local_shards()]
+                    if hasattr(value, "local_shards")
+                    else [value]
+                )
+                tables[name] = torch.cat([*local, torch.empty(0, *value.shape[1:])]).numpy()
+        built.step.close()
+        scores = []
+        built.step.set_training(False)
+        for batch in built.test_loader.batches(0, 2):
+            scores.append(batch.ids.values().numpy().copy())
+        return losses, tables, scores, ranks.rank
+
+
+def replace_rows(built, config, new: dict[int, int]) -> None:
+    """Write the weights that belong to the keys, and zeros as optimizer state, row by row."""
+    declared = {t.name: t for t in declared_tables(config.model, built.source.spec)}
+    for name, value in built.step.state_dict().items():
+        if not name.startswith("tables.user."):
+            continue
+        local = (
+            [(s.tensor, s.metadata.shard_offsets[0]) for s in value.local_shards()]
+            if hasattr(value, "local_shards")
+            else [(value, 0)]
+        )
+        for tensor, first in local:
+            for row, key in new.items():
+                if not first <= row < first + len(tensor):
+                    continue
+                tensor[row - first] = 0
+                if name.endswith(".weight"):
+                    bound = initial_bound(declared["user"])
+                    fill_uniform_(
+                        tensor[row - first][None],
+                        seed=config.seed,
+                        table="user",
+                        row_offset=key,
+                        bound=bound,
+                    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding"),
+    [(1, []), (2, ["sharding.types=[row_wise]"]), (2, ["sharding.types=[data_parallel]"])],
+    ids=["one rank", "row-wise", "replicated"],
+)
+def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
+    new_rows = torch.load(data / "new_rows.pt")
+    own = run_distributed(state_after_training, ranks, str(data / "keys"), None, KEYED + sharding)
+    other = run_distributed(
+        state_after_training, ranks, str(data / "rows"), new_rows, SMALL + sharding
+    )
+    for (losses, tables, scored, _), (want_losses, want_tables, want_scored, _) in zip(
+        own, other, strict=True
+    ):
+        assert losses == want_losses
+        assert tables.keys() == want_tables.keys()
+        for name in tables:
+            np.testing.assert_array_equal(tables[name], want_tables[name], err_msg=name)
+        for ids, want in zip(scored, want_scored, strict=True):
+            np.testing.assert_array_equal(ids, want)
+
+
+def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, tmp_path):
+    def trained(run_dir: Path, steps: int) -> Path:
+        ended = run_command(
+            *KEYED,
+            f"data.path={data / 'keys'}",
+            f"run_dir={run_dir}",
+            f"train.max_steps={steps}",
+            "eval.every=4",
+            "checkpoint.save_every=5",
+        )
+        assert ended.exit_code == 0, ended.err
+        return run_dir / "checkpoints" / f"step_{steps}"
+
+    whole = trained(tmp_path / "whole", STEPS)
+    trained(tmp_path / "parts", 5)
+    copied = tmp_path / "ranks"
+    shutil.copytree(tmp_path / "parts", copied)
+    resumed = trained(tmp_path / "parts", STEPS)
+    assert (resumed / "rank_00000.bin").read_bytes() == (whole / "rank_00000.bin").read_bytes()
+    run_distributed(trained_on_ranks, 2, str(copied), str(data / "keys"))
+    on_ranks = read_index(copied / "checkpoints" / f"step_{STEPS}").tensors
+    for name, tensor in read_index(whole).tensors.items():
+        if name.startswith("keys."):
+            own = np.concatenate([*blocks(on_ranks[name])])
+            np.testing.assert_array_equal(own, np.concatenate([*blocks(tensor)]), err_msg=name)
+
+
+def trained_on_ranks(run_dir: str, data: str) -> None:
+    ended = run_command(
+        *KEYED,
+        f"data.path={data}",
+        f"run_dir={run_dir}",
+        f"train.max_steps={STEPS}",
+        "eval.every=4",
+        "checkpoint.save_every=5",
+    )
+    assert ended.exit_code == 0, ended.err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("checkpoint.delta_every=4", "checkpoint.delta_every writes rows without their keys"),
+        ("data.multi_hot.hotness=[1,1,2]", "data.multi_hot.hotness draws further ids, not keys"),
+        ("sharding.tables={user: {tier: host}}", "tier: host is not for it"),
+        ("data.dynamic.admit_after=0", "data.dynamic.admit_after must be positive, got 0"),
+        ("data.dynamic.evict=never", "evict=never keeps all keys"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(data, tmp_path, option, message):
+    ended = run_command(*KEYED, f"data.path={data / 'keys'}", f"run_dir={tmp_path / 'run'}", option)
+    assert ended.exit_code == 2
+    assert message in ended.err
+    assert ended.err.strip().count("\n") == 0
