@@ -106,6 +106,8 @@ class Categorical:
         frequency_limit: values seen less often get id 0; null: the run's `frequency_limit`.
         max_size: most values to keep, the most frequent first.
         buckets: hash values to ids from 1 to this number, without a vocabulary.
+        vocabulary: `dynamic` keeps 64-bit keys, hashes of the values, to which training gives rows of the table.
+        capacity: with `dynamic`, rows of the table.
         vocabulary_of: name of a feature whose vocabulary, or buckets, it shares: a value has one id in both, its counts
             in both are added up, and the features share a table. The other feature has the limits.
     """
@@ -119,12 +121,24 @@ class Categorical:
     frequency_limit: int | None = None
     max_size: int | None = None
     buckets: int | None = None
+    vocabulary: str | None = None
+    capacity: int | None = None
     vocabulary_of: str | None = None
 
     @property
     def is_list(self) -> bool:
         """Return whether a row may hold several values."""
         return self.list or bool(self.separator)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Return whether its values become keys."""
+        return self.vocabulary is not None
+
+    @property
+    def is_hashed(self) -> bool:
+        """Return whether its values become hashes: there is no file of its vocabulary."""
+        return self.buckets is not None or self.is_dynamic
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -394,7 +408,7 @@ class TableConfig:
                 other.vocabulary_of is None,
                 f"{where}: {shown(other.name)} shares the vocabulary of {shown(other.vocabulary_of)}; name that one",
             )
-            for key in ("frequency_limit", "max_size", "buckets"):
+            for key in ("frequency_limit", "max_size", "buckets", "vocabulary", "capacity"):
                 require(
                     getattr(feature, key) is None,
                     f"{where}: got {key} too; set it at {shown(other.name)}, which has the vocabulary",
@@ -531,6 +545,7 @@ def _check_categorical(where: str, feature: Categorical) -> None:
         ("hotness", 1, MOST_HOTNESS),
         ("max_size", 1, MOST_ROWS),
         ("buckets", 1, MOST_IDS),
+        ("capacity", 2, MOST_IDS),
         ("frequency_limit", 0, MOST_ROWS),
     ):
         value = getattr(feature, key)
@@ -547,6 +562,18 @@ def _check_categorical(where: str, feature: Categorical) -> None:
     require(
         feature.buckets is None or not vocabulary,
         f"{where}: buckets have no vocabulary; drop frequency_limit and max_size, or buckets",
+    )
+    require(
+        feature.vocabulary in (None, "dynamic"),
+        f"{where}: got vocabulary {shown(feature.vocabulary)}, want dynamic, or no such key",
+    )
+    require(
+        feature.is_dynamic == (feature.capacity is not None),
+        f"{where}: vocabulary: dynamic and capacity, the rows of its table, belong together; set both, or none",
+    )
+    require(
+        not feature.is_dynamic or not (vocabulary or feature.buckets),
+        f"{where}: vocabulary: dynamic has no limits and no buckets; drop frequency_limit, max_size and buckets",
     )
 
 

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -14,9 +15,11 @@ from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.held_out_source import VALIDATION, HeldOutSource
 from dataloading.id_counts import counts_of_ids
+from dataloading.keys.new_rows import KEYS
 from dataloading.loader import READERS, Loader, LoaderSettings
 from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
+from nn.checkpoint.tensor_index import TensorIndex, blocks
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
@@ -261,6 +264,27 @@ def build_key_maps(config: Config, spec: FeatureSpec, ranks: Ranks) -> "KeyMaps 
     from dataloading.keys.key_maps import KeyMaps
 
     return KeyMaps(spec, config.data.dynamic, ranks.local_world_size)
+
+
+def stored_key_maps(config: Config, spec: FeatureSpec, index: TensorIndex) -> "KeyMaps | None":
+    """Return maps with the keys of a checkpoint, for scores; None for a dataset without raw keys.
+
+    Raises:
+        ValueError: the checkpoint has no keys.
+    """
+    if not spec.dynamic_tables:
+        return None
+    from dataloading.keys.key_maps import KeyMaps
+
+    maps = KeyMaps(spec, config.data.dynamic)
+    state = {}
+    for table in maps.tables:
+        stored = index.tensors.get(f"keys.{table}.{KEYS}")
+        if stored is None:
+            raise ValueError(f"the checkpoint has no keys of table {table}; it is of another model")
+        state[f"{table}.{KEYS}"] = np.concatenate([*blocks(stored)])
+    maps.load(state)
+    return maps
 
 
 def check_raw_keys(config: Config, spec: FeatureSpec) -> None:

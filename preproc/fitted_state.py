@@ -218,7 +218,7 @@ def load_fitted(
     path = directory / FITTED
     document = _mapping(read_yaml(directory / SPEC_NAME), str(directory / SPEC_NAME))
     listed = checksums_of(document.get("metadata"), f"{directory / SPEC_NAME}: metadata")
-    with_vocabulary = [f.name for f in table.categorical if not (f.buckets or f.vocabulary_of)]
+    with_vocabulary = [f.name for f in table.categorical if not (f.is_hashed or f.vocabulary_of)]
     names = [vocabulary_name(name) for name in with_vocabulary]
     names += [rare_name(name) for name in with_vocabulary if rare_name(name) in listed]
     files = {name: _compared(directory, name, listed.get(name)) for name in [FITTED, *names]}
@@ -266,7 +266,7 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
             "leave it out"
         )
     for feature in table.categorical:
-        if feature.buckets or feature.vocabulary_of or fitted.has_rare(feature.name):
+        if feature.is_hashed or feature.vocabulary_of or fitted.has_rare(feature.name):
             continue
         own = limit if feature.frequency_limit is None else feature.frequency_limit
         if own > 1 or feature.max_size is not None:

@@ -27,7 +27,7 @@ from preproc.table.mistakes import bad_row, overflow
 from preproc.table.source_files import SourceFiles, find_source, read_columns
 from preproc.table.staging import Staging
 from preproc.table.transformation import (
-    bucket_ids,
+    hashed_ids,
     numerical_columns,
     stored_ids,
     stored_numericals,
@@ -111,7 +111,7 @@ class TransformedRows:
             self._vocabularies = {
                 feature.name: self._load_vocabulary(number, feature.name)
                 for number, feature in enumerate(self._table.categorical)
-                if not feature.buckets and feature.vocabulary_of is None
+                if not feature.is_hashed and feature.vocabulary_of is None
             }
         except BaseException:
             self.close()
@@ -211,8 +211,8 @@ class TransformedRows:
             values = f"({self._engine.exploded(ROWS, 'row_', f'c{number}')})"
         owners = {other.name: other for other in self._table.categorical}
         owner = owners[feature.vocabulary_of or feature.name]
-        if owner.buckets:
-            query = bucket_ids(values, owner.buckets, feature)
+        if owner.is_hashed:
+            query = hashed_ids(values, owner, feature)
         else:
             query = vocabulary_ids(values, self._vocabularies[owner.name], feature)
         found = self._cursor.execute(query).fetchnumpy()

@@ -38,6 +38,8 @@ IDS = "ids"
 PADDING = -1
 """Fills the rows of a ragged feature behind their last id."""
 HASH_BLOCK = 1 << 22
+KEY_BYTES = 12
+"""Bytes of a raw key and its row."""
 
 
 class ModelError(ValueError):
@@ -90,6 +92,14 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyFile:
+    """File of the rows of raw keys (`serving.inference.key_rows`), and the number of keys."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class FileState:
     """Size and SHA-256 of a file."""
 
@@ -110,6 +120,7 @@ class Manifest:
         outputs: tasks.
         dtype: of the tables, a key of `TABLE_BYTES`.
         tables: in the order of the embeddings.
+        keys: file of the rows of raw keys by feature; features that are not named have ids.
         raw: how raw values become features (`serving.inference.raw_values`); None if only ids are served.
         source: checkpoint, step, fingerprint of the features, versions of the libraries.
         proof: rows that were compared with the training path, and the largest difference.
@@ -124,6 +135,7 @@ class Manifest:
     outputs: list[Output]
     dtype: str
     tables: list[Table]
+    keys: dict[str, KeyFile] = field(default_factory=dict)
     raw: dict[str, Any] | None = None
     source: dict[str, Any] = field(default_factory=dict)
     proof: dict[str, Any] = field(default_factory=dict)
@@ -146,8 +158,8 @@ class Manifest:
 
     @property
     def has_short_ids(self) -> bool:
-        """True if all ids fit into 32 bits."""
-        return all(feature.cardinality <= 2**31 for feature in self.categorical)
+        """True if all ids fit into 32 bits, and none are raw keys."""
+        return not self.keys and all(feature.cardinality <= 2**31 for feature in self.categorical)
 
     def id_places(self) -> dict[str, slice]:
         """Return the columns of each feature of fixed hotness in the matrix of ids."""
@@ -183,6 +195,7 @@ class Manifest:
             "keep_rate": self.keep_rate,
             "outputs": [output.name for output in self.outputs],
             "raw": raw.get("columns"),
+            **({"keys": sorted(self.keys)} if self.keys else {}),
         }
 
     def to_json(self) -> str:
@@ -220,6 +233,8 @@ class Manifest:
         values["categorical"] = [Feature(**feature) for feature in document["categorical"]]
         values["tables"] = [Table(**table) for table in document["tables"]]
         values["outputs"] = [Output(**output) for output in document["outputs"]]
+        keys: Mapping[str, Any] = document.get("keys") or {}
+        values["keys"] = {name: KeyFile(**file) for name, file in keys.items()}
         files: Mapping[str, Any] = document["files"]
         values["files"] = {name: FileState(**state) for name, state in files.items()}
         return cls(**values)
@@ -275,6 +290,11 @@ def _check(directory: Path, manifest: Manifest) -> None:
         )
     for name, state in manifest.files.items():
         _check_file(directory, name, state)
+    for name, file in manifest.keys.items():
+        if name not in rows or type(file.count) is not int or file.count < 0:
+            raise ValueError(f"the keys of {shown(name)} are malformed")
+        if manifest.files[file.name].bytes != file.count * KEY_BYTES:
+            raise ValueError(f"{file.name} has not the size of {file.count} keys")
     for table in manifest.tables:
         _check_table(manifest, table, rows)
     if {name for table in manifest.tables for name in table.features} != set(names):

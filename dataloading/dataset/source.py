@@ -146,3 +146,12 @@ class Source(Protocol):
             runs: int64 [K, 2], half-open row ranges.
             feature: its index in `spec.categorical`.
         """
+
+
+def read_with_keys(source: Source, split: str, runs: np.ndarray) -> Columns:
+    """Return the rows of `runs`; the ids of features with `vocabulary: dynamic` are their keys, int64."""
+    columns = source.read(split, runs)
+    for index, feature in enumerate(source.spec.categorical):
+        if feature.is_dynamic:
+            columns.ids[index] = source.read_keys(split, runs, index).values
+    return columns

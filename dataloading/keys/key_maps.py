@@ -109,6 +109,11 @@ class KeyMaps:
                 ).items()
             }
 
+    def keys_of_rows(self) -> dict[str, np.ndarray]:
+        """Return the keys of the rows of each table, int64 [rows]; 0 of rows without a key."""
+        state = self.state()
+        return {table: state[f"{table}.{KEYS}"] for table in self._maps}
+
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Load a state; one with the keys of rows alone is enough for scores."""
         with self._lock:

@@ -2,7 +2,8 @@
 
 npy          <table>.id.npy int64 [rows], <table>.weight.npy [rows, columns], and one file per optimizer state
 safetensors  <table>.safetensors, with the same names
-both         dense.safetensors, dense_ema.safetensors and dense_optimizer.safetensors of the dense component
+both         keys.safetensors: <table>.keys int64 [rows], the raw key of each row, 0 of rows without one
+             dense.safetensors, dense_ema.safetensors and dense_optimizer.safetensors of the dense component
 tf2          sparse/feature_<i>.npy and sparse/config.json: `nn.checkpoint.tf2`
 
 Weights keep their dtype if the format has it. Otherwise they are converted to float32: bfloat16 in npy, both 16-bit dtypes
@@ -31,6 +32,7 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
     write_synced,
 )
+from nn.checkpoint.compatibility import is_weight
 from nn.checkpoint.directory import read_facts, write_facts
 from nn.checkpoint.tensor_index import (
     BLOCK_BYTES,
@@ -50,6 +52,7 @@ ID, VALUE = "id", "value"
 DENSE = ("dense", "dense_ema")
 DENSE_OPTIMIZER = "dense_optimizer"
 TRAINER = "trainer"
+KEYS = "keys."
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,16 @@ def _write(
         of_table = _write_arrays(directory, file_stem(table), arrays, format)
         record["tables"][table] = list(dict.fromkeys(array.file for array in of_table.values()))
         written |= {f"tables.{table}.{kind}": a for kind, a in of_table.items() if kind != ID}
+    of_rows = {
+        n.removeprefix(KEYS): t
+        for n, t in index.tensors.items()
+        if n.startswith(KEYS) and tables and (selection.optimizer or is_weight(n))
+    }
+    if of_rows:
+        path = directory / "keys.safetensors"
+        of_kind = write_safetensors(path, {n: Array.of(t) for n, t in of_rows.items()})
+        record["keys"] = [path.name]
+        written |= {KEYS + name: array for name, array in of_kind.items()}
     kinds = DENSE + (DENSE_OPTIMIZER,) * selection.optimizer
     kinds = (kinds if Component.dense in selection.parts else ()) + (TRAINER,) * selection.is_all
     for kind in kinds:

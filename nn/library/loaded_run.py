@@ -18,6 +18,7 @@ from dataloading.batch import Batch, jagged
 from dataloading.dataset.documents import read_json, resolved
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.loader import READERS, Loader, LoaderSettings
+from nn.build import stored_key_maps
 from nn.checkpoint.compatibility import AVERAGE, differences
 from nn.checkpoint.directory import BEST, list_checkpoints, read_facts
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks, read_index
@@ -165,7 +166,9 @@ class Run:
             )
             spec = replace(spec, keep_rate=None)
         source = features_source(rows, spec, "the table")
-        loader = Loader(source, SPLIT, LoaderSettings(batch_size=batch_size, workers=1))
+        maps = stored_key_maps(self.config, self.spec, read_index(self.checkpoint))
+        settings = LoaderSettings(batch_size=batch_size, workers=1)
+        loader = Loader(source, SPLIT, settings, key_maps=maps)
         expansion = self._expansion()
         for batch in loader.batches(0, loader.steps_per_epoch):
             yield _expanded(batch, expansion).to(self.device)

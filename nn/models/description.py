@@ -22,7 +22,12 @@ from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import ModelConfig
 from dataloading.dataset.documents import read_json
-from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, id_dtype
+from dataloading.dataset.feature_spec import (
+    DYNAMIC,
+    CategoricalFeature,
+    FeatureSpec,
+    id_dtype,
+)
 from dataloading.dataset.row_columns import Channel, RowColumn
 from nn.embedding.declared_tables import embedding_columns
 from nn.layers.initialization import initialise_dense
@@ -74,6 +79,7 @@ def _features(stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
             {
                 "name": feature.name,
                 "cardinality": feature.cardinality,
+                **({"vocabulary": DYNAMIC} if feature.is_dynamic else {}),
                 "hotness": feature.hotness,
                 "mean_hotness": feature.mean_hotness,
                 "expanded_hotness": expanded[feature.name],
@@ -287,4 +293,6 @@ def _feature_of(entry: Mapping[str, Any], hotness: str) -> CategoricalFeature:
     mean = entry["mean_hotness"] if count == stored else count
     if type(mean) not in (int, float) or not math.isfinite(mean):
         raise ValueError(f"{shown(name)} has mean_hotness {shown(mean)}; want a number")
-    return CategoricalFeature(name, cardinality, id_dtype(cardinality), count, mean, entry["table"])
+    is_dynamic = entry.get("vocabulary") == DYNAMIC
+    dtype = np.dtype(np.int64) if is_dynamic else id_dtype(cardinality)
+    return CategoricalFeature(name, cardinality, dtype, count, mean, entry["table"], is_dynamic)

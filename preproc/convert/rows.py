@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.source import Source
+from dataloading.dataset.source import Source, read_with_keys
 
 CHUNK_ROWS = 1 << 16
 """Rows that are in memory at a time."""
@@ -64,7 +64,7 @@ class SourceRows:
         num_rows = self._source.num_rows(split)
         for start in range(0, num_rows, CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, num_rows)
-            columns = self._source.read(split, np.array([[start, stop]]))
+            columns = read_with_keys(self._source, split, np.array([[start, stop]]))
             ids, lengths = {}, {}
             for feature, values, counts in zip(
                 self.spec.categorical, columns.ids, columns.lengths, strict=True

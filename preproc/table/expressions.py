@@ -155,3 +155,22 @@ def bucket(value: str, buckets: int) -> str:
     """Return the id of a value among hash buckets: 1 to `buckets`, 0 for a missing value."""
     digits = f"substr(md5({value}), 1, 15)"
     return f"coalesce(hex_number({digits}) % {buckets} + 1, 0)"
+
+
+def key(value: str) -> str:
+    """Return the 64-bit key of a value: the first 64 bits of its MD5, and 0 for a missing value.
+
+    0 and -1 are no keys of values, since -1 fills the rows of a request; values with them have key 1.
+    """
+    high, low = (f"hex_number(substr(md5({value}), {first}, 8))" for first in (1, 9))
+    signed = f"({high} - CASE WHEN {high} >= {2**31} THEN {2**32} ELSE 0 END)"
+    bits = f"({signed} * {2**32} + {low})"
+    return f"CASE WHEN {value} IS NULL THEN 0 WHEN {bits} IN (0, -1) THEN 1 ELSE {bits} END"
+
+
+def hashed_id(value: str, owner: Categorical) -> str:
+    """Return the id of a value of a feature whose values are hashed: its bucket, or its key."""
+    if owner.is_dynamic:
+        return f"CAST({key(value)} AS BIGINT)"
+    assert owner.buckets is not None
+    return f"CAST({bucket(value, owner.buckets)} AS INTEGER)"

@@ -183,7 +183,7 @@ class TableFiles:
         """
         hotness = feature.hotness
         assert hotness is not None
-        ids, counts = self._array(items), {}
+        ids, counts = self._array(items, feature), {}
         back = np.arange(hotness)
         # Memory of a few arrays of this many places.
         rows_at_once = max(CHUNK_ROWS // hotness, 1)
@@ -203,16 +203,17 @@ class TableFiles:
             counts[split] = (nonzero, len(rows) * hotness - nonzero)
         return counts
 
-    def _array(self, relation: str) -> np.ndarray:
+    def _array(self, relation: str, feature: CategoricalFeature) -> np.ndarray:
         """Return the ids of a relation (row_, id) as an array in a file of the work directory; at least one."""
         query = f"SELECT count(*) FROM read_parquet({self._files(relation)})"
         ((num_items,),) = self._connection.execute(query).fetchall()
         path = self._directory / f"{relation}.bin"
+        dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
         with path.open("wb") as stream:
             for part, chunk in self._chunks(relation, "id", range(num_items)):
                 assert len(chunk["id"]) == len(part), relation
-                np.asarray(chunk["id"], np.int32).tofile(stream)
-        return np.memmap(path, np.int32, "r") if num_items else np.zeros(1, np.int32)
+                np.asarray(chunk["id"], dtype).tofile(stream)
+        return np.memmap(path, dtype, "r") if num_items else np.zeros(1, dtype)
 
     def write_vocabulary(self, relation: str, name: str, *, has_days: bool = False) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids, and the columns of a later day."""

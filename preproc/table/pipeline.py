@@ -43,10 +43,10 @@ from preproc.report.console import (
 )
 from preproc.table.duckdb_engine import DuckDBEngine, Engine, QueryError
 from preproc.table.expressions import (
-    bucket,
     double,
     extremes,
     fixed_point_sums,
+    hashed_id,
     kept_values,
     mean_and_deviation,
     random_number,
@@ -68,7 +68,7 @@ from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
 from preproc.table.output_files import TableFiles
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
-from preproc.table.transformation import bucket_ids, numerical_columns, vocabulary_ids
+from preproc.table.transformation import hashed_ids, numerical_columns, vocabulary_ids
 from preproc.vocabulary_sql import count_values, coverage
 from preproc.work_directory import (
     Work,
@@ -170,6 +170,7 @@ class _EncodedFeature:
     Attributes:
         has_days: whether the vocabulary has the columns of a later day.
         rare: relation of the counts of the values without an id, if they are kept.
+        is_dynamic: whether its values are keys.
     """
 
     relation: str
@@ -178,6 +179,12 @@ class _EncodedFeature:
     vocabulary: str | None
     has_days: bool = False
     rare: str | None = None
+    is_dynamic: bool = False
+
+    def feature(self, name: str, hotness: int | None, table: str | None) -> CategoricalFeature:
+        """Return the feature as the dataset has it."""
+        make = CategoricalFeature.of_keys if self.is_dynamic else CategoricalFeature.of
+        return make(name, self.num_embeddings, hotness, table)
 
 
 class _Run:
@@ -231,11 +238,8 @@ class _Run:
         encoded = self._encode(counted)
         columns |= {name: column.summary for name, column in encoded.items()}
         categorical = [
-            CategoricalFeature.of(
-                feature.name,
-                encoded[feature.name].num_embeddings,
-                feature.hotness if feature.is_list else 1,
-                feature.vocabulary_of,
+            encoded[feature.name].feature(
+                feature.name, feature.hotness if feature.is_list else 1, feature.vocabulary_of
             )
             for feature in table.categorical
         ]
@@ -243,8 +247,8 @@ class _Run:
             encoded[history.name] = self._history(number, history, encoded, counted)
             columns[history.name] = encoded[history.name].summary
             [of] = [feature for feature in table.categorical if feature.name == history.of]
-            rows, shared = encoded[history.name].num_embeddings, of.vocabulary_of or of.name
-            categorical.append(CategoricalFeature.of(history.name, rows, history.length, shared))
+            shared = of.vocabulary_of or of.name
+            categorical.append(encoded[history.name].feature(history.name, history.length, shared))
         summaries, records = self._write(categorical, encoded)
         if config.on_bad is OnBad.quarantine:
             self._write_bad(dataset)
@@ -601,9 +605,9 @@ class _Run:
         features = [self.table.categorical[number] for number in numbers]
         first, owner = numbers[0], features[0]
         relations = {number: self._values(number) for number in numbers}
-        if owner.buckets:
+        if owner.is_hashed:
             return {
-                feature.name: self._hashed(number, feature, owner.buckets, relation, counted)
+                feature.name: self._hashed(number, feature, owner, relation, counted)
                 for feature, (number, relation) in zip(features, relations.items(), strict=True)
             }
         name = f"vocabulary_{first}"
@@ -703,17 +707,19 @@ class _Run:
         return f"items_{number}"
 
     def _hashed(
-        self, number: int, feature: Categorical, buckets: int, relation: str, counted: range
+        self, number: int, feature: Categorical, owner: Categorical, relation: str, counted: range
     ) -> _EncodedFeature:
         """Write relation `encoded_<number>` of the hashes of the values."""
-        self._query(f"encoded_{number}", bucket_ids(relation, buckets, feature))
+        self._query(f"encoded_{number}", hashed_ids(relation, owner, feature))
         ((seen, distinct),) = self.engine.rows(
             f"SELECT count(value), count(DISTINCT value) FROM {self._of(counted, relation)}"
         )
         if feature.is_list:
             seen = self._rows_with_value(number, counted)
-        summary = ColumnSummary(1 - seen / len(counted), distinct, buckets, rows=len(counted))
-        return _EncodedFeature(relation, summary, buckets + 1, None)
+        kept = distinct if owner.buckets is None else owner.buckets
+        summary = ColumnSummary(1 - seen / len(counted), distinct, kept, rows=len(counted))
+        rows = owner.capacity or kept + 1
+        return _EncodedFeature(relation, summary, rows, None, is_dynamic=owner.is_dynamic)
 
     def _slice_histories(self) -> None:
         """Write relations `past_items_<number>`, the values that are in histories, and `slices_<number>`, those of every row."""
@@ -735,8 +741,8 @@ class _Run:
         _, of = features[history.of]
         first, owner = features[of.vocabulary_of or of.name]
         relation = f"past_items_{number}"
-        if owner.buckets:
-            query = f"SELECT r.row_, CAST({bucket('r.value', owner.buckets)} AS INTEGER) AS id FROM {relation} AS r"
+        if owner.is_hashed:
+            query = f"SELECT r.row_, {hashed_id('r.value', owner)} AS id FROM {relation} AS r"
         else:
             query = (
                 f"SELECT r.row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {relation} AS r "
@@ -748,7 +754,8 @@ class _Run:
         )
         whole = encoded[history.of].summary
         summary = ColumnSummary(empty / len(counted), whole.distinct, whole.kept, rows=len(counted))
-        return _EncodedFeature(relation, summary, encoded[history.of].num_embeddings, None)
+        rows = encoded[history.of].num_embeddings
+        return _EncodedFeature(relation, summary, rows, None, is_dynamic=owner.is_dynamic)
 
     def _copy_vocabulary(self, name: str, path: Path) -> None:
         """Copy the vocabulary of feature `name`; ValueError if a value has two ids."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from configs.table_schema import Categorical, Numerical
 from dataloading.dataset.feature_spec import CategoricalFeature
-from preproc.table.expressions import as_float, bucket, transformed
+from preproc.table.expressions import as_float, hashed_id, transformed
 
 
 def numerical_columns(
@@ -42,14 +42,11 @@ def vocabulary_ids(values: str, vocabulary: str, feature: Categorical) -> str:
     )
 
 
-def bucket_ids(values: str, buckets: int, feature: Categorical) -> str:
+def hashed_ids(values: str, owner: Categorical, feature: Categorical) -> str:
     """Return the query of `vocabulary_ids` for a feature whose values are hashed."""
     position = ", r.position_" if feature.is_list else ""
-    ids = bucket("r.value", buckets)
-    return (
-        f"SELECT r.row_{position}, CAST({ids} AS INTEGER) AS id FROM {values} AS r "
-        f"ORDER BY r.row_{position}"
-    )
+    ids = hashed_id("r.value", owner)
+    return f"SELECT r.row_{position}, {ids} AS id FROM {values} AS r ORDER BY r.row_{position}"
 
 
 def stored_numericals(columns: Sequence[np.ndarray], dtype: str) -> np.ndarray:
@@ -69,7 +66,7 @@ def stored_ids(
         feature: its hotness and type.
         is_list: whether a row of the dataset may have several rows of the relation, or none.
     """
-    ids = np.asarray(rows["id"], np.int32)
+    ids = np.asarray(rows["id"], np.int64 if feature.is_dynamic else np.int32)
     lengths = None
     if is_list:
         lengths = np.bincount(np.asarray(rows["row_"]) - part.start, minlength=len(part))

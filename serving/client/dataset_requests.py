@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.source import Columns, Source
+from dataloading.dataset.source import Columns, Source, read_with_keys
 from serving.client.connection import Reply, ServerError
 from serving.manifest import IDS, NUMERICAL, PADDING
 
@@ -142,4 +142,4 @@ def scores_of(reply: Reply, num_rows: int) -> dict[str, np.ndarray]:
 
 def read_rows(source: Source, split: str, first: int, last: int) -> Columns:
     """Return the rows `first` to `last` - 1 of a split."""
-    return source.read(split, np.array([[first, last]]))
+    return read_with_keys(source, split, np.array([[first, last]]))

@@ -22,7 +22,10 @@ from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
 
 if TYPE_CHECKING:
+    # Numba is imported only where there are keys.
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+    from dataloading.keys.key_maps import KeyMaps
 
 BATCH_ROWS = 1024
 LIMITS = {"fp32": 1e-6, "bf16": 2e-3, "int8": 2e-3}
@@ -46,8 +49,10 @@ class Proof:
     limit: float
 
 
-def proof_batches(source: Source, split: str, num_rows: int) -> list[Batch]:
-    """Return the first rows of a split.
+def proof_batches(
+    source: Source, split: str, num_rows: int, key_maps: "KeyMaps | None" = None
+) -> list[Batch]:
+    """Return the first rows of a split; `key_maps` have the rows of raw keys.
 
     Raises:
         ValueError: there is no such split, or it is empty.
@@ -56,7 +61,7 @@ def proof_batches(source: Source, split: str, num_rows: int) -> list[Batch]:
     if not available:
         raise ValueError(f"split={split} has no rows to prove the export with; name another")
     settings = LoaderSettings(batch_size=min(BATCH_ROWS, available), workers=1, prefetch=1)
-    loader = Loader(source, split, settings)
+    loader = Loader(source, split, settings, key_maps=key_maps)
     try:
         count = -(-available // settings.batch_size)
         return [batch for batch in loader.batches(0, count)]

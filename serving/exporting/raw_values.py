@@ -42,7 +42,7 @@ def write_raw_values(directory: Path, fitted: str, spec: FeatureSpec) -> dict[st
     numerical = [_numerical(feature, state, columns) for feature in features.numerical]
     sizes: dict[str, tuple[str, int]] = {}
     for feature in features.categorical:
-        if not (feature.buckets or feature.vocabulary_of):
+        if not (feature.is_hashed or feature.vocabulary_of):
             sizes[feature.name] = _write(directory, state, feature.name)
     by_name = {feature.name: feature for feature in features.categorical}
     categorical = [
@@ -93,6 +93,7 @@ def _categorical(
         "separator": feature.separator,
         "list": feature.list,
         "buckets": owner.buckets,
+        "is_key": owner.is_dynamic,
         "vocabulary": sizes.get(owner.name),
     }
 

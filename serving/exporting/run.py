@@ -22,7 +22,7 @@ from dataloading.dataset.durable_files import (
     write_synced,
 )
 from dataloading.dataset.source import Source
-from nn.build import open_source
+from nn.build import open_source, stored_key_maps
 from nn.checkpoint.directory import read_facts
 from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
 from nn.deltas.delta import CHAIN
@@ -39,8 +39,9 @@ from serving.exporting.proof import (
 )
 from serving.exporting.raw_values import write_raw_values
 from serving.exporting.tables import write_tables
+from serving.inference.key_rows import write_key_rows
 from serving.inference.model import ServedModel
-from serving.manifest import MANIFEST, Feature, Manifest, Output, Table, describe_files
+from serving.manifest import MANIFEST, Feature, KeyFile, Manifest, Output, Table, describe_files
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -155,7 +156,8 @@ def config_of(facts: dict[str, Any]) -> Config:
 def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Manifest:
     """Write and prove a model directory."""
     spec, dtype = trained.source.spec, options.dtype.name
-    batches = proof_batches(trained.source, options.split, options.rows)
+    maps = stored_key_maps(trained.config, spec, trained.index)
+    batches = proof_batches(trained.source, options.split, options.rows, maps)
     numbers = looked_up_rows(trained.tables, batches)
     columns = embedding_columns(trained.tables, spec)
     dense = load_dense(trained.config, spec, trained.index)
@@ -173,10 +175,14 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     export_dense(directory, dense, len(spec.numerical), columns)
     if options.onnx:
         export_onnx(directory, dense, len(spec.numerical), columns)
+    files = {
+        table: write_key_rows(directory, table, keys)
+        for table, keys in (maps.keys_of_rows() if maps is not None else {}).items()
+    }
     raw = None
     if options.fitted is not None:
         raw = write_raw_values(directory, options.fitted, spec)
-    manifest = _manifest(trained, options, tables, raw)
+    manifest = _manifest(trained, options, tables, raw, files)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
     _write_manifest(directory, manifest)
     proof = prove(batches, path, ServedModel.load(directory), options.split)
@@ -196,6 +202,7 @@ def _manifest(
     options: ModelExportConfig,
     tables: list[Table],
     raw: dict[str, Any] | None,
+    keys: dict[str, KeyFile],
 ) -> Manifest:
     spec, config = trained.source.spec, trained.config
     return Manifest(
@@ -207,6 +214,7 @@ def _manifest(
         outputs=[_output(task) for task in trained.tasks],
         dtype=options.dtype.name,
         tables=tables,
+        keys={f.name: keys[f.table or f.name] for f in spec.categorical if f.is_dynamic},
         raw=raw,
         source={
             "checkpoint": trained.path.name,

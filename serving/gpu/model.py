@@ -1,6 +1,6 @@
 """A model directory on a GPU: lookup, dense component and scores of a padded batch as one CUDA graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,7 @@ from serving.gpu.inputs import InputLayout
 from serving.gpu.lookup import ServedLookup
 from serving.gpu.tables import DeviceTable, hot_rows, to_device
 from serving.inference.dense import load_program
+from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import Rows
 from serving.inference.raw_values import RawValues
 from serving.inference.scores import ScoreHead
@@ -45,6 +46,7 @@ class GpuModel:
     Attributes:
         manifest: of the model.
         raw: as given.
+        keys: rows of raw keys by feature.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class GpuModel:
         dtype: torch.dtype,
     ) -> None:
         self.manifest, self.raw = manifest, raw
+        self.keys: Mapping[str, KeyRows] = {}
         self._tables, self._dense, self._dtype = tables, dense, dtype
         self._device = tables[0].hot.device
         self._head = ScoreHead(manifest, self._device)
@@ -102,7 +105,9 @@ class GpuModel:
         counts = hot_rows(manifest.tables, manifest.dtype, table_bytes)
         try:
             tables = to_device(stored, counts, device)
-            return cls(manifest, tables, dense, raw, max_batch, dense_dtype)
+            model = cls(manifest, tables, dense, raw, max_batch, dense_dtype)
+            model.keys = load_key_rows(directory, manifest)
+            return model
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"{directory}: the GPU has too little memory ({str(error).splitlines()[0]}); set a smaller table_gib or max_batch"

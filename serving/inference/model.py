@@ -1,6 +1,6 @@
 """A model directory that is loaded: rows in, scores out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from serving.inference.dense import load_dense
+from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import Rows
 from serving.inference.raw_values import RawValues
 from serving.inference.scores import ScoreHead
@@ -29,6 +30,7 @@ class ServedModel:
     Attributes:
         manifest: of the model.
         raw: as given.
+        keys: rows of raw keys by feature.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ServedModel:
     ) -> None:
         self.manifest = manifest
         self.raw = raw
+        self.keys: Mapping[str, KeyRows] = {}
         self._look_up = look_up
         self._dense = dense
         self._head = ScoreHead(manifest)
@@ -54,7 +57,9 @@ class ServedModel:
         manifest = manifest or Manifest.read(directory)
         raw = RawValues.load(directory, manifest) if manifest.raw else None
         dense = load_dense(directory / DENSE)
-        return cls(manifest, MappedTables(directory, manifest), dense, raw)
+        model = cls(manifest, MappedTables(directory, manifest), dense, raw)
+        model.keys = load_key_rows(directory, manifest)
+        return model
 
     def logits(self, rows: Rows) -> Tensor:
         """Return the logits of the dense component, [B], or [B, O] of several outputs."""

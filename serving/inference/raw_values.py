@@ -17,6 +17,7 @@ from torch import Tensor
 
 from configs.messages import shown
 from configs.table_schema import transform_of
+from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
 from serving.inference.vocabulary import Vocabulary
@@ -42,6 +43,7 @@ class RawValues:
         description: as `serving.exporting.raw_values` writes it.
         manifest: of the model.
         vocabularies: by feature.
+        keys: rows of raw keys by feature.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RawValues:
         description: Mapping[str, Any],
         manifest: Manifest,
         vocabularies: Mapping[str, Vocabulary],
+        keys: Mapping[str, KeyRows] | None = None,
     ) -> None:
         self._manifest = manifest
         self._columns: dict[str, int] = description["columns"]
@@ -58,6 +61,7 @@ class RawValues:
         self._histories: list[dict[str, Any]] = description["history"]
         self._is_float16: bool = description["float16"]
         self._vocabularies = vocabularies
+        self._keys = keys or {}
         self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
         self._hotness = {feature.name: feature.hotness for feature in manifest.categorical}
         self._by_name = {feature["name"]: feature for feature in self._categorical}
@@ -79,7 +83,7 @@ class RawValues:
                         raise ModelError(f"{directory} lists no {shown(file)}")
                     if file not in vocabularies:
                         vocabularies[file] = Vocabulary(directory / file, size)
-            return cls(description, manifest, vocabularies)
+            return cls(description, manifest, vocabularies, load_key_rows(directory, manifest))
         except (LookupError, TypeError, AttributeError, OSError) as error:
             raise ModelError(f"{directory}: raw values are malformed: {shown(error)}") from None
 
@@ -244,6 +248,9 @@ class RawValues:
 
     def _encode(self, feature: Mapping[str, Any], texts: Texts) -> np.ndarray:
         """Return the id of each value, int64."""
+        if feature.get("is_key"):
+            keys = np.array([0 if text is None else _key(text) for text in texts], np.int64)
+            return self._keys[feature["name"]].rows(keys)
         if feature["buckets"]:
             buckets = feature["buckets"]
             hashed = [0 if text is None else _bucket(text, buckets) for text in texts]
@@ -276,6 +283,13 @@ def _missing(count: int) -> list[str | None]:
 
 def _bucket(text: str, buckets: int) -> int:
     return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:15], 16) % buckets + 1
+
+
+def _key(text: str) -> int:
+    """Return the key of a value, as `preproc.table.expressions.key` does."""
+    digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+    key = int.from_bytes(digest[:8], "big", signed=True)
+    return key if key not in (0, -1) else 1
 
 
 def _transformed(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from configs.messages import shown
+from serving.inference.key_rows import KeyRows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import IDS, NUMERICAL, PADDING, Feature, Manifest
 
@@ -41,10 +42,23 @@ class IdInputs:
 
     Args:
         manifest: of the model.
+        keys: rows of raw keys by feature.
         with_numerical: whether the numerical features are among the inputs.
     """
 
-    def __init__(self, manifest: Manifest, *, with_numerical: bool = True) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        keys: Mapping[str, KeyRows] | None = None,
+        *,
+        with_numerical: bool = True,
+    ) -> None:
+        self._keys = keys or {}
+        self._keyed = [
+            (place, self._keys[name])
+            for name, place in manifest.id_places().items()
+            if name in self._keys
+        ]
         self._manifest = manifest
         self._numerical = manifest.numerical if with_numerical else []
         fixed = [f for f in manifest.fixed for _ in range(f.hotness or 0)]
@@ -73,7 +87,9 @@ class IdInputs:
         ids = torch.zeros(num_rows, 0, dtype=torch.int64)
         if manifest.fixed:
             ids = self._fixed_ids(inputs[IDS], num_rows)
-        ragged = {f.name: _ragged_ids(f, inputs[f.name]) for f in manifest.ragged}
+        ragged = {
+            f.name: _ragged_ids(f, inputs[f.name], self._keys.get(f.name)) for f in manifest.ragged
+        }
         return Rows(numerical, ids, ragged, keep_rates(manifest, inputs, num_rows))
 
     def _fixed_ids(self, values: np.ndarray, num_rows: int) -> Tensor:
@@ -81,6 +97,10 @@ class IdInputs:
         wanted = (num_rows, len(self._names))
         if matrix.shape != wanted:
             _refuse(f"input {IDS} has shape {list(matrix.shape)}; want {list(wanted)}")
+        if self._keyed:
+            matrix = matrix.long()
+            for place, rows in self._keyed:
+                matrix[:, place] = torch.from_numpy(rows.rows(matrix[:, place].numpy()))
         bad = (matrix < 0) | (matrix >= self._rows)
         if bad.any():
             row, column = (int(place) for place in bad.nonzero()[0])
@@ -88,11 +108,13 @@ class IdInputs:
         return matrix
 
 
-def _ragged_ids(feature: Feature, values: np.ndarray) -> RaggedIds:
+def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> RaggedIds:
     matrix = _integers(feature.name, values)
     if matrix.dim() == 1:
         matrix = matrix[:, None]
     is_id = matrix != PADDING
+    if keys is not None:
+        matrix = torch.from_numpy(np.where(is_id, keys.rows(matrix.numpy()), PADDING))
     bad = is_id & ((matrix < 0) | (matrix >= feature.cardinality))
     # Padding before an id would change nothing of a sum, but is a mistake of the client.
     bad[:, 1:] |= is_id[:, 1:] & ~is_id[:, :-1]

@@ -1,6 +1,6 @@
 """The version of a model that serves, and the search for a better one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from configs.messages import shown
+from serving.inference.key_rows import KeyRows
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.raw_values import RawValues
@@ -24,6 +25,7 @@ class Model(Protocol):
 
     manifest: Manifest
     raw: RawValues | None
+    keys: Mapping[str, KeyRows]
 
     def scores(self, rows: Rows) -> Tensor:
         """Return the scores, float32 [B, O] in host memory."""

@@ -56,8 +56,8 @@ class Service:
         self._http = HttpServer(self._answer, self._refuse, http_limits, log)
         self._tasks: list[asyncio.Task[None]] = []
         # Not the version itself, whose tables would stay in memory after a swap.
-        manifest = versions.current.model.manifest
-        self._id_inputs = (manifest, IdInputs(manifest))
+        model = versions.current.model
+        self._id_inputs = (model.manifest, IdInputs(model.manifest, model.keys))
         self._is_ready = False
 
     @property
@@ -173,7 +173,7 @@ class Service:
         try:
             if raw is None or takes_ids(manifest, request.inputs):
                 if self._id_inputs[0] is not manifest:
-                    self._id_inputs = (manifest, IdInputs(manifest))
+                    self._id_inputs = (manifest, IdInputs(manifest, version.model.keys))
                 arrays = {}
                 for tensor in request.inputs.values():
                     if isinstance(tensor.values, list):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from serving.inference.dense import load_dense
+from serving.inference.key_rows import load_key_rows
 from serving.inference.model_rows import Rows
 from serving.inference.requests import IdInputs, InputError
 from serving.inference.scores import ScoreHead
@@ -55,7 +56,7 @@ class _Scores:
         )
         self._model = load(directory, manifest)
         self._names = [output.name for output in manifest.outputs]
-        self._inputs = IdInputs(manifest)
+        self._inputs = IdInputs(manifest, self._model.keys)
 
     def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
         """Return the scores of requests, [B, 1] per output."""
@@ -71,7 +72,7 @@ class _Embeddings:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._tables = MappedTables(directory, manifest)
-        self._inputs = IdInputs(manifest, with_numerical=False)
+        self._inputs = IdInputs(manifest, load_key_rows(directory, manifest), with_numerical=False)
 
     def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
         """Return the embeddings of requests, [B, T]."""

@@ -4,16 +4,28 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from configs.schema import DynamicConfig, Evict
+from configs.serving_schema import ModelExportConfig
 from dataloading.dataset.dataset_directory import write_dataset
-from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.source import read_with_keys
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.embedding.declared_tables import initial_bound
+from nn.export.tables import Selection, export_tables
 from nn.layers.initialization import fill_uniform_
+from nn.library.loaded_run import Run
 from nn.models.registry import declared_tables
+from serving.exporting.run import export_model
+from serving.inference.model import ServedModel
+from serving.inference.requests import IdInputs
+from serving.manifest import IDS, NUMERICAL, PADDING
 from tests.dataloading.keys.reference import ReferenceMap
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
@@ -189,43 +201,39 @@ def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
             np.testing.assert_array_equal(ids, want)
 
 
-def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, tmp_path):
-    def trained(run_dir: Path, steps: int) -> Path:
-        ended = run_command(
-            *KEYED,
-            f"data.path={data / 'keys'}",
-            f"run_dir={run_dir}",
-            f"train.max_steps={steps}",
-            "eval.every=4",
-            "checkpoint.save_every=5",
-        )
-        assert ended.exit_code == 0, ended.err
-        return run_dir / "checkpoints" / f"step_{steps}"
-
-    whole = trained(tmp_path / "whole", STEPS)
-    trained(tmp_path / "parts", 5)
-    copied = tmp_path / "ranks"
-    shutil.copytree(tmp_path / "parts", copied)
-    resumed = trained(tmp_path / "parts", STEPS)
-    assert (resumed / "rank_00000.bin").read_bytes() == (whole / "rank_00000.bin").read_bytes()
-    run_distributed(trained_on_ranks, 2, str(copied), str(data / "keys"))
-    on_ranks = read_index(copied / "checkpoints" / f"step_{STEPS}").tensors
-    for name, tensor in read_index(whole).tensors.items():
-        if name.startswith("keys."):
-            own = np.concatenate([*blocks(on_ranks[name])])
-            np.testing.assert_array_equal(own, np.concatenate([*blocks(tensor)]), err_msg=name)
-
-
-def trained_on_ranks(run_dir: str, data: str) -> None:
+def trained(data: Path, run_dir: Path, steps: int) -> None:
     ended = run_command(
         *KEYED,
-        f"data.path={data}",
+        f"data.path={data / 'keys'}",
         f"run_dir={run_dir}",
-        f"train.max_steps={STEPS}",
+        f"train.max_steps={steps}",
         "eval.every=4",
         "checkpoint.save_every=5",
     )
     assert ended.exit_code == 0, ended.err
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory) -> Path:
+    """A run without interruption."""
+    run_dir = tmp_path_factory.mktemp("run") / "whole"
+    trained(data, run_dir, STEPS)
+    return run_dir
+
+
+def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_path):
+    last = f"checkpoints/step_{STEPS}"
+    trained(data, tmp_path / "parts", 5)
+    shutil.copytree(tmp_path / "parts", tmp_path / "ranks")
+    trained(data, tmp_path / "parts", STEPS)
+    for name in ("rank_00000.bin", "tensors.json"):
+        assert (tmp_path / "parts" / last / name).read_bytes() == (whole / last / name).read_bytes()
+    run_distributed(trained, 2, data, tmp_path / "ranks", STEPS)
+    on_ranks = read_index(tmp_path / "ranks" / last).tensors
+    for name, tensor in read_index(whole / last).tensors.items():
+        if name.startswith("keys."):
+            own = np.concatenate([*blocks(on_ranks[name])])
+            np.testing.assert_array_equal(own, np.concatenate([*blocks(tensor)]), err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -243,3 +251,49 @@ def test_what_cannot_be_is_refused_in_one_line(data, tmp_path, option, message):
     assert ended.exit_code == 2
     assert message in ended.err
     assert ended.err.strip().count("\n") == 0
+
+
+def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tmp_path):
+    step = whole / "checkpoints" / f"step_{STEPS}"
+    ended = run_command(
+        *KEYED,
+        "mode=predict",
+        f"data.path={data / 'keys'}",
+        f"checkpoint.restore={step}",
+        f"output={tmp_path / 'scores.parquet'}",
+    )
+    assert ended.exit_code == 0, ended.err
+    predicted = pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy()
+    columns = read_with_keys(
+        open_dataset(FeatureSpec.load(data / "keys")), "test", np.array([[0, TEST_ROWS]])
+    )
+    user, past, item = columns.ids
+    offsets = np.concatenate([[0], np.cumsum(columns.lengths[1])])
+    table = pa.table(
+        {"n": columns.numerical[:, 0], "m": columns.numerical[:, 1], "user": user}
+        | {"past": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), past), "item": item}
+    )
+    np.testing.assert_allclose(
+        Run.load(whole, checkpoint=step.name).predict(table)["score"], predicted, atol=1e-6
+    )
+    model = tmp_path / "model"
+    export_model(ModelExportConfig(checkpoint=str(step), output=str(model), rows=TEST_ROWS))
+    served = ServedModel.load(model)
+    assert served.manifest.keys["user"] == served.manifest.keys["past"]
+    matrix = np.full((TEST_ROWS, 3), PADDING)
+    matrix[np.arange(3) < columns.lengths[1][:, None]] = past
+    inputs = {NUMERICAL: columns.numerical, IDS: np.stack([user, item], axis=1), "past": matrix}
+    scores = served.scores(IdInputs(served.manifest, served.keys).rows(inputs, TEST_ROWS))
+    np.testing.assert_allclose(scores[:, 0], predicted, atol=1e-6)
+    unknown = served.keys["user"].rows(np.array([0, 12345, user[user != 0][-1]]))
+    assert unknown[:2].tolist() == [0, 0]
+
+
+def test_exported_tables_have_their_keys(whole, tmp_path):
+    step = whole / "checkpoints" / f"step_{STEPS}"
+    record = export_tables(step, tmp_path / "tables", Selection(optimizer=False))
+    assert record["keys"] == ["keys.safetensors"]
+    keys = load_file(tmp_path / "tables" / "keys.safetensors")["user.keys"]
+    stored = np.concatenate([*blocks(read_index(step).tensors["keys.user.keys"])])
+    np.testing.assert_array_equal(keys, stored)
+    assert np.count_nonzero(keys) == CAPACITY - 1

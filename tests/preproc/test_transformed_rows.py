@@ -22,6 +22,8 @@ CATEGORICAL = [
     {"name": "two", "expression": "tags", "separator": "|", "hotness": 2},
     {"name": "first", "expression": "tags[1]", "vocabulary_of": "tags"},
     {"name": "hashed", "expression": "city", "buckets": 50},
+    {"name": "keys", "expression": "city", "vocabulary": "dynamic", "capacity": 50},
+    {"name": "tag_keys", "expression": "tags", "separator": "|", "vocabulary_of": "keys"},
     {"name": "both", "cross": ["age", "tags"]},
 ]
 

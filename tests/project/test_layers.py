@@ -124,6 +124,7 @@ ROOMS = {
     "nn.hypertune": {"nn.models"},
     "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
     "nn.build": {
+        "nn.checkpoint",
         "nn.distributed",
         "nn.embedding",
         "nn.layers",

@@ -1,6 +1,7 @@
 """Tables of any kind to a dataset: sources, transforms, vocabularies, splits, and applying a fit again."""
 
 import gzip
+import hashlib
 import json
 import math
 import random
@@ -164,6 +165,7 @@ def test_vocabularies_can_be_limited_crossed_hashed_and_cut(tmp_path):
             {"name": "both", "cross": ["a", "b"]},
             {"name": "hashed", "expression": "b", "buckets": 5},
             {"name": "many", "expression": "a || ',' || b", "separator": ",", "hotness": 3},
+            {"name": "key", "expression": "b", "vocabulary": "dynamic", "capacity": 50},
         ],
         "split": {"train": 0.5},
     }
@@ -188,12 +190,19 @@ def test_vocabularies_can_be_limited_crossed_hashed_and_cut(tmp_path):
     assert hashes[""] == 0
     assert set(hashes.values()) <= set(range(6))
     assert [hashes[row[2]] for row in rows] == both["hashed"]
+    keys = [
+        int.from_bytes(hashlib.md5(b.encode()).digest()[:8], "big", signed=True) if b else 0
+        for _, _, b in rows
+    ]
+    written = [np.frombuffer(files[f"{split}/key.bin"], "<i8") for split in ("train", "test")]
+    assert np.concatenate(written).tolist() == keys
     many = np.array(both["many"]).reshape(-1, 3)
     assert (many[:, 2] == 0).all()
     assert ((many[:, 1] == 0) == [not row[2] for row in rows]).all()
     spec = FeatureSpec.load(tmp_path / "out")
     assert [f.cardinality for f in spec.categorical][1] == 3
     assert [f.cardinality for f in spec.categorical][3] == 6
+    assert [f.cardinality for f in spec.categorical if f.is_dynamic] == [50]
 
 
 def numbered(path: Path, rows: int) -> Path:

@@ -101,6 +101,8 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
             {"name": "three", "expression": "tags", "separator": "|", "hotness": 3},
             {"name": "both", "cross": ["c", "long"], "max_size": 2},
             {"name": "hashed", "expression": "c", "buckets": 4},
+            {"name": "key", "expression": "tags", "separator": "|"}
+            | {"vocabulary": "dynamic", "capacity": 9},
             {"name": "again", "expression": 'coalesce(c, "long")', "vocabulary_of": "tags"},
         ],
         "split": {"by": "random", "train": 0.7, "validation": 0.1},

@@ -1,0 +1,68 @@
+"""Rows of raw keys in a model directory: sorted keys, and the row of each, in one mapped file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from serving.manifest import KEY_BYTES, KeyFile, Manifest, ModelError
+
+
+def write_key_rows(directory: Path, table: str, keys: np.ndarray) -> KeyFile:
+    """Write the rows of a table's keys to `keys/` of a model directory.
+
+    Args:
+        directory: of the model.
+        table: name of the table.
+        keys: of each row, int64 [rows]; 0 of rows without a key.
+    """
+    rows = np.flatnonzero(keys)
+    rows = rows[np.argsort(keys[rows])]
+    (directory / "keys").mkdir(exist_ok=True)
+    name = f"keys/{quote(table, safe='')}.bin"
+    with (directory / name).open("xb") as stream:
+        stream.write(np.ascontiguousarray(keys[rows], "<i8").data)
+        stream.write(rows.astype("<i4").data)
+    return KeyFile(name, len(rows))
+
+
+class KeyRows:
+    """Rows of the keys of one table.
+
+    Args:
+        path: of the file.
+        count: number of keys.
+
+    Raises:
+        ModelError: the file has not the size of so many keys.
+    """
+
+    def __init__(self, path: Path, count: int) -> None:
+        size = path.stat().st_size
+        if size != count * KEY_BYTES:
+            raise ModelError(f"{path} has {size} bytes, want {count * KEY_BYTES}")
+        self._keys = np.zeros(0, np.int64)
+        self._rows = np.zeros(0, np.int32)
+        if count:
+            self._keys = np.memmap(path, "<i8", "r", shape=count)
+            self._rows = np.memmap(path, "<i4", "r", 8 * count, count)
+
+    def rows(self, keys: np.ndarray) -> np.ndarray:
+        """Return the row of every key, int64 in the shape of `keys`; 0 of missing and unknown ones."""
+        if not len(self._keys):
+            return np.zeros(keys.shape, np.int64)
+        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[places] == keys, self._rows[places], 0).astype(np.int64)
+
+
+def load_key_rows(directory: Path, manifest: Manifest) -> Mapping[str, KeyRows]:
+    """Map the keys of a model directory, by feature.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    files = {
+        file.name: KeyRows(directory / file.name, file.count) for file in manifest.keys.values()
+    }
+    return {feature: files[file.name] for feature, file in manifest.keys.items()}
