@@ -33,6 +33,9 @@ def draw_runs(
     Raises:
         OSError: the picture cannot be written.
     """
+    if metric is not None:
+        splits = {run.split for run in runs}
+        metric = metric.on(splits.pop() if len(splits) == 1 else "evaluation")
     from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
 

@@ -101,6 +101,11 @@ class RunRecord:
             return best_of(self.metrics(), self.options.get("eval.best_metric"))
         return None
 
+    @property
+    def split(self) -> str:
+        """The split that is evaluated."""
+        return str(self.options.get("eval.split", "test"))
+
     def last(self, metric: Metric) -> float | None:
         """Return a metric of the last evaluation; None if it has no value."""
         evaluations = self.evaluations

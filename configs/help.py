@@ -189,7 +189,7 @@ def _as_override(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, Container):
-        value = OmegaConf.to_container(value)
+        value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

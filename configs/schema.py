@@ -1138,11 +1138,13 @@ class Config:
     )
     source: str | None = option(
         None,
-        "raw file, or pattern of files, whose rows mode=predict scores; needs fitted",
+        "raw file, directory or pattern of files, whose rows mode=predict scores",
         path=True,
     )
     fitted: str | None = option(
-        None, "dataset directory whose fit transforms the rows of source", path=True
+        None,
+        "dataset directory whose fit transforms the rows of source; null: data.path",
+        path=True,
     )
     data: DataConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig, metadata=OPEN_SECTION)
@@ -1240,17 +1242,19 @@ class Config:
             self.checkpoint.components == set(Component),
             "mode=predict needs both components of a trained model; let checkpoint.parts name dense and tables",
         )
+        if self.source is not None:
+            # The options of a run name the dataset that it was trained on, which has the fit.
+            self.fitted, self.data.path = self.fitted or self.data.path, None
         require(
             (self.source is None) == (self.fitted is None),
             "source names raw files, and fitted the dataset whose fit transforms them; set both, or data.path to score a "
             "dataset",
         )
-        for name, value in (("data.path", self.data.path), ("predict.split", self.predict.split)):
-            require(
-                self.source is None or value is None,
-                f"source={self.source} and {name}={value} exclude each other: {name} is of rows that are a dataset already; "
-                "leave one of them out",
-            )
+        require(
+            self.source is None or self.predict.split is None,
+            f"source={self.source} and predict.split={self.predict.split} exclude each other: predict.split is of rows that "
+            "are a dataset already; leave one of them out",
+        )
 
     @property
     def task_options(self) -> dict[str, TaskConfig]:

@@ -35,16 +35,21 @@ class Source:
         files: a file, a glob or a list; their rows in that order.
         format: csv (quoted as in RFC 4180), tsv (never quoted) or parquet; null: parquet if the files are
             Parquet, csv otherwise.
-        header: whether the first line of each text file names the columns.
-        columns: names of the columns of text files without a header line.
+        header: whether the first line of each text file names the columns; null: where `columns` does not name them.
+        columns: names of the columns of text files, in place of those of a header line.
         delimiter: between the fields of a csv.
     """
 
     files: Any
     format: str | None = None
-    header: bool = True
+    header: bool | None = None
     columns: list[str] = field(default_factory=list)
     delimiter: str = ","
+
+    @property
+    def has_header(self) -> bool:
+        """Return whether the first line of each text file is no row."""
+        return not self.columns if self.header is None else self.header
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -282,7 +287,21 @@ class TableConfig:
             keep=_list(content, "keep"),
         )
         parsed.check()
-        return parsed
+        return parsed._with_query()
+
+    def _with_query(self) -> "TableConfig":
+        """Return the description with a query if `order_by` orders the rows of a source, equal ones as in its files."""
+        if self.query or not self.order_by:
+            return self
+        (name,) = self.sources
+        require(
+            self.split.by != "last_file",
+            "table.split: by last_file needs the rows in the order of the files, and table.order_by sets another; use by: "
+            "fraction or column, or drop order_by",
+        )
+        quoted = name.replace('"', '""')
+        order_by = [*self.order_by, "file_", "order_"]
+        return replace(self, query=f'SELECT * FROM "{quoted}"', order_by=order_by)
 
     @property
     def numerical_names(self) -> list[str]:
@@ -461,7 +480,8 @@ def _check_source(where: str, source: Source) -> None:
     )
     known = f"{where}.format: got {shown(source.format)}, want one of {', '.join(FORMATS)}"
     require(source.format is None or source.format in FORMATS, known)
-    _check_flag(f"{where}.header", source.header)
+    if source.header is not None:
+        _check_flag(f"{where}.header", source.header)
     _check_texts(f"{where}.columns", source.columns)
     lowered = [name.lower() for name in source.columns or []]
     twice = [name for name in source.columns or [] if lowered.count(name.lower()) > 1]
@@ -476,7 +496,7 @@ def _check_source(where: str, source: Source) -> None:
         and not {"\n", "\r", '"', "\0"} & set(delimiter),
         f"{where}.delimiter: got {shown(delimiter)}, want a character such as ';', no quote and no line end",
     )
-    unnamed = source.format != "parquet" and not source.header and not source.columns
+    unnamed = source.format != "parquet" and not source.has_header and not source.columns
     require(not unnamed, f"{where}: no header and no columns; set columns to their names")
 
 

@@ -386,6 +386,7 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
     facts["data"] = config.data.path or SYNTHETIC
     facts["batch_size"] = config.train.batch_size
     facts["seed"] = config.seed
+    facts["split"] = config.eval.split
     # The point that the curves mark as the restored model.
     facts["restored"] = config.checkpoint.restore
     facts["start_step"] = start_step

@@ -22,6 +22,7 @@ from preproc.report.console import (
     Progress,
     SplitSummary,
     print_columns,
+    print_new_values,
     print_splits,
 )
 from preproc.report.distributions import read_distributions
@@ -121,6 +122,7 @@ def complete_dataset(
     finish_dataset(spec, written.files, output, partial(work.record_complete, config))
     print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
     print_splits(progress.console, written.splits)
+    print_new_values(progress.console, written.splits)
 
 
 def _metadata(config: PreprocConfig, lineage: Lineage) -> dict[str, Any]:

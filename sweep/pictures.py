@@ -19,7 +19,7 @@ LEAST_SPREAD = 1e-12
 
 
 def draw_coordinates(
-    rows: Sequence[dict[str, Any]], space: Space, metric: Metric, out_png: Path
+    rows: Sequence[dict[str, Any]], space: Space, metric: Metric, split: str, out_png: Path
 ) -> None:
     """Draw a line per trial through its value of each option to its value of the metric.
 
@@ -29,6 +29,7 @@ def draw_coordinates(
         rows: of the trials, as of `sweep.results.rows_of`.
         space: of the trials.
         metric: that they are chosen by.
+        split: that it is measured on.
         out_png: file to write.
 
     Raises:
@@ -42,7 +43,7 @@ def draw_coordinates(
     low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
     shown_low = min([low, *(row["value"] for row in drawn)])
     shown_high = max([high, *(row["value"] for row in drawn)])
-    names = [*short_keys(list(space)), metric.key]
+    names = [*short_keys(list(space)), f"{split} {metric.key}"]
     with rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(2.6 + 2.1 * len(names), 5.6), dpi=130)
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)

@@ -113,7 +113,7 @@ def _conclude(
     console.print()
     print_trials(console, rows, space, f"{plan.split} {plan.metric.key}")
     write_table(directory, rows)
-    draw_coordinates(rows, space, plan.metric, directory / COORDINATES)
+    draw_coordinates(rows, space, plan.metric, plan.split, directory / COORDINATES)
     importances = study.importances()
     draw_importances(importances, directory / IMPORTANCES)
     best = study.best()

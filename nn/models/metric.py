@@ -37,6 +37,12 @@ class Metric:
         """Return this metric of one of several tasks."""
         return replace(self, task=task, title=f"{task} {self.title.removeprefix('test ')}")
 
+    def on(self, split: str) -> "Metric":
+        """Return this metric with the title of its value on another split than `test`."""
+        has_split = self.title.startswith("test ")
+        title = f"{split} {self.title.removeprefix('test ')}" if has_split else self.title
+        return replace(self, title=title)
+
     @property
     def key(self) -> str:
         """Its name among the metrics of all tasks, such as `auc`, or `auc.click` of several."""

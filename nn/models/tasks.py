@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -181,7 +181,10 @@ def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
             )
     if config.eval.auc_threshold is not None and not any(task.is_binary for task in tasks):
         raise ValueError("eval.auc_threshold is of binary labels, and the dataset has none")
-    return tasks
+    split = config.eval.split
+    return [
+        replace(task, metrics=tuple(metric.on(split) for metric in task.metrics)) for task in tasks
+    ]
 
 
 def metrics_of(tasks: Iterable[Task]) -> list[Metric]:

@@ -28,8 +28,8 @@ class RunRecords:
     """The records of a run.
 
     Attributes:
-        header: environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `start_step`, `restored`,
-            `teacher_auc` (the best AUC that synthetic labels allow), all of them optional.
+        header: environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `split` (that
+            is evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them optional.
         records: of training and of evaluations, in their order. A final evaluation is none of them: it may be of other
             rows, and of a model of an earlier step.
         restarts: steps of the checkpoints that the run resumed from.
@@ -38,6 +38,11 @@ class RunRecords:
     header: Mapping[str, Any]
     records: Records
     restarts: Sequence[int] = ()
+
+    @property
+    def split(self) -> str:
+        """Return the split that is evaluated; `test_` in the records' keys stands for it."""
+        return str(self.header.get("split", "test"))
 
     @property
     def first_step(self) -> int:
@@ -147,7 +152,7 @@ def _title(run: RunRecords, metrics: Sequence[_Metric]) -> str:
         if not len(values):
             continue
         best = metric.best(values)
-        text = f"test {shortened(metric.title, 28)} {values[-1]:.4f}"
+        text = f"{run.split} {shortened(metric.title, 28)} {values[-1]:.4f}"
         if values[best] == values[-1]:
             text += ", the best"
         else:
@@ -193,7 +198,7 @@ def _draw_loss(axes: Any, run: RunRecords, *, is_sum: bool) -> None:
     loss, test = series(run.records, "loss"), series(run.records, "test_log_loss")
     axes.set_title("loss, the sum over tasks" if is_sum else "log loss" if len(test[0]) else "loss")
     _draw_train(axes, loss, TRAIN, "train")
-    _draw_test(axes, test)
+    _draw_test(axes, test, run.split)
     _finish(axes, {TRAIN: loss, TEST: test})
 
 
@@ -204,7 +209,7 @@ def _draw_metric(axes: Any, run: RunRecords, metric: _Metric) -> None:
     undefined = f", undefined in all {num_undefined} evaluations" if num_undefined else ""
     axes.set_title(plain("ROC AUC" if metric.key == "auc" else metric.title) + undefined)
     _draw_train(axes, train, TRAIN, "train, latest rows")
-    _draw_test(axes, test)
+    _draw_test(axes, test, run.split)
     _mark_best(axes, test, metric)
     _mark_restored(axes, run.header, test)
     ceiling = run.header.get("teacher_auc")
@@ -265,9 +270,9 @@ def _draw_train(axes: Any, line: Series, color: str, label: str | None = None) -
     axes.plot(*thinned((steps, smoothed(values))), color=color, linewidth=1.8, label=label)
 
 
-def _draw_test(axes: Any, line: Series) -> None:
+def _draw_test(axes: Any, line: Series, split: str) -> None:
     if len(line[0]):
-        _draw_points(axes, line, TEST, "test")
+        _draw_points(axes, line, TEST, split)
 
 
 def _mark_best(axes: Any, line: Series, metric: _Metric) -> None:

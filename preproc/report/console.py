@@ -20,6 +20,9 @@ from preproc.report.embedding_sizes import suggested_embedding_dim
 # Root mean square of a numerical feature above which the report has a note. Values scaled by minmax, standardise or
 # a logarithm lie far below: ln(x + 3) of the largest 64-bit integer is 44, and its mean is a fraction of that.
 LARGE_NUMERICAL = 20.0
+# Share of the test rows without an id of a feature from which on the report has a note.
+MANY_NEW = 0.5
+TRAIN, TEST = "train", "test"
 # Frequency limits for which the report shows the kept values and the rows that they cover.
 COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
 
@@ -201,8 +204,17 @@ def print_columns(
         splits: summaries of the written splits.
         counted: description of the rows of the statistics.
     """
-    table = Table(title=f"columns, counted on {counted}", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("column")
+    table = Table(
+        title=f"columns, counted on {counted}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
+    )
+    # Names are never cut; the words of a head stand below each other where the terminal is narrow.
+    table.add_column(
+        "column", overflow="fold", min_width=min(20, max(map(len, columns), default=0))
+    )
     for head in ("missing %", "distinct", "kept", "table rows", "suggested dim"):
         table.add_column(head, justify="right")
     for split in splits:
@@ -217,6 +229,25 @@ def print_columns(
             cells += [f"{100 * split.zero_ids[name] / split.rows:.2f}" for split in splits.values()]
         table.add_row(*cells)
     console.print(table)
+
+
+def print_new_values(console: Console, splits: dict[str, SplitSummary]) -> None:
+    """Print one line per categorical feature whose values are mostly others in the test rows than in the training rows."""
+    if TRAIN not in splits or TEST not in splits:
+        return
+    train, test = splits[TRAIN], splits[TEST]
+    for name, zeros in test.zero_ids.items():
+        in_test = zeros / max(test.rows, 1)
+        in_train = train.zero_ids[name] / max(train.rows, 1)
+        if in_test >= MANY_NEW and in_test >= 2 * in_train:
+            console.print(
+                f"note: {100 * in_test:.1f} % of the test rows, and {100 * in_train:.1f} % of the training rows, have no id "
+                f"for {shown(name)}: their values are new after the training rows. If the rows are sorted by it, set "
+                "table.order_by to their time, or split.by to random",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:

@@ -146,7 +146,7 @@ class DuckDBEngine:
         return (
             f"read_csv({text(path)}, compression = '{file.compression}', columns = {{{types}}}, "
             f"delim = {text(source.delimiter if is_csv else chr(9))}, quote = {quote}, "
-            f"escape = {quote}, comment = '', nullstr = '', header = {source.header}, "
+            f"escape = {quote}, comment = '', nullstr = '', header = {source.has_header}, "
             f"auto_detect = false, strict_mode = true, store_rejects = {lenient}, rejects_limit = 0)"
         )
 
@@ -300,7 +300,9 @@ def _mistake(message: str) -> str:
     """Return the mistake in a line of text from DuckDB's message, which also holds the line and advice."""
     wanted = re.search(r"Expected Number of Columns.*", message)
     if wanted:
-        return wanted[0]
+        is_one = wanted[0].endswith("Found: 1")
+        hint = " (are its fields separated otherwise? see the source's format and delimiter)"
+        return wanted[0] + hint * is_one
     if "unicode" in message:
         return "not UTF-8 text"
     if "unterminated quote" in message:

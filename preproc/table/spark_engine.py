@@ -100,7 +100,7 @@ class SparkEngine:
                 *([] if file.is_parquet else [_reason(columns), F.col(LINE)]),
             )
             if not file.is_parquet:
-                self._texts.append((file, int(files.source.header), frame))
+                self._texts.append((file, int(files.source.has_header), frame))
                 frame = frame.where(F.col(REASON).isNull()).drop(REASON, LINE)
             parts.append(frame)
         union = parts[0]
@@ -123,7 +123,7 @@ class SparkEngine:
 
     def _text(self, source: Source, path: str, names: list[str]) -> DataFrame:
         csv = source.format == "csv"
-        reader = self._spark.read.option("header", source.header)
+        reader = self._spark.read.option("header", source.has_header)
         reader = reader.option("sep", source.delimiter if csv else "\t")
         # An empty quote turns quoting off; Spark writes it as the null character.
         reader = reader.option("quote", '"' if csv else "\u0000").option(

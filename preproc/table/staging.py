@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from configs.messages import shown
+from configs.messages import printable, shown
 from configs.table_schema import Label, TableConfig
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError
 from preproc.table.expressions import (
@@ -25,6 +25,8 @@ from preproc.table.expressions import (
 )
 from preproc.table.source_files import SourceFiles, listed, refuse_damaged
 
+# Columns that give the order of a source's rows; DuckDB numbers those of further sources of a query.
+OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
 TEXT_TYPES = ("varchar", "string")
 FLOAT_TYPES = ("float", "double")
 # Types of numbers that become doubles without NaN.
@@ -173,7 +175,11 @@ class Staging:
         try:
             self._engine.columns(f"SELECT * FROM ({query}\n)")
         except QueryError as error:
-            raise ValueError(f"table.query: {error}") from None
+            columns = "; ".join(
+                f"{printable(name)} has {listed(files.columns)}"
+                for name, files in self.sources.items()
+            )
+            raise ValueError(f"table.query: {error}{_cast(error)}; {columns}") from None
         return f"SELECT * FROM ({query}\n)"
 
     def _change(self, files: SourceFiles, keep_nan: bool) -> Callable[[str], str]:
@@ -296,7 +302,7 @@ class Staging:
                     continue
             except QueryError as error:
                 absent = re.match(r'Referenced column (".*) not found', str(error))
-                reason = f"no column {absent[1]}" if absent else str(error)
+                reason = f"no column {absent[1]}" if absent else f"{error}{_cast(error)}"
             self._refuse_item(item, base, reason)
 
     def _refuse_other_values(self, base: str) -> None:
@@ -306,7 +312,7 @@ class Staging:
                 self._refuse_item(item, base, f"no column {quoted(item.sql.strip(chr(34)))}")
 
     def _refuse_item(self, item: _Expression, base: str, reason: str) -> NoReturn:
-        names = [name for name, _ in self._engine.columns(base) if name not in ("file_", "order_")]
+        names = [name for name, _ in self._engine.columns(base) if not OWN_COLUMN.fullmatch(name)]
         raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(names)}")
 
 
@@ -411,6 +417,12 @@ def _with_missing(
     # By position: a query may have two columns of one name.
     select = ", ".join(f"{value or column} AS {name}" for value, column, name in changed)
     return f"SELECT {select} FROM ({query}) AS values_({', '.join(v for _, v, _ in changed)})"
+
+
+def _cast(error: QueryError) -> str:
+    """Return what to do about a text where a number is wanted, as a column of a text file is; else nothing."""
+    is_text = "VARCHAR" in str(error) and "explicit cast" in str(error)
+    return " (columns of text files are text: CAST(name AS DOUBLE))" * is_text
 
 
 def _hint(names: list[str]) -> str:

@@ -80,6 +80,9 @@ def test_scores_of_a_raw_file_are_those_of_its_dataset(trained, tmp_path):
     ended = trained.predict(tmp_path / "stream.parquet", "predict.columns=[order_id,age]")
     assert ended.exit_code == 0, ended.err
     assert f"{NEW} rows" in ended.out
+    # The options of a run name the dataset with the fit.
+    by_run = ["fitted=null", f"data.path={trained.root / 'fit'}"]
+    assert trained.predict(tmp_path / "by_run.csv", *by_run).exit_code == 0
     dataset = ["source=null", "fitted=null", f"data.path={trained.root / 'data'}"]
     named = "predict.columns=[order_id,age]"
     ended = trained.predict(tmp_path / "dataset.parquet", *dataset, named)

@@ -107,7 +107,8 @@ def test_csv_tsv_parquet_gzip_and_a_query_are_one_dataset(tmp_path, people):
     for source in (
         {"files": f"{tmp_path}/p.parquet", "format": "parquet"},
         {"files": f"{tmp_path}/g.csv.gz"},
-        {"files": f"{tmp_path}/t.tsv", "format": "tsv", "header": False, "columns": columns},
+        # Names of columns take the place of a header line.
+        {"files": f"{tmp_path}/t.tsv", "format": "tsv", "columns": columns},
         {"files": f"{tmp_path}/part_*.csv"},
     ):
         table = described(people, sources={"people": source})
@@ -115,6 +116,31 @@ def test_csv_tsv_parquet_gzip_and_a_query_are_one_dataset(tmp_path, people):
     query = "SELECT * FROM people WHERE file_ = 0"
     joined = described(people, query=query, order_by=["order_"])
     assert build(tmp_path / "out", joined, "overwrite=true") == wanted
+
+
+def test_a_single_source_is_ordered_and_a_note_says_if_a_split_has_other_values(tmp_path, capfd):
+    rows = [f"{i % 2},u{i // 5},{(7 * i) % 20}\n" for i in range(20)]
+    (tmp_path / "r.csv").write_text("y,user,time\n" + "".join(rows))
+    table = {
+        "sources": {"rows": {"files": str(tmp_path / "r.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["user"],
+        "split": {"train": 0.75},
+    }
+    build(tmp_path / "by_file", table)
+    assert "100.0 % of the test rows, and 0.0 % of the training rows, have no id for 'user'" in (
+        capfd.readouterr().out.replace("\n", " ")
+    )
+    by_time = build(tmp_path / "by_time", table | {"order_by": "CAST(time AS INT) // 2"})
+    assert "have no id" not in capfd.readouterr().out
+    # Pairs of one time keep the order of the file.
+    order = sorted(range(20), key=lambda i: (7 * i % 20) // 2)
+    labels = by_time["train/label.bin"] + by_time["test/label.bin"]
+    assert [*labels] == [i % 2 for i in order]
+    with pytest.raises(Refused, match="rows has y, user, time"):
+        build(tmp_path / "x", table | {"query": "SELECT foo FROM rows", "order_by": "y"})
+    with pytest.raises(Refused, match=r"columns of text files are text: CAST\(name AS DOUBLE\)"):
+        build(tmp_path / "x", table | {"label": {"name": "y", "expression": "time > 5"}})
 
 
 def test_transforms_follow_one_another(tmp_path):
