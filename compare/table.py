@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compare.run_record import RunRecord, differing
+from configs.option_values import written
 from nn.models.metric import Metric, best_of
 
 MAX_OPTION_COLUMNS = 5
@@ -173,13 +174,7 @@ def _differences(run: RunRecord, keys: Sequence[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return written(value, "{:.6g}".format)
 
 
 def _decimal(value: float | None) -> str:

@@ -22,11 +22,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from configs.messages import shown
+from configs.option_values import written
 from configs.schema import describe
 
 NOT_COMPOSED = object()
@@ -129,7 +130,7 @@ def option_help(
             value = OmegaConf.select(config, key, default=NOT_COMPOSED)
             if value is NOT_COMPOSED:
                 value = OmegaConf.select(defaults, key)
-            lines += _entry(f"{key}={_as_override(value)}", meanings[key])
+            lines += _entry(f"{key}={written(value)}", meanings[key])
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -182,18 +183,3 @@ def _entry(head: str, meaning: str) -> list[str]:
     if len(head) <= MEANING_COLUMN - 2 and wrapped:
         head = head.ljust(MEANING_COLUMN) + wrapped.pop(0)
     return [head, *(" " * MEANING_COLUMN + line for line in wrapped)]
-
-
-def _as_override(value: Any) -> str:
-    """Format a value as it is typed behind `key=`."""
-    if value is None:
-        return "null"
-    if isinstance(value, Container):
-        value = OmegaConf.to_container(value, resolve=True)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(_as_override(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_as_override(item)}" for key, item in value.items()) + "}"
-    return getattr(value, "name", str(value))

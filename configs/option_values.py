@@ -2,13 +2,13 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 
 from configs.messages import shown
 from configs.schema import require
@@ -117,6 +117,28 @@ def plain_values(options: Any) -> dict[str, Any]:
         return value.value if isinstance(value, Enum) else value
 
     return plain(asdict(options))
+
+
+def written(value: Any, number: Callable[[float], str] = repr) -> str:
+    """Return a value as it is typed behind `key=`.
+
+    Args:
+        value: of an option.
+        number: the text of a floating-point number.
+    """
+    if isinstance(value, Container):
+        value = OmegaConf.to_container(value, resolve=True)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(written(item, number) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{written(item, number)}' for key, item in value.items())}}}"
+    if isinstance(value, Enum):
+        return value.name
+    return number(value) if isinstance(value, float) else str(value)
 
 
 def expand_home(composed: DictConfig, schema: type) -> None:

@@ -161,6 +161,22 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
     Raises:
         ValueError: there is no fit, or one of an earlier version, or its sources are not replaced by these.
     """
+    path, table = directory / FITTED, fitted_description(directory)
+    replaced = {
+        name: replace(source, files=_in_place(source.files, sources, f"{path}: {name}"))
+        for name, source in table.sources.items()
+    }
+    if all(replaced[name].files == source.files for name, source in table.sources.items()):
+        raise ValueError(f"{path}: no source of it depends on the option source; make a dataset")
+    return replace(table, sources=replaced)
+
+
+def fitted_description(directory: Path) -> TableConfig:
+    """Return the description of rows of the dataset in `directory` as it was fitted, before `${source}` is replaced.
+
+    Raises:
+        ValueError: there is no fit, or one of an earlier version.
+    """
     path = directory / FITTED
     if not path.exists():
         raise ValueError(_no_fit(directory))
@@ -173,16 +189,9 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
         )
     features = _mapping(saved.get("features"), f"{path}: features")
     try:
-        table = TableConfig.of({**rows, **features})
+        return TableConfig.of({**rows, **features})
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {AGAIN}") from None
-    replaced = {
-        name: replace(source, files=_in_place(source.files, sources, f"{path}: {name}"))
-        for name, source in table.sources.items()
-    }
-    if all(replaced[name].files == source.files for name, source in table.sources.items()):
-        raise ValueError(f"{path}: no source of it depends on the option source; make a dataset")
-    return replace(table, sources=replaced)
 
 
 def _in_place(files: Any, sources: Sequence[str], where: str) -> Any:

@@ -73,15 +73,20 @@ def open_transformed_rows(
             one line.
     """
     table = described_rows(fitted, [str(source) for source in sources])
+    refuse_histories(fitted, table)
+    state = load_fitted(fitted, table, warn)
+    return TransformedRows(
+        FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
+    )
+
+
+def refuse_histories(fitted: Path, table: TableConfig) -> None:
+    """Raise `ValueError` if a feature of the description needs more rows than its own."""
     if table.history:
         raise ValueError(
             f"{fitted}: the history {shown(table.history[0].name)} of a row takes all rows before it; make a dataset of the "
             "new rows with mode=transform, and use that"
         )
-    state = load_fitted(fitted, table, warn)
-    return TransformedRows(
-        FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
-    )
 
 
 class TransformedRows:

@@ -10,6 +10,7 @@ from typing import Any
 import optuna
 
 from configs.messages import shown
+from configs.option_values import written
 from configs.schema import require
 from dataloading.dataset.documents import read_yaml
 
@@ -164,7 +165,7 @@ def as_plain(space: Space) -> dict[str, Any]:
 
 def _parsed(where: str, values: Any) -> Choices | Range:
     if isinstance(values, list):
-        texts = tuple(_text(value) for value in values)
+        texts = tuple(written(value) for value in values)
         require(bool(texts), f"{where} has no choices; name at least one")
         require(len(set(texts)) == len(texts), f"{where} has a choice twice: {', '.join(texts)}")
         return Choices(texts)
@@ -208,13 +209,3 @@ def _number(where: str, value: Any) -> int | float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     require(is_number and math.isfinite(value), f"{where} must be a number, got {shown(value)}")
     return value
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    return repr(value) if isinstance(value, float) else str(value)

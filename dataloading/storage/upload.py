@@ -56,12 +56,9 @@ def writable(output: str, last: str, overwrite: bool = False) -> Iterator[Path]:
         yield Path(output)
         return
     store = ObjectStore(output)
-    name = store.path.rpartition("/")[2]
     if not overwrite and (store.has(last) or store.has("")):
         raise ValueError(f"{store.address} exists already; choose another output, or remove it")
-    place = cache_directory() / "outputs" / sha256(output.encode()).hexdigest()[:16]
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / name
+    path = place_of(output)
     yield path
     try:
         if path.is_dir():
@@ -70,4 +67,11 @@ def writable(output: str, last: str, overwrite: bool = False) -> Iterator[Path]:
             store.upload(path, "")
     except ValueError as error:
         raise ValueError(f"{error}. What was to be uploaded is complete in {path}") from None
-    shutil.rmtree(place)
+    shutil.rmtree(path.parent)
+
+
+def place_of(output: str) -> Path:
+    """Return the path in the cache of what is uploaded to an address; the folder that it lies in exists, and is its own."""
+    place = cache_directory() / "outputs" / sha256(output.encode()).hexdigest()[:16]
+    place.mkdir(parents=True, exist_ok=True)
+    return place / ObjectStore(output).path.rpartition("/")[2]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import torch
@@ -31,6 +31,9 @@ from nn.saved_config import load_saved_config
 from nn.scores.score_file import score_columns
 from nn.training.train_step import AMP_DTYPES
 
+if TYPE_CHECKING:
+    from preproc.raw_tables import RawTables
+
 CHECKPOINTS = "checkpoints"
 
 
@@ -48,6 +51,7 @@ class Run:
             average, as in evaluation.
         tasks: the labels that the model predicts, in the order of its logits.
         device: of the model.
+        raw: the fit that turns raw values into ids and numbers; None if `predict` takes these.
     """
 
     directory: Path
@@ -58,6 +62,7 @@ class Run:
     model: RankingModel
     tasks: list[Task]
     device: torch.device
+    raw: "RawTables | None" = None
 
     @classmethod
     def load(
@@ -66,6 +71,7 @@ class Run:
         *,
         checkpoint: str | None = None,
         device: torch.device | str = "cpu",
+        fitted: Path | str | None = None,
         trusted: bool = False,
     ) -> Self:
         """Load a checkpoint of a run directory, whatever number of ranks has written it.
@@ -76,10 +82,11 @@ class Run:
             directory: a run directory.
             checkpoint: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one.
             device: of the model.
+            fitted: dataset directory whose fit transforms the raw values that `predict` gets; None: it gets ids and numbers.
             trusted: whether a model outside the project, `package.module:Class`, may be imported.
 
         Raises:
-            ValueError: there is no such checkpoint, or a file is missing, damaged or contradicts the others.
+            ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged or contradicts the others.
         """
         directory = Path(directory)
         path = _checkpoint(directory, checkpoint)
@@ -94,6 +101,7 @@ class Run:
             raise ValueError(
                 f"{path} was trained on other features than {directory / MODEL} names; copy the run directory again"
             )
+        raw = None if fitted is None else _raw_tables(Path(fitted), description.stored)
         model = description.build(seed=None)
         _load_weights(model, index, path, use_average=config.train.ema_decay is not None)
         return cls(
@@ -105,6 +113,7 @@ class Run:
             model=model.to(device).eval(),
             tasks=tasks_of_run(config, description.stored),
             device=torch.device(device),
+            raw=raw,
         )
 
     def records(self) -> list[dict[str, Any]]:
@@ -139,7 +148,8 @@ class Run:
         scores are corrected by them; a table without is not corrected, with a warning.
 
         Args:
-            table: a pandas DataFrame or an Arrow table with a column per feature: ids, and numbers, as the dataset has them.
+            table: a pandas DataFrame or an Arrow table. After `Run.load(fitted=...)` it has the columns of the raw data, or of
+                the query over it, with their values; else a column per feature with ids and numbers as the dataset has them.
             batch_size: rows at once.
 
         Returns:
@@ -153,6 +163,8 @@ class Run:
         names = score_columns([task.name for task in self.tasks])
         if rows.num_rows == 0:
             return as_given(pa.table({name: pa.array([], pa.float64()) for name in names}))
+        if self.raw is not None:
+            rows = self.raw.transformed(rows)
         scores = torch.cat([self._scores(batch) for batch in self._batches(rows, batch_size)])
         columns = {name: scores[:, index].numpy() for index, name in enumerate(names)}
         return as_given(pa.table(columns))
@@ -187,6 +199,20 @@ class Run:
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             logits = self.model(batch)
         return scores_of(self.tasks, logits, batch.keep_rates)[: batch.num_valid].cpu()
+
+
+def _raw_tables(fitted: Path, spec: FeatureSpec) -> "RawTables":
+    """Return the fit of a dataset; ValueError if it is not that of the features `spec`."""
+    # Only raw values need DuckDB.
+    from preproc.raw_tables import RawTables
+
+    raw = RawTables(fitted)
+    if raw.spec.fingerprint() != spec.fingerprint():
+        raise ValueError(
+            f"fitted={fitted} has other features, or tables of other sizes, than the dataset that the run was trained on; name "
+            "that one"
+        )
+    return raw
 
 
 def _checkpoint(directory: Path, name: str | None) -> Path:

@@ -12,12 +12,11 @@ from datetime import timedelta
 from logging import WARNING, Handler, Logger, LogRecord
 from math import isfinite
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task
-from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -25,6 +24,7 @@ from configs.console import LiteralConsole
 from configs.messages import printable
 from nn.models.metric import AUC, Metric
 from nn.models.tasks import auc_key
+from nn.observability.bar import WithBar
 from nn.observability.gpu_topology import topology_text
 from nn.observability.layout import grid, print_columns
 from nn.observability.run_directory import (
@@ -185,7 +185,7 @@ def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> di
     return lines
 
 
-class Progress:
+class Progress(WithBar):
     """Progress of the training loop; a context manager that removes the bar at its end.
 
     Args:
@@ -209,40 +209,29 @@ class Progress:
         self.metrics = metrics
         self.total_steps = total_steps
         self._has_shown_problem = False
-        self._bar: Bar | None = None
-        if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
-            # Rendering holds the GIL and delays the training loop, so refresh only 4 times per second.
-            columns = (
-                _Position(Column(no_wrap=True)),
-                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-                _Status(metrics, Column(no_wrap=True)),
-            )
-            self._bar = Bar(*columns, console=console, expand=True, refresh_per_second=4)
-            self._task = self._bar.add_task(
+        super().__init__(
+            console,
+            _Position(Column(no_wrap=True)),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            _Status(metrics, Column(no_wrap=True)),
+        )
+        if self.bar is not None:
+            self._task = self.bar.add_task(
                 "", total=total_steps, completed=start_step, record={}, visible=has_training
             )
 
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
     def advance(self, step: int) -> None:
         """Move the bar to `step`, the number of finished steps."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+        if self.bar is not None:
+            self.bar.update(self._task, completed=step)
 
     @contextmanager
     def evaluation(self, num_batches: int) -> Iterator[Callable[[], None]]:
         """Show a bar of an evaluation while the block runs, and yield the function that moves it by a batch."""
-        if self._bar is None:
+        if self.bar is None:
             yield lambda: None
             return
-        bar, task = self._bar, self._bar.add_task("eval", total=num_batches, record={})
+        bar, task = self.bar, self.bar.add_task("eval", total=num_batches, record={})
         try:
             yield lambda: bar.advance(task)
         finally:
@@ -252,8 +241,8 @@ class Progress:
 
     def show_train(self, record: Mapping[str, Any]) -> None:
         """Show a training record."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], record=record)
+        if self.bar is not None:
+            self.bar.update(self._task, completed=record["step"], record=record)
         else:
             self._print(format_train(record, self.metrics, self.total_steps))
 

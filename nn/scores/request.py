@@ -5,23 +5,25 @@ from pathlib import Path
 
 from configs.schema import SCORE_ENDINGS, Config
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.storage.object_store import is_remote, shown_address
+from dataloading.storage.object_store import ObjectStore, is_remote, shown_address
+from dataloading.storage.upload import place_of
 
 DEFAULT_SPLIT = "test"
 
 
 def output_path(config: Config) -> Path:
-    """Return the file to write.
+    """Return the file to write; of an address, the one in the cache that is uploaded.
 
     Raises:
-        ValueError: it exists, or its directory does not or cannot be written.
+        ValueError: it exists, or its directory does not or cannot be written, or the address cannot be read.
     """
     assert config.output is not None, "Config refuses mode=predict without an output"
     if is_remote(config.output):
-        raise ValueError(
-            f"output={shown_address(config.output)}: scores are written to a file of this machine; set such an output, and "
-            "copy it"
-        )
+        if ObjectStore(config.output).has(""):
+            raise ValueError(
+                f"output={shown_output(config)} exists; move or delete it, or set another output"
+            )
+        return place_of(config.output)
     path = Path(config.output)
     if os.path.lexists(path):
         raise ValueError(f"output={path} exists; move or delete it, or set another output")
@@ -34,6 +36,12 @@ def output_path(config: Config) -> Path:
             f"output={path}: {path.parent.resolve()} cannot be written by this user; set another output"
         )
     return path
+
+
+def shown_output(config: Config) -> str:
+    """Return the output as the command names it, an address without credentials."""
+    assert config.output is not None
+    return shown_address(config.output) if is_remote(config.output) else config.output
 
 
 def is_csv(path: Path) -> bool:

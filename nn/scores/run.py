@@ -14,6 +14,7 @@ from configs.option_values import plain_values
 from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.dataset.source import Source
+from dataloading.storage.object_store import is_remote
 from nn.build import (
     build_key_maps,
     build_plan,
@@ -31,7 +32,7 @@ from nn.observability.console import make_logger, print_header
 from nn.observability.run_directory import environment
 from nn.resume import ResumePoint, load, named_resume_point
 from nn.scores.output import ScoreOutput, open_output
-from nn.scores.request import output_path
+from nn.scores.request import output_path, shown_output
 from nn.scores.rows import Rows, SplitRows
 from nn.scores.streamed_rows import RawRows, StreamedRows
 from nn.scores.terminal import RowProgress
@@ -113,6 +114,7 @@ def _open_output(
             origin | {"data": rows.title},
             _facts(config, start) | {"rows": rows.facts},
             logger,
+            config.output if is_remote(str(config.output)) else None,
         )
         opened.append(stack.enter_context(context))
         return opened[0].writer.num_rows
@@ -237,7 +239,7 @@ def _print_header(
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and {len(spec.categorical)} categorical features",
         "restored": f"{start.path}, {start.num_steps:,} steps",
         "data": f"{rows.title}{number}",
-        "output": str(config.output),
+        "output": shown_output(config),
     }
     if config.train.ema_decay is not None:
         facts["average"] = f"of the dense component, decay {config.train.ema_decay:g}"

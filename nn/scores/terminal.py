@@ -2,22 +2,23 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.text import Text
 
 from configs.messages import printable
 from configs.schema import Config
+from nn.observability.bar import WithBar
 from nn.observability.layout import grid, print_columns
+from nn.scores.request import shown_output
 
 LINE_EVERY_S = 10.0
 MIB = 1 << 20
 
 
-class RowProgress:
+class RowProgress(WithBar):
     """Progress of a pass over rows; a context manager that removes the bar at its end.
 
     Args:
@@ -31,28 +32,15 @@ class RowProgress:
         self._total = total
         self._first = done
         self._started = self._last_line = time.perf_counter()
-        self._bar: Bar | None = None
-        if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
-            # Rendering holds the GIL and delays the pass, so refresh only 4 times per second.
-            columns = (MofNCompleteColumn(), BarColumn(None), TextColumn("rows"))
-            self._bar = Bar(
-                *columns, TimeRemainingColumn(), console=console, expand=True, refresh_per_second=4
-            )
-            self._task = self._bar.add_task("", total=total, completed=done)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        columns = (MofNCompleteColumn(), BarColumn(None), TextColumn("rows"), TimeRemainingColumn())
+        super().__init__(console, *columns)
+        if self.bar is not None:
+            self._task = self.bar.add_task("", total=total, completed=done)
 
     def advance(self, done: int) -> None:
         """Show that `done` rows are done."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
+        if self.bar is not None:
+            self.bar.update(self._task, completed=done)
             return
         now = time.perf_counter()
         if now - self._last_line >= LINE_EVERY_S:
@@ -83,7 +71,7 @@ def print_scores(console: Console, config: Config, written: Mapping[str, Any]) -
     lines: dict[str, str | Text] = {
         "scores": f"{written['rows']:,} rows{of_earlier}",
         "speed": f"{speed:,.0f} rows/s, {seconds:.1f} s, {', '.join(waited)}",
-        "written to": Text(f"{printable(str(config.output))}, {size}"),
+        "written to": Text(f"{printable(shown_output(config))}, {size}"),
     }
     console.print(Text("\nresult", style="bold"))
     print_columns(console, grid(lines))

@@ -30,6 +30,8 @@ LAYERS = {
     "dcnv2": {"configs", "main"},
     "benchmarks": {"configs", "dataloading", "nn", "serving", "sweep", "main"},
 }
+# What a room may import beyond that of its package: Python's view of a run takes raw values too.
+FURTHER = {"nn.library": {"preproc"}}
 # What each room of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
 ROOMS = {
     "dataloading.dataset": {"dataloading.gather"},
@@ -243,6 +245,7 @@ ROOMS = {
         "preproc.table",
         "preproc.vocabulary_sql",
     },
+    "preproc.raw_tables": {"preproc.fitted_state", "preproc.transformed_rows"},
     "preproc.criteo": {
         "preproc.column_store",
         "preproc.complete_dataset",
@@ -391,9 +394,11 @@ def test_every_file_belongs_to_a_layer():
 
 @pytest.mark.parametrize("package", LAYERS)
 def test_a_layer_imports_only_what_lies_below_it(package):
-    modules = [name for name in sources() if is_below(name, package)]
-    used = {target.split(".")[0] for name in modules for target in ours(name, lazy=True)}
-    assert used <= LAYERS[package] | {package}
+    for name in sources():
+        if is_below(name, package):
+            used = {target.split(".")[0] for target in ours(name, lazy=True)}
+            further = FURTHER.get(name, FURTHER.get(name.rpartition(".")[0], set()))
+            assert used <= LAYERS[package] | {package} | further, name
 
 
 def test_nothing_imports_the_tests():

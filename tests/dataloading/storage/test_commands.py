@@ -29,6 +29,10 @@ def checkpoints_of(bucket: str) -> set[str]:
     return {name.split("/")[1] for name in files if name.endswith("/run.json")}
 
 
+def _refuse(self: ObjectStore, source: Path, name: str) -> None:
+    raise ValueError("s3://bucket: no room")
+
+
 def names_of(run_dir: Path) -> set[str]:
     return {path.name for path in list_checkpoints(run_dir / "checkpoints")}
 
@@ -59,6 +63,19 @@ def test_a_run_that_lost_its_disk_resumes_from_its_mirror_bit_by_bit(bucket, tmp
     evaluated = run_command(*OPTIONS, data, *evaluate)
     assert evaluated.exit_code == 0, evaluated.err
     assert summary(tmp_path / "eval")["test_auc"] == summary(whole)["test_auc"]
+    scores = ["mode=predict", f"checkpoint.restore={whole / 'checkpoints/best'}", data]
+    assert run_command(*OPTIONS, *scores, f"output={tmp_path / 'scores.csv'}").exit_code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "upload", _refuse)
+        refused = run_command(*OPTIONS, *scores, f"output={bucket}/scores.csv")
+    assert (refused.exit_code, refused.err) == (2, "error: s3://bucket: no room\n")
+    assert not ObjectStore(f"{bucket}/scores.csv").has("")
+    written = run_command(*OPTIONS, *scores, f"output={bucket}/scores.csv")
+    assert "written to  s3://bucket/scores.csv, " in written.out, written.err
+    copy = local_path(f"{bucket}/scores.csv")
+    assert copy.read_bytes() == (tmp_path / "scores.csv").read_bytes()
+    again = run_command(*OPTIONS, *scores, f"output={bucket}/scores.csv")
+    assert (again.exit_code, again.err.count("exists; move or delete it")) == (2, 1)
 
 
 def test_a_mirror_that_cannot_be_written_is_refused_at_the_start_and_later_a_warning(

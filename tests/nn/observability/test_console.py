@@ -141,7 +141,7 @@ def test_an_evaluation_moves_a_bar_of_its_own():
         progress.evaluation(3) as advance,
     ):
         advance()
-        progress._bar.refresh()
+        progress.bar.refresh()
         advance()
     progress.console.print("done")
     text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", printed(console))

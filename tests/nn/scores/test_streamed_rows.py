@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nn.library.loaded_run import Run
 from nn.observability.console import make_console
 from nn.scores import score_writer
 from nn.scores.run import predict
@@ -97,6 +100,29 @@ def test_scores_of_a_raw_file_are_those_of_its_dataset(trained, tmp_path):
     two = pq.read_table(output)
     assert two.drop_columns("score").equals(stream.drop_columns("score"))
     np.testing.assert_allclose(two["score"], stream["score"], rtol=1e-6)
+
+
+def test_a_loaded_run_scores_raw_values_as_the_command_does(trained, tmp_path):
+    assert trained.predict(tmp_path / "command.parquet").exit_code == 0
+    wanted = pq.read_table(tmp_path / "command.parquet")["score"].to_numpy()
+    run = Run.load(trained.root / "run", fitted=trained.root / "fit")
+    texts = pd.read_csv(trained.root / "new.csv", dtype=str).set_index("order_id")
+    found = run.predict(texts)
+    assert list(found.index) == list(texts.index)
+    np.testing.assert_allclose(found["score"], wanted, atol=1e-9)
+    # Numbers may be numbers, and rows come back in their order.
+    some = pa.Table.from_pandas(texts.astype({"age": float}).iloc[[200, 3, 50]])
+    np.testing.assert_allclose(run.predict(some)["score"], wanted[[200, 3, 50]], atol=1e-9)
+    for rows, message in (
+        (texts.assign(age="twenty"), "the table, row 0: numerical feature 'age' is 'twenty'"),
+        (texts.drop(columns="city"), 'no column "city"'),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            run.predict(rows)
+        assert "\n" not in str(caught.value)
+    build(tmp_path / "other", shop(trained.root / "old.csv", categorical=["city"]))
+    with pytest.raises(ValueError, match="has other features"):
+        Run.load(trained.root / "run", fitted=tmp_path / "other")
 
 
 @pytest.mark.parametrize("columns", ["[order_id]", "[]"])
