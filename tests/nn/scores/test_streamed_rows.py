@@ -114,7 +114,7 @@ def test_a_loaded_run_scores_raw_values_as_the_command_does(trained, tmp_path):
     some = pa.Table.from_pandas(texts.astype({"age": float}).iloc[[200, 3, 50]])
     np.testing.assert_allclose(run.predict(some)["score"], wanted[[200, 3, 50]], atol=1e-9)
     for rows, message in (
-        (texts.assign(age="twenty"), "the table, row 0: numerical feature 'age' is 'twenty'"),
+        (texts.assign(age="twenty"), "the table, row 1: age is twenty, wanted a number"),
         (texts.drop(columns="city"), 'no column "city"'),
     ):
         with pytest.raises(ValueError, match=message) as caught:
