@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the sweeps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--sampler", default="gp", choices=[sampler.value for sampler in Sampler])
-    parser.add_argument("--pruner", default="median", choices=[pruner.value for pruner in Pruner])
+    parser.add_argument("--pruner", default="reach", choices=[pruner.value for pruner in Pruner])
     args = parser.parse_args()
     # Once, for all trials.
     import_module("nn.run")
@@ -139,7 +139,7 @@ def _search(
     directory = args.out / f"{sampler.value}_{pruner.value}_{seed}"
     directory.mkdir(exist_ok=True)
     keep_settings(directory, settings_of(config, space, plan.metric, plan.split))
-    study = Study(directory, config, space, plan.metric)
+    study = Study(directory, config, space, plan.metric, plan.own_values)
     rows: list[dict[str, Any]] = []
     with (args.out / f"{directory.name}.log").open("a") as log:
         say = partial(print, file=log, flush=True)

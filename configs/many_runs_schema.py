@@ -46,6 +46,7 @@ class Pruner(Enum):
     """Ways to end a trial that does not look promising."""
 
     none = "none"
+    reach = "reach"
     median = "median"
     asha = "asha"
     hyperband = "hyperband"
@@ -71,12 +72,13 @@ class SweepConfig:
     trials: int = option(20, "trials, counting pruned and failed ones", most=100_000)
     parallel: int = option(1, "trials that run at once; with GPUs at most one per GPU", most=1024)
     sampler: Sampler = option(
-        Sampler.tpe,
-        "tpe; random; grid (all combinations of choices and steps); qmc (quasi-random); gp (Gaussian process)",
+        Sampler.gp,
+        "gp (Gaussian process); tpe; random; grid (all combinations of choices and steps); qmc (quasi-random)",
     )
     pruner: Pruner = option(
-        Pruner.median,
-        "what ends a trial after an evaluation: none; median (worse than the median of the others); asha; hyperband",
+        Pruner.reach,
+        "what ends a trial after an evaluation: reach (it would not reach the best one if it gained as much as any other); "
+        "median (worse than the median of the others); asha; hyperband; none",
     )
     sampler_seed: int = option(0, "seed of the sampler; `seed` is that of the trials")
     metric: str | None = option(

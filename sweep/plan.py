@@ -17,6 +17,7 @@ from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
 from configs.command_line import register
 from configs.many_runs_schema import SweepConfig
+from configs.option_values import plain_values, written
 from configs.overrides import drop_replaced, no_option, one_line
 from configs.schema import Config, DataConfig, Device, Mode, describe, require
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -26,7 +27,7 @@ from dataloading.storage.local_copy import local_path
 from nn.early_checks import check_inputs
 from nn.models.metric import Metric, best_of, metrics_of_label
 from nn.models.registry import MODELS, options_of_own_models, typed_config
-from sweep.space import Space, as_override, corners
+from sweep.space import Choices, Space, as_override, corners
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("dlrm", "dcnv2")
@@ -46,6 +47,7 @@ class TrialPlan:
         metric: that trials are chosen by.
         split: that it is measured on.
         uses_gpus: whether trials train on a GPU where there is one.
+        own_values: values that the recipe has for the options of the space; None if the space lacks one of them.
     """
 
     script: Path
@@ -53,6 +55,7 @@ class TrialPlan:
     metric: Metric
     split: str
     uses_gpus: bool
+    own_values: dict[str, Any] | None = None
 
     def command(self, values: Mapping[str, Any], run_dir: Path) -> list[str]:
         """Return the command of the trial with these values."""
@@ -114,7 +117,21 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
         metric,
         split,
         checked.device is not Device.cpu,
+        _own_values(first, space),
     )
+
+
+def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
+    """Return the values of the options without those of a trial, as a trial writes them; None if the space lacks one."""
+    plain, own = plain_values(config), {}
+    for key, values in space.items():
+        value: Any = plain
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if not values.holds(value):
+            return None
+        own[key] = written(value) if isinstance(values, Choices) else value
+    return own
 
 
 def _command(recipe: str) -> tuple[Path, list[str]]:

@@ -43,7 +43,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
         stack.enter_context(hold(directory, f"is sweeping in {directory}"))
         directory.mkdir(exist_ok=True)
         keep_settings(directory, settings_of(config, space, plan.metric, plan.split))
-        study = Study(directory, config, space, plan.metric)
+        study = Study(directory, config, space, plan.metric, plan.own_values)
         _print_head(console, config, plan, directory, study)
         if study.has_more():
             # It shows that a sweep is complete, and this one is not.

@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
 from configs.messages import shown
 from configs.option_values import written
@@ -32,6 +38,18 @@ class Choices:
     def suggest(self, trial: optuna.Trial, key: str) -> str:
         """Return the trial's value."""
         return trial.suggest_categorical(key, self.values)
+
+    def distribution(self) -> BaseDistribution:
+        """Return the values as Optuna describes them."""
+        return CategoricalDistribution(self.values)
+
+    def at(self, share: float) -> str:
+        """Return the value at a share of them, 0 to 1."""
+        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+
+    def holds(self, value: Any) -> bool:
+        """Return whether an option's value is one of them."""
+        return written(value) in self.values
 
     def ends(self) -> tuple[str, ...]:
         """Return the values to check before anything starts."""
@@ -63,6 +81,38 @@ class Range:
             return trial.suggest_int(key, int(self.low), int(self.high), log=self.log, step=step)
         return trial.suggest_float(key, self.low, self.high, log=self.log, step=self.step)
 
+    def distribution(self) -> BaseDistribution:
+        """Return the numbers as Optuna describes them."""
+        if self.is_integer:
+            step = 1 if self.step is None else int(self.step)
+            return IntDistribution(int(self.low), int(self.high), log=self.log, step=step)
+        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+
+    def at(self, share: float) -> int | float:
+        """Return the number at a share of the range, 0 to 1, on its scale."""
+        if self.log:
+            value = self.low * (self.high / self.low) ** share
+        else:
+            value = self.low + share * (self.high - self.low)
+        step = self.step if self.step is not None else 1 if self.is_integer else None
+        if step is not None:
+            value = self.low + step * round((value - self.low) / step)
+        value = min(
+            max(value, self.low), self.low + step * self._steps(step) if step else self.high
+        )
+        return int(value) if self.is_integer else value
+
+    def holds(self, value: Any) -> bool:
+        """Return whether an option's value is a number of the range."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not self.low <= value <= self.high:
+            return False
+        return self.distribution()._contains(value)
+
+    def _steps(self, step: int | float) -> int:
+        """Return the number of steps from `low` to the last value."""
+        return math.floor((self.high - self.low) / step + 1e-9)
+
     def ends(self) -> tuple[int | float, ...]:
         """Return the values to check before anything starts."""
         return (self.low, self.high)
@@ -72,7 +122,7 @@ class Range:
         step = self.step if self.step is not None else 1 if self.is_integer else None
         if step is None or self.log:
             return None
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        count = self._steps(step) + 1
         return tuple(self.low + index * step for index in range(count))
 
 

@@ -13,11 +13,13 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from configs.many_runs_schema import Pruner, Sampler, SweepConfig
+from configs.many_runs_schema import Sampler, SweepConfig
 from configs.schema import require
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import AppendedFile, replace_text
 from nn.models.metric import Metric
+from sweep.proposals import num_spread, promising_values, spread_values
+from sweep.pruner import pruner_of
 from sweep.space import Space, as_plain, grid_of, suggest
 
 JOURNAL, SETTINGS = "journal.log", "settings.json"
@@ -32,20 +34,28 @@ class Study:
         config: of the sweep.
         space: of the trials.
         metric: that they are chosen by.
+        own_values: values of the recipe, for the first trial; None if the space lacks one of them.
 
     Raises:
         ValueError: the directory holds another sweep, or the sampler cannot search this space.
     """
 
-    def __init__(self, directory: Path, config: SweepConfig, space: Space, metric: Metric) -> None:
-        self.config, self._space = config, space
+    def __init__(
+        self,
+        directory: Path,
+        config: SweepConfig,
+        space: Space,
+        metric: Metric,
+        own_values: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self._space, self._own_values = config, space, own_values
         self._grid: list[dict[str, Any]] = []
         self.num_trials = config.trials
         if config.sampler is Sampler.grid:
             self._grid = list(islice(grid_of(space), config.trials))
             self.num_trials = len(self._grid)
         self.direction = "maximize" if metric.larger_is_better else "minimize"
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         # constant_liar, which keeps trials that run at once apart, is one of them.
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         path = directory / JOURNAL
@@ -57,7 +67,7 @@ class Study:
             study_name="sweep",
             direction=self.direction,
             sampler=self._sampler(0),
-            pruner=_pruner(config.pruner),
+            pruner=pruner_of(config.pruner),
             load_if_exists=True,
         )
 
@@ -71,8 +81,8 @@ class Study:
         number = len(self.trials())
         # A sampler that is seeded once would draw the same values again after a restart.
         self._study.sampler = self._sampler(number)
-        if self._grid and not self.trials(TrialState.WAITING):
-            self._study.enqueue_trial(self._grid[number])
+        if not self.trials(TrialState.WAITING) and (values := self._values(number)) is not None:
+            self._study.enqueue_trial(values)
         trial = self._study.ask()
         suggest(trial, self._space)
         return trial
@@ -105,31 +115,39 @@ class Study:
             return dict(optuna.importance.get_param_importances(self._study, evaluator=evaluator))
         return {}
 
+    def _values(self, number: int) -> dict[str, Any] | None:
+        """Return the values of a new trial; None if Optuna's sampler draws them."""
+        config, space = self.config, self._space
+        if self._grid:
+            return self._grid[number]
+        if config.sampler not in (Sampler.gp, Sampler.tpe):
+            return None
+        if number == 0 and self._own_values is not None:
+            return self._own_values
+        if config.sampler is Sampler.tpe:
+            return None
+        values = None
+        if number >= num_spread(space):
+            seed = self._seed(number)
+            values = promising_values(self.trials(), space, self.direction, seed)
+        return values or spread_values(space, number, config.sampler_seed)
+
+    def _seed(self, number: int) -> int:
+        return self.config.sampler_seed * 1_000_003 + number
+
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         """Return the sampler of a trial; trials differ in their seeds."""
         config = self.config
-        seed = config.sampler_seed * 1_000_003 + number
-        startup = max(1, min(MAX_STARTUP_TRIALS, config.trials // 4))
+        seed = self._seed(number)
         if config.sampler is Sampler.tpe:
+            startup = max(1, min(MAX_STARTUP_TRIALS, config.trials // 4))
             return optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=startup, constant_liar=config.parallel > 1
             )
-        if config.sampler is Sampler.gp:
-            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup)
         if config.sampler is Sampler.qmc:
             # The sequence counts its points in the journal.
             return optuna.samplers.QMCSampler(seed=config.sampler_seed, scramble=True)
         return optuna.samplers.RandomSampler(seed=seed)
-
-
-def _pruner(name: Pruner) -> optuna.pruners.BasePruner:
-    if name is Pruner.median:
-        return optuna.pruners.MedianPruner()
-    if name is Pruner.asha:
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=1)
-    return (
-        optuna.pruners.HyperbandPruner() if name is Pruner.hyperband else optuna.pruners.NopPruner()
-    )
 
 
 def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:

@@ -86,7 +86,8 @@ class Run:
             trusted: whether a model outside the project, `package.module:Class`, may be imported.
 
         Raises:
-            ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged or contradicts the others.
+            ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged or
+                contradicts the others.
         """
         directory = Path(directory)
         path = _checkpoint(directory, checkpoint)

@@ -28,8 +28,9 @@ class RunRecords:
     """The records of a run.
 
     Attributes:
-        header: environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `split` (that
-            is evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them optional.
+        header: environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `split` (that is
+            evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them
+            optional.
         records: of training and of evaluations, in their order. A final evaluation is none of them: it may be of other
             rows, and of a model of an earlier step.
         restarts: steps of the checkpoints that the run resumed from.

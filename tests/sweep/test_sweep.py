@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
 from configs.many_runs_schema import Pruner, Sampler, SweepConfig
 from dataloading.dataset.durable_files import hold
 from sweep.__main__ import with_trial_options
 from sweep.driver import StoppedSweepError
+from sweep.proposals import final_values, spread_values
 from sweep.run import run_sweep
 from sweep.space import Range, as_override, read_space
 from sweep.trial_process import start_process
@@ -68,7 +70,8 @@ def sweep(space: Path, output: Path, starts: Starts | None = None, **changes) ->
     """Run a sweep; return what it prints."""
     overrides = ["device=cpu", *changes.pop("overrides", [])]
     text = io.StringIO()
-    settings = {"trials": 4, "parallel": 2, "pruner": Pruner.none} | changes
+    # The Gaussian process takes seconds, and few tests are about it.
+    settings = {"trials": 4, "parallel": 2, "pruner": Pruner.none, "sampler": Sampler.tpe} | changes
     config = SweepConfig(space=str(space), output=str(output), overrides=overrides, **settings)
     run_sweep(config, Console(file=text, width=200), starts or Starts())
     return text.getvalue()
@@ -173,6 +176,44 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
     trials = json.loads((output / "sweep.json").read_text())["trials"]
     assert [trial["state"] for trial in trials] == ["complete"] * 6 + ["pruned"]
     assert trials[6]["steps"] == 10
+
+
+def test_a_trial_that_cannot_reach_the_best_is_pruned_and_still_teaches(space, output):
+    # dlrm's own learning rate, 0.02, is the first one.
+    space.write_text("optimizer.lr: {low: 0.001, high: 10, log: true}\nseed: [1, 2]\n")
+    sweep(space, output, trials=8, parallel=1, pruner=Pruner.reach, sampler=Sampler.gp)
+    trials = json.loads((output / "sweep.json").read_text())["trials"]
+    assert (trials[0]["optimizer.lr"], trials[0]["seed"]) == (0.02, "1")
+    states = [trial["state"] for trial in trials]
+    # All trials gain the same, so that each one below the best is seen at its first evaluation.
+    best = [trials[0]["value"], trials[1]["value"]]
+    for trial, state in zip(trials[2:], states[2:], strict=True):
+        assert state == ("complete" if trial["value"] > max(best) else "pruned")
+        best.append(trial["value"] if state == "complete" else 0)
+    assert "pruned" in states
+    # Random values would find one so near to 0.1 in 8 trials rarely.
+    assert max(best) > 0.795
+    values = spread_values(read_space(str(space))[1], 3, seed=1)
+    assert spread_values(read_space(str(space))[1], 3, seed=1) == values
+
+
+def complete_trial(number: int, *curve: float) -> FrozenTrial:
+    state = TrialState.COMPLETE if len(curve) == 3 else TrialState.PRUNED
+    steps = dict(enumerate(curve, start=1))
+    trial = create_trial(
+        state=state, value=max(curve) if len(curve) == 3 else None, intermediate_values=steps
+    )
+    trial.number = number
+    return trial
+
+
+def test_a_pruned_trial_counts_with_the_value_that_it_would_have():
+    trials = [complete_trial(0, 0.5, 0.7, 0.8), complete_trial(1, 0.6, 0.7, 0.6)]
+    trials += [complete_trial(2, 0.4), complete_trial(3, 0.5, 0.45)]
+    # After the first evaluation the others gained 0.3 and 0.1, after the second 0.1 and nothing.
+    wanted = {0: 0.8, 1: 0.7, 2: 0.6, 3: 0.55}
+    assert final_values(trials, 1.0) == pytest.approx(wanted)
+    assert final_values(trials[2:], 1.0) == {}
 
 
 def test_each_trial_that_runs_at_once_has_a_gpu_of_its_own(space, output, monkeypatch):
