@@ -31,6 +31,7 @@ from configs.messages import on_one_line, os_error_text
 from configs.overrides import drop_replaced, to_config
 from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
+from nn.days import UnfinishedDaysError, train_days
 from nn.distributed.errors import (
     DivergedError,
     LostRankError,
@@ -115,6 +116,8 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
         _end(f"out of memory: {str(error) or 'Python has none left'}", USER_ERROR_EXIT_CODE)
     except OSError as error:
         _end(os_error_text(error, _place(composed)), USER_ERROR_EXIT_CODE)
+    except UnfinishedDaysError as error:
+        _end(str(error), error.exit_code)
     except DivergedError as error:
         _end_together(str(error), DIVERGED_EXIT_CODE)
     except StoppedError as error:
@@ -131,6 +134,10 @@ def _run(composed: DictConfig) -> None:
     with _exit_codes(composed):
         if JOBS.has_several():
             JOBS.run(composed, _run)
+            return
+        if composed.days:
+            to_config(composed)  # which checks the options before any day
+            train_days(composed, _run)
             return
         # Here, not above: torch and TorchRec take seconds to import, and neither options nor paths need them.
         from nn.early_checks import check_inputs

@@ -1133,6 +1133,15 @@ class Config:
         None,
         "next: continue the run in run_dir on data.path, the day after its own (docs/every_day.md); null: one dataset",
     )
+    days: list[str] = option(
+        [],
+        "with stage=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
+        "of their days, from where it is",
+        path=True,
+    )
+    watch: float | None = option(
+        None, "seconds between looks for further directories of days; null: end after the last one"
+    )
     output: str | None = option(
         None, "file that mode=predict writes: .parquet or .csv (docs/scores.md)", path=True
     )
@@ -1188,11 +1197,26 @@ class Config:
 
     def _check_stage(self) -> None:
         """Refuse a next stage of a run that cannot have one."""
+        require(
+            not self.days or (self.stage is not None and self.data.path is None),
+            "days names the datasets of several stages; set stage=next, and leave data.path out",
+        )
+        require(
+            not self.days or self.mode is Mode.train,
+            f"days is of mode=train, not mode={self.mode.value}; leave it out",
+        )
+        require(
+            self.watch is None or (bool(self.days) and self.watch > 0),
+            f"watch={self.watch}: seconds above 0, with days; set both, or leave it out",
+        )
         if self.stage is None or self.mode is not Mode.train:
             return
-        has_run = self.run_dir is not None and self.data.path is not None
+        has_run = self.run_dir is not None and (self.data.path is not None or bool(self.days))
         for is_given, problem in (
-            (has_run, "continues a run on the data of its next day; set run_dir and data.path"),
+            (
+                has_run,
+                "continues a run on the data of its next day; set run_dir and data.path, or days",
+            ),
             (self.checkpoint.save, "resumes from checkpoints; set checkpoint.save=true"),
             (not self.log.mlperf, "is none of MLPerf's trainings; set log.mlperf=false"),
             (

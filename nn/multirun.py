@@ -70,13 +70,19 @@ class Jobs:
             return
         composed.run_dir = job_directory(composed, sys.argv[1:])
         print(on_one_line(f"job {HydraConfig.get().job.num}: {composed.run_dir}"), flush=True)
+        written = list(HydraConfig.get().overrides.task)
+        self.exit_codes[str(composed.run_dir)] = self.fork(lambda: work(composed), written)
+
+    def fork(self, work: Callable[[], None], arguments: Sequence[str]) -> int:
+        """Do some work in a process of its own, as a command with these arguments; return its exit code, 128 + N after signal N."""
+        sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
             self.is_job = True
-            sys.argv[1:] = list(HydraConfig.get().overrides.task)
-            _end_process(lambda: work(composed))
-        self.exit_codes[str(composed.run_dir)] = self._wait(pid)
+            sys.argv[1:] = arguments
+            _end_process(work)
+        return self._wait(pid)
 
     def problem(self) -> tuple[str, int] | None:
         """Return the message and the exit code of a command of which some job was unsuccessful, or None."""

@@ -134,8 +134,10 @@ def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> N
         assert spec is not None, "tables in host memory are not replicated"
         rows = max(shard.shard_sizes[0] for shard in spec.shards)
         if not all(shard.shard_sizes[0] for shard in spec.shards):
+            total = sum(shard.shard_sizes[0] for shard in spec.shards)
             raise ValueError(
-                f"table {name} with tier: host has fewer rows than ranks; set tier: device, or shard it table_wise"
+                f"table {name} with tier: host has {total:,} rows, which leave a rank of {len(spec.shards)} without any; set "
+                "tier: device, or shard it table_wise"
             )
         needed = min(rows, table.window)
         if table.slots(rows) < needed:

@@ -14,7 +14,6 @@ from serving.inference.requests import IDS, NUMERICAL
 from serving.inference.vocabulary import write_vocabulary
 
 BATCH_ROWS = 1 << 17
-RETIRED = "\x00retired"
 COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
 
 
@@ -129,11 +128,8 @@ def _write(directory: Path, state: FittedState, feature: str) -> tuple[str, int]
     return file, write_vocabulary(directory / file, _values(state, feature))
 
 
-def _values(state: FittedState, feature: str) -> Iterator[list[str]]:
-    """Yield the values of a vocabulary in the order of their ids, which `open_fitted` has checked.
-
-    Instead of a retired value comes a text that no source holds, so that nothing has its id.
-    """
+def _values(state: FittedState, feature: str) -> Iterator[list[str | None]]:
+    """Yield the values of a vocabulary in the order of their ids, which `open_fitted` has checked; None for a retired one."""
     from dataloading.dataset.parquet_files import open_file
 
     columns = ["value", "retired"] if state.has_days(feature) else ["value"]
@@ -142,6 +138,6 @@ def _values(state: FittedState, feature: str) -> Iterator[list[str]]:
             values = batch.column("value").to_pylist()
             retired = batch.column(1).to_pylist() if len(columns) > 1 else [False] * len(values)
             yield [
-                RETIRED if is_retired else value
+                None if is_retired else value
                 for value, is_retired in zip(values, retired, strict=True)
             ]

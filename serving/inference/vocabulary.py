@@ -5,9 +5,9 @@ The file holds, for V values, little-endian:
     int64 [V + 1]   where the text of id 1, 2, ... begins in the texts, and the end
     uint32 [V]      CRC-32 of the texts, ascending
     uint32 [V]      the ids in that order
-    the texts in UTF-8, in the order of the ids
+    the texts in UTF-8, in the order of the ids; of an id without a value, the byte 0xff and its number
 
-A value is found by its CRC-32, and compared with the texts of that CRC-32. Values that are missing or not in it have id 0.
+UTF-8 has no byte 0xff, so no value is found under an id without one, and such ids have different CRC-32s. A value is found by its CRC-32, and compared with the texts of that CRC-32. Values that are missing or not in it have id 0.
 """
 
 import mmap
@@ -24,14 +24,22 @@ UNKNOWN = 0
 WRITTEN = 1 << 24
 
 
-def write_vocabulary(path: Path, batches: Iterable[Sequence[str]]) -> int:
-    """Write the texts of ids 1, 2, ... in this order; return their number. Takes 20 bytes of memory per text."""
+def write_vocabulary(path: Path, batches: Iterable[Sequence[str | None]]) -> int:
+    """Write the texts of ids 1, 2, ... in this order, None for an id without a value; return their number.
+
+    Takes 20 bytes of memory per text.
+    """
+    num_ids = 0
     lengths: list[np.ndarray] = []
     hashes: list[np.ndarray] = []
     texts = path.with_name(f"{path.name}.texts")
     with texts.open("xb") as stream:
         for batch in batches:
-            encoded = [text.encode() for text in batch]
+            encoded = [
+                b"\xff%d" % number if text is None else text.encode()
+                for number, text in enumerate(batch, start=num_ids + 1)
+            ]
+            num_ids += len(batch)
             lengths.append(np.fromiter(map(len, encoded), np.int64, len(encoded)))
             hashes.append(np.fromiter(map(zlib.crc32, encoded), np.uint32, len(encoded)))
             stream.write(b"".join(encoded))

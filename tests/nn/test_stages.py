@@ -1,11 +1,15 @@
 """Stages: days of a run whose tables grow; kills and other numbers of ranks in between change nothing."""
 
 import io
+import os
 import random
+import re
 import shutil
+import signal
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,10 +18,11 @@ import yaml
 from configs.schema import StageName
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.directory import read_facts, step_of
-from nn.checkpoint.tensor_index import read_index
+from nn.checkpoint.tensor_index import blocks, read_index
 from nn.deltas.delta import read_delta
 from nn.observability.records import read_run
 from nn.run import run
+from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
 from tests.helpers.distributed import run_distributed
 from tests.helpers.preproc_command import preproc
@@ -238,7 +243,7 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["run_dir=r"], "set run_dir and data.path"),
+        (["run_dir=r"], "set run_dir and data.path, or days"),
         (["run_dir=r", "data.path=d", "checkpoint.save=false"], "set checkpoint.save=true"),
         (["run_dir=r", "data.path=d", "data.multi_hot.hotness=[2,2]"], "leave one of them out"),
     ],
@@ -246,3 +251,57 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
 def test_a_stage_that_cannot_be_is_refused(options, problem):
     with pytest.raises(ValueError, match=f"stage=next .*{problem}$"):
         compose_config("stage=next", *options)
+
+
+def test_days_of_a_pattern_are_trained_in_their_order(days, uninterrupted, tmp_path):
+    """The days of a run are found by their parents, also after some of them and with one that appears later."""
+    (tmp_path / "data").mkdir()
+    run_dir = tmp_path / "run"
+    options = [*OPTIONS, f"days=[{tmp_path}/data/*]", f"run_dir={run_dir}", "stage=next"]
+    # Names say nothing of the order.
+    for name, day in (("c", days[0]), ("a", days[1])):
+        (tmp_path / "data" / name).symlink_to(day)
+    ended = run_command(*options)
+    assert ended.exit_code == 0, ended.err
+    assert summary(run_dir)["steps"] == 2 * STEPS_PER_DAY
+    (tmp_path / "data" / "b").symlink_to(days[2])
+
+    def stop_when_all_are_trained(*_: object) -> None:
+        if summary(run_dir)["steps"] == DAYS * STEPS_PER_DAY:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with patch("nn.days.time.sleep", stop_when_all_are_trained):
+        ended = run_command(*options, "watch=0.1")
+    assert (ended.exit_code, ended.err) == (
+        75,
+        "stopped by SIGTERM while waiting for the next day; the same command resumes\n",
+    )
+    assert differences(uninterrupted, run_dir) == []
+    (tmp_path / "data" / "d").symlink_to(days[1])
+    ended = run_command(*options)
+    assert ended.exit_code == 2
+    assert re.fullmatch(r"error: days: \S+/a and \S+/d follow the same day; .*\n", ended.err)
+
+
+def test_tables_in_host_memory_grow_too(days, tmp_path):
+    """Days with most rows in host memory, one of them interrupted, have the bits of days without."""
+    small = ["train.batch_size=4", "eval.batch_size=4", "train.max_steps=8", "eval.max_steps=2"]
+    in_host = [
+        f"sharding.tables={{{name}: {{type: table_wise, tier: host, cache: {cache}}}}}"
+        for name, cache in (("item", 0.5), ("user_id", 0.7))
+    ]
+    device, host = tmp_path / "device", tmp_path / "host"
+    for data, tables, kill_at in zip(
+        days, (in_host[0], in_host[1], in_host[0]), (3, 8, 21), strict=True
+    ):
+        train(data, device, None, *small)
+        train(data, host, kill_at, *small, tables)
+        train(data, host, None, *small, tables)
+    assert any(line.get("tier_rows_in") for line in records(host))
+    last = f"checkpoints/step_{8 * DAYS}"
+    assert tensors_of(host / last) == tensors_of(device / last)
+
+
+def tensors_of(checkpoint: Path) -> dict[str, bytes]:
+    index = read_index(checkpoint).tensors
+    return {name: b"".join(block.tobytes() for block in blocks(index[name])) for name in index}

@@ -145,6 +145,7 @@ ROOMS = {
         "nn.stages",
         "nn.training",
     },
+    "nn.days": {"nn.checkpoint", "nn.distributed", "nn.multirun"},
     "nn.stages": {
         "nn.build",
         "nn.checkpoint",

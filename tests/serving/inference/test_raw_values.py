@@ -207,3 +207,12 @@ def test_a_text_of_too_many_values_is_refused_before_it_is_split():
     assert _split("a||b", "|") == ["a", None, "b"]
     with pytest.raises(InputError, match="a text has 65,538 values; want at most 65,536"):
         _split("|" * 65_537, "|")
+
+
+def test_retired_ids_are_found_by_no_value_and_share_no_checksum(tmp_path):
+    batches = [["a", None, None], [None, "b"]]
+    vocabulary = Vocabulary(tmp_path / "v", write_vocabulary(tmp_path / "v", iter(batches)))
+    assert vocabulary.ids(["b", "a", "", "2", "\xff2", "\x00retired", None]).tolist() == [
+        *(5, 1, 0, 0, 0, 0, 0)
+    ]
+    assert len(np.unique(vocabulary._hashes)) == 5

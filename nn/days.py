@@ -1,0 +1,209 @@
+"""Days that a run trains one after another: a list of dataset directories, or patterns that further ones will match.
+
+Each day is a process of its own, as a command with `data.path=DAY stage=next` is, so that a kill at any moment leaves what that
+command leaves, and the same command resumes.
+"""
+
+import glob
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from configs.messages import on_one_line
+from configs.schema import StageName
+from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from dataloading.lineage import Lineage
+from dataloading.storage.local_copy import local_path
+from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
+from nn.distributed.launcher import is_launched
+from nn.multirun import JOBS, STOPPING
+
+OWN_OPTIONS = ("days", "watch", "stage", "data.path")
+"""Options that the command of a single day has with other values."""
+
+
+class UnfinishedDaysError(Exception):
+    """A day ended with an exit code and a message of its own, or a signal ended the waiting for one."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """A dataset directory, with its place among the days."""
+
+    path: str
+    lineage: Lineage
+
+
+def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None:
+    """Train the days that a run has not completed, in their order.
+
+    Args:
+        composed: options of the run, with `days`.
+        work: trains the day of its options.
+
+    Raises:
+        ValueError: a directory is no dataset, or the days do not follow one another; or a launcher has started this process.
+        UnfinishedDaysError: a day ended with an exit code, or a signal arrived while waiting.
+    """
+    if is_launched():
+        raise ValueError(
+            "days starts one process per day, and a launcher one per rank; start the days one by one under the launcher"
+        )
+    latest = _latest(Path(composed.run_dir))
+    has_begun, is_complete = latest is not None, False
+    while True:
+        chain = days_to_train(find_days(composed.days), latest, is_complete=is_complete)
+        if composed.watch is None:
+            _refuse_unreached(chain, composed.days)
+        for day in chain.ahead:
+            _train(composed, day, work, stage=StageName.next.value if has_begun else None)
+            latest, has_begun, is_complete = day.lineage.identity, True, True
+        if composed.watch is None:
+            return
+        _wait(composed.watch)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Days as a run sees them: those ahead of it in their order, and those that follow none of these or of its own."""
+
+    ahead: list[Day]
+    unreached: list[Day]
+
+
+def find_days(patterns: Sequence[str]) -> list[Day]:
+    """Return the datasets that paths and patterns name; what else a pattern matches is left out.
+
+    Raises:
+        ValueError: a path names no dataset, or one that does not tell its fit.
+    """
+    found: dict[str, Day] = {}
+    for pattern in patterns:
+        matches = [pattern]
+        if glob.has_magic(pattern) and not Path(pattern).exists():
+            matches = [
+                path for path in sorted(glob.glob(pattern)) if (Path(path) / SPEC_NAME).exists()
+            ]
+        for path in matches:
+            lineage = Lineage.of(FeatureSpec.load(local_path(path), measure=False).metadata)
+            if lineage.identity is None:
+                raise ValueError(
+                    f"days: {path} does not tell its fit, so that its place among the days is not known; train it alone with "
+                    "data.path"
+                )
+            found[path] = Day(path, lineage)
+    return list(found.values())
+
+
+def days_to_train(days: Sequence[Day], latest: str | None, *, is_complete: bool) -> Chain:
+    """Return the chain of days from the one that a run trains, or trained last.
+
+    Args:
+        days: in any order.
+        latest: identity of the fit of that day; None if the run has no checkpoint.
+        is_complete: whether that day is known to be complete.
+
+    Raises:
+        ValueError: two days follow the same one, or there are several first ones.
+    """
+    next_of: dict[str | None, Day] = {}
+    by_identity = {day.lineage.identity: day for day in days}
+    for day in days:
+        parent = day.lineage.parent if day.lineage.parent in by_identity or latest else None
+        other = next_of.setdefault(parent, day)
+        if other is not day and (parent is not None or latest is None):
+            follow = "are both a first day" if parent is None else "follow the same day"
+            raise ValueError(f"days: {other.path} and {day.path} {follow}; leave one of them out")
+    ahead, at = [], latest
+    if latest in by_identity and not is_complete:
+        ahead.append(by_identity[latest])
+    while (day_ahead := next_of.get(at)) is not None:
+        ahead.append(day_ahead)
+        at = day_ahead.lineage.identity
+    seen = {day.path for day in ahead}
+    behind = by_identity.get(latest)
+    while behind is not None:
+        seen.add(behind.path)
+        behind = by_identity.get(behind.lineage.parent)
+    return Chain(ahead, [day for day in days if day.path not in seen])
+
+
+def _refuse_unreached(chain: Chain, patterns: Sequence[str]) -> None:
+    if chain.unreached:
+        raise ValueError(
+            f"days: {chain.unreached[0].path} follows neither the day that the run trained last nor another one of days; add "
+            "what is missing, or leave it out"
+        )
+    if not chain.ahead:
+        raise ValueError(f"days={','.join(patterns)}: no dataset of a day there; correct the paths")
+
+
+def _latest(run_dir: Path) -> str | None:
+    """Return the identity of the fit that the latest checkpoint of a run was trained on; None without a checkpoint.
+
+    Raises:
+        ValueError: that is not known.
+    """
+    for path in list_checkpoints(run_dir / CHECKPOINTS):
+        try:
+            facts = read_facts(path)
+        except ValueError:
+            continue  # the run itself says what is damaged, and starts from an earlier one
+        identity = facts.get("stage", {}).get("identity")
+        if identity is None:
+            raise ValueError(
+                f"run_dir={run_dir} was trained on a dataset that does not tell its fit, so that no day is known to follow it; "
+                "name the next one with data.path"
+            )
+        return str(identity)
+    return None
+
+
+def _train(
+    composed: DictConfig, day: Day, work: Callable[[DictConfig], None], *, stage: str | None
+) -> None:
+    """Train a day in a process of its own."""
+    own = deepcopy(composed)
+    own.days, own.watch, own.stage, own.data.path = [], None, stage, day.path
+    written = [text for text in sys.argv[1:] if text.lstrip("+").split("=")[0] not in OWN_OPTIONS]
+    written += [f"data.path={day.path}", *([] if stage is None else [f"stage={stage}"])]
+    print(on_one_line(f"day {day.lineage.day}: {day.path}"), flush=True)
+    exit_code = JOBS.fork(partial(work, own), written)
+    if exit_code:
+        raise UnfinishedDaysError(
+            f"{day.path} is not complete (exit code {exit_code}); the same command resumes",
+            exit_code,
+        )
+
+
+def _wait(seconds: float) -> None:
+    """Sleep, and end the command after a signal."""
+    caught: list[int] = []
+    before = {
+        signum: signal.signal(signum, lambda number, _: caught.append(number))
+        for signum in STOPPING
+    }
+    try:
+        end = time.monotonic() + seconds
+        while not caught and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if caught:
+        signum = signal.Signals(caught[0])
+        raise UnfinishedDaysError(
+            f"stopped by {signum.name} while waiting for the next day; the same command resumes",
+            STOPPING[signum],
+        )
