@@ -117,6 +117,8 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
     except OSError as error:
         _end(os_error_text(error, _place(composed)), USER_ERROR_EXIT_CODE)
     except UnfinishedDaysError as error:
+        if not str(error):
+            sys.exit(error.exit_code)  # the day has printed its message
         _end(str(error), error.exit_code)
     except DivergedError as error:
         _end_together(str(error), DIVERGED_EXIT_CODE)

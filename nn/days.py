@@ -25,12 +25,14 @@ from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
 from nn.distributed.launcher import is_launched
 from nn.multirun import JOBS, STOPPING
 
+KILLED = 128
+"""Exit codes above are this and the number of a signal."""
 OWN_OPTIONS = ("days", "watch", "stage", "data.path")
 """Options that the command of a single day has with other values."""
 
 
 class UnfinishedDaysError(Exception):
-    """A day ended with an exit code and a message of its own, or a signal ended the waiting for one."""
+    """A day ended with an exit code, or a signal ended the waiting for one; without a message if the day has printed it."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -180,11 +182,11 @@ def _train(
     written += [f"data.path={day.path}", *([] if stage is None else [f"stage={stage}"])]
     print(on_one_line(f"day {day.lineage.day}: {day.path}"), flush=True)
     exit_code = JOBS.fork(partial(work, own), written)
+    if exit_code > KILLED:
+        text = f"data.path={day.path} was ended by signal {exit_code - KILLED}; the same command resumes"
+        raise UnfinishedDaysError(text, exit_code)
     if exit_code:
-        raise UnfinishedDaysError(
-            f"{day.path} is not complete (exit code {exit_code}); the same command resumes",
-            exit_code,
-        )
+        raise UnfinishedDaysError("", exit_code)
 
 
 def _wait(seconds: float) -> None:

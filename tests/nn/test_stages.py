@@ -1,6 +1,7 @@
 """Stages: days of a run whose tables grow; kills and other numbers of ranks in between change nothing."""
 
 import io
+import logging
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from nn.checkpoint.directory import read_facts, step_of
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.deltas.delta import read_delta
 from nn.observability.records import read_run
+from nn.observability.run_lock import RunLock
 from nn.run import run
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
@@ -277,6 +279,11 @@ def test_days_of_a_pattern_are_trained_in_their_order(days, uninterrupted, tmp_p
         "stopped by SIGTERM while waiting for the next day; the same command resumes\n",
     )
     assert differences(uninterrupted, run_dir) == []
+    with RunLock(logging.getLogger()) as lock:
+        lock.take(run_dir)
+        ended = run_command(*options)
+    # The day, a process of its own, has printed that another one uses the directory.
+    assert (ended.exit_code, ended.err) == (2, "")
     (tmp_path / "data" / "d").symlink_to(days[1])
     ended = run_command(*options)
     assert ended.exit_code == 2
@@ -292,7 +299,7 @@ def test_tables_in_host_memory_grow_too(days, tmp_path):
     ]
     device, host = tmp_path / "device", tmp_path / "host"
     for data, tables, kill_at in zip(
-        days, (in_host[0], in_host[1], in_host[0]), (3, 8, 21), strict=True
+        days, (in_host[0], in_host[1], in_host[0]), (6, 8, 21), strict=True
     ):
         train(data, device, None, *small)
         train(data, host, kill_at, *small, tables)

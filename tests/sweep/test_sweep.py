@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from configs.many_runs_schema import Pruner, Sampler, SweepConfig
 from dataloading.dataset.durable_files import hold
 from sweep.__main__ import with_trial_options
 from sweep.driver import StoppedSweepError
-from sweep.proposals import final_values, spread_values
+from sweep.proposals import final_values, promising_values, spread_values
 from sweep.pruner import ReachPruner
 from sweep.run import run_sweep
 from sweep.space import Range, as_override, read_space
@@ -180,14 +181,12 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
     assert trials[6]["steps"] == 10
 
 
-def test_the_default_sampler_begins_with_the_recipe_and_finds_better_values(space, output):
-    sweep(space, output, trials=7, parallel=1, sampler=Sampler.gp)
+def test_the_default_sampler_begins_with_the_recipe_and_spreads_values(space, output):
+    sweep(space, output, trials=2, parallel=1, sampler=Sampler.gp)
     trials = json.loads((output / "sweep.json").read_text())["trials"]
     assert (trials[0]["optimizer.lr"], trials[0]["seed"]) == (0.02, "1")
     drawn = spread_values(read_space(str(space))[1], 1, seed=0)
     assert (trials[1]["optimizer.lr"], trials[1]["seed"]) == (drawn["optimizer.lr"], drawn["seed"])
-    # Within a third of a decade of the best one, of the four of the space.
-    assert max(trial["value"] for trial in trials) > 0.783
 
 
 def test_a_trial_that_cannot_reach_the_best_is_pruned():
@@ -225,6 +224,20 @@ def test_a_pruned_trial_counts_with_the_value_that_it_would_have():
     wanted = {0: 0.8, 1: 0.7, 2: 0.6, 3: 0.55}
     assert final_values(trials, 1.0) == pytest.approx(wanted)
     assert final_values(trials[2:], 1.0) == {}
+
+
+def test_the_most_promising_values_lie_between_the_best_ones():
+    space = {"optimizer.lr": Range(0.001, 10.0, log=True)}
+    known = [0.8 - 0.05 * (math.log10(lr) + 1) ** 2 for lr in (0.001, 0.02, 0.5, 3)]
+    trials = []
+    for lr, value in zip((0.001, 0.02, 0.5, 3), known, strict=True):
+        params = {"optimizer.lr": lr}
+        distributions = {"optimizer.lr": space["optimizer.lr"].distribution()}
+        trials.append(create_trial(params=params, distributions=distributions, value=value))
+        trials[-1].number = len(trials) - 1
+    found = promising_values(trials, space, "maximize", seed=0)
+    assert 0.02 < found["optimizer.lr"] < 0.5
+    assert promising_values(trials[:0], space, "maximize", seed=0) is None
 
 
 def test_each_trial_that_runs_at_once_has_a_gpu_of_its_own(space, output, monkeypatch):
