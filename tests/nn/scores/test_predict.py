@@ -271,7 +271,6 @@ REFUSALS = {
     "output=null": "mode=predict writes scores to the file output, got None; set output to a name that ends in .parquet or .csv",
     "output=x.json": "got x.json; set output to a name that ends in .parquet or .csv",
     "output=nowhere/x.csv": "output=nowhere/x.csv: there is no directory nowhere; make it, or set another output",
-    "output=s3://bucket/x.csv": "output=s3://bucket/x.csv: scores are written to a file of this machine",
     "output=README.csv": "exists; move or delete it, or set another output",
     "checkpoint.restore=null": "mode=predict needs a trained model; set checkpoint.restore to a run's checkpoints/best",
     "checkpoint.restore=nowhere": "checkpoint.restore=nowhere is not a checkpoint",
