@@ -17,6 +17,7 @@ from dataloading.storage.local_copy import local_paths
 from dataloading.storage.object_store import is_remote
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+PACKED = (".gz", ".zst")
 ENDS_BYTES = 1 << 16
 PARQUET = b"PAR1"
 FOREIGN = {
@@ -85,6 +86,12 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     twice = [str(path) for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise ValueError(f"{option} names {twice[0]} twice; its rows would count twice")
+    for path in paths:
+        if path.suffix in PACKED and path.with_suffix("") in paths:
+            raise ValueError(
+                f"{path} and {path.with_suffix('')} are one file, packed and unpacked; its rows would count twice, so name or "
+                "keep one of them"
+            )
     return [_open(path, option, tables) for path in paths]
 
 

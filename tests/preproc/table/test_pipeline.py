@@ -106,13 +106,18 @@ def test_csv_tsv_parquet_gzip_and_a_query_are_one_dataset(tmp_path, people):
     columns = ["bought", "age", "city", "tags"]
     for source in (
         {"files": f"{tmp_path}/p.parquet", "format": "parquet"},
-        {"files": f"{tmp_path}/g.csv.gz"},
+        {"files": f"{tmp_path}/g.csv*"},
         # Names of columns take the place of a header line.
         {"files": f"{tmp_path}/t.tsv", "format": "tsv", "columns": columns},
         {"files": f"{tmp_path}/part_*.csv"},
     ):
         table = described(people, sources={"people": source})
         assert build(tmp_path / "out", table, "overwrite=true") == wanted
+    (tmp_path / "g.csv").write_bytes(people.read_bytes())
+    with pytest.raises(Refused, match=r"g\.csv are one file, packed and unpacked"):
+        build(
+            tmp_path / "x", described(people, sources={"people": {"files": f"{tmp_path}/g.csv*"}})
+        )
     query = "SELECT * FROM people WHERE file_ = 0"
     joined = described(people, query=query, order_by=["order_"])
     assert build(tmp_path / "out", joined, "overwrite=true") == wanted
