@@ -74,7 +74,11 @@ class Jobs:
         self.exit_codes[str(composed.run_dir)] = self.fork(lambda: work(composed), written)
 
     def fork(self, work: Callable[[], None], arguments: Sequence[str]) -> int:
-        """Do some work in a process of its own, as a command with these arguments; return its exit code, 128 + N after signal N."""
+        """Do some work in a process of its own, as a command with these arguments.
+
+        Returns:
+            Its exit code, 128 + N after signal N.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Which trial is ended early, by its evaluations."""
+"""Pruners: they end trials early, by their evaluations."""
 
 import optuna
 from optuna.study import Study
@@ -27,10 +27,12 @@ class ReachPruner(optuna.pruners.BasePruner):
 
 def pruner_of(name: Pruner) -> optuna.pruners.BasePruner:
     """Return the pruner of a name."""
-    return {
-        Pruner.reach: ReachPruner,
-        Pruner.median: optuna.pruners.MedianPruner,
-        Pruner.asha: lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1),
-        Pruner.hyperband: optuna.pruners.HyperbandPruner,
-        Pruner.none: optuna.pruners.NopPruner,
-    }[name]()
+    if name is Pruner.reach:
+        return ReachPruner()
+    if name is Pruner.median:
+        return optuna.pruners.MedianPruner()
+    if name is Pruner.asha:
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=1)
+    return (
+        optuna.pruners.HyperbandPruner() if name is Pruner.hyperband else optuna.pruners.NopPruner()
+    )

@@ -7,7 +7,9 @@ The file holds, for V values, little-endian:
     uint32 [V]      the ids in that order
     the texts in UTF-8, in the order of the ids; of an id without a value, the byte 0xff and its number
 
-UTF-8 has no byte 0xff, so no value is found under an id without one, and such ids have different CRC-32s. A value is found by its CRC-32, and compared with the texts of that CRC-32. Values that are missing or not in it have id 0.
+UTF-8 has no byte 0xff, so no value is found under an id without one, and such ids have different CRC-32s.
+
+A value is found by its CRC-32, and compared with the texts of that CRC-32. Values that are missing or not in it have id 0.
 """
 
 import mmap
