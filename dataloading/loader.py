@@ -207,7 +207,15 @@ class Loader:
         )
 
     def batch(self, step: int) -> Batch:
-        """Read the batch of `step` in the calling thread; the rows of raw keys are undefined."""
+        """Read the batch of `step` in the calling thread.
+
+        In training the rows of raw keys are undefined, since keys are admitted in the order of the steps.
+        """
+        batch = self._read(step)
+        return batch if self._admits else self._with_rows_of_keys(batch, step)
+
+    def _read(self, step: int) -> Batch:
+        """Read the batch of `step`; the rows of raw keys are undefined."""
         rows = self.rows(step)
         memory = OwnMemory(pin=self.device.type == "cuda")
         columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
@@ -245,7 +253,7 @@ class Loader:
         mapper = self._mapper()
 
         def start(step: int) -> Future[Batch]:
-            read = pool.submit(self.batch, step)
+            read = pool.submit(self._read, step)
             if mapper is None:
                 return read
             return mapper.submit(lambda: self._with_rows_of_keys(read.result(), step))
@@ -375,7 +383,7 @@ class Loader:
         # Counts do not depend on the order of rows, so the shuffle is not computed here again.
         rows = self._rows(step, None)
         if self._is_ragged:
-            return self._ragged_batch_in(slots.memory(slot), rows) or self.batch(step)
+            return self._ragged_batch_in(slots.memory(slot), rows) or self._read(step)
         key = (rows.num_valid, rows.padded_to, rows.global_valid)
         batches = slots.batches[slot]
         if key not in batches:

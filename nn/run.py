@@ -742,7 +742,7 @@ def _inference(session: Session) -> dict[str, Any]:
             device=ranks.device,
             key_maps=session.step.key_maps,
         )
-        batch = next(loader.batches(0, 1)).to(ranks.device)
+        batch = loader.batch(0).to(ranks.device)
         results.append(measure(session.step, batch, config.inference, ranks))
     print_inference(session.console, results)
     summary = empty_summary(session.metrics) | {"steps": session.start.num_steps}

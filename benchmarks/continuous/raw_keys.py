@@ -54,8 +54,10 @@ def _write(path: Path, tables: list[int], least: int | None, options: argparse.N
     keyed = [least is not None and rows > least for rows in tables]
     rows = options.batches * CHUNK
     source = SyntheticSource(rows, CHUNK, 13, tables)
+    # Row 0, and room for the keys of a batch that occur once.
+    more = 1 + int(2 * options.new * CHUNK)
     features = [
-        CategoricalFeature.of_keys(feature.name, max(feature.cardinality, 2))
+        CategoricalFeature.of_keys(feature.name, feature.cardinality + more)
         if is_keyed
         else feature
         for feature, is_keyed in zip(source.spec.categorical, keyed, strict=True)

@@ -15,7 +15,7 @@ from dataloading.keys.key_table import (
     TableChange,
     TableState,
 )
-from dataloading.keys.new_rows import KEYS
+from dataloading.keys.new_rows import KEYS, TableFullError
 
 PROGRESS = "progress"
 CANDIDATE = "candidate_"
@@ -67,7 +67,7 @@ class KeyMap:
             batch: its number, from 1; larger than that of the batch before.
 
         Raises:
-            ValueError: more keys need rows than there are.
+            TableFullError: more keys need rows than there are.
         """
         ids = [np.empty(len(keys), np.int32) for keys in columns]
         counted = [
@@ -78,7 +78,7 @@ class KeyMap:
         admitted, counts, candidates = self._admitted(keys, batch)
         rows, done = self._rows.insert(admitted, counts, batch)
         if done < len(admitted):
-            raise ValueError(self._exhausted(admitted, done, batch))
+            raise TableFullError(self._exhausted(admitted, done, batch))
         rows.seen = np.concatenate([seen for seen, _ in counted])
         for column, places, found in zip(columns, missing, ids, strict=True):
             found[places] = self._rows.look_up(column[places])

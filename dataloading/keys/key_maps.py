@@ -52,7 +52,7 @@ class KeyMaps:
         """Return the rows of the next training batch by feature, int32; they are pending until `take_new_rows`.
 
         Raises:
-            ValueError: more keys need rows than a table has.
+            TableFullError: more keys need rows than a table has.
         """
         with self._lock:
             batch = self._batch + 1

@@ -8,6 +8,10 @@ KEYS = "keys"
 """Name of the keys of all rows in the state of a map."""
 
 
+class TableFullError(ValueError):
+    """More keys need rows than a table has; all ranks raise it at the same batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewRows:
     """Rows of a table that got other keys, in ascending order.

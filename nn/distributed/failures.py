@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from nn.distributed.errors import LostRankError, Rank0Error, RankError
+from dataloading.keys.new_rows import TableFullError
+from nn.distributed.errors import LostRankError, Rank0Error, RankError, SharedError
 from nn.distributed.process_group import Ranks, is_first_reporter, is_lost_peer
 
 
@@ -30,11 +31,15 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
 
     Raises:
         RankError: on `ValueError`, and when memory runs out.
+        SharedError: a table for raw keys is full.
     """
     try:
         yield
     except Rank0Error:
         raise
+    except TableFullError as error:
+        # All ranks map the same keys.
+        raise SharedError(str(error)) from error
     except ValueError as error:
         prefix = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
         raise RankError(f"{prefix}{error}") from error

@@ -16,6 +16,8 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import read_with_keys
+from dataloading.keys.key_maps import KeyMaps
+from dataloading.loader import Loader, LoaderSettings
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.embedding.declared_tables import initial_bound
 from nn.export.tables import Selection, export_tables
@@ -297,3 +299,46 @@ def test_exported_tables_have_their_keys(whole, tmp_path):
     stored = np.concatenate([*blocks(read_index(step).tensors["keys.user.keys"])])
     np.testing.assert_array_equal(keys, stored)
     assert np.count_nonzero(keys) == CAPACITY - 1
+
+
+def test_threads_processes_and_ranks_read_the_same_rows(data):
+    source = open_dataset(FeatureSpec.load(data / "keys"))
+    policy = DynamicConfig(admit_after=2)
+    settings = LoaderSettings(batch_size=20, seed=1, shuffle_block=20, admits_keys=True)
+
+    def read(rank: int, world_size: int, *, forks: bool) -> list[dict[str, np.ndarray]]:
+        maps = KeyMaps(source.spec, policy)
+        loader = Loader(source, "train", settings, rank=rank, world_size=world_size, key_maps=maps)
+        if forks:
+            loader.fork_readers()
+        found = []
+        for batch in loader.batches(12, 12):
+            maps.take_new_rows()
+            names = batch.ids.keys()
+            found.append({name: batch.ids[name].values().numpy().copy() for name in names})
+        loader.close()
+        return found
+
+    whole = read(0, 1, forks=False)
+    assert max(rows["user"].max() for rows in whole) > 20
+    np.testing.assert_equal(read(0, 1, forks=True), whole)
+    halves = [read(rank, 2, forks=False) for rank in range(2)]
+    joined = [
+        {key: np.concatenate([one[key], two[key]]) for key in one}
+        for one, two in zip(*halves, strict=True)
+    ]
+    np.testing.assert_equal(joined, whole)
+
+
+def test_a_full_table_is_one_line_of_all_ranks(data, tmp_path):
+    errors = run_distributed(error_of_full_table, 2, data, tmp_path / "run")
+    (line,) = [error for error in errors if error]
+    assert "data.dynamic.evict=never keeps all keys" in line
+    assert line.count("\n") == 1
+
+
+def error_of_full_table(data: Path, run_dir: Path) -> str:
+    never = [f"data.path={data / 'keys'}", f"run_dir={run_dir}", "data.dynamic.evict=never"]
+    ended = run_command(*KEYED, *never)
+    assert ended.exit_code == 2
+    return ended.err
