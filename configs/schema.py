@@ -135,10 +135,11 @@ class Evict(Enum):
 
 
 class Tier(Enum):
-    """Memory that holds all rows of a table: the device's, or the host's with an arena of rows on the device."""
+    """Memory that holds all rows of a table: the device's, or the host's or a disk with an arena of rows on the device."""
 
     device = "device"
     host = "host"
+    disk = "disk"
 
 
 class Component(Enum):
@@ -846,7 +847,7 @@ class TableOverride:
     Attributes:
         type: sharding type.
         tier: memory that holds all its rows.
-        cache: fraction of its rows for which the device has room, with `tier: host`.
+        cache: fraction of its rows for which the device has room, with `tier: host` or `disk`.
     """
 
     type: ShardingType | None = None
@@ -855,7 +856,7 @@ class TableOverride:
 
 
 DEFAULT_CACHE = 0.1
-"""Fraction of the rows of a table in host memory for which the device has room, unless an override sets it."""
+"""Fraction of the rows of a table in host memory or on disk for which the device has room, unless an override sets it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -870,7 +871,7 @@ class ShardingConfig:
     tables: Any = option(
         None,
         "sharding type of single tables, {cat_0: row_wise}, or also their memory and the fraction of rows on the "
-        "device, {cat_0: {type: table_wise, tier: host, cache: 0.1}}",
+        "device, {cat_0: {type: table_wise, tier: host, cache: 0.1}}; tier is device, host or disk",
     )
     tiers: list[Tier] = option(
         [Tier.device, Tier.host],
@@ -891,6 +892,14 @@ class ShardingConfig:
     host_gib: float | None = option(
         None, "host memory per node to plan with; null asks the machine", most=2**30
     )
+    disk_path: str | None = option(
+        None, "directory on a local disk for the rows of tables with tier: disk", path=True
+    )
+    staged_gib: float = option(
+        4.0,
+        "host memory per rank for rows of tables with tier: disk; those of the coming batches are read into it",
+        most=2**30,
+    )
     reserve: float = option(
         0.1, "fraction of each rank's memory kept free of tables, for activations"
     )
@@ -902,6 +911,24 @@ class ShardingConfig:
             Tier.device in self.tiers,
             f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
             "sharding.tables puts a table into host memory",
+        )
+        require(
+            Tier.disk not in self.tiers,
+            "sharding.tiers names disk, which the planner does not choose; name the tables in sharding.tables, as "
+            "{cat_0: {tier: disk}}",
+        )
+        on_disk = [
+            table
+            for table, override in self.tables.items()
+            if isinstance(override, TableOverride) and override.tier is Tier.disk
+        ]
+        require(
+            not on_disk or self.disk_path is not None,
+            f"sharding.tables puts {''.join(on_disk[:1])} on disk; set sharding.disk_path to a directory on a local disk",
+        )
+        require(
+            self.staged_gib >= LEAST_GIB,
+            f"sharding.staged_gib={self.staged_gib} leaves under a KiB for rows of tables with tier: disk",
         )
         require(0 <= self.reserve < 1, f"sharding.reserve must lie in [0, 1), got {self.reserve}")
         for name in ("world_size", "local_world_size", "hbm_gib", "host_gib"):
@@ -949,18 +976,18 @@ def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
         tier is None or (isinstance(tier, str) and tier in Tier.__members__),
         f"sharding.tables.{table}.tier={tier} is none of {', '.join(each.name for each in Tier)}",
     )
-    is_host = tier == Tier.host.value
+    has_arena = tier in (Tier.host.value, Tier.disk.value)
     require(
         cache is None or (isinstance(cache, int | float) and not isinstance(cache, bool)),
         f"sharding.tables.{table}.cache={cache} is no number; want the fraction of rows on the device, such as 0.1",
     )
     require(
-        cache is None or (is_host and 0 < cache <= 1),
-        f"sharding.tables.{table}.cache={cache}: want a fraction of rows in (0, 1], with tier: host",
+        cache is None or (has_arena and 0 < cache <= 1),
+        f"sharding.tables.{table}.cache={cache}: want a fraction of rows in (0, 1], with tier: host or disk",
     )
     require(
-        not (is_host and kind == ShardingType.data_parallel.value),
-        f"sharding.tables.{table} is data_parallel with tier: host; a replicated table lies on every device, so choose "
+        not (has_arena and kind == ShardingType.data_parallel.value),
+        f"sharding.tables.{table} is data_parallel with tier: {tier}; a replicated table lies on every device, so choose "
         "another sharding type or tier: device",
     )
     return TableOverride(

@@ -1,7 +1,7 @@
 """The objects of a run, built from its configuration: source, plan, tables and dense component, loaders."""
 
-import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -20,17 +20,19 @@ from dataloading.loader import READERS, Loader, LoaderSettings
 from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.tensor_index import TensorIndex, blocks
+from nn.distributed.host_memory import host_memory
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
-from nn.sharding.host_tables import with_expected_fetches
+from nn.sharding.host_tables import staged_bytes, with_expected_fetches
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import plan_tables
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TableSettings, TieredPlan
+from nn.tiers.host_tier import DiskSettings
 from nn.tiers.traffic import IdShare, counted_share, power_law_share
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
@@ -156,10 +158,7 @@ def hardware_of(
                 "there is no GPU whose memory could be used for the plan; set sharding.hbm_gib, such as "
                 "sharding.hbm_gib=139 for an H200"
             )
-    if sharding.host_gib is not None:
-        host_bytes = int(sharding.host_gib * GIB)
-    else:
-        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host_bytes = int(sharding.host_gib * GIB) if sharding.host_gib is not None else host_memory()
     return Hardware(device_kind, world_size, local_world_size, hbm_bytes, host_bytes)
 
 
@@ -215,7 +214,8 @@ def build_plan(
         for table in declared
         if table.name in plan.host_tables
     }
-    return plan, with_expected_fetches(plan, rows, shares, config.train.batch_size)
+    room = staged_bytes(config.sharding)
+    return plan, with_expected_fetches(plan, rows, shares, config.train.batch_size, room)
 
 
 def _id_share(config: Config, source: Source, table: EmbeddingBagConfig) -> IdShare:
@@ -437,6 +437,9 @@ def _build_tables(config: Config, source: Source, plan: TieredPlan, ranks: Ranks
         loss_scale(config),
         config.seed,
         tracks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
+        disk=None
+        if config.sharding.disk_path is None
+        else DiskSettings(Path(config.sharding.disk_path), staged_bytes(config.sharding)),
     )
     return ShardedTables(
         _declared_tables(config, source),

@@ -1,13 +1,15 @@
-"""Speed and bits of training with tables in host memory, beside the same training with all rows on the device.
+"""Speed and bits of training with tables in host memory or on disk, beside the same training with all rows on the device.
 
     python -m benchmarks.host_tables --check
     python -m benchmarks.host_tables --rows 22900000 14600000 24500000 5650000 20000000 --cache 1 0.1 0.01
     python -m benchmarks.host_tables --rows 4000000 4000000 --cache 1 0.06 --batch 4096 --dim 16 --steps 40
+    python -m benchmarks.host_tables --disk DIR --staged 0.3 --rows 4194304 4194304 4194304 4194304 --small 22 \
+        --cache 1 0.025 --batch 2048 --steps 60
 
 `--check` trains small tables both ways with every optimizer of tables, and compares the bits of losses and states. Otherwise
 every cache is a line: all tables have room for this fraction of their rows on the device, and at least for those of the live
-batches; with 1, no table lies in host memory. Synthetic batches lie in host memory, one per step, without a loader. A line has
-the rows that a step moves beside those of the plan, and `--trace` adds what mapping costs.
+batches; with 1, no table lies in host memory. With `--disk` tables lie on disk instead. Synthetic batches lie in host memory, one
+per step, without a loader. A line has the rows that a step moves beside those of the plan, and `--trace` adds what mapping costs.
 """
 
 import argparse
@@ -40,6 +42,7 @@ CHECKED = (
 )
 CHECKED_STEPS = 52
 IN_HOST = "sharding.tables={cat_0:{tier: host, cache: 0.06},cat_4:{tier: host, cache: 0.1}}"
+CHECKED_STAGED = "sharding.staged_gib=0.0015"
 WARM_UP = 20
 
 
@@ -55,6 +58,8 @@ def main() -> None:
         help="compare bits; without names of all optimizers",
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[], help="rows of every table")
+    parser.add_argument("--disk", help="directory for tables on disk")
+    parser.add_argument("--staged", type=float, default=4.0, help="GiB of host memory for them")
     parser.add_argument("--small", type=int, default=21, help="further tables of 10,000 rows")
     parser.add_argument("--cache", type=float, nargs="+", default=[1, 0.1], help="fractions")
     parser.add_argument("--batch", type=int, default=65_536, help="rows of a batch")
@@ -70,7 +75,7 @@ def main() -> None:
     ranks = ranks_from_environment(device_kind())
     with process_group(ranks):
         if args.check is not None:
-            check(ranks, args.check or OPTIMIZERS)
+            check(ranks, args.check or OPTIMIZERS, args.disk)
         batches: list[Batch] = []
         for cache in args.cache if args.rows else []:
             config = config_of(args, cache)
@@ -97,16 +102,24 @@ def planned_and_built(config: Config, ranks: Ranks) -> tuple[Sequence[TablePlan]
     return rows, build_step(config, source, plan, ranks)
 
 
-def check(ranks: Ranks, optimizers: Sequence[str]) -> None:
+def check(ranks: Ranks, optimizers: Sequence[str], disk: str | None) -> None:
     """Train both ways, and print whether losses and states have the same bits.
+
+    Args:
+        ranks: this process.
+        optimizers: of the tables.
+        disk: directory for tables on disk, instead of host memory.
 
     Raises:
         SystemExit: they differ.
     """
+    tiered = [IN_HOST]
+    if disk is not None:
+        tiered = [IN_HOST.replace("host", "disk"), f"sharding.disk_path={disk}", CHECKED_STAGED]
     for optimizer, dtype in product(optimizers, ("fp32", "bf16")):
         own = (f"optimizer.embedding_name={optimizer}", f"model.embedding_dtype={dtype}")
         results = [
-            trained(compose_row("dlrm", *CHECKED, *own, *more), ranks) for more in ([], [IN_HOST])
+            trained(compose_row("dlrm", *CHECKED, *own, *more), ranks) for more in ([], tiered)
         ]
         (losses, state, _), (other_losses, other_state, counts) = results
         differing = [name for name in state if not torch.equal(state[name], other_state[name])]
@@ -140,7 +153,7 @@ def config_of(args: argparse.Namespace, cache: float) -> Config:
     """Return the configuration of a line."""
     sizes = [*args.rows, *[10_000] * args.small]
     tables = ",".join(
-        f"cat_{index}:{{tier: host, cache: {min(max(cache, 3 * args.batch / rows), 1)}}}"
+        f"cat_{index}:{{tier: {'disk' if args.disk else 'host'}, cache: {min(max(cache, 3 * args.batch / rows), 1)}}}"
         for index, rows in enumerate(args.rows)
     )
     return compose_row(
@@ -155,6 +168,8 @@ def config_of(args: argparse.Namespace, cache: float) -> Config:
         *("train.amp=bf16" if device_kind() == "cuda" else "train.amp=off", "data.workers=16"),
         *("optimizer.name=sgd", "optimizer.lr=0.01", "data.prefetch=16", "sharding.reserve=0.02"),
         *([f"sharding.tables={{{tables}}}"] if cache < 1 else []),
+        *([f"sharding.disk_path={args.disk}"] if args.disk else []),
+        f"sharding.staged_gib={args.staged}",
     )
 
 

@@ -294,7 +294,8 @@ class CheckpointManager:
     def _fits(self, state: State) -> bool:
         """Return whether every node has memory for the copies; checked once, before any rank allocates them."""
         if self._has_room is None:
-            needed = num_bytes(state) * self._ranks.local_world_size
+            copied = num_bytes(state, with_files=False)
+            needed = copied * self._ranks.local_world_size
             self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
             if not self._has_room and self._ranks.is_rank0:
                 self._logger.info(

@@ -50,6 +50,8 @@ class StagingBuffer:
 
     def _of_tensor(self, key: tuple[str, int], value: Tensor) -> Tensor:
         value = value.detach()
+        if in_file(value):
+            return value
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
             buffer = self._buffers[key] = _host_memory(value)
@@ -64,10 +66,20 @@ def _on_host(shard: ShardMetadata) -> ShardMetadata:
     )
 
 
-def num_bytes(state: State) -> int:
-    """Return the bytes of this rank's shards and tensors."""
+def in_file(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in a mapped file, which stays as it is until the next save: no copy is needed."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
+
+
+def num_bytes(state: State, *, with_files: bool = True) -> int:
+    """Return the bytes of this rank's shards and tensors.
+
+    Args:
+        state: the tensors.
+        with_files: count those in mapped files too.
+    """
     return sum(
-        tensor.nbytes
+        tensor.nbytes * (with_files or not in_file(tensor))
         for value in state.values()
         for tensor in (
             [shard.tensor for shard in value.local_shards()]

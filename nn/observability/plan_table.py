@@ -11,9 +11,10 @@ from rich.table import Table
 
 from configs.schema import Config
 from nn.observability.layout import grid, print_columns, ranges
-from nn.sharding.host_tables import LINK_BYTES_PER_MS, fetched_bytes
+from nn.sharding.host_tables import LINK_BYTES_PER_MS, fetched_bytes, staged_row_bytes
 from nn.sharding.memory_estimate import RankMemory
 from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
+from nn.tiers.stager import PASS_BATCHES
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -168,11 +169,12 @@ def _balance(
 
 
 def _host_lines(rows: Sequence[TablePlan]) -> dict[str, str]:
-    """Return the lines of tables in host memory: size, rows on the device, and what a step exchanges with them."""
-    tables = [row for row in rows if row.tier == "host"]
+    """Return the lines of tables in host memory and on disk: size, rows on the device, and what a step exchanges with them."""
+    tables = [row for row in rows if row.has_arena]
     if not tables:
         return {}
     in_host = sum(sum(row.host_bytes_per_rank) for row in tables)
+    on_disk = [row for row in tables if row.tier == "disk"]
     shards = [len(row.ranks) if row.sharding == "column_wise" else 1 for row in tables]
     stored = sum(row.num_embeddings * count for row, count in zip(tables, shards, strict=True))
     cached = sum(row.cache_rows for row in tables)
@@ -183,14 +185,29 @@ def _host_lines(rows: Sequence[TablePlan]) -> dict[str, str]:
         for rank in row.ranks:
             by_rank[rank] = by_rank.get(rank, 0.0) + fetched_bytes(row) / len(row.ranks)
     link_ms = 2 * max(by_rank.values()) / LINK_BYTES_PER_MS
-    names = ", ".join(row.table for row in tables[:MOST_LINES])
-    more = f" and {len(tables) - MOST_LINES} more" if len(tables) > MOST_LINES else ""
-    return {
-        "host memory": f"{in_host / GIB:,.1f} GiB of {names}{more}; room on the device for {cached:,} of "
-        f"{stored:,} rows ({cached / stored:.1%})",
+    room = f"room on the device for {cached:,} of {stored:,} rows ({cached / stored:.1%})"
+    lines = {}
+    if len(on_disk) < len(tables):
+        names = _names([row for row in tables if row not in on_disk])
+        lines["host memory"] = f"{in_host / GIB:,.1f} GiB of {names}; {room}"
+    if on_disk:
+        size = sum(sum(row.disk_bytes_per_rank) for row in on_disk)
+        read = sum(row.staged_rows for row in on_disk)
+        moved_bytes = sum(staged_row_bytes(row) for row in on_disk)
+        lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {room}"
+        lines["per pass"] = (
+            f"of {PASS_BATCHES} steps about {read:,.0f} rows read from disk and as many written, "
+            f"{moved_bytes / 1e6:,.1f} MB each way"
+        )
+    return lines | {
         "per step": f"about {fetched:,.0f} rows fetched and as many returned, {moved / 1e6:,.1f} MB each way; "
         f"{link_ms:,.2f} ms of the link between host and device",
     }
+
+
+def _names(tables: Sequence[TablePlan]) -> str:
+    names = ", ".join(row.table for row in tables[:MOST_LINES])
+    return names + (f" and {len(tables) - MOST_LINES} more" if len(tables) > MOST_LINES else "")
 
 
 def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:

@@ -14,6 +14,7 @@ from nn.embedding.declared_tables import id_counts, tables_of_feature
 from nn.sharding.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
+from nn.tiers.stager import PASS_BATCHES
 from nn.tiers.traffic import IdShare, expected_fetches, row_classes
 
 CACHES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
@@ -23,7 +24,14 @@ COUNTS = (1, 2, 3, 5, 8, 13, 26, 100, 1000)
 USELESS_CACHE = 0.8
 """Fraction of rows on the device from which a table stays there with all its rows."""
 MOST_ROWS = 2**31 - 2
-"""Rows in host memory per rank; slots and rows have 32 bits."""
+"""Rows in host memory or on disk per rank; slots and rows have 32 bits."""
+DISK_ROW_BYTES = 8
+"""Host memory per row on disk: its place in host memory, and in the journal."""
+
+
+def staged_bytes(config: ShardingConfig) -> int:
+    """Return the host memory per rank for rows of tables on disk."""
+    return int(config.staged_gib * 2**30)
 
 
 def overrides_of(
@@ -62,20 +70,22 @@ def chosen_host_tables(
     windows: Mapping[str, int],
     keyed: Collection[str],
 ) -> dict[str, HostTable]:
-    """Return the tables that overrides put into host memory.
+    """Return the tables that overrides put into host memory or on disk.
 
     Raises:
         ValueError: one of them is `keyed`, a table for raw keys, whose rows change on the device.
     """
     chosen = {
-        table: HostTable(override.cache or DEFAULT_CACHE, windows[table])
+        table: HostTable(
+            override.cache or DEFAULT_CACHE, windows[table], override.tier is Tier.disk
+        )
         for table, override in overrides_of(declared, config).items()
-        if override.tier is Tier.host
+        if override.tier in (Tier.host, Tier.disk)
     }
     for name in chosen:
         if name in keyed:
             raise ValueError(
-                f"table {name} has raw keys (vocabulary: dynamic), whose rows change on the device: tier: host is not for it; "
+                f"table {name} has raw keys (vocabulary: dynamic), whose rows change on the device: no other tier is for it; "
                 "set tier: device, or a smaller cardinality"
             )
     return chosen
@@ -132,18 +142,19 @@ def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> N
     for name, table in host_tables.items():
         spec = plan.plan["embeddings"][name].sharding_spec
         assert spec is not None, "tables in host memory are not replicated"
+        tier = (Tier.disk if table.is_on_disk else Tier.host).value
         rows = max(shard.shard_sizes[0] for shard in spec.shards)
         if not all(shard.shard_sizes[0] for shard in spec.shards):
             total = sum(shard.shard_sizes[0] for shard in spec.shards)
             raise ValueError(
-                f"table {name} with tier: host has {total:,} rows, which leave a rank of {len(spec.shards)} without any; set "
+                f"table {name} with tier: {tier} has {total:,} rows, which leave a rank of {len(spec.shards)} without any; set "
                 "tier: device, or shard it table_wise"
             )
         needed = min(rows, table.window)
         if table.slots(rows) < needed:
             least = math.ceil(1e4 * needed / rows) / 1e4
             raise ValueError(
-                f"table {name} with tier: host and cache: {table.cache:g} has room on the device for {table.slots(rows):,} of "
+                f"table {name} with tier: {tier} and cache: {table.cache:g} has room on the device for {table.slots(rows):,} of "
                 f"its {rows:,} rows per rank, and the batches at work may look up {needed:,} different ones; set "
                 f"cache: {least:g} or more, lower train.batch_size and eval.batch_size, or set tier: device"
             )
@@ -153,10 +164,13 @@ def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> N
     most = max(rows_of_rank.values(), default=0)
     if most > MOST_ROWS:
         raise ValueError(
-            f"the tables with tier: host of a rank have {most:,} rows, and want at most {MOST_ROWS:,}; start more ranks, or "
-            "raise the frequency limit of the dataset"
+            f"the tables with tier: host or disk of a rank have {most:,} rows, and want at most {MOST_ROWS:,}; start more "
+            "ranks, or raise the frequency limit of the dataset"
         )
 
+
+Members = Sequence[tuple[str, int, int]]
+"""Table, first row and number of rows of the shards that share an arena."""
 
 LINK_BYTES_PER_MS = 40e9 / 1e3
 """Bytes per millisecond of a kernel that copies sorted rows of 512 bytes between host memory and an H200, each way in turn."""
@@ -167,45 +181,104 @@ def with_expected_fetches(
     tables: Sequence[TablePlan],
     shares: Mapping[str, IdShare],
     global_batch: int,
+    host_room: int,
 ) -> list[TablePlan]:
-    """Return the rows of a plan with the rows that each table in host memory is expected to fetch per step.
+    """Return the rows of a plan with the rows that each table is expected to fetch per step, and to read from disk per pass.
 
     Args:
         plan: of the tables.
         tables: the same as plain rows.
         shares: table -> share of its ids.
         global_batch: rows of all ranks.
+        host_room: bytes of host memory per rank for rows on disk.
+
+    Raises:
+        ValueError: this memory is too little.
     """
     fetched: dict[str, float] = {}
-    rings: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    read: dict[str, float] = {}
+    rings: dict[tuple[int, int, bool], Members] = {}
     by_name = {table.table: table for table in tables}
     for name in plan.host_tables:
         spec = plan.plan["embeddings"][name].sharding_spec
         assert spec is not None, "tables in host memory are not replicated"
         for shard in spec.shards:
             # Tables of one width share an arena.
-            key = shard.placement.rank(), shard.shard_sizes[1]
-            rings.setdefault(key, []).append((name, shard.shard_offsets[0], shard.shard_sizes[0]))
-    for members in rings.values():
+            is_on_disk = plan.host_tables[name].is_on_disk
+            key = shard.placement.rank(), shard.shard_sizes[1], is_on_disk
+            member = (name, shard.shard_offsets[0], shard.shard_sizes[0])
+            rings[key] = [*rings.get(key, []), member]
+    places = _places(plan, by_name, rings, host_room)
+
+    def expect(members: Members, batches: int, room: int, found: dict[str, float]) -> None:
+        """Add the rows of each table that some batches look up and that are not among the `room` latest ones."""
         classes = [
             row_classes(
                 shares[name],
                 first,
                 count,
                 _fixed(plan, members, name, count),
-                global_batch * by_name[name].hotness,
+                batches * global_batch * by_name[name].hotness,
             )
             for name, first, count in members
         ]
-        for (name, _, _), number in zip(
-            members, expected_fetches(classes, _ring(plan, members)), strict=True
-        ):
-            fetched[name] = fetched.get(name, 0.0) + number
-    return [replace(table, fetched_rows=fetched.get(table.table, 0.0)) for table in tables]
+        for (name, _, _), number in zip(members, expected_fetches(classes, room), strict=True):
+            found[name] = found.get(name, 0.0) + number
+
+    for (rank, columns, is_on_disk), members in rings.items():
+        expect(members, 1, _ring(plan, members), fetched)
+        if is_on_disk:
+            expect(members, PASS_BATCHES, places[rank, columns], read)
+    return [
+        replace(row, fetched_rows=fetched.get(row.table, 0.0), staged_rows=read.get(row.table, 0.0))
+        for row in tables
+    ]
 
 
-Members = Sequence[tuple[str, int, int]]
-"""Table, first row and number of rows of the shards that share an arena."""
+def _places(
+    plan: TieredPlan,
+    by_name: Mapping[str, TablePlan],
+    rings: Mapping[tuple[int, int, bool], Members],
+    host_room: int,
+) -> dict[tuple[int, int], int]:
+    """Return the rows on disk for which host memory has room, by rank and columns: the same fraction of all.
+
+    Raises:
+        ValueError: they are too few for the rows on the device and those of the live batches.
+    """
+    groups = {
+        (rank, columns): members
+        for (rank, columns, is_on_disk), members in rings.items()
+        if is_on_disk
+    }
+    sizes = dict.fromkeys((rank for rank, _ in groups), 0.0)
+    for (rank, _), members in groups.items():
+        sizes[rank] += sum(_disk_bytes(by_name[name]) * count for name, _, count in members)
+    places = {}
+    for (rank, columns), members in groups.items():
+        rows = sum(count for _, _, count in members)
+        share = min(host_room / sizes[rank], 1)
+        ring = _ring(plan, members)
+        needed = min(rows, ring + sum(_live_rows(plan, name, count) for name, _, count in members))
+        places[rank, columns] = int(rows * share)
+        if places[rank, columns] < needed:
+            least = math.ceil(1e4 * needed / rows * sizes[rank] / 2**30) / 1e4
+            raise ValueError(
+                f"sharding.staged_gib={host_room / 2**30:g} has room for {places[rank, columns]:,} rows of {members[0][0]} and "
+                f"others with tier: disk, and the device and the batches at work may need {needed:,}; set "
+                f"sharding.staged_gib={least:g} or more, or lower cache of these tables"
+            )
+    return places
+
+
+def _disk_bytes(table: TablePlan) -> float:
+    """Return the bytes of a row of a shard on disk; 0 of other tables."""
+    return _row_bytes(table, table.disk_bytes_per_rank)
+
+
+def _row_bytes(table: TablePlan, bytes_per_rank: Sequence[int]) -> float:
+    shards = len(table.ranks) if table.sharding == "column_wise" else 1
+    return sum(bytes_per_rank) / (table.num_embeddings * shards)
 
 
 def _slots(plan: TieredPlan, members: Members) -> int:
@@ -214,8 +287,13 @@ def _slots(plan: TieredPlan, members: Members) -> int:
 
 def _ring(plan: TieredPlan, members: Members) -> int:
     """Return the slots of an arena whose rows change."""
-    needed = sum(min(plan.host_tables[name].window, count) for name, _, count in members)
+    needed = sum(_live_rows(plan, name, count) for name, _, count in members)
     return max(needed, ring_slots(_slots(plan, members)))
+
+
+def _live_rows(plan: TieredPlan, name: str, count: int) -> int:
+    """Return the rows of a shard that the live batches may need."""
+    return min(plan.host_tables[name].window, count)
 
 
 def _fixed(plan: TieredPlan, members: Members, name: str, count: int) -> int:
@@ -225,9 +303,10 @@ def _fixed(plan: TieredPlan, members: Members, name: str, count: int) -> int:
 
 
 def fetched_bytes(table: TablePlan) -> float:
-    """Return the bytes that a table in host memory is expected to fetch per step, weights and optimizer state, over all ranks."""
-    if not table.cache_rows:
-        return 0.0
-    shards = len(table.ranks) if table.sharding == "column_wise" else 1
-    row_bytes = sum(table.host_bytes_per_rank) / (table.num_embeddings * shards)
-    return table.fetched_rows * row_bytes
+    """Return the bytes that a table is expected to fetch per step from host memory, with optimizer state, over all ranks."""
+    return table.fetched_rows * (_row_bytes(table, table.host_bytes_per_rank) + _disk_bytes(table))
+
+
+def staged_row_bytes(table: TablePlan) -> float:
+    """Return the bytes that a table is expected to read per pass from disk, with optimizer state, over all ranks."""
+    return table.staged_rows * _disk_bytes(table)

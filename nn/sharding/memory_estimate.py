@@ -400,7 +400,7 @@ def _work_of(
         * sum(
             ids.keys
             for table in sharded
-            if table.tier == "host"
+            if table.has_arena
             for ids in features[table.table].values()
         )
     )

@@ -19,10 +19,13 @@ class TablePlan:
         bytes_per_rank: weight and optimizer bytes on each of `ranks`.
         expansion_bytes: further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes.
         num_vectors: mean number of vectors per sample: one per feature, or one per id without pooling.
-        tier: memory of all its rows: `device`, or `host` with an arena of rows on the device, which `bytes_per_rank` counts.
+        tier: memory of all its rows: `device`, or `host` or `disk` with an arena of rows on the device, which `bytes_per_rank`
+            counts.
         cache_rows: rows of the arenas of all its ranks; 0 with tier `device`.
-        host_bytes_per_rank: weight and optimizer bytes in host memory of each of `ranks`; empty with tier `device`.
+        host_bytes_per_rank: weight and optimizer bytes in host memory of each of `ranks`, with tier `host`.
         fetched_rows: rows that are expected to be fetched per step, over all ranks.
+        disk_bytes_per_rank: weight and optimizer bytes on disk of each of `ranks`, with tier `disk`.
+        staged_rows: rows that are expected to be read from disk per pass, over all ranks.
     """
 
     table: str
@@ -39,6 +42,13 @@ class TablePlan:
     cache_rows: int = 0
     host_bytes_per_rank: tuple[int, ...] = ()
     fetched_rows: float = 0.0
+    disk_bytes_per_rank: tuple[int, ...] = ()
+    staged_rows: float = 0.0
+
+    @property
+    def has_arena(self) -> bool:
+        """Return whether the device holds a part of its rows."""
+        return self.tier != "device"
 
 
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:

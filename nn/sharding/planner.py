@@ -46,9 +46,11 @@ from nn.embedding.declared_tables import (
 )
 from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
 from nn.sharding.host_tables import (
+    DISK_ROW_BYTES,
     check_windows,
     chosen_host_tables,
     overrides_of,
+    staged_bytes,
     windows_of,
     with_host_tables,
 )
@@ -141,11 +143,14 @@ class TableEnumerator(EmbeddingEnumerator):
                     shard.storage += self._moved(option.name, rows, columns, weight_bytes)
 
     def _moved(self, table: str, rows: int, columns: int, weight_bytes: int) -> Storage:
-        """Return what a shard takes more, or less, if its rows lie in host memory."""
+        """Return what a shard takes more, or less, if its rows lie in host memory or on disk."""
         full = table_bytes(rows, columns, self._rule, weight_bytes=weight_bytes)
-        slots = self._host_tables[table].slots(rows)
-        arena = arena_bytes(rows, slots, columns, self._rule, weight_bytes=weight_bytes)
-        return Storage(hbm=arena - full, ddr=full) if self._on_gpu else Storage(hbm=0, ddr=arena)
+        host_table = self._host_tables[table]
+        arena = arena_bytes(rows, host_table, columns, self._rule, weight_bytes=weight_bytes)
+        in_host = DISK_ROW_BYTES * rows if host_table.is_on_disk else full
+        if self._on_gpu:
+            return Storage(hbm=arena - full, ddr=in_host)
+        return Storage(hbm=0, ddr=arena + in_host - full)
 
 
 def planned_tables(
@@ -217,8 +222,10 @@ def plan_tables(
         embeddings,
         [name for name, limits in constraints.items() if limits.sharding_types == replicated],
     )
-    topology = _topology(hardware, config, update_passes(embeddings, rule))
     windows = windows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
+    keyed = keyed_tables(declared, spec)
+    chosen = chosen_host_tables(declared, config, windows, keyed)
+    topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
 
     def planned(host_tables: Mapping[str, HostTable]) -> ShardingPlan:
         enumerator = TableEnumerator(
@@ -226,8 +233,6 @@ def plan_tables(
         )
         return _run_planner(enumerator, topology, batch_size, constraints, embeddings)
 
-    keyed = keyed_tables(declared, spec)
-    chosen = chosen_host_tables(declared, config, windows, keyed)
     movable = _movable(declared, config, rule, hardware, constraints, keyed)
     parts = hardware.world_size if set(ROWS_CUT) & {kind.value for kind in config.types} else 1
     try:
@@ -312,9 +317,24 @@ def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
     return int(hardware.bytes_per_rank * (1 - config.reserve))
 
 
-def _topology(hardware: Hardware, config: ShardingConfig, update_passes: float) -> Topology:
+def _topology(
+    hardware: Hardware,
+    config: ShardingConfig,
+    update_passes: float,
+    chosen: Mapping[str, HostTable],
+) -> Topology:
+    """Describe the hardware to TorchRec.
+
+    Args:
+        hardware: to plan for.
+        config: fraction of memory to keep free.
+        update_passes: passes over a row per update.
+        chosen: tables in host memory or on disk; rows of the latter take memory of the host too.
+    """
+    host_room = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
     cuda = hardware.device_type == "cuda"
     usable = _usable_bytes(hardware, config)
+    in_host = int(hardware.host_bytes // hardware.local_world_size * (1 - config.reserve))
     links = HardwareConfig(
         hbm_mem_bw=HBM_BYTES_PER_MS,
         ddr_mem_bw=HOST_BYTES_PER_MS,
@@ -327,11 +347,7 @@ def _topology(hardware: Hardware, config: ShardingConfig, update_passes: float) 
             world_size=hardware.world_size,
             local_world_size=hardware.local_world_size,
             hbm_cap_bytes=usable if cuda else 0,
-            ddr_cap_bytes=int(
-                hardware.host_bytes // hardware.local_world_size * (1 - config.reserve)
-            )
-            if cuda
-            else usable,
+            ddr_cap_bytes=max((in_host if cuda else usable) - host_room, 0),
         ),
         links if cuda else HardwareConfig(),
         KernelConfig(
@@ -356,7 +372,7 @@ def _constraints(
     in_host = [
         table
         for table, override in overrides_of(declared, config).items()
-        if override.tier is Tier.host
+        if override.tier in (Tier.host, Tier.disk)
     ]
     unknown = sorted(
         name for name in config.tables if name not in tables_of and name not in hotness
@@ -478,12 +494,15 @@ def table_bytes(
 
 
 def arena_bytes(
-    num_rows: int, slots: int, columns: int, rule: TableRule, *, weight_bytes: int
+    num_rows: int, table: HostTable, columns: int, rule: TableRule, *, weight_bytes: int
 ) -> int:
-    """Return the device memory of a shard whose rows lie in host memory: slots, and the map of rows to them."""
+    """Return the device memory of a shard whose rows lie in host memory or on disk: slots, and the map of rows to them."""
+    slots = table.slots(num_rows)
     of_slots = table_bytes(slots, columns, rule, weight_bytes=weight_bytes)
-    # A slot and a bit per row, and per slot a row, the batches that need it, and whether it has changed.
-    return of_slots + 4 * num_rows + num_rows // 8 + (4 + 1 + 1) * slots
+    # A slot and a bit per row, a place in host memory of rows on disk, and per slot a row, the batches that need it, and
+    # whether it has changed.
+    of_rows = (4 + 4 * table.is_on_disk) * num_rows + num_rows // 8
+    return of_slots + of_rows + (4 + 1 + 1) * slots
 
 
 def _bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:
@@ -520,7 +539,7 @@ def _rows(
     for table in embeddings.embedding_bag_configs():
         sharding = plan.plan["embeddings"][table.name]
         used: dict[int, int] = {}
-        in_host: dict[int, int] = {}
+        below: dict[int, int] = {}
         slots = 0
         if sharding.sharding_spec is None:
             used = dict.fromkeys(sharding.ranks, _bytes_of(table, rule))
@@ -531,11 +550,16 @@ def _rows(
                 weight_bytes = _weight_bytes(table)
                 size = table_bytes(num_rows, columns, rule, weight_bytes=weight_bytes)
                 if table.name in host_tables:
-                    in_host[rank] = in_host.get(rank, 0) + size
-                    in_arena = host_tables[table.name].slots(num_rows)
-                    slots += in_arena
-                    size = arena_bytes(num_rows, in_arena, columns, rule, weight_bytes=weight_bytes)
+                    below[rank] = below.get(rank, 0) + size
+                    host_table = host_tables[table.name]
+                    slots += host_table.slots(num_rows)
+                    size = arena_bytes(
+                        num_rows, host_table, columns, rule, weight_bytes=weight_bytes
+                    )
                 used[rank] = used.get(rank, 0) + size
+        tier = Tier.device
+        if below:
+            tier = Tier.disk if host_tables[table.name].is_on_disk else Tier.host
         rows.append(
             TablePlan(
                 table=table.name,
@@ -548,9 +572,10 @@ def _rows(
                 ranks=tuple(used),
                 bytes_per_rank=tuple(used.values()),
                 expansion_bytes=expansion_bytes.get(table.name, 0),
-                tier="host" if in_host else "device",
+                tier=tier.value,
                 cache_rows=slots,
-                host_bytes_per_rank=tuple(in_host.values()),
+                host_bytes_per_rank=tuple(below.values()) if tier is Tier.host else (),
+                disk_bytes_per_rank=tuple(below.values()) if tier is Tier.disk else (),
             )
         )
     return rows

@@ -59,7 +59,7 @@ class ShardedTables:
 
     Attributes:
         rank_tables: what `StaticEmbeddings` looks up and updates.
-        tier: this rank's tables whose rows lie in host memory; None without any.
+        tier: this rank's tables whose rows lie in host memory or on disk; None without any.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class ShardedTables:
             if table_plan[name].sharding_spec is not None
         }
         self._host_tables = plan.host_tables
+        self._disk = settings.disk
         self._replicated = [name for name in self._declared if name not in self._shards]
         self._allocate()
         self.scalars = self._new_scalars(settings)
@@ -131,6 +132,11 @@ class ShardedTables:
             self._ranks.device,
             reads_step=is_rounded or self._rule.uses_step,
         )
+
+    @property
+    def has_disk_tables(self) -> bool:
+        """Return whether rows of any rank's tables lie on disk."""
+        return any(table.is_on_disk for table in self._host_tables.values())
 
     @property
     def names(self) -> list[str]:
@@ -199,9 +205,18 @@ class ShardedTables:
             dtype = data_type_to_dtype(self._declared[name].data_type)
             first_row = shard.shard_offsets[0]
             shards.append(
-                TieredShard(rows, columns, dtype, table.slots(rows), table.window, first_row)
+                TieredShard(
+                    rows,
+                    columns,
+                    dtype,
+                    table.slots(rows),
+                    table.window,
+                    first_row,
+                    table.is_on_disk,
+                )
             )
-        self.tier = HostTier(shards, self._rule.states, self._ranks.device)
+        disk = self._disk if any(shard.is_on_disk for shard in shards) else None
+        self.tier = HostTier(shards, self._rule.states, self._ranks.device, disk)
         for index, place in self._tier_index.items():
             for name, host in self.tier.host_rows(place).items():
                 of_name = self._weights if name == WEIGHT else self._states[name]
@@ -568,7 +583,8 @@ class ShardedTables:
 
         Returns:
             `tier_hit_rate`, of all ids; `tier_rows_in`, `tier_rows_out`, `tier_bytes_in` and `tier_bytes_out`, sums over ranks;
-            `tier_ms`, of the host, mean over ranks. Empty without such tables.
+            `tier_ms`, of the host, mean over ranks; and with tables on disk the same of the disk, as `tier_disk_rows_in` and
+            `tier_disk_wait_ms`. Empty without such tables.
         """
         if not self._host_tables:
             return {}
@@ -578,7 +594,10 @@ class ShardedTables:
         summed = self._ranks.all_reduce_sum(values.to(self._ranks.device)).tolist()
         total = dict(zip(names, summed, strict=True))
         hit_rate = 1 - total.pop("missing") / max(total.pop("ids"), 1)
-        total["ms"] /= self._ranks.world_size
+        for name in ("ms", "disk_wait_ms"):
+            total[name] /= self._ranks.world_size
+        if not self.has_disk_tables:
+            total = {name: value for name, value in total.items() if "disk" not in name}
         return {"tier_hit_rate": hit_rate} | {
             f"tier_{name}": value / steps for name, value in total.items()
         }
@@ -620,6 +639,11 @@ class ShardedTables:
             for state, shape in self._rule.state_shapes(self._shape_of(name)).items()
         }
 
+    def _is_pinned(self, name: str) -> bool:
+        """Return whether all rows of a table lie in pinned host memory."""
+        table = self._host_tables.get(name)
+        return table is not None and not table.is_on_disk and self._ranks.device.type == "cuda"
+
     def _sharded(
         self, name: str, tensors: Sequence[Tensor], *, is_state: bool = False, per_row: bool = False
     ) -> ShardedTensor:
@@ -645,7 +669,7 @@ class ShardedTables:
             size=self._shape_of(name)[:dims],
             tensor_properties=TensorProperties(
                 dtype=torch.float32 if is_state else dtype,
-                pin_memory=name in self._host_tables and self._ranks.device.type == "cuda",
+                pin_memory=self._is_pinned(name),
             ),
         )
         return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)

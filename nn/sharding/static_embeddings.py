@@ -25,6 +25,7 @@ from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
 from nn.tiers.slot_ids import SlotIds
+from nn.tiers.stager import Need
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
@@ -187,11 +188,20 @@ class StaticEmbeddings:
         )
         return local, lacks_room
 
-    def with_slots(self, ids: LocalIds) -> LocalIds:
-        """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here."""
+    def with_slots(self, ids: LocalIds, need: Need | None = None) -> LocalIds:
+        """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here.
+
+        Args:
+            ids: of a batch.
+            need: result of `needed_rows`, if it was called.
+        """
         if self._tier is None:
             return ids
-        return replace(ids, hold=self._tier.map(ids.owned, self._slots.tier_ids))
+        return replace(ids, hold=self._tier.map(ids.owned, self._slots.tier_ids, need))
+
+    def needed_rows(self, ids: LocalIds) -> Need | None:
+        """Return the rows of this rank's tables on disk that a batch needs, before `with_slots`."""
+        return None if self._tier is None else self._tier.announce(ids.owned, self._slots.tier_ids)
 
     @cached_property
     def _returned(self) -> Tensor:

@@ -11,6 +11,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from configs.schema import Amp, OptimizerConfig, ShardingType
+from nn.tiers.host_tier import DiskSettings
 
 ROWS_CUT = (ShardingType.row_wise.value, ShardingType.table_row_wise.value)
 """Layouts that shard a table by rows: over all ranks, or over those of one node."""
@@ -18,15 +19,17 @@ ROWS_CUT = (ShardingType.row_wise.value, ShardingType.table_row_wise.value)
 
 @dataclass(frozen=True, slots=True)
 class HostTable:
-    """A table whose rows lie in host memory.
+    """A table whose rows lie in host memory or on disk.
 
     Attributes:
         cache: fraction of the rows of each shard for which a rank has room on its device.
         window: distinct rows that the live batches may look up; at most the rows of a shard.
+        is_on_disk: whether host memory holds a part of the rows only.
     """
 
     cache: float
     window: int
+    is_on_disk: bool = False
 
     def slots(self, rows: int) -> int:
         """Return the rows of a shard for which there is room on the device."""
@@ -35,7 +38,7 @@ class HostTable:
 
 @dataclass
 class TieredPlan(ShardingPlan):
-    """TorchRec's plan, and the tables in host memory by name."""
+    """TorchRec's plan, and the tables in host memory or on disk by name."""
 
     host_tables: dict[str, HostTable] = field(default_factory=dict)
 
@@ -68,6 +71,7 @@ class TableSettings:
         loss_scale: factor on the gradients that arrive.
         seed: of the initial weights, and of the rounding of 16-bit ones.
         tracks_rows: mark the rows that updates change, for deltas.
+        disk: of tables on disk; None without any.
     """
 
     optimizer: OptimizerConfig
@@ -75,6 +79,7 @@ class TableSettings:
     loss_scale: float
     seed: int
     tracks_rows: bool = False
+    disk: DiskSettings | None = None
 
     def sent_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of embeddings and gradients in the all-to-all.

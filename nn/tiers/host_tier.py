@@ -1,4 +1,4 @@
-"""Tables in host memory with an arena on the device, filled ahead of the step with the rows that its batch needs.
+"""Tables in host memory or on disk with an arena on the device, filled ahead of the step with the rows that its batch needs.
 
 A batch is mapped while the batch before it trains: its ids become slots, missing rows are fetched, changed rows that no live
 batch needs return to host memory. On a GPU this runs on the stream of the prefetch, beside the step. A batch keeps its rows
@@ -8,17 +8,22 @@ from the mapping until its pass has run, so that a step never misses a row.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nn.embedding.local_tables import LocalTable, SlotRows
 from nn.embedding.optimizer import StateField
 from nn.ops.host_copy import HostCopy
+from nn.tiers.disk_store import DiskStore
 from nn.tiers.live_batches import Hold, LiveBatches
-from nn.tiers.row_store import WEIGHT, RowStore
+from nn.tiers.row_store import WEIGHT, RowStore, bytes_of_row, kinds_of
 from nn.tiers.slot_map import SlotMap, TierIds, lacks_slots
+from nn.tiers.stager import Need, Stager
+from nn.tiers.table_file import TableFile, TierDirectory
 
 if TYPE_CHECKING:
     from nn.tiers.slot_kernels import SlotKernels
@@ -35,6 +40,7 @@ class TieredShard:
         slots: rows of it that the arena has room for.
         window: distinct rows of it that the live batches may need.
         first_row: of the shard in the table.
+        is_on_disk: whether host memory holds a part of the rows only.
     """
 
     rows: int
@@ -43,6 +49,20 @@ class TieredShard:
     slots: int
     window: int
     first_row: int = 0
+    is_on_disk: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """Settings of tables on disk.
+
+    Attributes:
+        path: directory for their files.
+        staged_bytes: host memory per rank for their rows.
+    """
+
+    path: Path
+    staged_bytes: int
 
 
 @dataclass(slots=True)
@@ -52,6 +72,11 @@ class _Group:
     store: RowStore
     map: SlotMap
     kernels: "SlotKernels | None" = None
+
+    @property
+    def disk_store(self) -> DiskStore | None:
+        """The store, if its rows are on disk."""
+        return self.store if isinstance(self.store, DiskStore) else None
 
 
 @dataclass(slots=True)
@@ -66,6 +91,11 @@ class TierCounts:
         bytes_in: of the rows fetched.
         bytes_out: of the rows returned.
         ms: time of the host for queueing the mapping and the copies; on a CPU, for both themselves.
+        disk_rows_in: rows that were read from disk.
+        disk_rows_out: rows that were written to disk, but for those of a save.
+        disk_bytes_in: of the rows read.
+        disk_bytes_out: of the rows written.
+        disk_wait_ms: time for which batches waited for rows from disk.
     """
 
     ids: float = 0
@@ -75,37 +105,49 @@ class TierCounts:
     bytes_in: float = 0
     bytes_out: float = 0
     ms: float = 0.0
+    disk_rows_in: float = 0
+    disk_rows_out: float = 0
+    disk_bytes_in: float = 0
+    disk_bytes_out: float = 0
+    disk_wait_ms: float = 0.0
 
 
 class HostTier:
-    """The tables of a rank whose rows lie in host memory.
+    """The tables of a rank whose rows lie in host memory or on disk.
 
     Args:
         shards: in order.
         states: optimizer state of a row.
         device: of the arena.
+        disk: settings of tables on disk, if there are any.
 
     Raises:
-        ValueError: the host has too little memory.
+        ValueError: the host or the disk has too little room.
     """
 
     def __init__(
-        self, shards: Sequence[TieredShard], states: Sequence[StateField], device: torch.device
+        self,
+        shards: Sequence[TieredShard],
+        states: Sequence[StateField],
+        device: torch.device,
+        disk: DiskSettings | None = None,
     ) -> None:
         self._device = device
         self._shards = list(shards)
-        kinds = list(dict.fromkeys((shard.width, shard.dtype) for shard in shards))
+        kinds = list(dict.fromkeys(_kind_of(shard) for shard in shards))
         self._groups: list[_Group] = []
         self._place: dict[int, tuple[int, int]] = {}  # shard -> group and first row in it
-        for number, (width, dtype) in enumerate(kinds):
+        places = _num_places(shards, states, disk)
+        directory = None if disk is None else TierDirectory(disk.path)
+        for number, kind in enumerate(kinds):
             first = 0
             members = []
             for index, shard in enumerate(shards):
-                if (shard.width, shard.dtype) == (width, dtype):
+                if _kind_of(shard) == kind:
                     self._place[index] = number, first
                     members.append(shard)
                     first += shard.rows
-            self._groups.append(_group_of(members, states, device))
+            self._groups.append(_group_of(members, states, device, directory, places.get(kind, 0)))
         # Of every group, where kernels map; see `DeviceMoves`.
         self._counted: Tensor | None = None
         if maps_by_kernels(device):
@@ -114,6 +156,13 @@ class HostTier:
         self._counts = TierCounts()
         self._is_training = True
         self._live = LiveBatches(device)
+        on_disk = {
+            number: group.disk_store
+            for number, group in enumerate(self._groups)
+            if group.disk_store is not None
+        }
+        self.stager = Stager(on_disk, self._changing_rows) if on_disk else None
+        self._needs: dict[int, Need] = {}  # of live batches, by their bits
 
     def _add_kernels(self, counted: Tensor) -> None:
         # Triton comes with torch's CUDA builds only.
@@ -154,7 +203,25 @@ class HostTier:
             ),
         )
 
-    def map(self, ids: Tensor, groups: Sequence[TierIds]) -> Hold:
+    def announce(self, ids: Tensor, groups: Sequence[TierIds]) -> Need | None:
+        """Return the rows on disk that a batch needs, before it is mapped; None without tables on disk.
+
+        Args:
+            ids: of the batch on this rank.
+            groups: positions of the ids.
+        """
+        if self.stager is None:
+            return None
+        rows = {}
+        for of_group in groups:
+            if self._groups[of_group.group].disk_store is not None:
+                numbers = ids.index_select(0, of_group.positions)
+                is_here = (numbers >= of_group.first) & (numbers < of_group.end)
+                needed = torch.unique((numbers + of_group.offset)[is_here])
+                rows[of_group.group] = needed.long().cpu().numpy()
+        return self.stager.announce(rows)
+
+    def map(self, ids: Tensor, groups: Sequence[TierIds], need: Need | None = None) -> Hold:
         """Turn ids into slots in place, on the current stream, and fetch the rows that are missing.
 
         On a GPU the host waits for nothing; whether all rows have slots is known to `Hold.check`.
@@ -162,6 +229,7 @@ class HostTier:
         Args:
             ids: of a batch on this rank; those at `groups` become slots.
             groups: positions of the ids.
+            need: result of `announce`; with tables on disk and without it, the rows are read now.
 
         Raises:
             RankError: a batch with ragged features needs more rows than there is room for.
@@ -169,7 +237,13 @@ class HostTier:
         started = time.perf_counter()
         # The latest pass may still run, beside which this batch is mapped; those before it have ended, or are about to.
         ended = self._live.take_ended(all_but=1)
+        self._note_trained(*ended)
         hold = self._live.begin()
+        if self.stager is not None:
+            need = need or self.announce(ids, groups)
+            assert need is not None, "there are tables on disk"
+            self.stager.ready(need)
+            self._needs[hold.pin] = need
         if self._counted is None:
             self._release(*ended)
             self._map_here(ids, groups, hold)
@@ -241,25 +315,50 @@ class HostTier:
         self._release_all()
 
     def write_back(self) -> None:
-        """Make host memory hold the current rows; all passes must be queued."""
+        """Make host memory, or the files, hold the current rows; all passes must be queued, and nobody reads the files."""
         self._release_all()
+        if self.stager is not None:
+            self.stager.drain()
         for group in self._groups:
             changed = group.map.changed()
             if changed is not None:
-                group.store.write_back(*changed)
+                group.store.save(*changed)
+            elif group.disk_store is not None:
+                group.disk_store.staged.flush()
         self._synchronize()
 
     def reload(self) -> None:
         """Copy the rows of the arena from host memory, which has changed."""
         self._synchronize()
+        if self.stager is not None:
+            self.stager.drain()
         for group in self._groups:
-            group.store.fetch(*group.map.resident())
+            group.store.load(*group.map.resident())
         self._synchronize()
 
     def take_counts(self) -> TierCounts:
         """Return the traffic of this rank since the last call, without that of evaluations."""
         counts, self._counts = self._counts, TierCounts()
+        if self.stager is not None:
+            counts.disk_wait_ms, self.stager.wait_ms = self.stager.wait_ms, 0.0
+        for group in self._groups:
+            if group.disk_store is not None:
+                read, written = group.disk_store.staged.take_counts()
+                counts.disk_rows_in += read
+                counts.disk_rows_out += written
+                counts.disk_bytes_in += read * group.store.row_bytes
+                counts.disk_bytes_out += written * group.store.row_bytes
         return counts
+
+    def _changing_rows(self, group: int) -> np.ndarray:
+        return self._groups[group].map.changing_rows().numpy()
+
+    def _note_trained(self, released: int, trained: int) -> None:
+        """Note that the rows of some batches have changed, before they may leave the device."""
+        for pin in [pin for pin in self._needs if pin & released]:
+            need = self._needs.pop(pin)
+            if pin & trained and self.stager is not None:
+                self.stager.change(need)
 
     def _release(self, released: int, trained: int) -> None:
         """Let the rows of some batches leave; see `SlotMap.release`."""
@@ -270,7 +369,9 @@ class HostTier:
     def _release_all(self) -> None:
         """Wait for all passes and copies, and release their rows."""
         self._synchronize()
-        self._release(*self._live.take_ended(all_but=0))
+        ended = self._live.take_ended(all_but=0)
+        self._note_trained(*ended)
+        self._release(*ended)
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -283,15 +384,57 @@ def maps_by_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def _kind_of(shard: TieredShard) -> tuple[int, torch.dtype, bool]:
+    """Return what the tables of a group have in common."""
+    return shard.width, shard.dtype, shard.is_on_disk
+
+
+def _num_places(
+    shards: Sequence[TieredShard], states: Sequence[StateField], disk: DiskSettings | None
+) -> dict[tuple[int, torch.dtype, bool], int]:
+    """Return the rows on disk of each group for which host memory has room: the same fraction of all groups."""
+    rows: dict[tuple[int, torch.dtype, bool], int] = {}
+    for shard in shards:
+        if shard.is_on_disk:
+            rows[_kind_of(shard)] = rows.get(_kind_of(shard), 0) + shard.rows
+    sizes = {kind: bytes_of_row(kinds_of(kind[0], kind[1], states)) for kind in rows}
+    total = sum(count * sizes[kind] for kind, count in rows.items())
+    share = 0.0 if disk is None else min(disk.staged_bytes / max(total, 1), 1.0)
+    return {kind: int(count * share) for kind, count in rows.items()}
+
+
 def _group_of(
-    members: Sequence[TieredShard], states: Sequence[StateField], device: torch.device
+    members: Sequence[TieredShard],
+    states: Sequence[StateField],
+    device: torch.device,
+    directory: TierDirectory | None,
+    places: int,
 ) -> _Group:
+    """Return a group of tables.
+
+    Args:
+        members: its shards.
+        states: optimizer state of a row.
+        device: of the arena.
+        directory: for the files of tables on disk.
+        places: rows for which host memory has room, of tables on disk.
+    """
     slots = [shard.slots for shard in members]
     needed = sum(min(shard.window, shard.rows) for shard in members)
     assert needed <= sum(slots), "the planner refuses smaller arenas"
     rows = [shard.rows for shard in members]
-    store = RowStore(sum(rows), sum(slots), members[0].width, members[0].dtype, states, device)
-    return _Group(store, SlotMap(rows, slots, max(needed, ring_slots(sum(slots))), device))
+    slot_map = SlotMap(rows, slots, max(needed, ring_slots(sum(slots))), device)
+    kinds = kinds_of(members[0].width, members[0].dtype, states)
+    if not members[0].is_on_disk:
+        return _Group(RowStore(sum(rows), sum(slots), kinds, device), slot_map)
+    assert directory is not None, "tables on disk have settings"
+    name = f"{members[0].width}_{str(members[0].dtype).removeprefix('torch.')}"
+    file = TableFile(directory, name, sum(rows), kinds)
+    kept = slot_map.kept_rows().numpy()
+    least = min(sum(slots) - len(kept) + needed, sum(rows) - len(kept))
+    assert places >= least, "the planner refuses less host memory"
+    places = max(min(places, sum(rows) - len(kept)), 1)
+    return _Group(DiskStore(file, places, sum(slots), kinds, kept, device), slot_map)
 
 
 def ring_slots(slots: int) -> int:

@@ -1,15 +1,37 @@
 """All rows of some tables in host memory, and an arena of slots on the device that holds some of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from nn.embedding.optimizer import StateField
 from nn.ops.pinned_memory import pinned_memory
+from nn.tiers.row_items import row_items
 from nn.tiers.slot_map import DeviceMoves
 
 WEIGHT = "weight"
+
+
+Kinds = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Name -> columns and dtype of the parts of a row: its weight and its optimizer state."""
+
+
+def kinds_of(width: int, dtype: torch.dtype, states: Sequence[StateField]) -> Kinds:
+    """Return the parts of a row.
+
+    Args:
+        width: columns of the weights.
+        dtype: of the weights.
+        states: optimizer state of a row, float32.
+    """
+    of_states = {field.name: ([] if field.per_row else [width], torch.float32) for field in states}
+    return {WEIGHT: ([width], dtype), **of_states}
+
+
+def bytes_of_row(kinds: Kinds) -> int:
+    """Return the bytes of a row with its state."""
+    return sum(torch.Size(columns).numel() * kind.itemsize for columns, kind in kinds.values())
 
 
 class RowStore:
@@ -20,9 +42,7 @@ class RowStore:
     Args:
         num_rows: rows in host memory.
         num_slots: rows of the arena.
-        width: columns of the weights.
-        dtype: of the weights.
-        states: optimizer state of a row, float32.
+        kinds: parts of a row.
         device: of the arena. For a GPU the host memory is pinned, and the GPU copies rows by itself.
 
     Attributes:
@@ -34,18 +54,8 @@ class RowStore:
         ValueError: the host has too little memory, or may not pin as much.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        num_slots: int,
-        width: int,
-        dtype: torch.dtype,
-        states: Sequence[StateField],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, num_rows: int, num_slots: int, kinds: Kinds, device: torch.device) -> None:
         self._device = device
-        kinds: dict[str, tuple[list[int], torch.dtype]] = {WEIGHT: ([width], dtype)}
-        kinds |= {field.name: ([] if field.per_row else [width], torch.float32) for field in states}
         self.host = {
             name: _host_memory([num_rows, *columns], kind, device)
             for name, (columns, kind) in kinds.items()
@@ -54,9 +64,7 @@ class RowStore:
             name: torch.empty(num_slots, *columns, dtype=kind, device=device)
             for name, (columns, kind) in kinds.items()
         }
-        self.row_bytes = sum(
-            torch.Size(columns).numel() * kind.itemsize for columns, kind in kinds.values()
-        )
+        self.row_bytes = bytes_of_row(kinds)
 
     def fetch(self, rows: Tensor, slots: Tensor) -> None:
         """Copy rows from host memory to slots of the arena.
@@ -82,11 +90,20 @@ class RowStore:
             arena = self.arena[name]
             exchange_rows(host.view(len(host), -1), arena.view(len(arena), -1), moves)
 
+    def save(self, rows: Tensor, slots: Tensor) -> None:
+        """Make `host` hold the rows that have changed on the device; see `fetch`."""
+        self.write_back(rows, slots)
+
+    def load(self, rows: Tensor, slots: Tensor) -> None:
+        """Fill the arena from `host`, which has changed; see `fetch`."""
+        self.fetch(rows, slots)
+
     def _copy(
         self, source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor
     ) -> None:
         if self._device.type != "cuda":
-            target.index_copy_(0, target_rows, source.index_select(0, source_rows))
+            items = row_items(source).take(source_rows.numpy())
+            row_items(target)[target_rows.numpy()] = items
             return
         # Triton comes with torch's CUDA builds only.
         from nn.tiers.row_copy import copy_rows

@@ -194,6 +194,14 @@ class SlotMap:
         self.are_fixed_changed = False
         return (self.row_of_slot.index_select(0, places).long(), places) if len(places) else None
 
+    def kept_rows(self) -> Tensor:
+        """Return the rows whose slots never change, ascending, int64 on the host."""
+        return self.row_of_slot[: self.num_fixed].cpu().long().sort().values
+
+    def changing_rows(self) -> Tensor:
+        """Copy the rows of the other slots, in no order, int64 on the host; wait for the current stream."""
+        return self.row_of_slot[self.num_fixed : -1].cpu().long()
+
     def resident(self) -> tuple[Tensor, Tensor]:
         """Return all rows of the arena and their slots, int64."""
         rows = self.row_of_slot[:-1].long()

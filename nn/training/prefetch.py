@@ -16,6 +16,7 @@ from torch import Tensor
 from dataloading.batch import Batch
 from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
+from nn.tiers.look_ahead import Ahead, LookAhead
 from nn.training.static_path import StaticPath
 
 
@@ -36,7 +37,9 @@ class Prefetcher:
     """
 
     def __init__(self, batches: Iterator[Batch], path: StaticPath, device: torch.device) -> None:
-        self._batches = batches
+        self._batches = (
+            LookAhead(batches, path, device) if path.has_disk_tables else _alone(batches)
+        )
         self._path = path
         self._device = device
         # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
@@ -62,11 +65,12 @@ class Prefetcher:
             # On the stream that copies: the loader reuses a batch's memory when this stream has reached this point.
             start = time.perf_counter()
             with annotate(DATA_WAIT):
-                host_batch = next(self._batches, None)
+                found = next(self._batches, None)
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
-            if host_batch is not None:
+            if found is not None:
+                host_batch, need = found
                 batch = self._on_device(host_batch)
-                self._next = batch, self._path.start(batch)
+                self._next = batch, self._path.start(batch, need)
         self._is_started = True
 
     def __iter__(self) -> "Prefetcher":
@@ -100,6 +104,12 @@ class Prefetcher:
 
     def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _alone(batches: Iterator[Batch]) -> Iterator[Ahead]:
+    """Yield batches without what they need from disk."""
+    for batch in batches:
+        yield batch, None
 
 
 class _Places:

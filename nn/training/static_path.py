@@ -19,6 +19,7 @@ from nn.sharding.placement import RankTables
 from nn.sharding.request_room import RequestRoom
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.tiers.stager import Need
 from nn.training.batch_ids import BatchIds
 from nn.training.pass_context import PassContext
 from nn.training.static_pass import StaticForward, StaticPass
@@ -135,13 +136,37 @@ class StaticPath:
         """Return whether rows of this rank's tables lie in host memory."""
         return self._tables.tier is not None
 
-    def start(self, batch: Batch) -> LocalIds:
-        """Send the ids to their tables, and fetch the rows of those in host memory."""
-        ids = self._send(batch)
-        return ids if not self.has_host_tables else self._with_slots(batch, ids)
+    @property
+    def has_disk_tables(self) -> bool:
+        """Return whether rows of any rank's tables lie on disk."""
+        return self._tables.has_disk_tables
 
-    def _with_slots(self, batch: Batch, ids: LocalIds) -> LocalIds:
-        return self.embeddings(len(batch.labels), ids.room).with_slots(ids)
+    def announce(self, batch: Batch) -> Need | None:
+        """Send the ids of a batch that comes later; return the rows on disk that this rank needs for it."""
+        ids = self._send(batch)
+        need = self.embeddings(len(batch.labels), ids.room).needed_rows(ids)
+        if ids.release is not None:
+            ids.release()
+        return need
+
+    def start_pass(self, needs: Sequence[Need | None]) -> None:
+        """Start to read rows from disk, which `announce` has returned."""
+        own = [need for need in needs if need is not None]
+        if own and self._tables.tier is not None and self._tables.tier.stager is not None:
+            self._tables.tier.stager.start_pass(own)
+
+    def start(self, batch: Batch, need: Need | None = None) -> LocalIds:
+        """Send the ids to their tables, and fetch the rows of those in host memory.
+
+        Args:
+            batch: on the device.
+            need: result of `announce`, if it was called.
+        """
+        ids = self._send(batch)
+        return ids if not self.has_host_tables else self._with_slots(batch, ids, need)
+
+    def _with_slots(self, batch: Batch, ids: LocalIds, need: Need | None = None) -> LocalIds:
+        return self.embeddings(len(batch.labels), ids.room).with_slots(ids, need)
 
     def _send(self, batch: Batch) -> LocalIds:
         size = len(batch.labels)

@@ -219,9 +219,15 @@ class Trainer:
         self._recorder.sync()
         rows = self._train_metrics.rows()
         chain, state = None, self._state()
+        self._wait_for_files()
         if saving.deltas is not None:
             chain = saving.deltas.save(self.num_steps, state, saving.stop.heartbeat.beat)
         saving.manager.save(self.num_steps, state, rows, is_last=is_last, chain=chain)
+
+    def _wait_for_files(self) -> None:
+        """Wait until no checkpoint is written of tables on disk, whose files are about to change."""
+        if self._saving is not None and self._step.tables.has_disk_tables:
+            self._saving.manager.wait()
 
     def _state(self) -> dict[str, Any]:
         """Return the state of the training loop for run.json."""
@@ -472,6 +478,7 @@ class Trainer:
             self._config.checkpoint.delta_every or 1
         ):
             beat = self._saving.stop.heartbeat.beat
+            self._wait_for_files()
             self._saving.deltas.save(self.num_steps, self._state(), beat)
 
     def _count(self, trained: StepResult) -> None:

@@ -341,6 +341,17 @@ SCENARIOS: dict[str, Scenario] = {
         train("checkpoint.delta_every=2", "checkpoint.keep=9"), run_differences
     ),
     "training_2_ranks": Scenario(train(), run_differences, num_ranks=2),
+    **{
+        f"training_{tier}_tier": Scenario(
+            train(
+                f"sharding.tables={{cat_0: {{tier: {tier}, cache: 0.16}}}}",
+                *("data.synthetic.cardinalities=[2000,20]", "data.synthetic.exponent=0"),
+                *("sharding.disk_path=work/disk", "sharding.staged_gib=0.00003"),
+            ),
+            run_differences,
+        )
+        for tier in ("host", "disk")
+    },
     "training_resumed": Scenario(train(), run_differences, resumed_training),
     "evaluation": Scenario(
         train("mode=eval", "checkpoint.restore=input/step_8"), run_differences, trained

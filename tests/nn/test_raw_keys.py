@@ -243,7 +243,7 @@ def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_
     [
         ("checkpoint.delta_every=4", "checkpoint.delta_every writes rows without their keys"),
         ("data.multi_hot.hotness=[1,1,2]", "data.multi_hot.hotness draws further ids, not keys"),
-        ("sharding.tables={user: {tier: host}}", "tier: host is not for it"),
+        ("sharding.tables={user: {tier: host}}", "no other tier is for it"),
         ("data.dynamic.admit_after=0", "data.dynamic.admit_after must be positive, got 0"),
         ("data.dynamic.evict=never", "evict=never keeps all keys"),
     ],

@@ -90,7 +90,14 @@ ROOMS = {
     "nn.checkpoint": {"nn.distributed", "nn.ops"},
     "nn.loggers": {"nn.user_objects"},
     "nn.plots": set(),
-    "nn.observability": {"nn.distributed", "nn.loggers", "nn.models", "nn.plots", "nn.sharding"},
+    "nn.observability": {
+        "nn.distributed",
+        "nn.loggers",
+        "nn.models",
+        "nn.plots",
+        "nn.sharding",
+        "nn.tiers",
+    },
     "nn.metrics": {"nn.models"},
     "nn.training": {
         "nn.checkpoint",
@@ -106,6 +113,7 @@ ROOMS = {
         "nn.ops",
         "nn.ops.triton",
         "nn.sharding",
+        "nn.tiers",
         "nn.user_objects",
     },
     "nn.export": {"nn.checkpoint"},

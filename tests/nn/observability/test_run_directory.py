@@ -91,6 +91,8 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "cache_rows": 0,
             "host_bytes_per_rank": [],
             "fetched_rows": 0.0,
+            "disk_bytes_per_rank": [],
+            "staged_rows": 0.0,
         }
     ]
 

@@ -1,4 +1,4 @@
-"""Training with tables in host memory has the bits of training with all rows on the device."""
+"""Training with tables in host memory or on disk has the bits of training with all rows on the device."""
 
 from pathlib import Path
 
@@ -78,6 +78,20 @@ SHARDED = {
 }
 
 
+# Host memory in GiB that has room for the rows of the device and of a few batches: rows leave it, and return.
+STAGED = {"one-hot": 0.00003, "kinds": 0.00015, "rows": 0.00002}
+
+
+def on_disk(
+    case: tuple[list[str], str, str], gib: float, directory: Path
+) -> tuple[list[str], str, str]:
+    """Return a case with its tables in host memory on disk, and all ids alike."""
+    base, without, with_host = case
+    disk = [f"sharding.disk_path={directory / 'disk'}", f"sharding.staged_gib={gib}"]
+    with_disk = with_host.replace("tier: host", "tier: disk")
+    return [*base, *disk, "data.synthetic.exponent=0"], without, with_disk
+
+
 @pytest.fixture(scope="module")
 def ragged(tmp_path_factory) -> tuple[list[str], str, str]:
     """A case with a ragged, a two-hot and a single-hot feature."""
@@ -122,6 +136,13 @@ def test_two_ranks_train_alike(tmp_path):
             assert_alike(result)
 
 
+@pytest.mark.parametrize("name", ["one-hot", "kinds"])
+def test_tables_on_disk_train_alike(name, tmp_path):
+    with ranks_of_cpu():
+        results = trained_both_ways(*on_disk(CASES[name], STAGED[name], tmp_path), tmp_path)
+    assert_alike(results)
+
+
 @needs_one_gpu
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpu_trains_alike(case, tmp_path):
@@ -139,7 +160,9 @@ def on_gpu(base: list[str], without: str, with_host: str, directory: Path) -> di
 
 def every_sharded_case(directory: Path) -> list[dict]:
     with ranks_of_cpu():
-        return [trained_both_ways(*case, directory / name) for name, case in SHARDED.items()]
+        found = [trained_both_ways(*case, directory / name) for name, case in SHARDED.items()]
+        disk = on_disk(SHARDED["rows"], STAGED["rows"], directory)
+        return [*found, trained_both_ways(*disk)]
 
 
 def trained_both_ways(
@@ -148,7 +171,7 @@ def trained_both_ways(
     """Train without and with tables in host memory, the latter through a checkpoint too, with an evaluation between.
 
     Returns:
-        Way -> (losses, this rank's state); and the share of the ids whose row was on the device.
+        Way -> (losses, this rank's state); and the traffic of the first half.
     """
     results = {}
     plain = build(compose_config(*base, without))
@@ -163,7 +186,7 @@ def trained_both_ways(
             results[way] = results["tiered"][0], second_half(other)
     traffic = tiered.step.tables.host_traffic(20)
     results["tiered"] = results["tiered"][0], second_half(tiered)
-    return results | {"hit rate": traffic["tier_hit_rate"]}
+    return results | {"traffic": traffic}
 
 
 def first_half(built: Built) -> list[float]:
@@ -186,7 +209,10 @@ def second_half(built: Built) -> tuple[list[float], dict[str, list[torch.Tensor]
 
 
 def assert_alike(results: dict) -> None:
-    assert results.pop("hit rate") < 0.99, "rows must enter and leave"
+    traffic = results.pop("traffic")
+    assert traffic["tier_hit_rate"] < 0.99, "rows must enter and leave"
+    if "tier_disk_rows_in" in traffic:
+        assert traffic["tier_disk_rows_in"] > traffic["tier_disk_rows_out"] > 0
     first, (second, state) = results.pop("plain")
     for way, (losses, (later, other)) in results.items():
         assert losses == first, way

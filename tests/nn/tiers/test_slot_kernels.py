@@ -1,5 +1,7 @@
 """The kernels map ids to the slots of the plain map, batch by batch, and move the same rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,8 @@ pytest.importorskip("triton")
 from nn.distributed.errors import RankError
 from nn.embedding.optimizer import StateField
 from nn.tiers import host_tier, slot_kernels
-from nn.tiers.host_tier import HostTier, TieredShard
-from nn.tiers.row_store import WEIGHT, RowStore
+from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard
+from nn.tiers.row_store import WEIGHT, RowStore, kinds_of
 from nn.tiers.slot_kernels import SlotKernels
 from nn.tiers.slot_map import DeviceMoves, SlotMap, TierIds
 from tests.helpers.gpus import needs_gpus
@@ -113,7 +115,8 @@ def vars_of(moves: DeviceMoves) -> tuple[torch.Tensor, ...]:
 def test_rows_are_exchanged_in_place(device):
     generator = torch.Generator().manual_seed(3)
     states = [StateField("m", per_row=False), StateField("n", per_row=True)]
-    stores = [RowStore(300, 40, 6, torch.bfloat16, states, on) for on in (CPU, device)]
+    kinds = kinds_of(6, torch.bfloat16, states)
+    stores = [RowStore(300, 40, kinds, on) for on in (CPU, device)]
     for name, plain in stores[0].host.items():
         for memory, same in (
             (plain, stores[1].host[name]),
@@ -142,15 +145,17 @@ def test_rows_are_exchanged_in_place(device):
         assert torch.equal(stores[0].arena[name], stores[1].arena[name].cpu())
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
 @ON_EACH
-def test_a_tier_with_kernels_keeps_the_rows_of_one_without(device, monkeypatch):
+def test_a_tier_with_kernels_keeps_the_rows_of_one_without(device, on_disk, monkeypatch, tmp_path):
     shards = [
         TieredShard(5000, 4, torch.float32, 240, 210),
         TieredShard(900, 4, torch.float32, 300, 210, 200),
     ]
     tiers = [HostTier(shards, [], CPU)]
     monkeypatch.setattr(host_tier, "maps_by_kernels", lambda device: True)
-    tiers.append(HostTier(shards, [], device))
+    others = [replace(shard, is_on_disk=on_disk) for shard in shards]
+    tiers.append(HostTier(others, [], device, DiskSettings(tmp_path, 900 * 16)))
     for tier, on in zip(tiers, (CPU, device), strict=True):
         for index in range(2):
             tier.host_rows(index)[WEIGHT].copy_(torch.arange(shards[index].rows).view(-1, 1) % 89)
@@ -171,6 +176,7 @@ def test_a_tier_with_kernels_keeps_the_rows_of_one_without(device, monkeypatch):
     counts = [tier.take_counts() for tier in tiers]
     for count in counts:
         count.ms = 0
+    assert (counts[1].disk_rows_out > 0) == on_disk
     # The batch that has no pass is not counted where kernels map.
     assert counts[0].rows_in > counts[1].rows_in > 400
     for index in range(2):

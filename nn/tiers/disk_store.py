@@ -1,0 +1,146 @@
+"""Rows in a table file, some of them in host memory, and an arena of slots on the device that holds some of those."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nn.tiers.row_items import row_items
+from nn.tiers.row_store import Kinds, RowStore
+from nn.tiers.slot_map import DeviceMoves
+from nn.tiers.staged_rows import ABSENT, StagedRows
+from nn.tiers.table_file import TableFile
+
+BLOCK_ROWS = 2**16
+"""Rows that are copied at once between the arena and the file."""
+
+
+class DiskStore(RowStore):
+    """Rows of a table file with places in host memory.
+
+    A row that the device has, but for those that it keeps for good, has a place too.
+
+    Args:
+        file: all rows.
+        num_places: rows for which there is room in host memory.
+        num_slots: rows of the arena.
+        kinds: parts of a row.
+        kept: rows that the device keeps for good, ascending.
+        device: of the arena.
+
+    Attributes:
+        staged: rows in host memory.
+    """
+
+    def __init__(
+        self,
+        file: TableFile,
+        num_places: int,
+        num_slots: int,
+        kinds: Kinds,
+        kept: np.ndarray,
+        device: torch.device,
+    ) -> None:
+        super().__init__(num_places, num_slots, kinds, device)
+        self._places = self.host
+        num_rows = len(next(iter(file.rows.values())))
+        self._file = file
+        self.host = file.rows
+        self.staged = StagedRows(file, num_rows, kept, self._places)
+        # What the device knows of the places; those of other rows may be out of date.
+        self._place_of_row = torch.from_numpy(self.staged.place_of_row)
+        self._moved: list[np.ndarray] = []
+        if device.type == "cuda":
+            self._place_of_row = self._place_of_row.to(device)
+
+    def stage(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
+        """Read rows into host memory; see `StagedRows.stage`."""
+        is_staged = self.staged.stage(rows, staying)
+        if is_staged and self._device.type == "cuda":
+            self._moved.append(rows)
+        return is_staged
+
+    def tell_device(self) -> None:
+        """Let the device know the places of the rows that were staged, on the current stream."""
+        moved, self._moved = self._moved, []
+        for rows in moved:
+            places = torch.from_numpy(self.staged.place_of_row[rows]).to(self._device)
+            self._place_of_row.index_copy_(0, torch.from_numpy(rows).to(self._device), places)
+
+    def fetch(self, rows: Tensor, slots: Tensor) -> None:
+        """Copy rows from their places in host memory to slots of the arena."""
+        places = self._place_of_row.index_select(0, rows).long()
+        for name, memory in self._places.items():
+            self._copy(memory, places, self.arena[name], slots)
+
+    def write_back(self, rows: Tensor, slots: Tensor) -> None:
+        """Copy slots of the arena to the places of their rows in host memory."""
+        places = self._place_of_row.index_select(0, rows).long()
+        for name, memory in self._places.items():
+            self._copy(self.arena[name], slots, memory, places)
+
+    def exchange(self, moves: DeviceMoves) -> None:
+        """Write rows back and fetch others into their slots; the host does not wait. Of a GPU only."""
+        # Triton comes with torch's CUDA builds only.
+        from nn.tiers.row_copy import exchange_rows
+
+        # Buffers have room for more rows than move, and hold any numbers there.
+        last = len(self._place_of_row) - 1
+        places = self._place_of_row.index_select(0, moves.rows.clamp(0, last))
+        returned = self._place_of_row.index_select(0, moves.returned.clamp(0, last))
+        returned = returned.where(moves.returned >= 0, -1)
+        moved = replace(moves, rows=places, returned=returned)
+        for name, memory in self._places.items():
+            arena = self.arena[name]
+            exchange_rows(memory.view(len(memory), -1), arena.view(len(arena), -1), moved)
+
+    def save(self, rows: Tensor, slots: Tensor) -> None:
+        """Make the file hold the current rows; nobody reads it meanwhile.
+
+        Args:
+            rows: that have changed on the device, distinct, int64 [n].
+            slots: of these rows.
+        """
+        has_place = torch.from_numpy(self.staged.place_of_row[rows.cpu().numpy()] >= 0)
+        chosen = has_place.to(rows.device)
+        self.write_back(rows[chosen], slots[chosen])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.staged.flush()
+        for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
+            values = [row_items(_on_host(part, some_slots)) for part in self.arena.values()]
+            self._file.store(some_rows, values, np.arange(len(some_rows)))
+
+    def load(self, rows: Tensor, slots: Tensor) -> None:
+        """Fill the arena from the file, which has changed.
+
+        Args:
+            rows: of the arena, int64 [n].
+            slots: of these rows.
+        """
+        self.staged.forget()
+        numbers = rows.cpu().numpy()
+        need_places = self.staged.place_of_row[numbers] == ABSENT
+        resident = np.sort(numbers[need_places])
+        is_staged = self.stage(resident, [])
+        assert is_staged, "the planner refuses less host memory"
+        self.tell_device()
+        chosen = torch.from_numpy(need_places).to(rows.device)
+        self.fetch(rows[chosen], slots[chosen])
+        for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
+            for name, part in self.arena.items():
+                values = self.host[name][torch.from_numpy(some_rows)]
+                part.index_copy_(0, some_slots, values.to(self._device))
+
+
+def _on_host(part: Tensor, slots: Tensor) -> Tensor:
+    return part.index_select(0, slots).cpu()
+
+
+def _blocks(rows: Tensor, slots: Tensor) -> "list[tuple[np.ndarray, Tensor]]":
+    """Return blocks of rows, ascending, with their slots."""
+    ordered, order = rows.sort()
+    pairs = zip(ordered.split(BLOCK_ROWS), slots[order].split(BLOCK_ROWS), strict=True)
+    return [(some.cpu().numpy(), of_rows) for some, of_rows in pairs]

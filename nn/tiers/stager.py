@@ -1,0 +1,128 @@
+"""Staging of rows: those that the batches of a pass need are read from disk into host memory while the pass before trains.
+
+A batch is announced when its ids are known. The rows of a pass, which is some announced batches, are read by a thread, each row
+once and in ascending order. A batch whose rows are not all there when its turn comes, such as that of another pass, waits until
+they are read: nothing but speed depends on the passes.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from nn.distributed.errors import RankError
+from nn.tiers.disk_store import DiskStore
+
+PASS_BATCHES = 16
+"""Batches of a pass: their rows are read from disk together. Two passes of batches wait in host memory."""
+
+Rows = Mapping[int, np.ndarray]
+"""Group -> rows, distinct, ascending, int64."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Need:
+    """Rows that a batch needs in host memory.
+
+    Attributes:
+        rows: of each group of tables on disk.
+        staging: reads them; None before its pass is started.
+    """
+
+    rows: Rows
+    staging: "Future[None] | None" = None
+
+
+class Stager:
+    """Reader of the rows of passes.
+
+    Args:
+        stores: of the groups of tables on disk.
+        resident: returns the rows of a group that the device has and may return to host memory.
+
+    Attributes:
+        wait_ms: time for which batches have waited for their rows.
+    """
+
+    def __init__(
+        self, stores: Mapping[int, DiskStore], resident: Callable[[int], np.ndarray]
+    ) -> None:
+        self._stores = stores
+        self._resident = resident
+        self._pending: weakref.WeakSet[Need] = weakref.WeakSet()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stager")
+        self._last: Future[None] | None = None
+        self.wait_ms = 0.0
+
+    def announce(self, rows: Rows) -> Need:
+        """Return the need of a batch whose ids are known; its rows are not dropped before `ready` or its deletion."""
+        stores = self._stores
+        need = Need(
+            {group: stores[group].staged.without_kept(some) for group, some in rows.items()}
+        )
+        self._pending.add(need)
+        return need
+
+    def start_pass(self, needs: Sequence[Need]) -> None:
+        """Start to read the rows of some batches, in their order; the pass before is complete."""
+        started = time.perf_counter()
+        self.drain()
+        self.wait_ms += (time.perf_counter() - started) * 1e3
+        # Rows that reach the device from now on belong to batches that are pending now.
+        staying = {
+            group: [self._resident(group), *(need.rows[group] for need in self._pending)]
+            for group in self._stores
+        }
+        self._last = self._thread.submit(self._stage, [need.rows for need in needs], staying)
+        for need in needs:
+            need.staging = self._last
+
+    def ready(self, need: Need) -> None:
+        """Wait until the rows of a batch are in host memory, where they stay while the device has them.
+
+        Raises:
+            RankError: they have no room, or the disk is full.
+        """
+        started = time.perf_counter()
+        if need.staging is not None:
+            need.staging.result()
+        self._pending.discard(need)
+        for group, rows in need.rows.items():
+            store = self._stores[group]
+            if store.staged.lacks(rows):
+                self.drain()
+                if not store.stage(rows, [self._resident(group)]):
+                    raise RankError(
+                        f"a batch needs {len(rows):,} rows of tables with tier: disk, for which host memory has no room beside "
+                        "those on the device; raise sharding.staged_gib"
+                    )
+            store.tell_device()
+        self.wait_ms += (time.perf_counter() - started) * 1e3
+
+    def change(self, need: Need) -> None:
+        """Note that a batch was trained."""
+        for group, rows in need.rows.items():
+            self._stores[group].staged.change(rows)
+
+    def drain(self) -> None:
+        """Wait until nothing is read.
+
+        Raises:
+            RankError: the disk is full.
+        """
+        if self._last is not None:
+            self._last.result()
+        self._last = None
+
+    def _stage(self, needs: Sequence[Rows], staying: Mapping[int, Sequence[np.ndarray]]) -> None:
+        """Read the rows of as many of the first batches as there is room for."""
+        for group, store in self._stores.items():
+            count = len(needs)
+            while count:
+                rows = np.unique(np.concatenate([need[group] for need in needs[:count]]))
+                if store.stage(rows, staying[group]):
+                    break
+                count //= 2

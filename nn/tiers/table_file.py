@@ -1,0 +1,277 @@
+"""All rows of some tables in mapped files, and a journal of the rows that have changed since the latest save.
+
+The rows of the files stay as they are between two saves, so that a checkpoint is streamed from them while training continues.
+Changed rows go to the journal, in the order in which they arrive: mostly at its end, one after the other. The next generation
+of the files is made at the next save, by copying the journal's rows in ascending order.
+
+Nothing here outlives the process: a run resumes from its checkpoint, and removes the files of killed runs.
+"""
+
+import errno
+import mmap
+import os
+import shutil
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataloading.dataset.durable_files import (
+    UnlockableError,
+    clear_leftovers,
+    lock_directory,
+    partial_sibling,
+)
+from nn.distributed.errors import RankError
+from nn.tiers.row_items import row_items
+from nn.tiers.row_store import Kinds
+
+FOLDER = "tables"
+READERS = 8
+"""Threads that read rows: each waits for one page at a time."""
+READ_ROWS = 2**12
+"""Rows that a thread reads at once."""
+RUN_PAGES = 8
+"""Adjoining pages from which on they are read ahead as one."""
+BLOCK_ROWS = 2**16
+"""Rows that are written at once, through a copy in memory."""
+EXTENT_BYTES = 2**26
+"""Bytes by which a file of the journal grows."""
+ATTEMPTS = 100
+
+
+class TierDirectory:
+    """Directory for the files of a rank, below one that several runs may share; removed at the end of the process.
+
+    Args:
+        parent: directory on a local disk; it is made if it is missing.
+
+    Attributes:
+        path: of the directory.
+
+    Raises:
+        ValueError: it cannot be made, or the file system has no locks.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        root = parent / FOLDER
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.path, self._lock = _locked_sibling(root)
+        except UnlockableError:
+            raise ValueError(
+                f"sharding.disk_path={parent} is on a file system without locks; name a directory on a local disk"
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"sharding.disk_path={parent} cannot be written: {error.strerror}; name a directory on a local disk"
+            ) from None
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        clear_leftovers(root, but=self.path)
+
+
+def _locked_sibling(root: Path) -> tuple[Path, int]:
+    """Make and lock a directory; other processes remove those that nobody has locked."""
+    for _ in range(ATTEMPTS):
+        path = partial_sibling(root)
+        path.mkdir()
+        try:
+            lock = lock_directory(path)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        if path.exists():
+            return path, lock
+        os.close(lock)
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+
+class TableFile:
+    """Rows of tables of one width and dtype, numbered table after table.
+
+    Args:
+        directory: for the files.
+        name: beginning of their names.
+        num_rows: rows.
+        kinds: parts of a row.
+
+    Attributes:
+        rows: name -> [num_rows, columns], of the latest save. They may be written before the first change.
+
+    Raises:
+        ValueError: the disk has no room.
+    """
+
+    def __init__(self, directory: TierDirectory, name: str, num_rows: int, kinds: Kinds) -> None:
+        self._directory = directory
+        self._parts = [
+            _Part(directory.path / f"{name}_{part}", num_rows, columns, dtype)
+            for part, (columns, dtype) in kinds.items()
+        ]
+        self.rows = {part: files.rows for part, files in zip(kinds, self._parts, strict=True)}
+        self._change_of_row = np.full(num_rows, -1, np.int32)
+        self._num_changes = 0
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="table-file")
+
+    def read(self, rows: np.ndarray, targets: Sequence[np.ndarray], places: np.ndarray) -> None:
+        """Read the newest values of rows.
+
+        Args:
+            rows: ascending, int64 [n].
+            targets: per part, items that are written.
+            places: positions in `targets`, [n].
+        """
+        changes = self._change_of_row[rows]
+        in_table = changes < 0
+        jobs = []
+        for chosen, is_journal in ((in_table, False), (~in_table, True)):
+            numbers = (changes if is_journal else rows)[chosen]
+            for part, target in zip(self._parts, targets, strict=True):
+                source = part.journal if is_journal else part.table
+                source.read_ahead(numbers)
+                for first in range(0, len(numbers), READ_ROWS):
+                    some = slice(first, first + READ_ROWS)
+                    jobs.append(
+                        self._pool.submit(
+                            _copy, source.items, numbers[some], target, places[chosen][some]
+                        )
+                    )
+        for job in jobs:
+            job.result()
+
+    def keep(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
+        """Write new values of rows to the journal.
+
+        Args:
+            rows: distinct, int64 [n].
+            sources: per part, items.
+            places: positions of the values in `sources`, [n].
+
+        Raises:
+            RankError: the disk is full.
+        """
+        changes = self._change_of_row[rows]
+        is_new = changes < 0
+        count = int(is_new.sum())
+        for part in self._parts:
+            part.journal.grow(self._num_changes + count)
+        changes[is_new] = np.arange(self._num_changes, self._num_changes + count, dtype=np.int32)
+        for part, source in zip(self._parts, sources, strict=True):
+            _copy_blocks(source, places, part.journal.items, changes)
+        self._change_of_row[rows] = changes
+        self._num_changes += count
+
+    def merge(self) -> None:
+        """Make the journal's rows those of the files, in ascending order; nobody reads the files meanwhile."""
+        changed = (
+            np.flatnonzero(self._change_of_row >= 0) if self._num_changes else np.empty(0, int)
+        )
+        for part in self._parts:
+            places = self._change_of_row[changed]
+            _copy_blocks(part.journal.items, places, row_items(part.rows), changed)
+        self.forget()
+
+    def store(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
+        """Write values of rows to the files themselves, after `merge`; nobody reads the files meanwhile.
+
+        Args:
+            rows: ascending, int64 [n].
+            sources: per part, items.
+            places: positions of the values in `sources`, [n].
+        """
+        for part, source in zip(self._parts, sources, strict=True):
+            _copy_blocks(source, places, row_items(part.rows), rows)
+
+    def forget(self) -> None:
+        """Drop the journal."""
+        if self._num_changes:
+            self._change_of_row.fill(-1)
+        self._num_changes = 0
+
+
+class _Part:
+    """Files of a part of all rows."""
+
+    def __init__(
+        self, path: Path, num_rows: int, columns: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        shape = torch.Size([num_rows, *columns])
+        self.table = _Mapping(path, num_rows, shape[1:].numel() * dtype.itemsize)
+        self.table.grow(num_rows)
+        self.journal = _Mapping(
+            path.with_name(f"{path.name}.journal"), num_rows, self.table.row_bytes
+        )
+        # A mapping of its own, which the kernel reads ahead: it is read and written in order.
+        self.rows: Tensor = torch.from_file(
+            str(path), shared=True, size=shape.numel(), dtype=dtype
+        ).view(shape)
+
+
+class _Mapping:
+    """Mapped file of rows that are read in any order.
+
+    Attributes:
+        row_bytes: of a row.
+        items: all rows as raw bytes; those beyond `grow` must not be touched.
+    """
+
+    def __init__(self, path: Path, num_rows: int, row_bytes: int) -> None:
+        self._path, self.row_bytes = path, row_bytes
+        self._num_bytes, self._allocated = num_rows * row_bytes, 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, self._num_bytes)
+        self._pages = mmap.mmap(self._descriptor, self._num_bytes)
+        self._pages.madvise(mmap.MADV_RANDOM)
+        self.items = np.frombuffer(self._pages, np.dtype((np.void, row_bytes)))
+
+    def grow(self, num_rows: int) -> None:
+        """Let the disk have room for the first rows: a page without room would end the process when it is written.
+
+        Raises:
+            RankError: the disk is full.
+        """
+        needed = num_rows * self.row_bytes
+        if needed <= self._allocated:
+            return
+        end = min(-(-needed // EXTENT_BYTES) * EXTENT_BYTES, self._num_bytes)
+        try:
+            os.posix_fallocate(self._descriptor, self._allocated, end - self._allocated)
+        except OSError as error:
+            free = shutil.disk_usage(self._path.parent).free
+            raise RankError(
+                f"sharding.disk_path: no room for {(end - self._allocated) / 2**30:,.2f} GiB more of the tables with tier: disk "
+                f"({error.strerror}, {free / 2**30:,.2f} GiB free); free some space, or name another disk"
+            ) from None
+        self._allocated = end
+
+    def read_ahead(self, rows: np.ndarray) -> None:
+        """Let the kernel read runs of adjoining pages as one; single pages are read when they are touched."""
+        page = mmap.PAGESIZE
+        pages = np.unique(rows * self.row_bytes // page)
+        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+        starts = np.concatenate([[0], breaks]) if len(pages) else breaks
+        lengths = np.diff(np.concatenate([starts, [len(pages)]]))
+        for start, length in zip(
+            starts[lengths >= RUN_PAGES], lengths[lengths >= RUN_PAGES], strict=True
+        ):
+            first = int(pages[start]) * page
+            num_bytes = min(int(length) * page, self._num_bytes - first)
+            self._pages.madvise(mmap.MADV_WILLNEED, first, num_bytes)
+
+
+def _copy(
+    source: np.ndarray, source_places: np.ndarray, target: np.ndarray, target_places: np.ndarray
+) -> None:
+    target[target_places] = source.take(source_places)
+
+
+def _copy_blocks(
+    source: np.ndarray, source_places: np.ndarray, target: np.ndarray, target_places: np.ndarray
+) -> None:
+    for first in range(0, len(source_places), BLOCK_ROWS):
+        some = slice(first, first + BLOCK_ROWS)
+        _copy(source, source_places[some], target, target_places[some])

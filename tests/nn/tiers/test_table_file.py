@@ -1,0 +1,69 @@
+"""Files of tables on disk: newest rows, unchanged files between saves, full disks, and directories of killed runs."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from nn.distributed.errors import RankError
+from nn.tiers import table_file
+from nn.tiers.row_items import row_items
+from nn.tiers.table_file import TableFile, TierDirectory
+
+ROWS = 5000
+KINDS = {"weight": ([6], torch.bfloat16), "momentum1": ([], torch.float32)}
+
+
+def read(file: TableFile, rows: np.ndarray) -> list[torch.Tensor]:
+    targets = [torch.zeros(len(rows), *columns, dtype=dtype) for columns, dtype in KINDS.values()]
+    file.read(rows, [row_items(target) for target in targets], np.arange(len(rows)))
+    return targets
+
+
+def test_changed_rows_are_read_and_reach_the_file_at_the_merge_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_file, "BLOCK_ROWS", 7)
+    file = TableFile(TierDirectory(tmp_path), "t", ROWS, KINDS)
+    generator = torch.Generator().manual_seed(1)
+    for rows in file.rows.values():
+        rows.copy_(torch.rand(rows.shape, generator=generator))
+    stored = [rows.clone() for rows in file.rows.values()]
+    newest = [rows.clone() for rows in stored]
+    everything = np.arange(ROWS)
+    for _ in range(3):
+        changed = torch.randperm(ROWS, generator=generator)[:900]
+        values = [torch.rand(900, *part.shape[1:], generator=generator).to(part) for part in stored]
+        for part, value in zip(newest, values, strict=True):
+            part[changed] = value
+        file.keep(changed.numpy(), [row_items(value) for value in values], np.arange(900))
+        assert all(map(torch.equal, read(file, everything), newest))
+        # A checkpoint may be written from these.
+        assert all(map(torch.equal, file.rows.values(), stored))
+    file.merge()
+    assert all(map(torch.equal, file.rows.values(), newest))
+    assert all(map(torch.equal, read(file, everything), newest))
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    directory = TierDirectory(tmp_path)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RankError, match=r"no room for 0\.00 GiB more .*No space left"):
+        TableFile(directory, "t", ROWS, KINDS)
+    with pytest.raises(ValueError, match=r"disk_path=/proc/1/x cannot be written: "):
+        TierDirectory(type(tmp_path)("/proc/1/x"))
+
+
+def test_directories_of_killed_runs_are_removed_and_those_of_others_stay(tmp_path):
+    other = TierDirectory(tmp_path)
+    killed = tmp_path / ".tables.partial-0123abcd"
+    killed.mkdir()
+    (killed / "t_weight").write_bytes(b"rows")
+    own = TierDirectory(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {own.path.name, other.path.name}
+    del own, other
+    assert not list(tmp_path.iterdir())
