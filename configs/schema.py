@@ -1166,7 +1166,7 @@ class Config:
         "of their days, from where it is",
         path=True,
     )
-    watch: float | None = option(
+    watch_days: float | None = option(
         None, "seconds between looks for further directories of days; null: end after the last one"
     )
     output: str | None = option(
@@ -1233,8 +1233,8 @@ class Config:
             f"days is of mode=train, not mode={self.mode.value}; leave it out",
         )
         require(
-            self.watch is None or (bool(self.days) and self.watch > 0),
-            f"watch={self.watch}: seconds above 0, with days; set both, or leave it out",
+            self.watch_days is None or (bool(self.days) and self.watch_days > 0),
+            f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out",
         )
         if self.stage is None or self.mode is not Mode.train:
             return

@@ -27,7 +27,7 @@ from nn.multirun import JOBS, STOPPING
 
 KILLED = 128
 """Exit codes above are this and the number of a signal."""
-OWN_OPTIONS = ("days", "watch", "stage", "data.path")
+OWN_OPTIONS = ("days", "watch_days", "stage", "data.path")
 """Options that the command of a single day has with other values."""
 
 
@@ -66,14 +66,14 @@ def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None
     has_begun, is_complete = latest is not None, False
     while True:
         chain = days_to_train(find_days(composed.days), latest, is_complete=is_complete)
-        if composed.watch is None:
+        if composed.watch_days is None:
             _refuse_unreached(chain, composed.days)
         for day in chain.ahead:
             _train(composed, day, work, stage=StageName.next.value if has_begun else None)
             latest, has_begun, is_complete = day.lineage.identity, True, True
-        if composed.watch is None:
+        if composed.watch_days is None:
             return
-        _wait(composed.watch)
+        _wait(composed.watch_days)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _train(
 ) -> None:
     """Train a day in a process of its own."""
     own = deepcopy(composed)
-    own.days, own.watch, own.stage, own.data.path = [], None, stage, day.path
+    own.days, own.watch_days, own.stage, own.data.path = [], None, stage, day.path
     written = [text for text in sys.argv[1:] if text.lstrip("+").split("=")[0] not in OWN_OPTIONS]
     written += [f"data.path={day.path}", *([] if stage is None else [f"stage={stage}"])]
     print(on_one_line(f"day {day.lineage.day}: {day.path}"), flush=True)

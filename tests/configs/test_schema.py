@@ -26,6 +26,7 @@ from configs.schema import (
     SchedulerConfig,
     ShardingConfig,
     ShardingType,
+    StageName,
     SyntheticConfig,
     TaskConfig,
     Tier,
@@ -231,6 +232,10 @@ REFUSED = [
     (ShardingConfig, {"tiers": [Tier.host]},
      "sharding.tiers=['host'] must name device; {cat_0: {tier: host}} in sharding.tables puts a table into host memory"),
     (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
+    (Config, {"days": ["data/*"]}, "days names the datasets of several stages; set stage=next, and leave data.path out"),
+    (Config, {"days": ["data/*"], "stage": StageName.next, "mode": Mode.eval},
+     "days is of mode=train, not mode=eval; leave it out"),
+    (Config, {"watch_days": 5.0}, "watch_days=5.0: want seconds above 0, and days; set both, or leave it out"),
 ]
 # fmt: on
 
@@ -239,6 +244,10 @@ def made(section: type, options: dict):
     """Make a section with the nested sections that Hydra would fill in."""
     nested = {
         DataConfig: {"synthetic": SyntheticConfig(), "multi_hot": MultiHotConfig()},
+        # What lies in no section is checked before other sections are read.
+        Config: {
+            "data": DataConfig(synthetic=SyntheticConfig(**SYNTHETIC), multi_hot=MultiHotConfig())
+        },
     }
     return section(**(nested.get(section, {}) | options))
 
@@ -378,7 +387,7 @@ def test_every_option_is_read():
     """Every field is read outside the schema."""
     read = {
         node.attr
-        for folder in ("nn", "preproc", "configs/preproc_schema.py", "main.py")
+        for folder in ("dataloading", "nn", "preproc", "configs/preproc_schema.py", "main.py")
         for path in ([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)

@@ -273,7 +273,7 @@ def test_days_of_a_pattern_are_trained_in_their_order(days, uninterrupted, tmp_p
             os.kill(os.getpid(), signal.SIGTERM)
 
     with patch("nn.days.time.sleep", stop_when_all_are_trained):
-        ended = run_command(*options, "watch=0.1")
+        ended = run_command(*options, "watch_days=0.1")
     assert (ended.exit_code, ended.err) == (
         75,
         "stopped by SIGTERM while waiting for the next day; the same command resumes\n",
