@@ -35,8 +35,9 @@ def main() -> None:
         _measure("known keys, all alike", pool, maps, known, options.batch, 10_000)
         skewed = np.take_along_axis(drawn, _power_law(rng, drawn.shape), 1)
         _measure("known keys, power law 1.05", pool, maps, skewed, options.batch, 20_000)
+        few = max(options.keys // 10, 2 * options.batch)
         for evict in (Evict.age, Evict.count):
-            maps = [KeyMap("t", options.keys // 10, DynamicConfig(evict=evict)) for _ in maps]
+            maps = [KeyMap("t", few, DynamicConfig(evict=evict)) for _ in maps]
             name = f"new keys, each evicts one by {evict.value}"
             _measure(name, pool, maps, drawn, options.batch, 0)
         maps = [KeyMap("t", options.keys + 1, DynamicConfig(admit_after=2)) for _ in maps]
