@@ -91,6 +91,14 @@ class Amp(Enum):
     fp16 = "fp16"
 
 
+class Fp8(Enum):
+    """Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
+
+    off = "off"
+    partial = "partial"
+    full = "full"
+
+
 class TableDtype(Enum):
     """Storage dtype of table weights."""
 
@@ -613,6 +621,11 @@ class TrainConfig:
     amp: Amp = option(Amp.off, "precision of the dense component: off (fp32), bf16 or fp16")
     loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only")
     tf32: bool = option(True, "let fp32 matrix products use TF32 on GPUs that have it")
+    fp8: Fp8 = option(
+        Fp8.off,
+        "products of DCNv2's cross layers and first top layer in 8 bits, in training with amp=bf16: off, partial (gradients "
+        "of weights stay in 16 bits), or full",
+    )
     compile: bool = option(False, "torch.compile the dense component")
     capture: bool = option(True, "capture the step as a CUDA graph, on GPUs")
     freeze: list[Component] = option([], "components that keep their weights: dense or tables")
@@ -639,6 +652,16 @@ class TrainConfig:
             f"train.max_steps must be positive or null, got {self.max_steps}",
         )
         require(self.loss_scale > 0, f"train.loss_scale must be positive, got {self.loss_scale}")
+        require(
+            self.fp8 is Fp8.off or self.amp is Amp.bf16,
+            f"train.fp8={self.fp8.value} needs train.amp=bf16 for all other operations, got train.amp={self.amp.value}; set "
+            "train.amp=bf16, or train.fp8=off",
+        )
+        require(
+            self.fp8 is Fp8.off or Component.dense not in self.freeze,
+            f"train.fp8={self.fp8.value} trains wide layers of the dense component in 8 bits, and train.freeze keeps them as "
+            "they are; set train.fp8=off, or train it",
+        )
         require(
             not set(Component) <= set(self.freeze),
             "train.freeze names both components, so nothing would be trained; freeze one, or set mode=eval",

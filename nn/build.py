@@ -9,7 +9,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import shown
-from configs.schema import MOST_SAMPLES, Amp, Component, Config, Device, Mode
+from configs.schema import MOST_SAMPLES, Amp, Component, Config, Device, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
@@ -25,8 +25,9 @@ from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
 from nn.layers.initialization import initialise_dense
-from nn.models.registry import build_dense, declared_tables
+from nn.models.registry import build_dense, build_meta, declared_tables
 from nn.models.tasks import tasks_of_run
+from nn.ops.fp8 import MULTIPLE
 from nn.sharding.host_tables import staged_bytes, with_expected_fetches
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.planner import plan_tables
@@ -45,6 +46,8 @@ GIB = 2**30
 MAX_ELEMENTS = 2**58
 """Elements of a table; torch counts its bytes, with those of its optimizer state, in 64 bits."""
 TRAIN_SPLIT = "train"
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which tensor cores multiply in 8 bits: Ada and Hopper."""
 
 
 def open_source(config: Config) -> Source:
@@ -109,6 +112,47 @@ def check_optimizers(config: Config) -> None:
     if (planned_hardware(config).device_type if is_plan else device_type(config)) == "cuda":
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
+        )
+
+
+def check_fp8(config: Config, spec: FeatureSpec) -> None:
+    """Refuse `train.fp8` where it cannot work.
+
+    Args:
+        config: the complete run.
+        spec: feature spec of the dataset.
+
+    Raises:
+        ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
+    """
+    fp8 = config.train.fp8.value
+    if config.train.fp8 is Fp8.off:
+        return
+    if config.mode is not Mode.plan and device_type(config) == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < FP8_CAPABILITY:
+            raise ValueError(
+                f"train.fp8={fp8} needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))}, such as an H100, "
+                f"and {torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}; set train.fp8=off"
+            )
+    model = build_meta(config.model, spec)
+    layers = model.fp8_layers()
+    if not layers:
+        raise ValueError(
+            f"train.fp8={fp8} is for models with wide layers, and model.name={config.model.name} names none; set "
+            "train.fp8=off, or model.name=dcnv2"
+        )
+    names = {id(layer): name for name, layer in model.named_modules()}
+    misfits = [
+        f"{names[id(linear)]} of {linear.in_features:,} inputs and {linear.out_features:,} outputs"
+        for layer in layers
+        for linear in layer.fp8_products()
+        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE
+    ]
+    if misfits:
+        raise ValueError(
+            f"train.fp8={fp8} needs inputs and outputs that are multiples of {MULTIPLE}, got {misfits[0]}; change "
+            "model.embedding_dim or the widths of the layers, or set train.fp8=off"
         )
 
 
@@ -324,6 +368,9 @@ def build_step(
     tables = _build_tables(config, source, plan, ranks)
     dense = build_dense(config.model, model_spec(config, source), config.seed)
     initialise_dense(dense, config.seed)
+    if config.train.fp8 is not Fp8.off:
+        for layer in dense.fp8_layers():
+            layer.use_fp8(weight_gradients=config.train.fp8 is Fp8.full)
     tasks = tasks_of_run(config, source.spec)
     return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks, key_maps)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from configs.schema import Amp, Config
+from configs.schema import Amp, Config, Fp8
 from dataloading.dataset.durable_files import AppendedFile
 
 MLPERF_LOG = "mlperf.log"
@@ -86,6 +86,8 @@ def settings_of(
 
 def _precision(config: Config, on_gpu: bool) -> str:
     """Return mllog's name of the least precise format of the dense component's matrix products."""
+    if config.train.fp8 is not Fp8.off:
+        return "fp8"
     if config.train.amp is not Amp.off:
         return {Amp.bf16: "bfloat16", Amp.fp16: "fp16"}[config.train.amp]
     return "tf32" if config.train.tf32 and on_gpu else "fp32"

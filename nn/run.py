@@ -25,6 +25,7 @@ from nn.build import (
     build_plan,
     build_step,
     build_test_loader,
+    check_fp8,
     check_optimizers,
     check_raw_keys,
     device_type,
@@ -177,6 +178,7 @@ def open_checked(config: Config) -> Source:
     check_model(config.model, source.spec)
     check_optimizers(config)
     check_raw_keys(config, source.spec)
+    check_fp8(config, source.spec)
     tasks_of_run(config, source.spec)
     return source
 

@@ -1,15 +1,23 @@
 """Selection of the tensors that a run loads from a checkpoint, and checks of their shapes and of the dataset."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from configs.schema import Component
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 
+if TYPE_CHECKING:
+    import torch
+
 AVERAGE = "dense_ema."
 """Prefix of the average of a weight of the dense component."""
+LAYER_STATE = "dense_state."
+"""Prefix of the state of layers that only training needs: the scales of `train.fp8`."""
 
 
 def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
@@ -77,6 +85,39 @@ def match_average(
     return tensors, None
 
 
+def match_options(
+    stored: Mapping[str, StoredTensor], shapes: Mapping[str, torch.Size]
+) -> tuple[dict[str, StoredTensor], dict[str, torch.Size], str | None]:
+    """Return what to load if checkpoint and run differ in `train.ema_decay` or `train.fp8`.
+
+    An average is matched by `match_average`. A run that begins to multiply in 8 bits begins with new scales, and one that
+    ends it leaves them out.
+
+    Args:
+        stored: tensors of the components that are loaded.
+        shapes: shapes in the run by name.
+
+    Returns:
+        Both without what is left out, and a note for the user if there is something.
+    """
+    tensors, note = match_average(stored, shapes)
+    notes = [] if note is None else [note]
+    in_file = {name for name in tensors if name.startswith(LAYER_STATE)}
+    in_run = {name for name in shapes if name.startswith(LAYER_STATE)}
+    left_out = set() if in_file and in_run else in_file | in_run
+    if left_out:
+        notes.append(
+            "has scales of 8-bit products, which train.fp8=off leaves out"
+            if in_file
+            else "was trained without train.fp8: its scales begin from the first step"
+        )
+    return (
+        {name: tensor for name, tensor in tensors.items() if name not in left_out},
+        {name: size for name, size in shapes.items() if name not in left_out},
+        "; it ".join(notes) or None,
+    )
+
+
 def component_of(name: str) -> Component | None:
     """Return the component of a tensor; None for tensors of the training loop."""
     kind = name.partition(".")[0]
@@ -86,6 +127,7 @@ def component_of(name: str) -> Component | None:
         "dense": Component.dense,
         "dense_ema": Component.dense,
         "dense_optimizer": Component.dense,
+        "dense_state": Component.dense,
     }.get(kind)
 
 

@@ -1,8 +1,9 @@
 """Content of a checkpoint, and its restore into both components and their optimizers with any sharding.
 
 Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
-`dense.<buffer>`, `dense_ema.<parameter>` (with `train.ema_decay`), `dense_optimizer.<parameter>.<state>`. A table may
-therefore be sharded differently, or replicated, when it is restored. `trainer.<name>` is state of the training loop.
+`dense.<buffer>`, `dense_ema.<parameter>` (with `train.ema_decay`), `dense_optimizer.<parameter>.<state>`,
+`dense_state.<layer>.<state>` (with `train.fp8`). A table may therefore be sharded differently, or replicated, when it is
+restored. `trainer.<name>` is state of the training loop.
 
 No generator has state to save. Initial weights, the order of rows and synthetic clicks are functions of the seed and of
 counters, and the schedule is a function of the step. The loader's position is the step.
@@ -27,7 +28,7 @@ from nn.checkpoint.compatibility import (
     component_of,
     differences,
     feature_mismatch,
-    match_average,
+    match_options,
     open_index,
     remedy,
     select_tensors,
@@ -214,7 +215,7 @@ def restore(
         is_own: whether the checkpoint is the run's own, which no option names.
 
     Returns:
-        What the user should know about the average of the dense component (`match_average`), or None.
+        What the user should know about the dense component's average and layers (`match_options`), or None.
 
     Raises:
         ValueError: the tensors are not those of this model or cannot be read; raised on all ranks.
@@ -230,9 +231,9 @@ def restore(
     wanted = step.state_dict(with_optimizer=with_optimizer)
     # `state_dict` lacks tables without a shard on this rank, but all ranks must raise the same errors.
     shapes = step.state_shapes(with_optimizer=with_optimizer)
-    wanted = {name: value for name, value in wanted.items() if component_of(name) in components}
     shapes = {name: size for name, size in shapes.items() if component_of(name) in components}
-    tensors, note = match_average(tensors, shapes)
+    tensors, shapes, note = match_options(tensors, shapes)
+    wanted = {name: value for name, value in wanted.items() if name in shapes}
     stored = {name: tensor.size for name, tensor in tensors.items()}
     differing = differences(stored, shapes, grow=grow)
     if differing:

@@ -76,6 +76,14 @@ class Ranks:
             dist.all_reduce(tensor, group=channel)
         return tensor
 
+    def all_reduce_max(
+        self, tensor: torch.Tensor, channel: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """All-reduce in place with the maximum, on the default communicator or that of `open_channel`."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=channel)
+        return tensor
+
     def broadcast_object(self, value: Any) -> Any:
         """Broadcast a picklable value from rank 0."""
         if self.world_size == 1:

@@ -39,7 +39,7 @@ class BatchNorm(PassLayer):
     running_mean: Tensor
     running_var: Tensor
     _latest: Tensor
-    sums_over_ranks = True
+    reduces_over_ranks = True
 
     def __init__(
         self, columns: int, eps: float = 1e-5, momentum: float = 0.1, *, affine: bool = True

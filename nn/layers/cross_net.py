@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from nn.layers.fp8 import Fp8CrossNet
 from nn.layers.initialization import truncated_normal_
 from nn.ops.fused_linear import as_autocast, can_fuse
 
@@ -48,15 +49,34 @@ class CrossNet(nn.Module):
         width: C, columns of the input and the output.
         num_layers: number of layers; the output contains products of up to `num_layers + 1` features.
         projection_dim: rank of every layer's weight; None for full rank.
+
+    Attributes:
+        fp8: the cross layers in 8 bits, or None; see `use_fp8`.
     """
 
     def __init__(self, width: int, num_layers: int, projection_dim: int | None) -> None:
         super().__init__()
         layers = nn.ModuleList(CrossLayer(width, projection_dim) for _ in range(num_layers))
         self.layers = cast(Sequence[CrossLayer], layers)
+        self.fp8: Fp8CrossNet | None = None
+
+    def use_fp8(self, *, weight_gradients: bool) -> None:
+        """Compute all products in 8 bits in training, gradients of weights too or in 16 bits."""
+        self.fp8 = Fp8CrossNet(
+            len(self.layers),
+            low_rank=self.layers[0].down is not None,
+            weight_gradients=weight_gradients,
+        )
+
+    def fp8_products(self) -> list[nn.Linear]:
+        """Return the linear layers of all cross layers."""
+        pairs = ((layer.down, layer.up) for layer in self.layers)
+        return [linear for pair in pairs for linear in pair if linear is not None]
 
     def forward(self, x0: Tensor) -> Tensor:
         """Map [B, C] to [B, C]."""
+        if self.fp8 is not None and self.training:
+            return self._forward_fp8(x0, self.fp8)
         if can_fuse(x0, self.layers[0].up.weight):
             return self._forward_fused(as_autocast(x0))
         return self.forward_plain(x0)
@@ -73,8 +93,15 @@ class CrossNet(nn.Module):
         # Only CUDA builds of torch include Triton.
         from nn.ops.triton.cross_net import fused_cross
 
-        return fused_cross(
-            x0,
+        return fused_cross(x0, *self._parameters_by_kind())
+
+    @torch.compiler.disable
+    def _forward_fp8(self, x0: Tensor, fp8: Fp8CrossNet) -> Tensor:
+        return fp8(x0, *self._parameters_by_kind())
+
+    def _parameters_by_kind(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the first weights of low-rank layers, the last weights, and the biases."""
+        return (
             [layer.down.weight for layer in self.layers if layer.down is not None],
             [layer.up.weight for layer in self.layers],
             [layer.up.bias for layer in self.layers],

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from configs.schema import require_rate
 from nn.layers.batch_norm import BatchNorm
 from nn.layers.dropout import Dropout
+from nn.layers.fp8 import Fp8Linear
 from nn.layers.initialization import initialise_linear_
 from nn.ops.fused_linear import as_autocast, can_fuse
 
@@ -37,6 +38,7 @@ class MLP(nn.Module):
 
     Attributes:
         kept_columns: columns that the backward pass keeps beside the inputs of linear layers and normalizations.
+        fp8: product of the first layer in 8 bits, or None; see `use_fp8`.
 
     Raises:
         ValueError: `dropout` is below 0, or 1 or more.
@@ -66,6 +68,7 @@ class MLP(nn.Module):
         self.norms = cast(Sequence[BatchNorm], norms)
         # ReLU keeps its output. Dropout, which is a layer of its own after a normalization, has another.
         self.kept_columns = sum(normalised) if dropout else 0
+        self.fp8: Fp8Linear | None = None
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -73,34 +76,65 @@ class MLP(nn.Module):
         for layer in self.layers:
             initialise_linear_(layer, generator)
 
+    def use_fp8(self, *, weight_gradients: bool) -> None:
+        """Compute the first layer's products in 8 bits in training, its weight's gradient too or in 16 bits.
+
+        Only the first: the others are too narrow to gain more time than the rounding takes.
+        """
+        self.fp8 = Fp8Linear(weight_gradients=weight_gradients)
+
+    def fp8_products(self) -> list[nn.Linear]:
+        """Return the first layer."""
+        return [self.layers[0]]
+
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, ..., num_inputs] to [B, ..., widths[-1]]; the first dimension is the rows of this rank."""
-        if not self.norms and can_fuse(x, self.layers[0].weight):
-            return self._forward_fused(as_autocast(x))
-        return self.forward_plain(x)
+        if self.fp8 is not None and self.training:
+            first = self._forward_fp8(self._pad(x), self.fp8)
+            return self._rest(self._activate(first, 0), 1)
+        return self._rest(x, 0)
 
     def forward_plain(self, x: Tensor) -> Tensor:
         """Compute `forward` with unfused PyTorch operations, on any device."""
-        x = self._pad(x)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            x = layer(x)
-            if index < last or self.final_activation:
-                x = torch.relu(self.norms[index](x) if self.norms else x)
-                if self.dropouts:
-                    x = self.dropouts[index](x)
+        return self._rest_plain(x, 0)
+
+    def _rest(self, x: Tensor, start: int) -> Tensor:
+        """Compute the layers from `start` on."""
+        layers = self.layers[start:]
+        if layers and not self.norms and can_fuse(x, layers[0].weight):
+            return self._forward_fused(as_autocast(x), start)
+        return self._rest_plain(x, start)
+
+    def _rest_plain(self, x: Tensor, start: int) -> Tensor:
+        x = x if start else self._pad(x)
+        for index in range(start, len(self.layers)):
+            x = self._activate(self.layers[index](x), index)
         return x
 
+    def _activate(self, x: Tensor, index: int) -> Tensor:
+        """Apply what follows the linear layer `index`."""
+        if index == len(self.layers) - 1 and not self.final_activation:
+            return x
+        x = torch.relu(self.norms[index](x) if self.norms else x)
+        return self.dropouts[index](x) if self.dropouts else x
+
     @torch.compiler.disable
-    def _forward_fused(self, x: Tensor) -> Tensor:
+    def _forward_fp8(self, x: Tensor, fp8: Fp8Linear) -> Tensor:
+        first = self.layers[0]
+        out = fp8(x.flatten(0, -2), first.weight, first.bias)
+        return out.view(*x.shape[:-1], out.shape[1])
+
+    @torch.compiler.disable
+    def _forward_fused(self, x: Tensor, start: int = 0) -> Tensor:
         # Only CUDA builds of torch include Triton.
         from nn.ops.triton.mlp import fused_mlp
 
-        masks = [dropout.mask for dropout in self.dropouts]
+        masks = [dropout.mask for dropout in self.dropouts[start:]]
+        layers = self.layers[start:]
         return fused_mlp(
-            self._pad(x),
-            [layer.weight for layer in self.layers],
-            [layer.bias for layer in self.layers],
+            x if start else self._pad(x),
+            [layer.weight for layer in layers],
+            [layer.bias for layer in layers],
             final_activation=self.final_activation,
             masks=[mask for mask in masks if mask is not None],
         )

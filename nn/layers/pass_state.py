@@ -1,4 +1,4 @@
-"""Numbers of a training pass that layers need: the step, the rows of this rank in the global batch, and sums over ranks.
+"""Numbers of a training pass that layers need: the step, the rows of this rank in the global batch, sums over ranks.
 
 They change from step to step, so they are in device memory, where each replay of a CUDA graph reads them. A Python number
 would be captured once and repeated.
@@ -20,6 +20,7 @@ class PassState:
         device: of the layers.
         rank: of this process.
         all_reduce_sum: sums a tensor over ranks in place and returns it; the identity for one rank.
+        all_reduce_max: the same with the largest value of each element.
 
     Attributes:
         step: number of earlier updates, int64 [1].
@@ -34,9 +35,11 @@ class PassState:
         device: torch.device,
         rank: int = 0,
         all_reduce_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        all_reduce_max: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self.seed = seed
         self.all_reduce_sum = all_reduce_sum
+        self.all_reduce_max = all_reduce_max
         self._rank = rank
         numbers = torch.zeros(4, dtype=torch.int64, device=device)
         self.step, self.first_row, self.num_valid, self.global_valid = numbers.split(1)
@@ -65,10 +68,10 @@ class PassLayer(nn.Module):
     Its persistent buffers are part of checkpoints. Only `update` may change them: a pass may be repeated, or not be applied.
 
     Attributes:
-        sums_over_ranks: whether a pass sums over ranks.
+        reduces_over_ranks: whether a pass or `update` sums over ranks, or takes the largest value.
     """
 
-    sums_over_ranks = False
+    reduces_over_ranks = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +88,10 @@ class PassLayer(nn.Module):
 
     def update(self) -> None:
         """Queue the change of the layer's buffers by the latest pass, which is applied."""
+
+    def training_state(self) -> dict[str, Tensor]:
+        """Return further buffers of checkpoints by name: they are state of the training, which evaluation does not need."""
+        return {}
 
     @property
     def pass_state(self) -> PassState:

@@ -13,7 +13,7 @@ from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, Fp8Layer, Model
 from nn.models.options import CrossConfig, CrossStructure, DCNv2Options
 
 if TYPE_CHECKING:
@@ -110,6 +110,10 @@ class DCNv2(Model):
             forward_columns=max(before for before, _ in layers),  # the product, before it is added
             reread_columns=reread,
         )
+
+    def fp8_layers(self) -> list[Fp8Layer]:
+        """Return the cross network and the MLP that reads it, or that stands beside it."""
+        return [self.cross, self.top if self.deep is None else self.deep]
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""

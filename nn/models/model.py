@@ -6,8 +6,9 @@ checkpoints and export read the declaration, and know no model by name. docs/add
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -38,6 +39,16 @@ class Activations:
     forward_columns: int = 0
     reread_columns: int = 0
     products: dict[str, int] = field(default_factory=dict)
+
+
+class Fp8Layer(Protocol):
+    """Layer that can compute its matrix products in 8 bits in training (`train.fp8`)."""
+
+    def use_fp8(self, *, weight_gradients: bool) -> None:
+        """Compute the products in 8 bits, gradients of weights too or in 16 bits."""
+
+    def fp8_products(self) -> list[nn.Linear]:
+        """Return the linear layers whose products these are."""
 
 
 class Model(nn.Module):
@@ -81,6 +92,10 @@ class Model(nn.Module):
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         raise NotImplementedError
+
+    def fp8_layers(self) -> Sequence[Fp8Layer]:
+        """Return the layers with products that are wide enough to gain from 8 bits (`train.fp8`)."""
+        return []
 
     def linear_layers(self) -> list[tuple[int, int]]:
         """Return (inputs, outputs) of every linear layer, in the order of registration."""

@@ -28,4 +28,6 @@ def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute grad^T x, [columns of grad, columns of x]; float32 results are not rounded to a narrower dtype."""
     if dtype is grad.dtype:
         return grad.t() @ x
+    if not grad.is_cuda:
+        return grad.t().to(dtype) @ x.to(dtype)
     return torch.mm(grad.t(), x, out_dtype=dtype)

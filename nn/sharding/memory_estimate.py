@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from configs.schema import Amp, Config
+from configs.schema import Amp, Config, Fp8
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import embedding_columns, id_counts
 from nn.embedding.multi_hot import MultiHot
@@ -450,6 +450,9 @@ def _dense_pass(config: Config, model: Model, column_bytes: int, local: int, is_
     saved += model.columns_kept_by_layers()
     # Of one layer's output and of its input.
     gradients = max((2 * max(layer) for layer in layers), default=0)
+    if config.train.fp8 is not Fp8.off:
+        # Copies in 8 bits by rows and by columns.
+        gradients += max(map(max, layers), default=0)
     reread = model.activations().reread_columns
     if is_alone and layers and reread == layers[0][0]:
         # The first layer reads the embeddings, and nothing else, where they were looked up.

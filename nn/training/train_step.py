@@ -71,10 +71,13 @@ def _pass_state(dense: Model, seed: int, ranks: Ranks) -> PassState:
 
     The loss is summed beside them, behind the sort of the ids, for which they need not wait.
     """
-    if not any(isinstance(layer, PassLayer) and layer.sums_over_ranks for layer in dense.modules()):
+    if not any(
+        isinstance(layer, PassLayer) and layer.reduces_over_ranks for layer in dense.modules()
+    ):
         return PassState(seed, ranks.device, ranks.rank)
-    sum_over_ranks = partial(ranks.all_reduce_sum, channel=open_channel(ranks, "layers"))
-    return PassState(seed, ranks.device, ranks.rank, sum_over_ranks)
+    channel = open_channel(ranks, "layers")
+    reductions = (partial(f, channel=channel) for f in (ranks.all_reduce_sum, ranks.all_reduce_max))
+    return PassState(seed, ranks.device, ranks.rank, *reductions)
 
 
 class TrainStep:
@@ -203,7 +206,7 @@ class TrainStep:
 
         Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
         `dense.<buffer>`, `dense_ema.<parameter>` if there is an average,
-        `dense_optimizer.<parameter>.<state>`.
+        `dense_optimizer.<parameter>.<state>`, `dense_state.<layer>.<state>`.
         """
         state = {f"tables.{name}": value for name, value in self.tables.weights().items()}
         state |= self.dense_weights()
@@ -215,6 +218,10 @@ class TrainStep:
             for key, value in self.dense_optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
                     state[f"dense_optimizer.{name}.{key}"] = value
+        for name, layer in self.dense.named_modules():
+            if isinstance(layer, PassLayer):
+                of_layer = layer.training_state().items()
+                state |= {f"dense_state.{name}.{key}": value for key, value in of_layer}
         return state
 
     def _keys(self, *, with_counts: bool) -> dict[str, Tensor]:

@@ -10,12 +10,14 @@ import pytest
 
 from configs.preproc_schema import PreprocConfig, StreamConfig
 from configs.schema import (
+    Amp,
     CheckpointConfig,
     Component,
     Config,
     DataConfig,
     DecayShape,
     EvalConfig,
+    Fp8,
     InferenceConfig,
     LogConfig,
     Mode,
@@ -161,6 +163,12 @@ REFUSED = [
      "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too"),
     (SchedulerConfig, {"decay": DecayShape.cosine, "decay_start_step": 5, "decay_steps": 5, "decay_power": 1.0},
      "scheduler.decay_power=1.0 is of scheduler.decay=polynomial, and cosine would ignore it; leave it out"),
+    (TrainConfig, {"fp8": Fp8.full},
+     "train.fp8=full needs train.amp=bf16 for all other operations, got train.amp=off; set train.amp=bf16, or "
+     "train.fp8=off"),
+    (TrainConfig, {"fp8": Fp8.partial, "amp": Amp.bf16, "freeze": [Component.dense]},
+     "train.fp8=partial trains wide layers of the dense component in 8 bits, and train.freeze keeps them as they are; set "
+     "train.fp8=off, or train it"),
     (TrainConfig, {"batch_size": 0}, "train.batch_size must be positive, got 0"),
     (TrainConfig, {"epochs": 0}, "train.epochs must be positive, got 0"),
     (TrainConfig, {"max_steps": 0}, "train.max_steps must be positive or null, got 0"),

@@ -67,7 +67,8 @@ ROOMS = {
     "nn.distributed": set(),
     "nn.ops": set(),
     "nn.ops.triton": {"nn.ops"},
-    "nn.layers": {"nn.ops", "nn.ops.triton"},
+    "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},
+    "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
     "nn.user_objects": set(),
     "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
     "nn.layers.interactions": {"nn.layers"},
@@ -135,6 +136,7 @@ ROOMS = {
     "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
     "nn.build": {
         "nn.checkpoint",
+        "nn.ops",
         "nn.distributed",
         "nn.embedding",
         "nn.layers",

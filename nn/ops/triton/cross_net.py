@@ -155,21 +155,44 @@ def _cross_backward(
         row = first + block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
         inside = (row < num_rows) & (column < columns)
         offset = row * columns + column
-        grad_out = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
-        grad_x0 = tl.zeros((BLOCK_B, BLOCK_C), tl.float32)
-        for above in tl.static_range(NUM_LAYERS - 1, INDEX, -1):
-            if INDEX == 0:
-                u = tl.load(factors + above * layer + offset, mask=inside, other=0.0)
-                grad_x0 += grad_out * u.to(tl.float32)
-            product = tl.load(products + (above - 1) * layer + offset, mask=inside, other=0.0)
-            grad_out += product.to(tl.float32)
-        grad_u = grad_out * tl.load(x0 + offset, mask=inside, other=0.0).to(tl.float32)
+        grad_u, grad_x0 = layer_gradients(
+            grad, products, x0, factors, offset, inside, layer, INDEX, NUM_LAYERS
+        )
         tl.store(grad_factor + offset, grad_u.to(grad_factor.dtype.element_ty), mask=inside)
         total += grad_u
         if INDEX == 0:
-            # x of the first layer is x0, so the gradient of the residual term is part of x0's.
-            u = tl.load(factors + offset, mask=inside, other=0.0).to(tl.float32)
-            grad_x0 += grad_out * (u + 1)
             tl.store(products + offset, grad_x0.to(products.dtype.element_ty), mask=inside)
     partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < columns)
+
+
+@triton.jit
+def layer_gradients(
+    grad,
+    products,
+    x0,
+    factors,
+    offset,
+    inside,
+    layer,
+    INDEX: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+):
+    """Return the gradient of u in layer `INDEX` and, in the first layer, that of x0 without the term through the weights.
+
+    `offset` and `inside` are those of the elements in a [B, C] matrix, `layer` the elements of one.
+    """
+    grad_out = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    grad_x0 = tl.zeros_like(grad_out)
+    for above in tl.static_range(NUM_LAYERS - 1, INDEX, -1):
+        if INDEX == 0:
+            u = tl.load(factors + above * layer + offset, mask=inside, other=0.0)
+            grad_x0 += grad_out * u.to(tl.float32)
+        product = tl.load(products + (above - 1) * layer + offset, mask=inside, other=0.0)
+        grad_out += product.to(tl.float32)
+    grad_u = grad_out * tl.load(x0 + offset, mask=inside, other=0.0).to(tl.float32)
+    if INDEX == 0:
+        # x of the first layer is x0, so the gradient of the residual term is part of x0's.
+        u = tl.load(factors + offset, mask=inside, other=0.0).to(tl.float32)
+        grad_x0 += grad_out * (u + 1)
+    return grad_u, grad_x0

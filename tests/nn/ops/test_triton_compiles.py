@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,6 +24,9 @@ SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names}
     **dict.fromkeys(["listed_rows", "listed_columns", "slot_rows"], "*i32"),
     **dict.fromkeys(["eps", "beta1", "rest1", "beta2", "rest2"], "fp32"),
     "masked": "*bf16",
+    # Of 8-bit products; the sizes of a matrix are multiples of 16, which makes wide loads and stores.
+    **dict.fromkeys(["x", "factor_of_x0", "wide"], "*bf16"),
+    **{"words": "*i32", "latest": "*fp32"},
 }
 
 
@@ -36,7 +40,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 47
+    assert done.stdout.count("compiled") == 51
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others.
@@ -145,6 +149,22 @@ def run() -> None:
         pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
         build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
 
+    build_fp8()
+
+
+def build_fp8() -> None:
+    """Compile the kernels of 8-bit products."""
+    from nn.ops.triton.fp8 import cross_net as fp8_cross_net
+    from nn.ops.triton.fp8 import quantise as fp8
+
+    eight = fp8.BLOCKS | {"LIMIT": 448.0, "num_warps": fp8.NUM_WARPS}
+    sizes = ("num_rows", "num_columns", "x", "x0", "rows", "words", "out")
+    build(fp8._quantise, {"rows": "*fp8e4nv"}, aligned=sizes, **eight)
+    build(fp8_cross_net._add_product, {"rows": "*fp8e4nv"}, aligned=sizes, **eight)
+    for without in ("words", "wide"):
+        kind = {"INDEX": 0, "NUM_LAYERS": 3, without: None}
+        build(fp8_cross_net._cross_backward, {"rows": "*fp8e5"}, aligned=sizes, **eight, **kind)
+
 
 def build_mapping(ids: str) -> None:
     """Compile the kernels of `nn.tiers.slot_kernels`."""
@@ -167,7 +187,9 @@ def build_mapping(ids: str) -> None:
         build(kernels._list_found, pointers, PROGRAMS=3000, ALL=4096, **block)
 
 
-def build(kernel, dtypes: dict[str, str], num_warps: int = 4, **constants) -> str:
+def build(
+    kernel, dtypes: dict[str, str], num_warps: int = 4, aligned: Sequence[str] = (), **constants
+) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -180,6 +202,11 @@ def build(kernel, dtypes: dict[str, str], num_warps: int = 4, **constants) -> st
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in aligned
+            if name in names and name not in constants
+        },
     )
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     print("compiled", kernel.__name__)

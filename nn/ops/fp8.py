@@ -1,0 +1,167 @@
+"""FP8 matrices with power-of-two scales, and their products, in plain torch; `nn.ops.triton.fp8` has the kernels of GPUs.
+
+A matrix is stored as values * scale in 8 bits, by rows and, for some products, transposed too: Hopper's tensor cores read
+both operands of an 8-bit product along the dimension that is summed. A scale is a power of two. It shifts exponents and
+rounds nothing, so a product has the rounding of its operands to 8 bits and no other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# R: rows, C: columns, B: samples, L: layers, K: the dimension that a product sums over, n: matrices
+
+INPUT = torch.float8_e4m3fn
+"""Dtype of inputs and weights: 3 bits of mantissa, up to 448."""
+GRADIENT = torch.float8_e5m2
+"""Dtype of gradients: 2 bits of mantissa, up to 57,344."""
+LARGEST = {INPUT: 448.0, GRADIENT: 57_344.0}
+MULTIPLE = 16
+"""The tensor cores' 8-bit products require rows and columns that are multiples of this."""
+EXPONENT_BITS = 0x7F800000
+SMALLEST = 2.0**-100
+"""Largest values below this one are taken for it, so that no scale becomes infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The scale of a matrix, on its device.
+
+    Attributes:
+        factor: float32 [1], a power of two; stored = value * factor.
+        inverse: 1 / factor.
+        latest: float32 [1], raised to the largest absolute value of the matrix; None if nobody reads it.
+    """
+
+    factor: Tensor
+    inverse: Tensor
+    latest: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A matrix [R, C] in 8 bits.
+
+    Attributes:
+        rows: [R, C], contiguous.
+        inverse: value = stored * inverse, float32 [1].
+        columns: [C, R], contiguous; None if no product needs it.
+    """
+
+    rows: Tensor
+    inverse: Tensor
+    columns: Tensor | None = None
+
+    @property
+    def transposed(self) -> "Fp8Matrix":
+        """The transposed matrix [C, R]; it has no columns of its own."""
+        assert self.columns is not None, "the matrix was quantised without its transposed copy"
+        return Fp8Matrix(self.columns, self.inverse)
+
+
+def scale_factors(largest: Tensor, limits: Tensor) -> Tensor:
+    """Return the largest powers of two with largest * factor <= limit, float32 [n] as both arguments."""
+    ratio = limits / largest.clamp(min=SMALLEST)
+    return ratio.view(torch.int32).bitwise_and(EXPONENT_BITS).view(torch.float32)
+
+
+def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
+    """Round x [R, C] to 8 bits, to the nearest value and at most the largest.
+
+    Args:
+        x: matrix, contiguous.
+        dtype: `INPUT` or `GRADIENT`.
+        scale: of the matrix.
+        transposed: make the transposed copy too.
+    """
+    if scale.latest is not None:
+        scale.latest.copy_(torch.maximum(scale.latest, x.abs().max().float()))
+    # Unlike torch's cast to e5m2, this keeps what is too large finite; NaN stays NaN.
+    limit = LARGEST[dtype]
+    rows = (x.float() * scale.factor).clamp(-limit, limit).to(dtype)
+    return Fp8Matrix(rows, scale.inverse, rows.t().contiguous() if transposed else None)
+
+
+def add_product(
+    x: Tensor, x0: Tensor, factor: Tensor, scale: Scale, *, transposed: bool
+) -> tuple[Tensor, Fp8Matrix]:
+    """Return x + x0 * factor, [B, C], and the same in 8 bits, the input of the next cross layer."""
+    out = torch.addcmul(x, x0, factor)
+    return out, quantise(out, INPUT, scale, transposed=transposed)
+
+
+def cross_backward(
+    index: int,
+    grad: Tensor,
+    products: Tensor,
+    x0: Tensor,
+    factors: Tensor,
+    scale: Scale,
+    *,
+    transposed: bool,
+) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
+    """Compute the gradient of u in layer `index`, x + x0 * u, and in the first layer also the gradient of x0.
+
+    Args:
+        index: index of the layer, from 0.
+        grad: gradient of the last layer's output, [B, C].
+        products: [L - 1 (at least 1), B, C]. The gradient of any other layer's output is the sum of `grad` and
+            `products[index:]`. In the first layer `products[0]` is overwritten by the gradient of x0, without the term
+            through this layer's weights.
+        x0: [B, C].
+        factors: u of every layer, [L, B, C].
+        scale: of the gradient.
+        transposed: make its transposed copy, and no copy in the dtype of x0.
+
+    Returns:
+        The gradient of u, [B, C], in 8 bits; unless `transposed`, the same in the dtype of x0; its sum over the samples,
+        float32 [C].
+    """
+    grad_out = grad.float()
+    grad_x0 = torch.zeros_like(grad_out)
+    for above in range(len(factors) - 1, index, -1):
+        grad_x0 += grad_out * factors[above].float()
+        grad_out = grad_out + products[above - 1].float()
+    grad_u = grad_out * x0.float()
+    if index == 0:
+        products[0] = grad_x0 + grad_out * (factors[0].float() + 1)
+    rounded = grad_u.to(x0.dtype)
+    stored = quantise(rounded, GRADIENT, scale, transposed=transposed)
+    return stored, None if transposed else rounded, grad_u.sum(0)
+
+
+def product(
+    left: Fp8Matrix,
+    right: Fp8Matrix,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    exact: bool = False,
+) -> Tensor:
+    """Compute left [R, K] times the transposed right [C, K], plus a bias [C]; [R, C].
+
+    Args:
+        left: at most one of the two is a gradient.
+        right: the other one.
+        dtype: of the result, as that of the bias.
+        bias: added to every row.
+        out: memory of the result.
+        exact: let a GPU add all products in 32 bits. Its faster sums have 14 bits within 128 products; the sum of a
+            weight's gradient runs over the batch.
+    """
+    if left.rows.is_cuda:
+        return torch._scaled_mm(
+            left.rows,
+            right.rows.t(),
+            scale_a=left.inverse,
+            scale_b=right.inverse,
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=not exact,
+            out=out,
+        )
+    wide = left.rows.float() @ right.rows.float().t() * (left.inverse * right.inverse)
+    result = (wide if bias is None else wide + bias).to(dtype)
+    return result if out is None else out.copy_(result)

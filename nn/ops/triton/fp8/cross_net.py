@@ -1,0 +1,180 @@
+"""Elementwise operations of cross layers in FP8 on a GPU: the matrices of the products are rounded where they are computed.
+
+`nn.ops.fp8` has the same functions in plain torch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, Fp8Matrix, Scale
+from nn.ops.triton.cross_net import layer_gradients
+from nn.ops.triton.fp8.quantise import (
+    BLOCKS,
+    NUM_WARPS,
+    allocate,
+    bits_of_word,
+    grid,
+    store_words,
+    to_fp8,
+)
+
+# B: samples, C: columns of x0, L: layers, P: programs along the samples
+
+
+def add_product(
+    x: Tensor, x0: Tensor, factor: Tensor, scale: Scale, *, transposed: bool
+) -> tuple[Tensor, Fp8Matrix]:
+    """Return x + x0 * factor, [B, C], and the same in 8 bits, as `nn.ops.fp8.add_product`."""
+    out = torch.empty_like(x)
+    matrix, words = allocate(x, INPUT, scale, transposed=transposed)
+    _add_product[grid(x)](
+        x,
+        x0,
+        factor,
+        out,
+        matrix.rows,
+        words,
+        scale.factor,
+        scale.latest,
+        *x.shape,
+        LIMIT=LARGEST[INPUT],
+        num_warps=NUM_WARPS,
+        **BLOCKS,
+    )
+    return out, matrix
+
+
+def cross_backward(
+    index: int,
+    grad: Tensor,
+    products: Tensor,
+    x0: Tensor,
+    factors: Tensor,
+    scale: Scale,
+    *,
+    transposed: bool,
+) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
+    """Compute the gradients of u in layer `index` and of x0, as `nn.ops.fp8.cross_backward`."""
+    matrix, words = allocate(x0, GRADIENT, scale, transposed=transposed)
+    wide = None if transposed else torch.empty_like(x0)
+    programs = grid(x0)
+    partial_sums = x0.new_empty(programs[1], x0.shape[1], dtype=torch.float32)
+    _cross_backward[programs](
+        grad,
+        products,
+        x0,
+        factors,
+        matrix.rows,
+        words,
+        wide,
+        partial_sums,
+        scale.factor,
+        scale.latest,
+        *x0.shape,
+        INDEX=index,
+        NUM_LAYERS=len(factors),
+        LIMIT=LARGEST[GRADIENT],
+        num_warps=NUM_WARPS,
+        **BLOCKS,
+    )
+    return matrix, wide, partial_sums.sum(0)
+
+
+@triton.jit
+def _add_product(
+    x,
+    x0,
+    factor_of_x0,
+    out,
+    rows,
+    words,
+    factor,
+    latest,
+    num_rows,
+    num_columns,
+    LIMIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCKS_OF_ROWS: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
+    scale = tl.load(factor)
+    largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for block in range(BLOCKS_OF_ROWS):
+        word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        inside = (word * 4 < num_rows) & (column < num_columns)
+        packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+        for place in tl.static_range(4):
+            offset = (word * 4 + place) * num_columns + column
+            u = tl.load(factor_of_x0 + offset, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(x0 + offset, mask=inside, other=0.0).to(tl.float32) * u
+            rounded = value.to(out.dtype.element_ty)
+            tl.store(out + offset, rounded, mask=inside)
+            # The 8 bits are those of the 16-bit result, as without this fusion.
+            value = rounded.to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+            small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
+            tl.store(rows + offset, small, mask=inside)
+            packed |= bits_of_word(small, place)
+        if words is not None:
+            store_words(packed, words, word, column, num_rows, inside)
+    tl.atomic_max(latest, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def _cross_backward(
+    grad,
+    products,
+    x0,
+    factors,
+    rows,
+    words,
+    wide,
+    partial_sums,
+    factor,
+    latest,
+    num_rows,
+    num_columns,
+    INDEX: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCKS_OF_ROWS: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
+    scale = tl.load(factor)
+    # The elements of all layers may exceed 32 bits.
+    layer = tl.full((), 1, tl.int64) * num_rows * num_columns
+    largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for block in range(BLOCKS_OF_ROWS):
+        word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        inside = (word * 4 < num_rows) & (column < num_columns)
+        packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+        for place in tl.static_range(4):
+            offset = (word * 4 + place) * num_columns + column
+            grad_u, grad_x0 = layer_gradients(
+                grad, products, x0, factors, offset, inside, layer, INDEX, NUM_LAYERS
+            )
+            total += grad_u
+            if INDEX == 0:
+                tl.store(products + offset, grad_x0.to(products.dtype.element_ty), mask=inside)
+            rounded = grad_u.to(x0.dtype.element_ty)
+            if wide is not None:
+                tl.store(wide + offset, rounded, mask=inside)
+            value = rounded.to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+            small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
+            tl.store(rows + offset, small, mask=inside)
+            packed |= bits_of_word(small, place)
+        if words is not None:
+            store_words(packed, words, word, column, num_rows, inside)
+    tl.atomic_max(latest, tl.max(largest), sem="relaxed")
+    partial_sum = partial_sums + tl.program_id(1) * num_columns + column
+    tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < num_columns)

@@ -1,0 +1,123 @@
+"""Rounding to FP8 on a GPU: one read, and both layouts written; `nn.ops.fp8` is the same in plain torch.
+
+The transposed copy is made of words of four rows: they are transposed in registers of 32 bits, and stored by as many.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nn.ops.fp8 import LARGEST, MULTIPLE, Fp8Matrix, Scale
+
+# R: rows, C: columns
+
+WORD = 4
+"""Rows of a word; `MULTIPLE` rows are whole words."""
+BLOCKS = {"BLOCK_R": 16, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 4}
+"""A program processes `BLOCKS_OF_ROWS` blocks of `WORD` * `BLOCK_R` rows in sequence."""
+NUM_WARPS = 8
+"""More registers per thread than these leave would let fewer warps wait for memory at a time."""
+ROWS_OF_PROGRAM = WORD * BLOCKS["BLOCK_R"] * BLOCKS["BLOCKS_OF_ROWS"]
+
+
+def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
+    """Round x [R, C] to 8 bits, as `nn.ops.fp8.quantise`."""
+    matrix, words = allocate(x, dtype, scale, transposed=transposed)
+    _quantise[grid(x)](
+        x,
+        matrix.rows,
+        words,
+        scale.factor,
+        scale.latest,
+        *x.shape,
+        LIMIT=LARGEST[dtype],
+        num_warps=NUM_WARPS,
+        **BLOCKS,
+    )
+    return matrix
+
+
+def allocate(
+    x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool
+) -> tuple[Fp8Matrix, Tensor | None]:
+    """Return a matrix [R, C] without values for those of `x`, and its transposed copy as words [C, R / 4]."""
+    num_rows, num_columns = x.shape
+    assert x.is_contiguous()
+    assert num_rows % MULTIPLE == num_columns % MULTIPLE == 0
+    rows = torch.empty_like(x, dtype=dtype)
+    columns = x.new_empty(num_columns, num_rows, dtype=dtype) if transposed else None
+    words = None if columns is None else columns.view(torch.int32)
+    return Fp8Matrix(rows, scale.inverse, columns), words
+
+
+def grid(x: Tensor) -> tuple[int, int]:
+    """Return the programs for a matrix."""
+    num_rows, num_columns = x.shape
+    return triton.cdiv(num_columns, BLOCKS["BLOCK_C"]), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
+
+
+@triton.jit
+def _quantise(
+    x,
+    rows,
+    words,
+    factor,
+    latest,
+    num_rows,
+    num_columns,
+    LIMIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCKS_OF_ROWS: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
+    scale = tl.load(factor)
+    largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for block in range(BLOCKS_OF_ROWS):
+        word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        inside = (word * 4 < num_rows) & (column < num_columns)
+        packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+        for place in tl.static_range(4):
+            offset = (word * 4 + place) * num_columns + column
+            value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))
+            small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
+            tl.store(rows + offset, small, mask=inside)
+            packed |= bits_of_word(small, place)
+        if words is not None:
+            store_words(packed, words, word, column, num_rows, inside)
+    if latest is not None:
+        tl.atomic_max(latest, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def to_fp8(value, scale, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """Round float32 values, scaled, to 8 bits; NaN stays NaN."""
+    scaled = tl.clamp(value * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(dtype)
+
+
+@triton.jit
+def bits_of_word(small, place: tl.constexpr):
+    """Return 8-bit values as the byte `place` of words, int32.
+
+    The bits are those of 16-bit floats, which hold them exactly: ptxas 12.8 crashes on bytes of vectors that are stored too.
+    """
+    half = small.to(tl.float16)
+    if small.dtype == tl.float8e5:
+        bits = half.to(tl.int16, bitcast=True).to(tl.int32) >> 8
+    else:
+        # The exponent's bias is 8 less.
+        half = half * 0.00390625
+        bits = half.to(tl.int16, bitcast=True).to(tl.int32)
+        bits = ((bits >> 8) & 0x80) | ((bits >> 7) & 0x7F)
+    return (bits & 0xFF) << (8 * place)
+
+
+@triton.jit
+def store_words(packed, words, word, column, num_rows, inside):
+    """Store words [BLOCK_R, BLOCK_C] of four rows each transposed."""
+    offset = column.to(tl.int64) * (num_rows // 4) + word
+    tl.store(words + tl.trans(offset), tl.trans(packed), mask=tl.trans(inside))
