@@ -17,7 +17,7 @@ import numpy as np
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.rows import ROWS, Row
-from configs.schema import Amp, Config, TableDtype
+from configs.schema import Amp, Config, Fp8, TableDtype
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import model_spec, open_source
 from nn.embedding.declared_tables import embedding_columns, ids_per_sample
@@ -27,10 +27,13 @@ from nn.training.dense_optimizer import dense_rule
 
 # Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
 # 256 MiB per rank on four GPUs (bytes that leave a rank). Not measured: TF32, which is taken as half of bf16 as in the data
-# sheet (495 and 989 TFLOP/s), and plain fp32, which is the data sheet's number.
+# sheet (495 and 989 TFLOP/s), plain fp32, which is the data sheet's number, and fp8, which is twice bf16 there.
 BF16_FLOPS_PER_S = 788e12
 TF32_FLOPS_PER_S = BF16_FLOPS_PER_S / 2
 FP32_FLOPS_PER_S = 67e12
+FP8_SPEEDUP = 2
+FP8 = "cross and first top layer in fp8"
+"""Term of the products of `train.fp8`."""
 HBM_BYTES_PER_S = 4.3e12
 ALL_TO_ALL_BYTES_PER_S = 394e9
 
@@ -62,7 +65,9 @@ class Floor:
     def times_ms(self) -> dict[str, float]:
         """Lower bound per resource."""
         return {
-            "FLOPs": sum(self.flops.values()) / self.flops_per_s * 1e3,
+            "FLOPs": (sum(self.flops.values()) - self.flops.get(FP8, 0) * (1 - 1 / FP8_SPEEDUP))
+            / self.flops_per_s
+            * 1e3,
             "HBM": sum(self.hbm.values()) / HBM_BYTES_PER_S * 1e3,
             "all-to-all": sum(self.all_to_all.values()) / ALL_TO_ALL_BYTES_PER_S * 1e3,
         }
@@ -128,6 +133,13 @@ def count_flops(config: Config, spec: FeatureSpec, batch: float) -> dict[str, fl
     if spec.numerical and layers:
         before, after = layers[0]
         counted["MLPs and cross"] -= batch * 2 * before * after
+    if config.train.fp8 is not Fp8.off:
+        linears = [linear for layer in model.fp8_layers() for linear in layer.fp8_products()]
+        # Forward, gradients of inputs, and of weights.
+        passes = 3 if config.train.fp8 is Fp8.full else 2
+        sizes = sum(linear.in_features * linear.out_features for linear in linears)
+        counted[FP8] = batch * 2 * passes * sizes
+        counted["MLPs and cross"] -= counted[FP8]
     products = model.activations().products
     return counted | {name: batch * 3 * flops for name, flops in products.items()}
 

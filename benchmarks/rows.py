@@ -78,6 +78,7 @@ BF16 = ("train.amp=bf16",)
 TF32 = ("train.amp=off",)
 FP32 = ("train.amp=off", "train.tf32=false")
 FP16 = ("train.amp=fp16",)
+FULL_FP8 = ("train.fp8=full",)
 FEW_ROWS = 2_048_000
 """Rows of a dataset for batches of at most 8,192; an epoch is 250 steps or more."""
 
@@ -157,6 +158,8 @@ ROWS = {
     # DCNv2, Adam.
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
     "dcnv2_t15_1_bf16_tables": Row("dcnv2", 1, *CROSS_T15, overrides=BF16_TABLES),
+    "dcnv2_t15_1_fp8": Row("dcnv2", 1, *CROSS_T15, overrides=FULL_FP8),
+    "dcnv2_t15_1_fp8_partial": Row("dcnv2", 1, *CROSS_T15, overrides=("train.fp8=partial",)),
     "dcnv2_t15_1_compiled": Row("dcnv2", 1, *CROSS_T15, overrides=("train.compile=true",)),
     "dcnv2_t15_1_tf32": Row("dcnv2", 1, *CROSS_T15, overrides=TF32),
     "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=FP32),
@@ -172,6 +175,13 @@ ROWS = {
         overrides=("optimizer.embedding_name=rowwise_adagrad",),
         train_rows=50 * 65_536,
     ),
+    "dcnv2_mlperf_1_fp8": Row(
+        "dcnv2",
+        1,
+        *MLPERF,
+        overrides=("optimizer.embedding_name=rowwise_adagrad", *FULL_FP8),
+        train_rows=50 * 65_536,
+    ),
     "dcnv2_mlperf_1_bf16_tables": Row(
         "dcnv2",
         1,
@@ -179,6 +189,8 @@ ROWS = {
         overrides=("optimizer.embedding_name=rowwise_adagrad", *BF16_TABLES),
         train_rows=50 * 65_536,
     ),
+    # Adagrad with a state per element, on the fewest GPUs that it fits.
+    "dcnv2_mlperf_elementwise_2": Row("dcnv2", 2, *MLPERF, train_rows=50 * 65_536),
     "dcnv2_mlperf_4": Row("dcnv2", 4, *MLPERF, train_rows=50 * 65_536),
     # HugeCTR's examples in their own precision, fp32, and with a bf16 dense component.
     "movielens_1": MOVIELENS,
