@@ -374,7 +374,9 @@ def _work_of(
     held = [table for table in plan if rank in table.ranks]
     replicated = [table for table in held if table.sharding == "data_parallel"]
     sharded = [table for table in held if table.sharding != "data_parallel"]
-    elements = sum(global_batch * table.num_vectors * _local_columns(table) for table in sharded)
+    elements = sum(
+        global_batch * table.num_vectors * _local_columns(table, rank) for table in sharded
+    )
     ids = keys = size = 0.0
     # The tables of a group are looked up and updated by the same launches.
     for tables, rows in ((sharded, global_batch), (replicated, batch)):
@@ -385,7 +387,7 @@ def _work_of(
         }
         for table in tables:
             arriving |= {name: ids.numbers for name, ids in features[table.table].items()}
-            size += update_bytes(keys_of[table.table], _local_columns(table))
+            size += update_bytes(keys_of[table.table], _local_columns(table, rank))
         ids += rows * sum(arriving.values())
         keys += sum(keys_of.values())
         has_listed = any(
@@ -407,13 +409,12 @@ def _work_of(
     return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
 
 
-def _local_columns(table: TablePlan) -> int:
-    """Return the columns of a table on each of its ranks."""
-    return (
-        -(-table.embedding_dim // len(table.ranks))
-        if table.sharding == "column_wise"
-        else table.embedding_dim
-    )
+def _local_columns(table: TablePlan, rank: int) -> int:
+    """Return the columns of a table on one of its ranks."""
+    if table.sharding != "column_wise":
+        return table.embedding_dim
+    size = table.bytes_per_rank[table.ranks.index(rank)]
+    return round(table.embedding_dim * size / sum(table.bytes_per_rank))
 
 
 def _is_row_wise(table: TablePlan) -> bool:

@@ -54,12 +54,15 @@ class TablePlan:
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:
     """Return the lookups per rank and sample of the global batch.
 
-    A rank with half of a table's columns counts half a lookup; a replicated table is looked up by the rank of the sample.
+    A rank with some of a table's columns looks up all its ids; a replicated table is looked up by the rank of the sample.
     """
     lookups = [0.0] * world_size
     for row in rows:
         for rank, size in zip(row.ranks, row.bytes_per_rank, strict=True):
-            lookups[rank] += row.hotness * size / sum(row.bytes_per_rank)
+            is_cut_by_columns = row.sharding == "column_wise"
+            lookups[rank] += row.hotness * (
+                1 if is_cut_by_columns else size / sum(row.bytes_per_rank)
+            )
     return lookups
 
 

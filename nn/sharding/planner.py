@@ -45,6 +45,7 @@ from nn.embedding.declared_tables import (
     vectors_per_sample,
 )
 from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
+from nn.sharding.balance import ShardCost, balance, join_columns
 from nn.sharding.host_tables import (
     DISK_ROW_BYTES,
     check_windows,
@@ -69,6 +70,8 @@ HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
 
 FP32_BYTES = 4
 
+ID_COLUMNS = 128
+"""Columns whose lookup and update take as long as what an id takes whatever the width: expansion, sort, addressing."""
 REPLICATED_FROM = 32_768
 """Samples per rank from which small tables are replicated. With fewer, sort and update of the replicas cost more than the
 all-to-all that they save (4 H200, DLRM: 32 instead of 36 million samples/s with 16,384 samples per rank, 61 instead of 51
@@ -111,6 +114,9 @@ class TableEnumerator(EmbeddingEnumerator):
         expansion_bytes: table -> bytes on every rank that holds a shard of it.
         rule: optimizer of the tables.
         host_tables: tables in host memory.
+
+    Attributes:
+        costs: of the shards of all options that were estimated.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class TableEnumerator(EmbeddingEnumerator):
         self._expansion_bytes = expansion_bytes
         self._rule = rule
         self._host_tables = host_tables
+        self.costs: dict[tuple[str, str, tuple[int, ...]], ShardCost] = {}
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimate cost and memory of each option of each table."""
@@ -135,12 +142,20 @@ class TableEnumerator(EmbeddingEnumerator):
             weight_bytes = option.tensor.element_size()
             for shard in option.shards:
                 rows, columns = shard.size
+                assert shard.perf is not None
+                of_ids = (columns + ID_COLUMNS) / columns
+                shard.perf.fwd_compute *= of_ids
+                shard.perf.bwd_compute *= of_ids
+                compute = shard.perf.fwd_compute + shard.perf.bwd_compute
+                ids_ms = compute * ID_COLUMNS / (columns + ID_COLUMNS)
                 state = table_bytes(rows, columns, self._rule, weight_bytes=0)
                 size = state * (FP32_BYTES - weight_bytes) // FP32_BYTES
                 size += self._expansion_bytes.get(option.name, 0)
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
                 if option.name in self._host_tables:
                     shard.storage += self._moved(option.name, rows, columns, weight_bytes)
+                key = (option.name, option.sharding_type, (rows, columns))
+                self.costs[key] = ShardCost(shard.perf.total, ids_ms, shard.storage)
 
     def _moved(self, table: str, rows: int, columns: int, weight_bytes: int) -> Storage:
         """Return what a shard takes more, or less, if its rows lie in host memory or on disk."""
@@ -307,9 +322,19 @@ def _run_planner(
     # The planner warns for every replicated table that it has no shards.
     logging.disable(logging.WARNING)
     try:
-        return planner.plan(holder, [TableSharder()])
+        plan = planner.plan(holder, [TableSharder()])
     finally:
         logging.disable(logging.NOTSET)
+    tables = plan.plan["embeddings"]
+    balance(
+        tables,
+        enumerator.costs,
+        topology.world_size,
+        topology.compute_device,
+        topology.local_world_size,
+    )
+    join_columns(tables)
+    return plan
 
 
 def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
@@ -399,9 +424,10 @@ def _constraints(
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
         if not rule.columns_may_be_cut and ShardingType.column_wise in types:
             types = _without_column_cuts(table.name, types, rule, overridden=chosen is not None)
-        # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns.
+        # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns, for
+        # their lookups in two: quarters would take as long as halves.
         size = _bytes_of(table, rule)
-        parts = max(size / most_bytes, hotness[table.name] / most_lookups)
+        parts = max(size / most_bytes, min(hotness[table.name] / most_lookups, 2))
         only = types == [ShardingType.column_wise]
         cut = ShardingType.column_wise in types and (only or parts > 1)
         width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None

@@ -280,6 +280,7 @@ ROOMS = {
 MOST_MODULES = 15
 KNOWS_RANKS = {
     "nn.distributed.process_group",
+    "nn.sharding.balance",
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
     "nn.sharding.id_all_to_all",

@@ -151,20 +151,24 @@ def test_one_h200_holds_the_mlperf_tables_with_one_state_a_row_only():
 
 @pytest.mark.parametrize("batch_size", [8192, 16_384, 65_536])
 def test_hotness_balances_the_ranks(batch_size):
-    """The update makes more passes than the lookup, or the hundred-hot table would stay whole at small batches."""
-    balanced = plan_mlperf(world_size=4, batch_size=batch_size)
-    assert most_lookups_over_mean(balanced, 4) < 1.2
-    one_hot = plan_mlperf(world_size=4, hotness=[1] * 26)
-    assert most_lookups_over_mean(one_hot, 4) > 1.5
-    assert [row.hotness for row in balanced] == MLPERF_HOTNESS
+    """A column shard looks up all ids of its table: 100 of 314 on each of two of four ranks."""
+    for world_size, limit in ((2, 1.15), (4, 1.3)):
+        balanced = plan_mlperf(world_size=world_size, batch_size=batch_size)
+        assert most_lookups_over_mean(balanced, world_size) < limit
+        one_hot = plan_mlperf(world_size=world_size, hotness=[1] * 26)
+        assert most_lookups_over_mean(one_hot, world_size) > limit + 0.1
+        assert [row.hotness for row in balanced] == MLPERF_HOTNESS
+    # The ranks beside the halves have nothing of them to do, and the halves' ranks nothing else.
+    lookups = lookups_by_rank(plan_mlperf(world_size=4), 4)
+    assert sorted(lookups) == pytest.approx([57, 57, 100, 100], abs=3)
 
 
 def test_a_table_with_more_lookups_than_a_rank_should_do_is_cut_unasked():
-    """It is cut in as few slices as will do; tables that are neither large nor hot stay whole."""
-    for world_size, slices in ((4, 2), (8, 4)):
+    """It is cut in two; tables that are neither large nor hot stay whole."""
+    for world_size in (4, 8):
         rows = plan_mlperf(world_size=world_size)
         cut = {row.table: len(row.ranks) for row in rows if row.sharding == "column_wise"}
-        assert cut["cat_20"] == slices
+        assert cut["cat_20"] == 2
         assert "cat_10" not in cut
     two = plan_mlperf(world_size=2, rule=SGD)
     assert "column_wise" not in {row.sharding for row in two}
@@ -292,7 +296,8 @@ def test_two_nodes_of_two_ranks_are_numbered_rightly(device):
     }
     assert placements == wanted
     assert rows[0].ranks == rows[2].ranks == (0, 1, 2, 3)
-    assert {row.ranks for row in rows[3:]} == {(0,), (1,), (2,), (3,)}
+    # Each rank has a table or a shard of one; how many of them depends on what the two links cost.
+    assert {row.ranks[0] for row in rows[3:]} | set(rows[1].ranks) == {0, 1, 2, 3}
 
 
 def test_what_does_not_fit_is_said_with_numbers_and_remedies():
