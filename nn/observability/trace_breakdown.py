@@ -35,7 +35,8 @@ PHASES = {
     "copies": r"Memcpy|Memset|copy_kernel|copy_device|multi_tensor_apply.*\bCopy<|CatArrayBatched|FillFunctor"
     r"|permute_pooled_embs|^_(stack|join)",
     "dense optimizer": r"multi_tensor_apply|Fused(Sgd|Adam|Adagrad)|^_dense",
-    "MLPs and cross": r"^_(relu|logit|cross)_(?!entropy)|nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_"
+    "MLPs and cross": r"^_(relu|logit|cross)_(?!entropy)|^_(quantise|add_product)\b"
+    r"|nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_"
     r"|at::native.*(elementwise|reduce)_kernel",
 }
 KERNEL_PHASES = (*PHASES, OTHER)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.planner.types import Storage
 from torchrec.distributed.planner.utils import placement
 
@@ -98,7 +99,7 @@ def balance(plan: Plan, costs: Costs, world_size: int, device: str, local_size: 
     for rank, held in enumerate(groups):
         for group in held.values():
             for shard in group.shards:
-                shard.placement = type(shard.placement)(placement(device, rank, local_size))
+                shard.placement = _remote_device(placement(device, rank, local_size))
     for sharding in plan.values():
         if sharding.sharding_spec is not None:
             sharding.ranks = [shard.placement.rank() for shard in sharding.sharding_spec.shards]
