@@ -333,7 +333,7 @@ def test_the_calling_thread_reads_a_batch_that_fits_in_no_slot(tmp_path, forked,
     assert loader.reader_pids
     wanted = [contents(plain.batch(step)) for step in range(10)]
     read = []
-    monkeypatch.setattr(loader, "batch", lambda step: read.append(step) or plain.batch(step))
+    monkeypatch.setattr(loader, "_read", lambda step: read.append(step) or plain.batch(step))
     found = [contents(batch) for batch in loader.batches(0, 10)]
     assert all(map(same, found, wanted))
     assert read == [2, 7]

@@ -17,7 +17,7 @@ from tests.helpers.file_system_faults import unsupported
 
 # Scenario: number of points per fault, spread evenly from the first change to the last.
 SHARES = {
-    "training": {"kill": 1, "torn": 1, "EIO": 1},
+    "training": {"kill": 1, "torn": 1},
     "training_deltas": {"kill": 1},
     "training_2_ranks": {"kill": 1, "lost_rank": 1},
     "training_host_tier": {"kill": 1},
@@ -25,7 +25,7 @@ SHARES = {
     "training_resumed": {"kill": 1},
     "preprocessing": {"kill": 1, "full": 1},
     "preprocessing_table": {"kill": 1, "ENOSPC": 1},
-    "preprocessing_overwrite": {"kill": 1, "broken": 1},
+    "preprocessing_overwrite": {"broken": 1},
     "export_npy": {"kill": 1, "full": 1},
 }
 # Points where a command once lost work or did not resume, by their call and file.

@@ -52,7 +52,7 @@ def test_the_page_runs_from_the_csv_to_the_scores_of_a_chosen_model(tmp_path, mo
             exec(compile(block, "your_data.md", "exec"), {})
             continue
         ended = follow(shlex.split(block))
-        assert ended.exit_code == 0, ended.err
+        assert not ended.exit_code, ended.err
     (summary,) = tmp_path.glob("runs/dlrm/*/summary.json")
     assert json.loads(summary.read_text())["test_auc"] > 0.7
     fitted, applied = (FeatureSpec.load(tmp_path / "data" / name) for name in ("shop", "next"))

@@ -62,7 +62,7 @@ def _run(run: Callable[..., object], *words: str) -> Ended:
         try:
             run(run_name="__main__")
         except SystemExit as end:
-            exit_code = end.code or 0
+            exit_code = end.code
     return Ended(exit_code, out.getvalue(), err.getvalue())
 
 

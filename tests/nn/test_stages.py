@@ -28,7 +28,7 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
 from tests.helpers.distributed import run_distributed
 from tests.helpers.preproc_command import preproc
-from tests.helpers.runs import differences, killed_at, records, summary
+from tests.helpers.runs import differences, jsonl, killed_at, records, summary
 from tests.nn.deltas.test_replay import assert_replayed
 from tests.preproc.table.test_pipeline import _hydra
 
@@ -304,7 +304,7 @@ def test_tables_in_host_memory_grow_too(days, tmp_path):
         train(data, device, None, *small)
         train(data, host, kill_at, *small, tables)
         train(data, host, None, *small, tables)
-    assert any(line.get("tier_rows_in") for line in records(host))
+    assert any(line.get("tier_rows_in") for line in jsonl(host / "metrics.jsonl"))
     last = f"checkpoints/step_{8 * DAYS}"
     assert tensors_of(host / last) == tensors_of(device / last)
 

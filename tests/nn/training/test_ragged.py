@@ -120,8 +120,10 @@ def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list
     return sharded(cases)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("capacity", "spread"), [(1.125, 6.0), (0.3, 0.0), (9.0, 0.0)])
+@pytest.mark.parametrize(
+    ("world_size", "capacity", "spread"),
+    [(1, 1.125, 6.0), (1, 0.3, 0.0), (1, 9.0, 0.0), (2, 0.3, 0.0), (2, 9.0, 0.0)],
+)
 def test_it_trains_as_plain_pytorch_at_any_fill(dataset, world_size, capacity, spread):
     """With 0.3 of the expected ids every batch takes a larger capacity; with 9 times of them most positions are empty."""
     cases = [overrides_of(dataset, *case) for case in CASES]

@@ -14,7 +14,8 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import Lineage
 from preproc.transformed_rows import open_transformed_rows
 from preproc.vocabulary_file import check_vocabulary
-from serving.exporting.raw_values import RETIRED, write_raw_values
+from serving.exporting.raw_values import write_raw_values
+from serving.inference.vocabulary import Vocabulary
 from tests.helpers.preproc_command import Refused, preproc
 from tests.preproc.table.test_pipeline import build
 
@@ -170,9 +171,10 @@ def test_retired_values_have_id_0_everywhere(days, tmp_path):
         0,
         users.ids[live],
     ]
-    write_raw_values(tmp_path, str(fitted), FeatureSpec.load(fitted))
-    served = (tmp_path / "vocabulary/user.bin").read_bytes()
-    assert served.count(RETIRED.encode()) == len(users.retired)
+    raw_values = write_raw_values(tmp_path, str(fitted), FeatureSpec.load(fitted))
+    (feature,) = (each for each in raw_values["categorical"] if each["name"] == "user")
+    file, size = feature["vocabulary"]
+    assert Vocabulary(tmp_path / file, size).ids([gone, live]).tolist() == [0, users.ids[live]]
 
 
 @pytest.mark.parametrize(
