@@ -15,8 +15,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-WORKERS = 4
-"""At most; on two cores two more than cores, since tests wait much of their time for the processes that they start."""
+WORKERS = 3
+"""At most; on two cores one more than cores, since tests wait half of their time for the processes that they start."""
 # Files of more than ten seconds, longest first. Workers begin with them; one that began late would keep a worker busy alone.
 LONGEST_FIRST = (
     "end_to_end/test_crash_points.py",
@@ -119,5 +119,5 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Several processes for all tests on CPUs; one for files that are named, and on a GPU, which tests would share."""
     names_files = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     return (
-        0 if names_files or torch.cuda.is_available() else min(WORKERS, (os.cpu_count() or 1) + 2)
+        0 if names_files or torch.cuda.is_available() else min(WORKERS, (os.cpu_count() or 1) + 1)
     )

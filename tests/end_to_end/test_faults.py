@@ -23,6 +23,7 @@ from tests.helpers.composed import TINY
 from tests.helpers.datasets import plant, write_clicks
 from tests.helpers.rank_processes import RUN, has_ended, start, trains, wait_until
 from tests.helpers.runs import at_step, differences, records, stored_bytes, wait_for_writer
+from tests.helpers.slurm_cluster import missing_commands
 
 SHORT = [*TINY, "log.loggers=[]", "train.tf32=false", "checkpoint.save_every=4"]
 
@@ -193,6 +194,10 @@ def start_torchrun(run_dir: Path, log: Path, *options: str) -> subprocess.Popen:
         )
 
 
+@pytest.mark.skipif(
+    not missing_commands(),
+    reason="tests/end_to_end/test_slurm_cluster.py kills and preempts ranks under torchrun",
+)
 def test_torchrun_restarts_killed_ranks_but_not_preempted_ones(uninterrupted, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     launcher = start_torchrun(run_dir, log, "--max-restarts=3")

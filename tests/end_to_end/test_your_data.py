@@ -24,7 +24,8 @@ def follow(words: list[str]) -> Ended:
     assert words[0] == "python"
     match words[1:]:
         case ["-m", "sweep", *_]:
-            return start_command(*words[1:], directory=Path.cwd())
+            # The pictures of the trials would take as long as their training.
+            return start_command(*words[1:], "log.pictures=false", directory=Path.cwd())
         case ["-m", module, *arguments]:
             return run_module(module, *arguments)
         case ["dlrm.py", *arguments]:
