@@ -45,7 +45,7 @@ LONGEST_FIRST = (
     "serving/exporting/test_export.py",
     "serving/server/test_server.py",
 )
-# Something of every room in about a minute: what `-m fast` selects.
+# Something of every room in about three minutes: what `-m fast` selects.
 FAST = {
     "configs/test_schema.py",
     "compare/test_compare.py",
