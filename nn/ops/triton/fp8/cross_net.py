@@ -14,10 +14,9 @@ from nn.ops.triton.fp8.quantise import (
     BLOCKS,
     NUM_WARPS,
     allocate,
-    bits_of_word,
     grid,
+    store_rounded,
     store_words,
-    to_fp8,
 )
 
 # B: samples, C: columns of x0, L: layers, P: programs along the samples
@@ -116,10 +115,9 @@ def _add_product(
             tl.store(out + offset, rounded, mask=inside)
             # The 8 bits are those of the 16-bit result, as without this fusion.
             value = rounded.to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))
-            small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
-            tl.store(rows + offset, small, mask=inside)
-            packed |= bits_of_word(small, place)
+            largest, packed = store_rounded(
+                value, largest, packed, rows, offset, inside, scale, LIMIT, place
+            )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
     tl.atomic_max(latest, tl.max(largest), sem="relaxed")
@@ -169,10 +167,9 @@ def _cross_backward(
             if wide is not None:
                 tl.store(wide + offset, rounded, mask=inside)
             value = rounded.to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))
-            small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
-            tl.store(rows + offset, small, mask=inside)
-            packed |= bits_of_word(small, place)
+            largest, packed = store_rounded(
+                value, largest, packed, rows, offset, inside, scale, LIMIT, place
+            )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
     tl.atomic_max(latest, tl.max(largest), sem="relaxed")

@@ -82,14 +82,31 @@ def _quantise(
         for place in tl.static_range(4):
             offset = (word * 4 + place) * num_columns + column
             value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))
-            small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
-            tl.store(rows + offset, small, mask=inside)
-            packed |= bits_of_word(small, place)
+            largest, packed = store_rounded(
+                value, largest, packed, rows, offset, inside, scale, LIMIT, place
+            )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
     if latest is not None:
         tl.atomic_max(latest, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def store_rounded(
+    value,
+    largest,
+    packed,
+    rows,
+    offset,
+    inside,
+    scale,
+    LIMIT: tl.constexpr,
+    place: tl.constexpr,
+):
+    """Store float32 values in 8 bits; return the largest absolute values and the words with these values too."""
+    small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
+    tl.store(rows + offset, small, mask=inside)
+    return tl.maximum(largest, tl.abs(value)), packed | bits_of_word(small, place)
 
 
 @triton.jit
