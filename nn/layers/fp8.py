@@ -21,6 +21,7 @@ from nn.ops.fp8 import (
     MULTIPLE,
     Fp8Matrix,
     Scale,
+    apart,
     product,
     scale_factors,
 )
@@ -78,8 +79,8 @@ class Fp8Scales(PassLayer):
             largest > 0, first.expand_as(largest).where(self._is_gradient, FIRST_LARGEST)
         )
         factors = scale_factors(largest, self._limits)
-        vectors = (factors, factors.reciprocal(), self._latest.zero_())
-        return [Scale(*scale) for scale in zip(*(v.split(1) for v in vectors), strict=True)]
+        vectors = (factors.split(1), apart(factors.reciprocal()), self._latest.zero_().split(1))
+        return [Scale(*scale) for scale in zip(*vectors, strict=True)]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -104,7 +105,7 @@ class Fp8Linear(Fp8Scales):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Map x [B, inputs] to x weight^T + bias, bfloat16 [B, outputs]."""
-        return _Fp8Linear.apply(padded(x), weight, bias, self)[: len(x)]
+        return unpadded(_Fp8Linear.apply(padded(x), weight, bias, self), len(x))
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -160,7 +161,7 @@ class Fp8CrossNet(Fp8Scales):
             ups: per layer [C, R].
             biases: per layer [C].
         """
-        return _Fp8Cross.apply(padded(x0), self, *downs, *ups, *biases)[: len(x0)]
+        return unpadded(_Fp8Cross.apply(padded(x0), self, *downs, *ups, *biases), len(x0))
 
     def scales_by_layer(self) -> list[list[Scale]]:
         """Return the scales of a pass: per layer of the last product's input and gradient, then of the one's before."""
@@ -242,6 +243,11 @@ def padded(x: Tensor) -> Tensor:
     return nn.functional.pad(x.bfloat16(), (0, 0, 0, missing)) if missing else x.bfloat16()
 
 
+def unpadded(x: Tensor, rows: int) -> Tensor:
+    """Return the first rows of x; x itself if it has no others, since the gradient of a part is written twice."""
+    return x if len(x) == rows else x[:rows]
+
+
 def kept_for_weight(x: Tensor, stored: Fp8Matrix) -> tuple[Tensor, Tensor]:
     """Return what the gradient of a weight needs of its product's input x [B, C]: x itself, or 8 bits [C, B] and 1 / scale."""
     return x if stored.columns is None else stored.columns, stored.inverse
@@ -286,7 +292,7 @@ def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:
     weights = [weight.detach().contiguous() for weight in weights]
     largest = torch.stack(torch._foreach_norm(weights, float("inf")))
     factors = scale_factors(largest, torch.full_like(largest, LARGEST[INPUT]))
-    scales = map(Scale, factors.split(1), factors.reciprocal().split(1))
+    scales = map(Scale, factors.split(1), apart(factors.reciprocal()))
     return [
         quantise(weight, INPUT, scale, transposed=True)
         for weight, scale in zip(weights, scales, strict=True)

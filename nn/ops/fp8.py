@@ -30,7 +30,7 @@ class Scale:
 
     Attributes:
         factor: float32 [1], a power of two; stored = value * factor.
-        inverse: 1 / factor.
+        inverse: 1 / factor, at a multiple of 16 bytes.
         latest: float32 [1], raised to the largest absolute value of the matrix; None if nobody reads it.
     """
 
@@ -64,6 +64,11 @@ def scale_factors(largest: Tensor, limits: Tensor) -> Tensor:
     """Return the largest powers of two with largest * factor <= limit, float32 [n] as both arguments."""
     ratio = limits / largest.clamp(min=SMALLEST)
     return ratio.view(torch.int32).bitwise_and(EXPONENT_BITS).view(torch.float32)
+
+
+def apart(values: Tensor) -> list[Tensor]:
+    """Return each of the values [n] as [1], at a multiple of 16 bytes: cuBLAS refuses scales at other addresses."""
+    return [value[:1] for value in values[:, None].expand(-1, 4).contiguous()]
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:

@@ -14,7 +14,7 @@ from nn.ops.fp8 import LARGEST, MULTIPLE, Fp8Matrix, Scale
 
 WORD = 4
 """Rows of a word; `MULTIPLE` rows are whole words."""
-BLOCKS = {"BLOCK_R": 16, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 4}
+BLOCKS = {"BLOCK_R": 32, "BLOCK_C": 64, "BLOCKS_OF_ROWS": 2}
 """A program processes `BLOCKS_OF_ROWS` blocks of `WORD` * `BLOCK_R` rows in sequence."""
 NUM_WARPS = 8
 """More registers per thread than these leave would let fewer warps wait for memory at a time."""
