@@ -583,7 +583,8 @@ class ShardedTables:
 
         Returns:
             `tier_hit_rate`, of all ids; `tier_rows_in`, `tier_rows_out`, `tier_bytes_in` and `tier_bytes_out`, sums over ranks;
-            `tier_ms`, of the host, mean over ranks; and with tables on disk the same of the disk, as `tier_disk_rows_in` and
+            `tier_ms`, of the host, and `tier_wait_ms`, of the step, means over ranks; and with tables on disk the same of the
+            disk, as `tier_disk_rows_in` and
             `tier_disk_wait_ms`. Empty without such tables.
         """
         if not self._host_tables:
@@ -594,7 +595,7 @@ class ShardedTables:
         summed = self._ranks.all_reduce_sum(values.to(self._ranks.device)).tolist()
         total = dict(zip(names, summed, strict=True))
         hit_rate = 1 - total.pop("missing") / max(total.pop("ids"), 1)
-        for name in ("ms", "disk_wait_ms"):
+        for name in ("ms", "wait_ms", "disk_wait_ms"):
             total[name] /= self._ranks.world_size
         if not self.has_disk_tables:
             total = {name: value for name, value in total.items() if "disk" not in name}

@@ -18,6 +18,7 @@ from torch import Tensor
 from nn.embedding.local_tables import LocalTable, SlotRows
 from nn.embedding.optimizer import StateField
 from nn.ops.host_copy import HostCopy
+from nn.ops.stream_waits import StreamWaits
 from nn.tiers.disk_store import DiskStore
 from nn.tiers.live_batches import Hold, LiveBatches
 from nn.tiers.row_store import WEIGHT, RowStore, bytes_of_row, kinds_of
@@ -91,6 +92,7 @@ class TierCounts:
         bytes_in: of the rows fetched.
         bytes_out: of the rows returned.
         ms: time of the host for queueing the mapping and the copies; on a CPU, for both themselves.
+        wait_ms: time for which steps waited for their batch and its rows.
         disk_rows_in: rows that were read from disk.
         disk_rows_out: rows that were written to disk, but for those of a save.
         disk_bytes_in: of the rows read.
@@ -105,6 +107,7 @@ class TierCounts:
     bytes_in: float = 0
     bytes_out: float = 0
     ms: float = 0.0
+    wait_ms: float = 0.0
     disk_rows_in: float = 0
     disk_rows_out: float = 0
     disk_bytes_in: float = 0
@@ -154,6 +157,7 @@ class HostTier:
             self._counted = torch.zeros(len(kinds), 4, dtype=torch.int32, device=device)
             self._add_kernels(self._counted)
         self._counts = TierCounts()
+        self._waits = StreamWaits(device) if device.type == "cuda" else None
         self._is_training = True
         self._live = LiveBatches(device)
         on_disk = {
@@ -308,6 +312,13 @@ class HostTier:
             for name, value in traffic.items():
                 setattr(self._counts, name, getattr(self._counts, name) + value)
 
+    def wait_for(self, stream: torch.cuda.Stream) -> None:
+        """Let the current stream, which trains, wait for the one on which batches are mapped."""
+        if self._waits is not None and self._is_training:
+            self._waits.wait_for(stream)
+        else:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
     def train(self, mode: bool) -> None:
         """Switch between training, whose traffic is counted, and evaluation; all passes must be queued."""
         self._is_training = mode
@@ -339,6 +350,8 @@ class HostTier:
     def take_counts(self) -> TierCounts:
         """Return the traffic of this rank since the last call, without that of evaluations."""
         counts, self._counts = self._counts, TierCounts()
+        # On a CPU nothing runs beside the step.
+        counts.wait_ms = counts.ms if self._waits is None else self._waits.take_ms()
         if self.stager is not None:
             counts.disk_wait_ms, self.stager.wait_ms = self.stager.wait_ms, 0.0
         for group in self._groups:

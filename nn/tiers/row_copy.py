@@ -6,11 +6,11 @@ from torch import Tensor
 
 from nn.tiers.slot_map import DeviceMoves
 
-BLOCKS = 64
-"""Programs of a launch: enough for the link, and few enough to leave the multiprocessors to the step beside it."""
-ELEMENTS_PER_PROGRAM = 1024
+BLOCKS = 12
+"""Programs of a launch: large ones, so that few multiprocessors are taken from the step beside it."""
+ELEMENTS_PER_PROGRAM = 16_384
 """Elements that a program copies at once."""
-WARPS = 4
+WARPS = 32
 
 
 @triton.jit

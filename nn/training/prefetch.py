@@ -86,7 +86,7 @@ class Prefetcher:
         (batch, ids), self._next, self._is_started = self._next, None, False
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
+            self._path.wait_for(self._stream)
             if self._places is not None:
                 self._places.previous_is_used()
             if batch.memory is None:

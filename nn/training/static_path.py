@@ -165,6 +165,13 @@ class StaticPath:
         ids = self._send(batch)
         return ids if not self.has_host_tables else self._with_slots(batch, ids, need)
 
+    def wait_for(self, stream: torch.cuda.Stream) -> None:
+        """Let the current stream wait for the one on which batches are started."""
+        if self._tables.tier is not None:
+            self._tables.tier.wait_for(stream)
+        else:
+            torch.cuda.current_stream(self._context.ranks.device).wait_stream(stream)
+
     def _with_slots(self, batch: Batch, ids: LocalIds, need: Need | None = None) -> LocalIds:
         return self.embeddings(len(batch.labels), ids.room).with_slots(ids, need)
 
