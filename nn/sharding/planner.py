@@ -359,7 +359,7 @@ def _topology(
     host_room = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
     cuda = hardware.device_type == "cuda"
     usable = _usable_bytes(hardware, config)
-    in_host = int(hardware.host_bytes // hardware.local_world_size * (1 - config.reserve))
+    in_host = _usable_host_bytes(hardware, config)
     links = HardwareConfig(
         hbm_mem_bw=HBM_BYTES_PER_MS,
         ddr_mem_bw=HOST_BYTES_PER_MS,
@@ -648,13 +648,25 @@ def _does_not_fit(
     if Tier.host not in config.tiers and hardware.device_type == "cuda":
         remedies.append("keep large tables in host memory (sharding.tiers=[device,host])")
     remedies.append("lower model.embedding_dim")
+    beside = ""
+    if Tier.host in config.tiers and hardware.device_type == "cuda":
+        in_host = _usable_host_bytes(hardware, config) * hardware.local_world_size
+        beside = f", and of host memory {in_host / GIB:.1f} GiB per node"
+        remedies.append(
+            "use hosts with more memory (sharding.host_gib if that of this machine does not count)"
+        )
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
         f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
-        f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}); "
+        f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
         f"the largest are {listed}. Either {', '.join(remedies)}, or raise the frequency limit of "
         f"the dataset. TorchRec's planner: {_first_line(error)}"
     )
+
+
+def _usable_host_bytes(hardware: Hardware, config: ShardingConfig) -> int:
+    """Return the host memory of a rank for tables."""
+    return int(hardware.host_bytes // hardware.local_world_size * (1 - config.reserve))
 
 
 def _first_line(error: Exception) -> str:
