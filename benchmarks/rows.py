@@ -155,6 +155,10 @@ ROWS = {
     "dlrm_t0_4": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0"),
     # 420.9 GiB of tables in float32, on GPUs of 141 GB.
     "dlrm_t0_2_bf16_tables": Row("dlrm", 2, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
+    # 210.5 GiB of tables, of which the planner puts most into host memory.
+    "dlrm_t0_1_host": Row(
+        "dlrm", 1, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES, train_rows=100 * 65_536
+    ),
     # DCNv2, Adam.
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
     "dcnv2_t15_1_bf16_tables": Row("dcnv2", 1, *CROSS_T15, overrides=BF16_TABLES),
@@ -189,7 +193,9 @@ ROWS = {
         overrides=("optimizer.embedding_name=rowwise_adagrad", *BF16_TABLES),
         train_rows=50 * 65_536,
     ),
-    # Adagrad with a state per element, on the fewest GPUs that it fits.
+    # Adagrad with a state per element: 194.7 GiB, of which the planner puts most into host memory; and on the fewest GPUs that
+    # it fits.
+    "dcnv2_mlperf_elementwise_1_host": Row("dcnv2", 1, *MLPERF, train_rows=50 * 65_536),
     "dcnv2_mlperf_elementwise_2": Row("dcnv2", 2, *MLPERF, train_rows=50 * 65_536),
     "dcnv2_mlperf_4": Row("dcnv2", 4, *MLPERF, train_rows=50 * 65_536),
     # HugeCTR's examples in their own precision, fp32, and with a bf16 dense component.
