@@ -1,6 +1,7 @@
 """The objects of a run, built from its configuration: source, plan, tables and dense component, loaders."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -34,7 +35,7 @@ from nn.sharding.planner import plan_tables
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TableSettings, TieredPlan
 from nn.tiers.host_tier import DiskSettings
-from nn.tiers.traffic import IdShare, counted_share, power_law_share
+from nn.tiers.traffic import IdShare, IdTraffic, counted_share, power_law_share
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
@@ -243,6 +244,14 @@ def build_plan(
         )
     multi_hot = build_multi_hot(config, source)
     declared = _declared_tables(config, source)
+    by_name = {table.name: table for table in declared}
+
+    @cache
+    def traffic_of(name: str) -> IdTraffic:
+        table = by_name[name]
+        drawn = multi_hot.hotness.get(table.feature_names[0], 1) - 1
+        return IdTraffic(_id_share(config, source, table), table.num_embeddings, drawn)
+
     plan, rows = plan_tables(
         declared,
         multi_hot.expanded_spec(source.spec),
@@ -252,14 +261,10 @@ def build_plan(
         config.train.batch_size // hardware.world_size,
         multi_hot.expansion_bytes(),
         -(-live_samples(config) // hardware.world_size),
+        traffic_of,
     )
-    shares = {
-        table.name: _id_share(config, source, table)
-        for table in declared
-        if table.name in plan.host_tables
-    }
     room = staged_bytes(config.sharding)
-    return plan, with_expected_fetches(plan, rows, shares, config.train.batch_size, room)
+    return plan, with_expected_fetches(plan, rows, traffic_of, config.train.batch_size, room)
 
 
 def _id_share(config: Config, source: Source, table: EmbeddingBagConfig) -> IdShare:

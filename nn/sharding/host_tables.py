@@ -1,10 +1,9 @@
-"""Choice of the tables whose rows lie in host memory, the rows for which ranks have room, and what a step then moves."""
+"""Tables in host memory or on disk: those that overrides name, the room that they need, and what a step moves of them."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -15,14 +14,8 @@ from nn.sharding.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
 from nn.tiers.stager import PASS_BATCHES
-from nn.tiers.traffic import IdShare, expected_fetches, row_classes
+from nn.tiers.traffic import IdTraffic, expected_fetches, row_classes
 
-CACHES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
-"""Fractions of rows on the device that are tried for tables in host memory, if GPUs have too little memory."""
-COUNTS = (1, 2, 3, 5, 8, 13, 26, 100, 1000)
-"""Numbers of tables in host memory that are tried."""
-USELESS_CACHE = 0.8
-"""Fraction of rows on the device from which a table stays there with all its rows."""
 MOST_ROWS = 2**31 - 2
 """Rows in host memory or on disk per rank; slots and rows have 32 bits."""
 DISK_ROW_BYTES = 8
@@ -91,47 +84,6 @@ def chosen_host_tables(
     return chosen
 
 
-def with_host_tables(
-    planned: Callable[[Mapping[str, HostTable]], ShardingPlan],
-    chosen: Mapping[str, HostTable],
-    movable: Mapping[str, int],
-    windows: Mapping[str, int],
-    parts: int,
-) -> tuple[ShardingPlan, dict[str, HostTable]]:
-    """Plan with the chosen tables in host memory; if they do not fit, with further ones.
-
-    The arenas are the largest that fit, and then the tables the fewest.
-
-    Args:
-        planned: returns the plan with some tables in host memory.
-        chosen: tables in host memory by overrides.
-        movable: rows of the tables that may follow them, the largest table first.
-        windows: table -> ids of the live batches.
-        parts: shards into which the rows of a table may be cut.
-
-    Raises:
-        PlannerError: the tables do not fit into both memories.
-    """
-    try:
-        return planned(chosen), dict(chosen)
-    except PlannerError as refused:
-        error = refused
-    for cache in CACHES:
-        tables = {}
-        for name, rows in movable.items():
-            # Of every shard, the rows that the live batches may need have room.
-            least = math.ceil(1e4 * min(1, windows[name] * parts / rows)) / 1e4
-            if max(cache, least) < USELESS_CACHE:
-                tables[name] = HostTable(max(cache, least), windows[name])
-        for count in sorted({min(count, len(tables)) for count in COUNTS} - {0}):
-            host_tables = {**chosen, **dict(list(tables.items())[:count])}
-            try:
-                return planned(host_tables), host_tables
-            except PlannerError as refused:
-                error = refused
-    raise error
-
-
 def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
     """Refuse arenas that cannot hold the rows of all live batches, and more rows than slots have bits for.
 
@@ -179,7 +131,7 @@ LINK_BYTES_PER_MS = 40e9 / 1e3
 def with_expected_fetches(
     plan: TieredPlan,
     tables: Sequence[TablePlan],
-    shares: Mapping[str, IdShare],
+    traffic_of: Callable[[str], IdTraffic],
     global_batch: int,
     host_room: int,
 ) -> list[TablePlan]:
@@ -188,7 +140,7 @@ def with_expected_fetches(
     Args:
         plan: of the tables.
         tables: the same as plain rows.
-        shares: table -> share of its ids.
+        traffic_of: returns how often the rows of a table are looked up.
         global_batch: rows of all ranks.
         host_room: bytes of host memory per rank for rows on disk.
 
@@ -212,16 +164,12 @@ def with_expected_fetches(
 
     def expect(members: Members, batches: int, room: int, found: dict[str, float]) -> None:
         """Add the rows of each table that some batches look up and that are not among the `room` latest ones."""
-        classes = [
-            row_classes(
-                shares[name],
-                first,
-                count,
-                _fixed(plan, members, name, count),
-                batches * global_batch * by_name[name].hotness,
-            )
-            for name, first, count in members
-        ]
+        classes = []
+        for name, first, count in members:
+            traffic = traffic_of(name)
+            ids = batches * global_batch * by_name[name].hotness / (1 + traffic.drawn)
+            fixed = _fixed(plan, members, name, count)
+            classes.append(row_classes(traffic, first, count, fixed, ids))
         for (name, _, _), number in zip(members, expected_fetches(classes, room), strict=True):
             found[name] = found.get(name, 0.0) + number
 

@@ -8,8 +8,9 @@ links, the hotness and optimizer state of each table, and only the kernels that 
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torchrec import EmbeddingBagCollection
@@ -46,6 +47,7 @@ from nn.embedding.declared_tables import (
 )
 from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
 from nn.sharding.balance import ShardCost, balance, join_columns
+from nn.sharding.host_choice import movable_tables, with_host_tables
 from nn.sharding.host_tables import (
     DISK_ROW_BYTES,
     check_windows,
@@ -53,10 +55,10 @@ from nn.sharding.host_tables import (
     overrides_of,
     staged_bytes,
     windows_of,
-    with_host_tables,
 )
 from nn.sharding.plan import Hardware, TablePlan
 from nn.sharding.tables import ROWS_CUT, HostTable, TieredPlan
+from nn.tiers.traffic import IdTraffic
 
 GIB = 2**30
 
@@ -181,8 +183,12 @@ def planned_tables(
     return embeddings
 
 
-def _keep_float32(embeddings: EmbeddingBagCollection, tables: Collection[str]) -> None:
-    """Make some tables float32, whatever the dtype of the others; the tables are on the meta device."""
+def _keep_float32(
+    embeddings: EmbeddingBagCollection, constraints: Mapping[str, ParameterConstraints]
+) -> None:
+    """Make replicated tables float32, whatever the dtype of the others; the tables are on the meta device."""
+    replicated = [ShardingType.data_parallel.value]
+    tables = [name for name, limits in constraints.items() if limits.sharding_types == replicated]
     for table in embeddings.embedding_bag_configs():
         if table.name in tables:
             table.data_type = DataType.FP32
@@ -208,6 +214,7 @@ def plan_tables(
     batch_size: int,
     expansion_bytes: Mapping[str, int],
     live_samples: int | None = None,
+    traffic_of: Callable[[str], IdTraffic] | None = None,
 ) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of all tables.
 
@@ -218,10 +225,9 @@ def plan_tables(
         rule: optimizer of the tables.
         hardware: hardware to plan for.
         batch_size: rows per rank.
-        expansion_bytes: feature -> bytes that the expansion of its ids takes on every rank that holds a shard of its
-            table; ids of other features are not expanded.
-        live_samples: rows per rank of the batches whose rows of tables in host memory must be on the device together; None:
-            those of three training batches.
+        expansion_bytes: feature -> bytes of the expansion of its ids on every rank with a shard of its table.
+        live_samples: rows per rank of all batches that are at work at once; None: those of three training batches.
+        traffic_of: returns how often the rows of a table are looked up; None: all alike.
 
     Returns:
         TorchRec's plan, and the same as plain rows.
@@ -232,26 +238,26 @@ def plan_tables(
     expansions = _expansions_of_tables(declared, expansion_bytes)
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
-    replicated = [ShardingType.data_parallel.value]
-    _keep_float32(
-        embeddings,
-        [name for name, limits in constraints.items() if limits.sharding_types == replicated],
-    )
+    _keep_float32(embeddings, constraints)
     windows = windows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
     keyed = keyed_tables(declared, spec)
     chosen = chosen_host_tables(declared, config, windows, keyed)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
-
-    def planned(host_tables: Mapping[str, HostTable]) -> ShardingPlan:
-        enumerator = TableEnumerator(
-            topology, batch_size, constraints, expansions, rule, host_tables
-        )
-        return _run_planner(enumerator, topology, batch_size, constraints, embeddings)
-
-    movable = _movable(declared, config, rule, hardware, constraints, keyed)
-    parts = hardware.world_size if set(ROWS_CUT) & {kind.value for kind in config.types} else 1
+    planned = partial(_run_planner, topology, batch_size, constraints, embeddings, expansions, rule)
+    global_batch = batch_size * hardware.world_size
+    movable = partial(
+        movable_tables,
+        _candidates(declared, config, hardware, constraints, keyed),
+        partial(_bytes_of, rule=rule),
+        windows,
+        hardware.world_size if {kind.value for kind in config.types} & {*ROWS_CUT} else 1,
+        {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
+        traffic_of,
+    )
     try:
-        plan, host_tables = with_host_tables(planned, chosen, movable, windows, parts)
+        plan, host_tables = with_host_tables(
+            planned, chosen, movable, _lacking_bytes(declared, chosen, config, rule, hardware)
+        )
     except PlannerError as error:
         raise ValueError(
             _does_not_fit(embeddings, config, rule, hardware, expansions, error)
@@ -272,40 +278,50 @@ def _expansions_of_tables(
     return expansions
 
 
-def _movable(
+def _lacking_bytes(
     declared: Sequence[EmbeddingBagConfig],
+    chosen: Collection[str],
     config: ShardingConfig,
     rule: TableRule,
     hardware: Hardware,
+) -> int:
+    """Return the bytes by which all tables but the chosen ones exceed the memory of the ranks."""
+    on_device = [table for table in declared if table.name not in chosen]
+    usable = hardware.world_size * _usable_bytes(hardware, config)
+    return sum(_bytes_of(table, rule) for table in on_device) - usable
+
+
+def _candidates(
+    declared: Sequence[EmbeddingBagConfig],
+    config: ShardingConfig,
+    hardware: Hardware,
     constraints: Mapping[str, ParameterConstraints],
     keyed: Collection[str],
-) -> dict[str, int]:
-    """Return the rows of the tables that the planner may put into host memory, the largest table first.
-
-    Those for raw keys, `keyed`, stay on the device.
-    """
+) -> list[EmbeddingBagConfig]:
+    """Return the tables that the planner may put into host memory; those for raw keys, `keyed`, stay on the device."""
     if Tier.host not in config.tiers or hardware.device_type != "cuda":
-        return {}
-    kept = [name for name, override in overrides_of(declared, config).items() if override.tier]
+        return []
+    kept = {name for name, override in overrides_of(declared, config).items() if override.tier}
     replicated = [ShardingType.data_parallel.value]
-    movable = [
+    return [
         table
         for table in declared
         if table.name not in kept
         and table.name not in keyed
         and constraints[table.name].sharding_types != replicated
     ]
-    movable.sort(key=lambda table: _bytes_of(table, rule), reverse=True)
-    return {table.name: table.num_embeddings for table in movable}
 
 
 def _run_planner(
-    enumerator: TableEnumerator,
     topology: Topology,
     batch_size: int,
     constraints: dict[str, ParameterConstraints],
     embeddings: EmbeddingBagCollection,
+    expansions: Mapping[str, int],
+    rule: TableRule,
+    host_tables: Mapping[str, HostTable],
 ) -> ShardingPlan:
+    enumerator = TableEnumerator(topology, batch_size, constraints, expansions, rule, host_tables)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,

@@ -3,14 +3,35 @@
 A row outside the fixed slots of its arena stays for as many steps as the ring of slots takes to come round. With `q` the chance
 that a step looks a row up and `T` these steps, the row is there with probability `q T / (1 + q T)`; `T` is the number with which
 all rows together fill the ring.
+
+Ids that are expanded (`nn.embedding.multi_hot`) bring further rows, anywhere in the table and always the same ones: these rows
+are as frequent as the id, so the first rows are not the most frequent ones. The most frequent ids are taken to have rows of
+their own, as many as the table has room for; the rows of the others are taken to be all alike.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 IdShare = Callable[[np.ndarray], np.ndarray]
 """Share of a feature's ids below each of some numbers, between 0 and 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdTraffic:
+    """Frequency of the rows of a table among its lookups.
+
+    Attributes:
+        share: of its ids, before they are expanded.
+        rows: of the table.
+        drawn: further rows per id.
+    """
+
+    share: IdShare
+    rows: int
+    drawn: int = 0
+
 
 CLASSES = 600
 """Classes of rows of a table, of about equal frequency each."""
@@ -46,26 +67,47 @@ def counted_share(counts: np.ndarray) -> IdShare:
 
 
 def row_classes(
-    share: IdShare, first: int, count: int, fixed: int, ids: float
+    traffic: IdTraffic, first: int, count: int, fixed: int, ids: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return numbers of rows beyond the fixed ones, and the chance that a step looks one of them up.
 
     Args:
-        share: of the ids of the table.
+        traffic: of the table.
         first: first row of the shard.
         count: rows of the shard.
         fixed: rows that keep their slots, the first ones.
-        ids: of the table per step.
+        ids: of the table per step, before they are expanded.
     """
     if fixed >= count:
         return np.zeros(0), np.zeros(0)
+    if traffic.drawn:
+        rows, chance = _expanded_classes(traffic, first, count, fixed)
+    else:
+        rows, chance = _classes(traffic.share, first, fixed, count)
+    return rows, -np.expm1(ids * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+
+
+def _classes(share: IdShare, first: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers of rows between two ones of a shard, and the chance that an id is one of them."""
     # Finer where rows are more frequent.
-    edges = np.unique(np.geomspace(fixed + 1, count + 1, CLASSES).astype(np.int64) - 1)
-    edges[0], edges[-1] = fixed, count
+    edges = np.unique(np.geomspace(low + 1, high + 1, CLASSES).astype(np.int64) - 1)
+    edges[0], edges[-1] = low, high
     rows = np.diff(edges).astype(np.float64)
     mass = np.diff(share((first + edges).astype(np.float64)))
-    chance = np.clip(mass / np.maximum(rows, 1), 0, 1)
-    return rows, -np.expm1(ids * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+    return rows, np.clip(mass / np.maximum(rows, 1), 0, 1)
+
+
+def _expanded_classes(
+    traffic: IdTraffic, first: int, count: int, fixed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same of the rows beyond the fixed ones, of which ids bring further ones."""
+    left = count - fixed
+    alone = max(traffic.rows // traffic.drawn, 1)
+    ids, chance = _classes(traffic.share, 0, 0, min(alone, traffic.rows))
+    below = traffic.share(np.array([alone, first + fixed, first + count], dtype=np.float64))
+    # Of the other ids, and of the rows' own ones.
+    alike = (1 - below[0]) * traffic.drawn / traffic.rows + (below[2] - below[1]) / left
+    return ids * left / ids.sum(), np.clip(chance + alike, 0, 1)
 
 
 def expected_fetches(classes: Sequence[tuple[np.ndarray, np.ndarray]], ring: int) -> list[float]:

@@ -10,7 +10,7 @@ from dataloading.randomness import power_law
 from nn.build import build_plan, open_source, planned_hardware
 from nn.tiers.host_tier import ring_slots
 from nn.tiers.slot_map import SlotMap
-from nn.tiers.traffic import expected_fetches, power_law_share, row_classes
+from nn.tiers.traffic import IdTraffic, expected_fetches, power_law_share, row_classes
 from tests.helpers.composed import TINY, compose_config
 
 GPU = [*TINY, "device=cuda", "sharding.host_gib=1", "data.synthetic.cardinalities=[90000,40,50000]"]
@@ -34,6 +34,20 @@ def test_the_planner_moves_the_largest_tables_where_a_gpu_has_too_little_memory(
         planned(f"sharding.hbm_gib={gib}", "sharding.tiers=[device]")
 
 
+def test_tables_with_many_ids_per_row_stay_on_the_gpu():
+    sizes = [
+        "data.synthetic.cardinalities=[90000,40,90000,80000]",
+        "data.multi_hot.hotness=[20,1,1,2]",
+    ]
+    # Two of three tables fit, and the expansions.
+    rows = planned(f"sharding.hbm_gib={2.4e7 / 2**30}", *sizes)
+    assert [row.tier for row in rows] == ["device", "device", "host", "device"]
+    # A smaller table first, if it costs less than a larger one.
+    rows = planned(f"sharding.hbm_gib={1.8e7 / 2**30}", *sizes)
+    assert [row.tier for row in rows] == ["device", "device", "host", "host"]
+    assert rows[2].fetched_rows < rows[3].fetched_rows
+
+
 def test_an_arena_smaller_than_the_live_batches_is_refused_with_one_that_would_do():
     # 64 rows train while two times 128 are scored.
     table = "sharding.tables={{cat_2: {{tier: host, cache: {}}}}}"
@@ -43,24 +57,29 @@ def test_an_arena_smaller_than_the_live_batches_is_refused_with_one_that_would_d
     assert planned("sharding.hbm_gib=1", table.format(least))[2].cache_rows == 320
 
 
-@pytest.mark.parametrize("exponent", [1.05, 0.0])
-def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent):
-    rows, slots, batch = [40_000, 12_000], [4000, 1200], 256
-    ring = max(ring_slots(sum(slots)), 2 * 2 * batch)
+@pytest.mark.parametrize(
+    ("exponent", "drawn", "within"), [(1.05, 0, 0.05), (0.0, 0, 0.05), (1.05, 3, 0.15)]
+)
+def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent, drawn, within):
+    rows, slots, batch = [40_000, 12_000], [4000, 1200], 256 // (1 + drawn)
+    ring = max(ring_slots(sum(slots)), 2 * 2 * batch * (1 + drawn))
     slot_map = SlotMap(rows, slots, ring, torch.device("cpu"))
     generator, fetched = np.random.default_rng(1), []
+    further = [generator.integers(0, count, (count, drawn)) for count in rows]
     for number in range(120):
-        ids = [
-            power_law(generator.random(batch), count, exponent) + base
-            for count, base in zip(rows, (0, rows[0]), strict=True)
-        ]
+        ids = []
+        for count, base, more in zip(rows, (0, rows[0]), further, strict=True):
+            own = power_law(generator.random(batch), count, exponent).astype(np.int64)
+            ids.append(np.append(own, more[own].ravel()) + base)
         slot_map.release(1 << number % 2, 1 << number % 2)
-        drawn = torch.from_numpy(np.concatenate(ids)).int()
-        _, moves, _ = slot_map.assign(drawn, 1 << number % 2)
+        needed = torch.from_numpy(np.concatenate(ids)).int()
+        _, moves, _ = slot_map.assign(needed, 1 << number % 2)
         fetched.append(0 if moves is None else len(moves.fetched_rows))
     fixed = [int(count * (1 - ring / sum(slots))) for count in slots]
     classes = [
-        row_classes(power_law_share(count, exponent), 0, count, first, batch)
+        row_classes(
+            IdTraffic(power_law_share(count, exponent), count, drawn), 0, count, first, batch
+        )
         for count, first in zip(rows, fixed, strict=True)
     ]
-    assert sum(expected_fetches(classes, ring)) == pytest.approx(np.mean(fetched[40:]), rel=0.05)
+    assert sum(expected_fetches(classes, ring)) == pytest.approx(np.mean(fetched[40:]), rel=within)

@@ -1,0 +1,173 @@
+"""Choice of the tables whose rows lie in host memory, and of the rows for which ranks have room, if GPUs have too little memory."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from nn.sharding.tables import HostTable
+from nn.tiers.host_tier import ring_slots
+from nn.tiers.traffic import IdTraffic, expected_fetches, power_law_share, row_classes
+
+CACHES = (0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
+"""Fractions of rows on the device that are tried."""
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 18, 26, 50, 100, 1000)
+"""Numbers of tables in host memory that are tried."""
+USELESS_CACHE = 0.8
+"""Fraction of rows on the device from which a table stays there with all its rows."""
+ORDER_CACHE = 0.1
+"""The fraction at which tables are compared."""
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A table that may lie in host memory.
+
+    Attributes:
+        rows: of it.
+        window: ids of the live batches.
+        row_bytes: of a row with its optimizer state.
+        ids: of the table per step, before they are expanded.
+        traffic: how often its rows are looked up.
+        shard_rows: rows of its smallest shard.
+    """
+
+    rows: int
+    window: int
+    row_bytes: float
+    ids: float
+    traffic: IdTraffic
+    shard_rows: int
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all rows."""
+        return self.rows * self.row_bytes
+
+    def cached(self, cache: float) -> HostTable | None:
+        """Return the table with room for a fraction of its rows, and at least for those of the live batches; None if that is most."""
+        least = math.ceil(1e4 * min(1, self.window / self.shard_rows)) / 1e4
+        cache = max(cache, least)
+        return HostTable(cache, self.window) if cache < USELESS_CACHE else None
+
+    def fetched_bytes(self, cache: float) -> float:
+        """Return the bytes that a step is expected to fetch."""
+        slots = int(self.rows * cache)
+        ring = min(max(ring_slots(slots), self.window), slots)
+        classes = row_classes(self.traffic, 0, self.rows, slots - ring, self.ids)
+        return expected_fetches([classes], ring)[0] * self.row_bytes
+
+    @cached_property
+    def price(self) -> float:
+        """Bytes fetched per byte that leaves the device."""
+        return self.fetched_bytes(ORDER_CACHE) / self.num_bytes
+
+
+def movable_tables(
+    tables: Sequence[EmbeddingBagConfig],
+    bytes_of: Callable[[EmbeddingBagConfig], int],
+    windows: Mapping[str, int],
+    parts: int,
+    step_ids: Mapping[str, float],
+    traffic_of: Callable[[str], IdTraffic] | None,
+) -> dict[str, Movable]:
+    """Return some tables with what their places in host memory cost.
+
+    Args:
+        tables: as the model declares them.
+        bytes_of: returns the bytes of a table with its optimizer state.
+        windows: table -> ids of the live batches.
+        parts: shards into which their rows may be cut.
+        step_ids: table -> ids per step, all of them.
+        traffic_of: returns how often the rows of a table are looked up; None: all alike.
+    """
+
+    def movable(table: EmbeddingBagConfig) -> Movable:
+        rows = table.num_embeddings
+        traffic = IdTraffic(power_law_share(rows, 0.0), rows)
+        if traffic_of is not None:
+            traffic = traffic_of(table.name)
+        return Movable(
+            rows=rows,
+            window=windows[table.name],
+            row_bytes=bytes_of(table) / rows,
+            ids=step_ids[table.name] / (1 + traffic.drawn),
+            traffic=traffic,
+            shard_rows=max(rows // parts, 1),
+        )
+
+    return {table.name: movable(table) for table in tables}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tables in host memory.
+
+    Attributes:
+        tables: by name.
+        freed_bytes: of the devices, at most.
+        fetched_bytes: per step, as expected.
+    """
+
+    tables: Mapping[str, HostTable]
+    freed_bytes: float
+    fetched_bytes: float
+
+
+def choices(movable: Mapping[str, Movable]) -> list[Choice]:
+    """Return combinations of tables and arenas, those with the least traffic first.
+
+    A combination has the tables that cost the least traffic per byte, all with the same fraction of their rows on the device.
+    """
+    ordered = sorted(movable.items(), key=lambda item: (item[1].price, -item[1].num_bytes))
+    return sorted(
+        (choice for cache in CACHES for choice in _with_cache(dict(ordered), cache)),
+        key=lambda choice: (choice.fetched_bytes, choice.freed_bytes),
+    )
+
+
+def _with_cache(ordered: Mapping[str, Movable], cache: float) -> Iterator[Choice]:
+    cached = {name: table.cached(cache) for name, table in ordered.items()}
+    kept = {name: host for name, host in cached.items() if host is not None}
+    tables = [(ordered[name], host) for name, host in kept.items()]
+    freed = list(accumulate((1 - host.cache) * table.num_bytes for table, host in tables))
+    fetched = list(accumulate(table.fetched_bytes(host.cache) for table, host in tables))
+    for count in sorted({min(count, len(kept)) for count in COUNTS} - {0}):
+        yield Choice(dict(list(kept.items())[:count]), freed[count - 1], fetched[count - 1])
+
+
+def with_host_tables(
+    planned: Callable[[Mapping[str, HostTable]], ShardingPlan],
+    chosen: Mapping[str, HostTable],
+    movable: Callable[[], Mapping[str, Movable]],
+    lacking_bytes: float,
+) -> tuple[ShardingPlan, dict[str, HostTable]]:
+    """Plan with the chosen tables in host memory; if they do not fit, with those beside them that cost the least traffic.
+
+    Args:
+        planned: returns the plan with some tables in host memory.
+        chosen: tables in host memory by overrides.
+        movable: returns the tables that may follow them.
+        lacking_bytes: bytes that the devices lack at least, with the chosen tables.
+
+    Raises:
+        PlannerError: the tables do not fit into both memories.
+    """
+    try:
+        return planned(chosen), dict(chosen)
+    except PlannerError as refused:
+        error = refused
+    for choice in choices(movable()):
+        if choice.freed_bytes < lacking_bytes:
+            continue
+        host_tables = {**chosen, **choice.tables}
+        try:
+            return planned(host_tables), host_tables
+        except PlannerError as refused:
+            error = refused
+    raise error
