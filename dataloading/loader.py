@@ -18,6 +18,7 @@ from dataloading.batch import Batch, aligned, fixed_layout, jagged
 from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError, Slots
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.keys.pipeline import KeyPipeline, Wait
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
 
@@ -212,7 +213,9 @@ class Loader:
         In training the rows of raw keys are undefined, since keys are admitted in the order of the steps.
         """
         batch = self._read(step)
-        return batch if self._admits else self._with_rows_of_keys(batch, step)
+        if self._key_maps is not None and not self._admits:
+            self._start_keys(batch, step)()
+        return batch
 
     def _read(self, step: int) -> Batch:
         """Read the batch of `step`; the rows of raw keys are undefined."""
@@ -256,7 +259,7 @@ class Loader:
             read = pool.submit(self._read, step)
             if mapper is None:
                 return read
-            return mapper.submit(lambda: self._with_rows_of_keys(read.result(), step))
+            return mapper.submit(read.result, partial(self._start_keys, step=step))
 
         try:
             pending = deque(start(step) for step in islice(steps, self.prefetch))
@@ -268,9 +271,8 @@ class Loader:
                 yield batch
                 del batch  # so that the consumer holds the only reference
         finally:
-            for executor in (pool, mapper):
-                if executor is not None:
-                    executor.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
+            self._end(mapper)
 
     def _read_by_processes(
         self, steps: Iterator[int], readers: ReaderProcesses, slots: Slots
@@ -285,18 +287,16 @@ class Loader:
 
         def finished(step: int) -> tuple[int, Batch]:
             slot = readers.finish()
-            return slot, self._with_rows_of_keys(self._batch_in(slot, step, slots), step)
+            return slot, self._batch_in(slot, step, slots)
 
         def start(num_steps: int) -> None:
             for step in islice(steps, num_steps):
                 slots.wait_for_copies(readers.next_slot)
                 readers.start(step)
+                read = partial(finished, step)
                 # Keys are mapped in the order of the steps, ahead of them.
-                pending.append(
-                    partial(finished, step)
-                    if mapper is None
-                    else mapper.submit(finished, step).result
-                )
+                map_keys = partial(self._start_keys_of_slot, step=step)
+                pending.append(read if mapper is None else mapper.submit(read, map_keys).result)
 
         try:
             start(self.prefetch)
@@ -308,34 +308,40 @@ class Loader:
                 yield batch
                 slots.are_copied(slot)
         finally:
-            if mapper is not None:
-                mapper.shutdown(wait=True, cancel_futures=True)
+            self._end(mapper)
             while readers.num_pending:
                 with suppress(ValueError, OSError, MemoryError, RuntimeError):
                     readers.finish()
 
-    def _mapper(self) -> ThreadPoolExecutor | None:
-        """Return the thread that maps keys, batch after batch; None without raw keys."""
+    def _mapper(self) -> "KeyPipeline | None":
+        """Return the threads that start to map the keys of batches, and wait for them; None without raw keys."""
         if self._key_maps is None:
             return None
-        return ThreadPoolExecutor(
-            1, thread_name_prefix=f"keys-{self.split}", initializer=self._enter_thread
-        )
+        return KeyPipeline(f"keys-{self.split}", self._enter_thread)
 
-    def _with_rows_of_keys(self, batch: Batch, step: int) -> Batch:
-        """Fill in the rows of raw keys, and return the batch.
+    def _end(self, mapper: "KeyPipeline | None") -> None:
+        """End the threads of raw keys; nothing writes to a batch any more."""
+        if mapper is not None and self._key_maps is not None:
+            mapper.close()
+            self._key_maps.wait()
+
+    def _start_keys_of_slot(self, slot_and_batch: tuple[int, Batch], step: int) -> Wait:
+        return self._start_keys(slot_and_batch[1], step)
+
+    def _start_keys(self, batch: Batch, step: int) -> Wait:
+        """Start to fill in the rows of raw keys; return what waits for them.
 
         In training, the keys of all ranks' rows are mapped, so that every rank has the same maps: columns are read quickly, and
         the ranks exchange nothing.
         """
         maps = self._key_maps
-        if maps is None:
-            return batch
+        assert maps is not None, "there are raw keys"
         world_size = 1 if self._admits else self.world_size
         rank = 0 if self._admits else self.rank
         runs = self._rows(step, self._shuffle(step), rank, world_size).runs
         first = min(self.rank * len(batch.labels), batch.global_valid) if self._admits else 0
         places: dict[int, slice] = {}
+        values, starts = batch.ids.values().numpy(), batch.ids.offset_per_key()
 
         def keys_of(feature: int) -> np.ndarray:
             keys = self.source.read_keys(self.split, runs, feature)
@@ -350,11 +356,13 @@ class Loader:
                 places[feature] = slice(before, before + own)
             return keys.values
 
-        found = maps.map(keys_of) if self._admits else maps.look_up(keys_of)
-        values, starts = batch.ids.values().numpy(), batch.ids.offset_per_key()
-        for feature, ids in found.items():
+        def fill(feature: int, ids: np.ndarray) -> None:
             values[starts[feature] : starts[feature + 1]] = ids[places[feature]]
-        return batch
+
+        if self._admits:
+            return maps.start(keys_of, fill).wait
+        maps.look_up(keys_of, fill)
+        return _nothing
 
     def _read_into(self, slot: int, step: int) -> None:
         """Read the batch of `step` into a slot, in a reader process."""
@@ -507,3 +515,7 @@ def _num_ids_with_room(feature: CategoricalFeature, num_rows: int) -> int:
         return num_rows * feature.hotness
     mean = feature.mean_hotness
     return math.ceil(ROOM * mean * num_rows + SPREAD * (mean + 1) * num_rows**0.5)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""

@@ -37,6 +37,19 @@ class MapChange:
     candidates: TableChange
 
 
+class FullMapError(TableFullError):
+    """The error of a map, with what the batch has changed before it.
+
+    Args:
+        text: what is wrong, and what to do.
+        change: of the map.
+    """
+
+    def __init__(self, text: str, change: MapChange) -> None:
+        super().__init__(text)
+        self.change = change
+
+
 class KeyMap:
     """Rows of one table for keys; row 0 is that of missing keys, which are 0, and of keys without a row.
 
@@ -67,7 +80,7 @@ class KeyMap:
             batch: its number, from 1; larger than that of the batch before.
 
         Raises:
-            TableFullError: more keys need rows than there are.
+            FullMapError: more keys need rows than there are.
         """
         ids = [np.empty(len(keys), np.int32) for keys in columns]
         counted = [
@@ -77,9 +90,10 @@ class KeyMap:
         keys = np.concatenate([keys[places] for keys, places in zip(columns, missing, strict=True)])
         admitted, counts, candidates = self._admitted(keys, batch)
         rows, done = self._rows.insert(admitted, counts, batch)
-        if done < len(admitted):
-            raise TableFullError(self._exhausted(admitted, done, batch))
         rows.seen = np.concatenate([seen for seen, _ in counted])
+        if done < len(admitted):
+            full = self._exhausted(admitted, done, batch)
+            raise FullMapError(full, MapChange(rows, candidates))
         for column, places, found in zip(columns, missing, ids, strict=True):
             found[places] = self._rows.look_up(column[places])
         return ids, MapChange(rows, candidates)

@@ -1,24 +1,55 @@
-"""The maps of all tables for raw keys, one batch after another, ahead of the step.
+"""The maps of all tables for raw keys, ahead of the step.
 
-Batches are mapped while earlier ones train. A mapped batch is pending until its step begins; lookups and states leave the changes
-of pending batches out.
+Batches are mapped while earlier ones train, several at a time: a table maps them one after another on a thread of its own, and
+waits for no other table. A batch is pending until its step begins; lookups and states leave the changes of pending batches out.
 """
 
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 import numpy as np
 
 from configs.schema import DynamicConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.keys.key_map import KeyMap, MapChange
-from dataloading.keys.new_rows import KEYS, NewRows
+from dataloading.keys.key_map import FullMapError, KeyMap, MapChange
+from dataloading.keys.new_rows import KEYS, NewRows, TableFullError
 
 KeysOf = Callable[[int], np.ndarray]
 """Returns the int64 keys of a feature, by its index among the categorical ones."""
+Fill = Callable[[int, np.ndarray], None]
+"""Takes the int32 rows of a feature's keys."""
+
+
+class MapTask:
+    """A batch whose keys are being mapped.
+
+    Args:
+        changes: of its tables, once they are mapped.
+    """
+
+    def __init__(self, changes: Mapping[str, Future[MapChange]]) -> None:
+        self._changes = changes
+
+    def wait(self) -> None:
+        """Wait for all tables.
+
+        Raises:
+            TableFullError: more keys need rows than a table has.
+        """
+        for change in self._changes.values():
+            change.result()
+
+    def change(self, table: str) -> MapChange | None:
+        """Wait for a table, and return what changed; None of a table that was full before."""
+        try:
+            return self._changes[table].result()
+        except FullMapError as full:
+            return full.change
+        except TableFullError:
+            return None
 
 
 class KeyMaps:
@@ -38,9 +69,16 @@ class KeyMaps:
         }
         self._maps = {table: KeyMap(table, count, policy) for table, count in rows.items()}
         cores = len(os.sched_getaffinity(0)) // ranks_of_node
-        self._pool = ThreadPoolExecutor(max(1, min(cores, len(rows))), thread_name_prefix="keys")
+        threads = [
+            ThreadPoolExecutor(1, thread_name_prefix="keys")
+            for _ in range(max(1, min(cores, len(rows))))
+        ]
+        # Small tables take less time, so the largest ones have a thread of their own first.
+        ordered = sorted(rows, key=lambda table: -rows[table])
+        self._threads = {table: threads[i % len(threads)] for i, table in enumerate(ordered)}
         self._batch = 0
-        self._pending: deque[dict[str, MapChange]] = deque()
+        self._full: dict[str, TableFullError] = {}
+        self._pending: deque[MapTask] = deque()
         self._lock = Lock()
 
     @property
@@ -48,46 +86,64 @@ class KeyMaps:
         """Names of the tables."""
         return list(self._maps)
 
-    def map(self, keys_of: KeysOf) -> dict[int, np.ndarray]:
-        """Return the rows of the next training batch by feature, int32; they are pending until `take_new_rows`.
+    def start(self, keys_of: KeysOf, fill: Fill) -> MapTask:
+        """Start to map the next training batch, which is pending until `take_new_rows`.
 
-        Raises:
-            TableFullError: more keys need rows than a table has.
+        Args:
+            keys_of: called on the threads of the tables.
+            fill: the same.
         """
         with self._lock:
-            batch = self._batch + 1
+            self._batch += 1
+            task = MapTask(
+                {
+                    table: thread.submit(self._map, table, self._batch, keys_of, fill)
+                    for table, thread in self._threads.items()
+                }
+            )
+            self._pending.append(task)
+        return task
 
-            def mapped(table: str) -> tuple[list[np.ndarray], MapChange]:
-                columns = [keys_of(feature) for feature in self._features[table]]
-                return self._maps[table].map(columns, batch)
+    def _map(self, table: str, batch: int, keys_of: KeysOf, fill: Fill) -> MapChange:
+        if table in self._full:
+            raise TableFullError(str(self._full[table]))
+        features = self._features[table]
+        try:
+            found, change = self._maps[table].map([keys_of(feature) for feature in features], batch)
+        except TableFullError as full:
+            self._full[table] = full
+            raise
+        for feature, ids in zip(features, found, strict=True):
+            fill(feature, ids)
+        return change
 
-            done = dict(zip(self._maps, self._pool.map(mapped, self._maps), strict=True))
-            self._batch = batch
-            self._pending.append({table: change for table, (_, change) in done.items()})
-        return {
-            feature: ids
-            for table, (columns, _) in done.items()
-            for feature, ids in zip(self._features[table], columns, strict=True)
-        }
-
-    def look_up(self, keys_of: KeysOf) -> dict[int, np.ndarray]:
-        """Return the rows of keys by feature, int32, in the state of the step; nothing is counted or admitted."""
+    def look_up(self, keys_of: KeysOf, fill: Fill) -> None:
+        """Fill in the rows of keys in the state of the step; nothing is counted or admitted."""
         with self._lock:
-            pending = list(self._pending)
-            return {
-                feature: self._maps[table].look_up(
-                    keys_of(feature), [changes[table] for changes in pending]
-                )
-                for table, features in self._features.items()
-                for feature in features
-            }
+            for table, features in self._features.items():
+                pending = self._changes(table)
+                for feature in features:
+                    fill(feature, self._maps[table].look_up(keys_of(feature), pending))
+
+    def wait(self) -> None:
+        """Wait for all batches that were started."""
+        with self._lock:
+            for table in self._maps:
+                self._changes(table)
+
+    def _changes(self, table: str) -> list[MapChange]:
+        """Wait for the pending batches, and return their changes of a table."""
+        changes = (task.change(table) for task in self._pending)
+        return [change for change in changes if change is not None]
 
     def take_new_rows(self) -> dict[str, NewRows]:
         """Return the rows that got other keys in the oldest pending batch, which trains next, by table."""
-        changes = self._pending.popleft()
+        task = self._pending.popleft()
+        task.wait()
         found = {}
-        for table, change in changes.items():
-            if len(change.rows.slots):
+        for table in self._maps:
+            change = task.change(table)
+            if change is not None and len(change.rows.slots):
                 order = np.argsort(change.rows.slots)
                 found[table] = NewRows(change.rows.slots[order], change.rows.keys[order])
         return found
@@ -100,13 +156,11 @@ class KeyMaps:
     def state(self) -> dict[str, np.ndarray]:
         """Return a copy of the state of the step, in arrays of constant shapes by `<table>.<name>`."""
         with self._lock:
-            pending = list(self._pending)
+            batch = self._batch - len(self._pending)
             return {
                 f"{table}.{name}": values
                 for table, own in self._maps.items()
-                for name, values in own.state(
-                    self._batch - len(pending), [changes[table] for changes in pending]
-                ).items()
+                for name, values in own.state(batch, self._changes(table)).items()
             }
 
     def keys_of_rows(self) -> dict[str, np.ndarray]:
@@ -117,7 +171,10 @@ class KeyMaps:
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Load a state; one with the keys of rows alone is enough for scores."""
         with self._lock:
+            for table in self._maps:
+                self._changes(table)
             self._pending.clear()
+            self._full.clear()
             for table, own in self._maps.items():
                 prefix = f"{table}."
                 mine = {
@@ -132,4 +189,5 @@ class KeyMaps:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,8 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import read_with_keys
-from dataloading.keys.key_maps import KeyMaps
+from dataloading.keys.key_maps import KeyMaps, MapTask
+from dataloading.keys.new_rows import TableFullError
 from dataloading.loader import Loader, LoaderSettings
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.embedding.declared_tables import initial_bound
@@ -328,6 +329,29 @@ def test_threads_processes_and_ranks_read_the_same_rows(data):
         for one, two in zip(*halves, strict=True)
     ]
     np.testing.assert_equal(joined, whole)
+
+
+def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
+    features = (CategoricalFeature.of_keys("user", 6), CategoricalFeature.of_keys("item", 60))
+    spec = FeatureSpec(None, (), np.dtype(np.float32), (), features, {}, {})
+    maps = KeyMaps(spec, DynamicConfig(evict=Evict.never))
+
+    def start(first: int, last: int) -> MapTask:
+        return maps.start(lambda _: np.arange(first, last), lambda *_: None)
+
+    start(1, 4).wait()
+    maps.take_new_rows()
+    before = maps.state()
+    tasks = [start(2, 6), start(3, 20), start(4, 30)]
+    tasks[0].wait()
+    for task in tasks[1:]:
+        with pytest.raises(TableFullError, match="evict=never keeps all keys"):
+            task.wait()
+    np.testing.assert_equal(maps.state(), before)
+    maps.rewind()
+    start(2, 6).wait()
+    assert maps.take_new_rows()["user"].keys.tolist() == [4, 5]
+    maps.close()
 
 
 def test_a_full_table_is_one_line_of_all_ranks(data, tmp_path):
