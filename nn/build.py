@@ -29,9 +29,9 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, build_meta, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.ops.fp8 import MULTIPLE
-from nn.sharding.host_tables import staged_bytes, with_expected_fetches
-from nn.sharding.plan import Hardware, TablePlan
-from nn.sharding.planner import plan_tables
+from nn.planning.host_tables import staged_bytes, with_expected_fetches
+from nn.planning.plan import Hardware, TablePlan
+from nn.planning.planner import plan_tables
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TableSettings, TieredPlan
 from nn.tiers.host_tier import DiskSettings

@@ -97,6 +97,8 @@ from nn.observability.run_directory import (
     write_plan,
 )
 from nn.observability.run_lock import RunLock
+from nn.planning.memory_estimate import RankMemory, plan_memory
+from nn.planning.plan import TablePlan
 from nn.resume import (
     ResumePoint,
     finished_run,
@@ -105,8 +107,6 @@ from nn.resume import (
     named_resume_point,
     own_resume_point,
 )
-from nn.sharding.memory_estimate import RankMemory, plan_memory
-from nn.sharding.plan import TablePlan
 from nn.stages import (
     as_known,
     open_previous_day,

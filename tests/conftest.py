@@ -78,7 +78,7 @@ FAST = {
     "nn/layers/test_bce_loss.py",
     "nn/ops/test_stochastic_rounding.py",
     "nn/sharding/test_id_all_to_all.py",
-    "nn/sharding/test_memory_estimate.py",
+    "nn/planning/test_memory_estimate.py",
     "nn/test_versions.py",
     "nn/tiers/test_slot_map.py",
     "nn/training/test_latency.py",

@@ -26,8 +26,8 @@ from configs.schema import Config
 from dataloading.batch import Batch
 from nn.build import build_plan, build_step, build_train_loader, hardware_of, open_source
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
-from nn.sharding.host_tables import LINK_BYTES_PER_MS, fetched_bytes
-from nn.sharding.plan import TablePlan
+from nn.planning.host_tables import LINK_BYTES_PER_MS, fetched_bytes
+from nn.planning.plan import TablePlan
 from nn.sharding.tables import local_tensors
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep

@@ -232,7 +232,7 @@ class _WidthClass:
 
     @cached_property
     def _levels(self) -> list[_Level]:
-        """Levels of the update, allocated at the first one; `nn.sharding.memory_estimate` counts their size."""
+        """Levels of the update, allocated at the first one; `nn.planning.memory_estimate` counts their size."""
         return _levels(
             self._first_keys, self._counts, IDS_PER_BLOCK, self._block_d, self._weights.device
         )

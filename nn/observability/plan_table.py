@@ -11,9 +11,9 @@ from rich.table import Table
 
 from configs.schema import Config
 from nn.observability.layout import grid, print_columns, ranges
-from nn.sharding.host_tables import LINK_BYTES_PER_MS, fetched_bytes, staged_row_bytes
-from nn.sharding.memory_estimate import RankMemory
-from nn.sharding.plan import Hardware, TablePlan, lookups_by_rank
+from nn.planning.host_tables import LINK_BYTES_PER_MS, fetched_bytes, staged_row_bytes
+from nn.planning.memory_estimate import RankMemory
+from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
 from nn.tiers.stager import PASS_BATCHES
 
 MIB = 1 << 20

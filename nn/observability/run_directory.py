@@ -59,10 +59,10 @@ from nn.observability.records import (
     has_records,
     read_run,
 )
+from nn.planning.memory_estimate import RankMemory
+from nn.planning.plan import TablePlan
 from nn.plots.curves import draw_curves
 from nn.plots.predictions import draw_predictions
-from nn.sharding.memory_estimate import RankMemory
-from nn.sharding.plan import TablePlan
 
 PREDICTIONS = "predictions.json"
 PREDICTIONS_PNG = "predictions.png"

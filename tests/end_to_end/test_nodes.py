@@ -10,7 +10,7 @@ from nn.embedding.optimizer import TABLE_RULES
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.nn.sharding.test_planner import GIB, plan_mlperf, rows_of
+from tests.nn.planning.test_planner import GIB, plan_mlperf, rows_of
 
 NODES = [{0, 1}, {2, 3}]
 NUM_STEPS = 10

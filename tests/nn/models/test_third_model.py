@@ -18,7 +18,7 @@ from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
 from nn.models.registry import build_dense, declared_tables
-from nn.sharding.memory_estimate import plan_memory
+from nn.planning.memory_estimate import plan_memory
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config, losses_of_cases
 from tests.helpers.distributed import run_distributed

@@ -23,7 +23,7 @@ from nn.observability.console import (
     print_summary,
 )
 from nn.observability.plan_table import print_plan
-from nn.sharding.plan import TablePlan
+from nn.planning.plan import TablePlan
 
 METRICS = metrics_of(tasks_of([RowColumn("clicked")]))
 TRAIN = {

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from nn.observability.plan_table import print_plan
-from nn.sharding.plan import TablePlan
+from nn.planning.plan import TablePlan
 
 MIB = 1 << 20
 

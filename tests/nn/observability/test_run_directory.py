@@ -22,8 +22,8 @@ from nn.observability.run_directory import (
     git_commit,
     to_json_value,
 )
-from nn.sharding.memory_estimate import RankMemory
-from nn.sharding.plan import TablePlan
+from nn.planning.memory_estimate import RankMemory
+from nn.planning.plan import TablePlan
 
 SUMMARY = dict.fromkeys(SUMMARY_KEYS, 1.0) | {"peak_hbm_bytes": None, "step_ms": math.nan}
 TRAIN = {"step": 200, "epoch": 0, "loss": 0.123456789, "train_auc": 0.75, "hbm_bytes": None}

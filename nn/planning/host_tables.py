@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from configs.schema import DEFAULT_CACHE, ShardingConfig, TableOverride, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import id_counts, tables_of_feature
-from nn.sharding.plan import TablePlan
+from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
 from nn.tiers.stager import PASS_BATCHES

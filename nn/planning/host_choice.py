@@ -1,4 +1,4 @@
-"""Choice of the tables whose rows lie in host memory, and of the rows for which ranks have room, if GPUs have too little memory."""
+"""Choice of the tables whose rows lie in host memory, and of the room for them on the device, if GPUs have too little memory."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class Movable:
         return self.rows * self.row_bytes
 
     def cached(self, cache: float) -> HostTable | None:
-        """Return the table with room for a fraction of its rows, and at least for those of the live batches; None if that is most."""
+        """Return the table with room for a fraction of its rows, at least those of the live batches; None if that is most."""
         least = math.ceil(1e4 * min(1, self.window / self.shard_rows)) / 1e4
         cache = max(cache, least)
         return HostTable(cache, self.window) if cache < USELESS_CACHE else None

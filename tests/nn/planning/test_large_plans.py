@@ -4,8 +4,8 @@ import pytest
 
 from configs.schema import Config
 from nn.build import build_plan, open_source, planned_hardware
-from nn.sharding.memory_estimate import plan_memory
-from nn.sharding.plan import TablePlan
+from nn.planning.memory_estimate import plan_memory
+from nn.planning.plan import TablePlan
 from nn.training.dense_optimizer import dense_rule
 from tests.helpers.composed import compose_config
 

@@ -8,8 +8,8 @@ import torch
 from benchmarks.rows import ROWS
 from nn.build import build_plan, open_source, planned_hardware
 from nn.models.registry import build_meta
-from nn.sharding.memory_estimate import RankMemory, plan_memory, update_bytes
-from nn.sharding.plan import TablePlan
+from nn.planning.memory_estimate import RankMemory, plan_memory, update_bytes
+from nn.planning.plan import TablePlan
 from nn.sharding.static_embeddings import StaticEmbeddings
 from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import dense_rule

@@ -46,9 +46,9 @@ from nn.embedding.declared_tables import (
     vectors_per_sample,
 )
 from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
-from nn.sharding.balance import ShardCost, balance, join_columns
-from nn.sharding.host_choice import movable_tables, with_host_tables
-from nn.sharding.host_tables import (
+from nn.planning.balance import ShardCost, balance, join_columns
+from nn.planning.host_choice import movable_tables, with_host_tables
+from nn.planning.host_tables import (
     DISK_ROW_BYTES,
     check_windows,
     chosen_host_tables,
@@ -56,7 +56,7 @@ from nn.sharding.host_tables import (
     staged_bytes,
     windows_of,
 )
-from nn.sharding.plan import Hardware, TablePlan
+from nn.planning.plan import Hardware, TablePlan
 from nn.sharding.tables import ROWS_CUT, HostTable, TieredPlan
 from nn.tiers.traffic import IdTraffic
 

@@ -7,8 +7,8 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, Shard
 from torchrec.distributed.planner.types import Storage
 from torchrec.distributed.types import ParameterSharding
 
-from nn.sharding import planner
-from nn.sharding.balance import ShardCost, balance, join_columns
+from nn.planning import planner
+from nn.planning.balance import ShardCost, balance, join_columns
 from tests.helpers.composed import losses_of_cases
 from tests.helpers.distributed import run_distributed
 from tests.nn.sharding.test_sharded_embeddings import NUM_STEPS, case

@@ -16,7 +16,7 @@ from nn.embedding.declared_tables import embedding_columns, id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
-from nn.sharding.plan import TablePlan
+from nn.planning.plan import TablePlan
 from nn.sharding.request_room import room_for
 from nn.sharding.tables import ROWS_CUT, asks_for_rows
 from nn.tiers.traffic import expected_distinct
