@@ -50,6 +50,8 @@ def test_samples_in_the_order_of_their_ids_have_the_same_scores(model, monkeypat
 @pytest.mark.parametrize("sorted_from", [1, lookup.SORTED_FROM])
 def test_scores_of_a_gpu_are_those_of_the_cpu(model, monkeypatch, sorted_from):
     monkeypatch.setattr(lookup, "SORTED_FROM", sorted_from)
+    # A training run in this process allows TF32.
+    torch.set_float32_matmul_precision("highest")
     check(model, "cuda")
 
 
