@@ -110,11 +110,13 @@ class Choice:
 
     Attributes:
         tables: by name.
+        host_bytes: that they take in host memory.
         freed_bytes: of the devices, at most.
         fetched_bytes: per step, as expected.
     """
 
     tables: Mapping[str, HostTable]
+    host_bytes: float
     freed_bytes: float
     fetched_bytes: float
 
@@ -135,10 +137,12 @@ def _with_cache(ordered: Mapping[str, Movable], cache: float) -> Iterator[Choice
     cached = {name: table.cached(cache) for name, table in ordered.items()}
     kept = {name: host for name, host in cached.items() if host is not None}
     tables = [(ordered[name], host) for name, host in kept.items()]
+    in_host = list(accumulate(table.num_bytes for table, _ in tables))
     freed = list(accumulate((1 - host.cache) * table.num_bytes for table, host in tables))
     fetched = list(accumulate(table.fetched_bytes(host.cache) for table, host in tables))
     for count in sorted({min(count, len(kept)) for count in COUNTS} - {0}):
-        yield Choice(dict(list(kept.items())[:count]), freed[count - 1], fetched[count - 1])
+        last = count - 1
+        yield Choice(dict(list(kept.items())[:count]), in_host[last], freed[last], fetched[last])
 
 
 def with_host_tables(
@@ -146,6 +150,7 @@ def with_host_tables(
     chosen: Mapping[str, HostTable],
     movable: Callable[[], Mapping[str, Movable]],
     lacking_bytes: float,
+    host_bytes: float,
 ) -> tuple[ShardingPlan, dict[str, HostTable]]:
     """Plan with the chosen tables in host memory; if they do not fit, with those beside them that cost the least traffic.
 
@@ -154,6 +159,7 @@ def with_host_tables(
         chosen: tables in host memory by overrides.
         movable: returns the tables that may follow them.
         lacking_bytes: bytes that the devices lack at least, with the chosen tables.
+        host_bytes: memory of all hosts for tables, at most.
 
     Raises:
         PlannerError: the tables do not fit into both memories.
@@ -163,7 +169,7 @@ def with_host_tables(
     except PlannerError as refused:
         error = refused
     for choice in choices(movable()):
-        if choice.freed_bytes < lacking_bytes:
+        if choice.freed_bytes < lacking_bytes or choice.host_bytes > host_bytes:
             continue
         host_tables = {**chosen, **choice.tables}
         try:

@@ -255,9 +255,8 @@ def plan_tables(
         traffic_of,
     )
     try:
-        plan, host_tables = with_host_tables(
-            planned, chosen, movable, _lacking_bytes(declared, chosen, config, rule, hardware)
-        )
+        room = _room(declared, chosen, config, rule, hardware)
+        plan, host_tables = with_host_tables(planned, chosen, movable, *room)
     except PlannerError as error:
         raise ValueError(
             _does_not_fit(embeddings, config, rule, hardware, expansions, error)
@@ -278,17 +277,18 @@ def _expansions_of_tables(
     return expansions
 
 
-def _lacking_bytes(
+def _room(
     declared: Sequence[EmbeddingBagConfig],
     chosen: Collection[str],
     config: ShardingConfig,
     rule: TableRule,
     hardware: Hardware,
-) -> int:
-    """Return the bytes by which all tables but the chosen ones exceed the memory of the ranks."""
+) -> tuple[int, int]:
+    """Return the bytes by which all tables but the chosen ones exceed the memory of the ranks, and the hosts' for tables."""
     on_device = [table for table in declared if table.name not in chosen]
     usable = hardware.world_size * _usable_bytes(hardware, config)
-    return sum(_bytes_of(table, rule) for table in on_device) - usable
+    lacking = sum(_bytes_of(table, rule) for table in on_device) - usable
+    return lacking, hardware.world_size * _usable_host_bytes(hardware, config)
 
 
 def _candidates(
