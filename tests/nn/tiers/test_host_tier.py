@@ -151,6 +151,13 @@ def test_a_gpu_trains_alike(case, tmp_path):
     assert_alike(result)
 
 
+@needs_one_gpu
+def test_a_gpu_trains_alike_with_tables_on_disk(tmp_path):
+    base, *ways = on_disk(CASES["one-hot"], STAGED["one-hot"], tmp_path)
+    (result,) = run_distributed(on_gpu, 1, [*base, *ON_GPU], *ways, tmp_path)
+    assert_alike(result)
+
+
 def on_gpu(base: list[str], without: str, with_host: str, directory: Path) -> dict:
     from nn.distributed.process_group import process_group, ranks_from_environment
 
