@@ -65,6 +65,9 @@ class ModelExportConfig:
     rows: int = option(4096, "rows to compare with the training path", most=1 << 24)
     name: str | None = option(None, "name of the model in requests; null: that of model.name")
     onnx: bool = option(False, "write the dense component as ONNX too")
+    aoti: Device | None = option(
+        None, "cpu or cuda: write it as machine code of AOTInductor for this device too; null: no"
+    )
 
     def __post_init__(self) -> None:
         _require_set(self, checkpoint="a run's checkpoints/best", output="a directory")

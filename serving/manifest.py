@@ -3,6 +3,7 @@
     model.json           features, tables, tasks, versions, proof; bytes and SHA-256 of every other file
     dense.pt2            dense component: torch.export, batch 1 to 65,536
     dense.onnx           the same for ONNX runtimes, on request
+    dense.aoti.pt2       the same as machine code of AOTInductor, on request; nothing here loads it
     tables/<table>.bin   rows, one after another: float32, bfloat16 or int8
     tables/<table>.scale.bin      int8 only: float32 per row, by which the row is multiplied
     vocabulary/<feature>.bin      raw values only: values and their ids (`serving.inference.vocabulary`)
@@ -27,6 +28,7 @@ from dataloading.dataset.documents import open_regular, parse_json, read_regular
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
 ONNX = "dense.onnx"
+AOTI = "dense.aoti.pt2"
 FORMAT = 1
 MOST_ROWS = 65_536
 """Rows of the largest batch that the dense component takes."""

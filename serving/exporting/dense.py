@@ -1,10 +1,11 @@
-"""The dense component of a checkpoint, and its export with a dynamic batch: torch.export, ONNX on request."""
+"""The dense component of a checkpoint, and its export with a dynamic batch: torch.export; ONNX and AOTInductor on request."""
 
 import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config
+from configs.serving_schema import Device
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
 from nn.checkpoint.tensor_index import TensorIndex, blocks
 from nn.models.model import Model
 from nn.models.registry import build_dense
-from serving.manifest import DENSE, MOST_ROWS, ONNX
+from serving.manifest import AOTI, DENSE, MOST_ROWS, ONNX
 
 WEIGHT = "dense."
 EXAMPLE_ROWS = 3
@@ -53,13 +55,9 @@ def export_dense(directory: Path, dense: Model, num_numerical: int, columns: int
     Raises:
         ValueError: torch.export cannot trace the model.
     """
-    example = _example(num_numerical, columns)
-    batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
     try:
         with torch.no_grad(), _quiet():
-            program = torch.export.export(
-                dense, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False
-            )
+            program = _program(dense, _example(num_numerical, columns))
             # They would be a pickle in the archive, which nothing needs.
             program.example_inputs = None
             # A comparison of the numbers of rows, as code; the server makes both inputs.
@@ -99,6 +97,35 @@ def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int)
         ) from error
 
 
+def export_aoti(
+    directory: Path, dense: Model, num_numerical: int, columns: int, device: Device
+) -> None:
+    """Write `dense.aoti.pt2`: the forward as machine code of a device, for `torch._inductor.aoti_load_package` and C++.
+
+    Raises:
+        ValueError: the device is missing, or the compiler is missing or fails.
+    """
+    check_aoti(device)
+    example = [tensor.to(device.value) for tensor in _example(num_numerical, columns)]
+    try:
+        with torch.no_grad(), _quiet():
+            program = _program(deepcopy(dense).to(device.value), (example[0], example[1]))
+            torch._inductor.aoti_compile_and_package(program, package_path=str(directory / AOTI))
+    except Exception as error:
+        raise ValueError(
+            f"aoti={device.value}: the dense component cannot be compiled: {str(error).strip().splitlines()[0]}; AOTInductor "
+            "needs a C++ compiler (g++), or leave aoti out"
+        ) from error
+
+
+def check_aoti(device: Device) -> None:
+    """Raise ValueError unless this machine has the device that AOTInductor compiles for."""
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise ValueError(
+            "aoti=cuda: no GPU was found; export on a machine with the GPU that serves, or set aoti=cpu"
+        )
+
+
 def check_onnx() -> None:
     """Raise ValueError unless the packages of ONNX are installed."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
@@ -110,6 +137,14 @@ def check_onnx() -> None:
 
 def _example(num_numerical: int, columns: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(EXAMPLE_ROWS, num_numerical), torch.zeros(EXAMPLE_ROWS, columns)
+
+
+def _program(dense: Model, example: tuple[Tensor, Tensor]) -> torch.export.ExportedProgram:
+    """Trace the forward with a dynamic number of rows."""
+    batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
+    return torch.export.export(
+        dense, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False
+    )
 
 
 @contextmanager

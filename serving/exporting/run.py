@@ -29,7 +29,14 @@ from nn.deltas.delta import CHAIN
 from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import declared_tables, typed_config
 from nn.models.tasks import Task, tasks_of_run
-from serving.exporting.dense import check_onnx, export_dense, export_onnx, load_dense
+from serving.exporting.dense import (
+    check_aoti,
+    check_onnx,
+    export_aoti,
+    export_dense,
+    export_onnx,
+    load_dense,
+)
 from serving.exporting.proof import (
     Proof,
     TrainingPath,
@@ -83,6 +90,8 @@ def export_model(options: ModelExportConfig) -> Manifest:
     _check_output(output)
     if options.onnx:
         check_onnx()
+    if options.aoti is not None:
+        check_aoti(options.aoti)
     trained = open_trained(Path(options.checkpoint).resolve(), options.data_path)
     with hold(output, f"is writing {output}") as alone:
         _check_output(output)  # again: another process may have written it meanwhile
@@ -175,6 +184,8 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     export_dense(directory, dense, len(spec.numerical), columns)
     if options.onnx:
         export_onnx(directory, dense, len(spec.numerical), columns)
+    if options.aoti is not None:
+        export_aoti(directory, dense, len(spec.numerical), columns, options.aoti)
     files = {
         table: write_key_rows(directory, table, keys)
         for table, keys in (maps.keys_of_rows() if maps is not None else {}).items()

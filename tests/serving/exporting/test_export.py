@@ -10,21 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from configs.serving_schema import TableType
+from configs.serving_schema import Device, TableType
 from nn.build import open_source
 from nn.checkpoint.tensor_index import read_index
 from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import MODELS, build_dense, declared_tables
 from serving.exporting import proof
-from serving.exporting.dense import export_dense
+from serving.exporting.dense import check_aoti, export_aoti, export_dense
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
-from serving.manifest import DENSE, MANIFEST, ONNX, Manifest, ModelError
+from serving.manifest import AOTI, DENSE, MANIFEST, ONNX, Manifest, ModelError
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
 from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401
 from tests.nn.training.test_ragged import overrides_of as ragged_case
+from tests.serving.handmade_model import Dense
 from tests.serving.served_models import export, save_run, served_scores
 
 KINDS = [
@@ -116,6 +117,29 @@ def test_onnx_computes_the_same(runs, tmp_path):
         feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
         (logits,) = session.run(["logits"], feed)
         np.testing.assert_allclose(logits, forward(*inputs).numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_machine_code_computes_the_same(tmp_path):
+    dense = Dense(2 + 5).eval()
+    export_dense(tmp_path, dense, 2, 5)
+    # A quarter of the time.
+    fast = {
+        "aot_inductor.precompile_headers": False,
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+    }
+    with torch._inductor.config.patch(fast):
+        export_aoti(tmp_path, dense, 2, 5, Device.cpu)
+    compiled = torch._inductor.aoti_load_package(str(tmp_path / AOTI))
+    forward = load_dense(tmp_path / DENSE)
+    for rows in (1, 5):
+        inputs = torch.randn(rows, 2), torch.randn(rows, 5)
+        torch.testing.assert_close(compiled(*inputs), forward(*inputs), rtol=0, atol=1e-6)
+
+
+def test_machine_code_of_a_missing_gpu_is_refused():
+    with pytest.raises(ValueError, match="aoti=cuda: no GPU was found"):
+        check_aoti(Device.cuda)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
