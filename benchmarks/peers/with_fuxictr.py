@@ -46,12 +46,14 @@ class Pair:
         model_class: FuxiCTR's class.
         settings: of ours, as overrides of the command line.
         peer_settings: of FuxiCTR's.
+        batch_size: of both.
     """
 
     folder: str
     model_class: str
     settings: tuple[str, ...]
     peer_settings: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = BATCH_SIZE
 
 
 PAIRS = {
@@ -107,16 +109,22 @@ PAIRS = {
         "MaskNet",
         "MaskNet",
         (
-            *("model.blocks=[64]", "model.reduction_ratio=0.25"),
-            *("optimizer.lr=5e-4", "optimizer.embedding_l2=1e-4", "optimizer.weight_decay=1"),
-            *LINEAR_DECAY,
+            *("model.structure=parallel", "model.blocks=[64,64,64]", "model.hidden=[128]"),
+            *("model.reduction_ratio=1", "model.dropout=0.2", "model.embedding_init=0.03"),
+            *("optimizer.lr=3e-4", "optimizer.embedding_lr=6e-4", "optimizer.weight_decay=0.1"),
+            *("train.ema_decay=0.99", "scheduler.decay_start_step=0"),
+            *("scheduler.decay_steps=968", "scheduler.decay_power=1"),
         ),
         {
-            "dnn_hidden_units": [64],
-            "reduction_ratio": 0.25,
-            "learning_rate": 5e-4,
-            "embedding_regularizer": 1e-4,
+            "model_type": "ParallelMaskNet",
+            "parallel_num_blocks": 3,
+            "parallel_block_dim": 64,
+            "dnn_hidden_units": [128],
+            "reduction_ratio": 1,
+            "net_dropout": 0.2,
+            "learning_rate": 3e-4,
         },
+        batch_size=256,
     ),
     "wukong": Pair(
         "WuKong",
@@ -141,7 +149,6 @@ COMMON = (
     f"model.embedding_dim={EMBEDDING_DIM}",
     "model.embedding_init=0.01",
     f"optimizer.lr={LR}",
-    f"train.batch_size={BATCH_SIZE}",
     f"train.epochs={EPOCHS}",
     *("device=cpu", "checkpoint.save=false", "log.loggers=[]", "log.every=1000"),
 )
@@ -179,11 +186,11 @@ def train_ours(data: Path, run_dir: Path, overrides: Iterable[str]) -> dict[str,
 
 
 def train_peer(
-    python: Path, folder: Path, model_class: str, data: Path, settings: dict[str, Any], seed: int
+    python: Path, folder: Path, pair: Pair, data: Path, settings: dict[str, Any], seed: int
 ) -> dict[str, float]:
     """Train one of FuxiCTR's models; return AUC and log loss of the test split after the last epoch."""
-    arguments = [str(folder), model_class, str(data), json.dumps(settings)]
-    arguments += [str(EPOCHS), str(BATCH_SIZE), str(seed)]
+    arguments = [str(folder), pair.model_class, str(data), json.dumps(settings)]
+    arguments += [str(EPOCHS), str(pair.batch_size), str(seed)]
     printed = _run([str(python), "-m", "benchmarks.peers.fuxictr_job", *arguments])
     last = json.loads(printed.splitlines()[-1])
     return {"auc": last["AUC"], "log_loss": last["logloss"]}
@@ -245,7 +252,9 @@ def main() -> None:
 
 
 def _ours(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
-    overrides = [*COMMON, f"model.name={name}", *PAIRS[name].settings, *args.set, f"seed={seed}"]
+    pair = PAIRS[name]
+    overrides = [*COMMON, f"train.batch_size={pair.batch_size}", f"model.name={name}"]
+    overrides += [*pair.settings, *args.set, f"seed={seed}"]
     key = [data.name, *overrides]
     metrics = results.get(key)
     if metrics is None:
@@ -258,13 +267,13 @@ def _ours(name: str, seed: int, data: Path, args: argparse.Namespace, results: R
 def _peer(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
     pair = PAIRS[name]
     settings = PEER_COMMON | pair.peer_settings | args.peer_set
-    key = [data.name, pair.model_class, settings, EPOCHS, BATCH_SIZE, seed]
+    key = [data.name, pair.model_class, settings, EPOCHS, pair.batch_size, seed]
     metrics = results.get(key)
     if metrics is None:
         # The path stays a link: a virtual environment's Python is one.
         python = Path(os.path.abspath(args.python))
         folder = args.zoo.resolve() / pair.folder
-        metrics = train_peer(python, folder, pair.model_class, data, settings, seed)
+        metrics = train_peer(python, folder, pair, data, settings, seed)
         results.add(key, metrics)
     return metrics["auc"]
 
