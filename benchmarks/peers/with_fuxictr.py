@@ -31,10 +31,11 @@ EMBEDDING_DIM = 16
 LR = 1e-3
 BATCH_SIZE = 1024
 EPOCHS = 2
-LINEAR_DECAY = (
-    *("scheduler.decay_start_step=0", "scheduler.decay_steps=242", "scheduler.decay_power=1"),
+DECAY_AND_AVERAGE = (
+    *("scheduler.decay_start_step=0", "scheduler.decay_steps=968", "scheduler.decay_power=1"),
+    "train.ema_decay=0.99",
 )
-"""To 0 over the 242 steps of two epochs of 123,425 rows."""
+"""To 0 over the 968 steps of two epochs of 123,425 rows in batches of 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,7 @@ PAIRS = {
             *("model.structure=parallel", "model.blocks=[64,64,64]", "model.hidden=[128]"),
             *("model.reduction_ratio=1", "model.dropout=0.2", "model.embedding_init=0.03"),
             *("optimizer.lr=3e-4", "optimizer.embedding_lr=6e-4", "optimizer.weight_decay=0.1"),
-            *("train.ema_decay=0.99", "scheduler.decay_start_step=0"),
-            *("scheduler.decay_steps=968", "scheduler.decay_power=1"),
+            *DECAY_AND_AVERAGE,
         ),
         {
             "model_type": "ParallelMaskNet",
@@ -130,18 +130,22 @@ PAIRS = {
         "WuKong",
         "WuKong",
         (
-            *("model.layers=1", "model.fm_hidden=[128]", "model.hidden=[128]", "model.dropout=0.5"),
-            *("optimizer.embedding_l2=1e-4", "optimizer.weight_decay=1"),
-            *LINEAR_DECAY,
+            *("model.layers=3", "model.fm_vectors=4", "model.linear_vectors=32"),
+            *("model.compression=24", "model.fm_hidden=[256]", "model.hidden=[256,128]"),
+            *("model.dropout=0.2", "optimizer.lr=3e-4", "optimizer.embedding_l2=1e-4"),
+            *("optimizer.weight_decay=3", *DECAY_AND_AVERAGE),
         ),
         {
-            "num_wukong_layers": 1,
-            "lcb_features": 8,
-            "fmb_features": 8,
-            "fmb_mlp_units": [128],
-            "mlp_hidden_units": [128],
-            "net_dropout": 0.5,
+            "num_wukong_layers": 3,
+            "fmb_features": 4,
+            "lcb_features": 32,
+            "fmp_rank_k": 24,
+            "fmb_mlp_units": [256],
+            "mlp_hidden_units": [256, 128],
+            "net_dropout": 0.2,
+            "learning_rate": 3e-4,
         },
+        batch_size=256,
     ),
 }
 COMMON = (

@@ -1,6 +1,11 @@
 """Time for which a stream of a GPU waits for another."""
 
+from collections import deque
+
 import torch
+
+MOST_WAITS = 256
+"""Waits whose events are kept before they are added up."""
 
 
 class StreamWaits:
@@ -12,7 +17,8 @@ class StreamWaits:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ends: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._ms = 0.0
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream wait for what is queued on another."""
@@ -21,12 +27,17 @@ class StreamWaits:
         start.record(current)
         current.wait_stream(stream)
         end.record(current)
-        self._ends.append((start, end))
+        self._waits.append((start, end))
+        if len(self._waits) > MOST_WAITS:
+            self._add_ended()
 
     def take_ms(self) -> float:
         """Return the ms of the waits that have ended, since the last call; the host waits for nothing."""
-        count = next(
-            (i for i, (_, end) in enumerate(self._ends) if not end.query()), len(self._ends)
-        )
-        ended, self._ends = self._ends[:count], self._ends[count:]
-        return sum(start.elapsed_time(end) for start, end in ended)
+        self._add_ended()
+        ms, self._ms = self._ms, 0.0
+        return ms
+
+    def _add_ended(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            start, end = self._waits.popleft()
+            self._ms += start.elapsed_time(end)
