@@ -271,8 +271,10 @@ class Loader:
                 yield batch
                 del batch  # so that the consumer holds the only reference
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-            self._end(mapper)
+            try:
+                pool.shutdown(wait=True, cancel_futures=True)
+            finally:
+                self._end(mapper)
 
     def _read_by_processes(
         self, steps: Iterator[int], readers: ReaderProcesses, slots: Slots
@@ -308,10 +310,12 @@ class Loader:
                 yield batch
                 slots.are_copied(slot)
         finally:
-            self._end(mapper)
-            while readers.num_pending:
-                with suppress(ValueError, OSError, MemoryError, RuntimeError):
-                    readers.finish()
+            try:
+                self._end(mapper)
+            finally:
+                while readers.num_pending:
+                    with suppress(ValueError, OSError, MemoryError, RuntimeError):
+                        readers.finish()
 
     def _mapper(self) -> "KeyPipeline | None":
         """Return the threads that start to map the keys of batches, and wait for them; None without raw keys."""
@@ -323,7 +327,8 @@ class Loader:
         """End the threads of raw keys; nothing writes to a batch any more."""
         if mapper is not None and self._key_maps is not None:
             mapper.close()
-            self._key_maps.wait()
+            if self._admits:
+                self._key_maps.wait()
 
     def _start_keys_of_slot(self, slot_and_batch: tuple[int, Batch], step: int) -> Wait:
         return self._start_keys(slot_and_batch[1], step)

@@ -6,7 +6,7 @@ waits for no other table. A batch is pending until its step begins; lookups and 
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
@@ -15,7 +15,7 @@ import numpy as np
 from configs.schema import DynamicConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.key_map import FullMapError, KeyMap, MapChange
-from dataloading.keys.new_rows import KEYS, NewRows, TableFullError
+from dataloading.keys.new_rows import KEYS, NewRows
 
 KeysOf = Callable[[int], np.ndarray]
 """Returns the int64 keys of a feature, by its index among the categorical ones."""
@@ -27,29 +27,29 @@ class MapTask:
     """A batch whose keys are being mapped.
 
     Args:
-        changes: of its tables, once they are mapped.
+        tables: done when a table is mapped.
+        changes: of the tables that are mapped.
     """
 
-    def __init__(self, changes: Mapping[str, Future[MapChange]]) -> None:
-        self._changes = changes
+    def __init__(
+        self, tables: Mapping[str, Future[None]], changes: Mapping[str, MapChange]
+    ) -> None:
+        self._tables, self._changes = tables, changes
 
     def wait(self) -> None:
         """Wait for all tables.
 
         Raises:
             TableFullError: more keys need rows than a table has.
+            ValueError: the keys are invalid.
         """
-        for change in self._changes.values():
-            change.result()
+        for table in self._tables.values():
+            table.result()
 
     def change(self, table: str) -> MapChange | None:
-        """Wait for a table, and return what changed; None of a table that was full before."""
-        try:
-            return self._changes[table].result()
-        except FullMapError as full:
-            return full.change
-        except TableFullError:
-            return None
+        """Wait for a table, and return what changed, also if that failed; None if nothing did."""
+        self._tables[table].exception()
+        return self._changes.get(table)
 
 
 class KeyMaps:
@@ -73,11 +73,10 @@ class KeyMaps:
             ThreadPoolExecutor(1, thread_name_prefix="keys")
             for _ in range(max(1, min(cores, len(rows))))
         ]
-        # Small tables take less time, so the largest ones have a thread of their own first.
-        ordered = sorted(rows, key=lambda table: -rows[table])
-        self._threads = {table: threads[i % len(threads)] for i, table in enumerate(ordered)}
+        self._threads = _threads_of(_keys_per_row(spec), threads)
         self._batch = 0
-        self._full: dict[str, TableFullError] = {}
+        # Their maps lack a batch, so they map no later one.
+        self._failed: set[str] = set()
         self._pending: deque[MapTask] = deque()
         self._lock = Lock()
 
@@ -93,29 +92,35 @@ class KeyMaps:
             keys_of: called on the threads of the tables.
             fill: the same.
         """
+        changes: dict[str, MapChange] = {}
         with self._lock:
             self._batch += 1
             task = MapTask(
                 {
-                    table: thread.submit(self._map, table, self._batch, keys_of, fill)
+                    table: thread.submit(self._map, table, self._batch, keys_of, fill, changes)
                     for table, thread in self._threads.items()
-                }
+                },
+                changes,
             )
             self._pending.append(task)
         return task
 
-    def _map(self, table: str, batch: int, keys_of: KeysOf, fill: Fill) -> MapChange:
-        if table in self._full:
-            raise TableFullError(str(self._full[table]))
+    def _map(
+        self, table: str, batch: int, keys_of: KeysOf, fill: Fill, changes: dict[str, MapChange]
+    ) -> None:
+        """Map a table, and note what changed, also if the table is full."""
+        if table in self._failed:
+            raise RuntimeError(f"an earlier batch of table {table} has failed")
         features = self._features[table]
         try:
-            found, change = self._maps[table].map([keys_of(feature) for feature in features], batch)
-        except TableFullError as full:
-            self._full[table] = full
+            found, changes[table] = self._maps[table].map([keys_of(f) for f in features], batch)
+            for feature, ids in zip(features, found, strict=True):
+                fill(feature, ids)
+        except Exception as error:
+            self._failed.add(table)
+            if isinstance(error, FullMapError):
+                changes[table] = error.change
             raise
-        for feature, ids in zip(features, found, strict=True):
-            fill(feature, ids)
-        return change
 
     def look_up(self, keys_of: KeysOf, fill: Fill) -> None:
         """Fill in the rows of keys in the state of the step; nothing is counted or admitted."""
@@ -126,7 +131,7 @@ class KeyMaps:
                     fill(feature, self._maps[table].look_up(keys_of(feature), pending))
 
     def wait(self) -> None:
-        """Wait for all batches that were started."""
+        """Wait for all batches that were started; nothing is raised."""
         with self._lock:
             for table in self._maps:
                 self._changes(table)
@@ -174,7 +179,7 @@ class KeyMaps:
             for table in self._maps:
                 self._changes(table)
             self._pending.clear()
-            self._full.clear()
+            self._failed.clear()
             for table, own in self._maps.items():
                 prefix = f"{table}."
                 mine = {
@@ -191,3 +196,24 @@ class KeyMaps:
         """End the threads."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _keys_per_row(spec: FeatureSpec) -> dict[str, float]:
+    """Return the mean number of keys that a row has for each table."""
+    return {
+        table: sum(spec.categorical[feature].mean_hotness for feature in features)
+        for table, features in spec.dynamic_tables.items()
+    }
+
+
+def _threads_of(
+    keys: Mapping[str, float], threads: Sequence[ThreadPoolExecutor]
+) -> dict[str, ThreadPoolExecutor]:
+    """Give each table to the thread with the fewest keys, those with the most keys first."""
+    loads = [0.0] * len(threads)
+    found = {}
+    for table in sorted(keys, key=lambda table: -keys[table]):
+        least = loads.index(min(loads))
+        loads[least] += keys[table]
+        found[table] = threads[least]
+    return found

@@ -344,10 +344,20 @@ def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
     before = maps.state()
     tasks = [start(2, 6), start(3, 20), start(4, 30)]
     tasks[0].wait()
-    for task in tasks[1:]:
-        with pytest.raises(TableFullError, match="evict=never keeps all keys"):
-            task.wait()
+    with pytest.raises(TableFullError, match="evict=never keeps all keys"):
+        tasks[1].wait()
     np.testing.assert_equal(maps.state(), before)
+    maps.rewind()
+
+    def unreadable(_: int) -> np.ndarray:
+        raise ValueError("a value is invalid")
+
+    invalid = maps.start(unreadable, lambda *_: None)
+    start(7, 9)
+    maps.wait()
+    np.testing.assert_equal(maps.state(), before)
+    with pytest.raises(ValueError, match="a value is invalid"):
+        invalid.wait()
     maps.rewind()
     start(2, 6).wait()
     assert maps.take_new_rows()["user"].keys.tolist() == [4, 5]
