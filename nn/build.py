@@ -23,6 +23,7 @@ from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.tensor_index import TensorIndex, blocks
 from nn.distributed.host_memory import host_memory
 from nn.distributed.process_group import Ranks, launched_world
+from nn.embedding.declared_tables import ids_per_sample
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
 from nn.layers.initialization import initialise_dense
@@ -246,15 +247,18 @@ def build_plan(
     declared = _declared_tables(config, source)
     by_name = {table.name: table for table in declared}
 
+    expanded = multi_hot.expanded_spec(source.spec)
+    ids, stored = ids_per_sample(declared, expanded), ids_per_sample(declared, source.spec)
+
     @cache
     def traffic_of(name: str) -> IdTraffic:
         table = by_name[name]
-        drawn = multi_hot.hotness.get(table.feature_names[0], 1) - 1
+        drawn = ids[name] / max(stored[name], 1e-9) - 1
         return IdTraffic(_id_share(config, source, table), table.num_embeddings, drawn)
 
     plan, rows = plan_tables(
         declared,
-        multi_hot.expanded_spec(source.spec),
+        expanded,
         config.sharding,
         table_rule(config.effective_optimizer.table_name),
         hardware,

@@ -34,7 +34,7 @@ class Movable:
         row_bytes: of a row with its optimizer state.
         ids: of the table per step, before they are expanded.
         traffic: how often its rows are looked up.
-        shard_rows: rows of its smallest shard.
+        shard_rows: at most the rows of its largest shard.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class Movable:
         return HostTable(cache, self.window) if cache < USELESS_CACHE else None
 
     def fetched_bytes(self, cache: float) -> float:
-        """Return the bytes that a step is expected to fetch."""
+        """Return the bytes that a step is expected to fetch if the table is one shard; row-wise shards fetch more."""
         slots = int(self.rows * cache)
         ring = min(max(ring_slots(slots), self.window), slots)
         classes = row_classes(self.traffic, 0, self.rows, slots - ring, self.ids)
@@ -72,7 +72,7 @@ def movable_tables(
     tables: Sequence[EmbeddingBagConfig],
     bytes_of: Callable[[EmbeddingBagConfig], int],
     windows: Mapping[str, int],
-    parts: int,
+    parts: Mapping[str, int],
     step_ids: Mapping[str, float],
     traffic_of: Callable[[str], IdTraffic] | None,
 ) -> dict[str, Movable]:
@@ -82,7 +82,7 @@ def movable_tables(
         tables: as the model declares them.
         bytes_of: returns the bytes of a table with its optimizer state.
         windows: table -> ids of the live batches.
-        parts: shards into which their rows may be cut.
+        parts: table -> shards into which its rows may be cut.
         step_ids: table -> ids per step, all of them.
         traffic_of: returns how often the rows of a table are looked up; None: all alike.
     """
@@ -98,7 +98,7 @@ def movable_tables(
             row_bytes=bytes_of(table) / rows,
             ids=step_ids[table.name] / (1 + traffic.drawn),
             traffic=traffic,
-            shard_rows=max(rows // parts, 1),
+            shard_rows=max(rows // parts[table.name], 1),
         )
 
     return {table.name: movable(table) for table in tables}

@@ -250,7 +250,7 @@ def plan_tables(
         _candidates(declared, config, hardware, constraints, keyed),
         partial(_bytes_of, rule=rule),
         windows,
-        hardware.world_size if {kind.value for kind in config.types} & {*ROWS_CUT} else 1,
+        _most_parts(constraints, hardware),
         {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
         traffic_of,
     )
@@ -289,6 +289,16 @@ def _room(
     usable = hardware.world_size * _usable_bytes(hardware, config)
     lacking = sum(_bytes_of(table, rule) for table in on_device) - usable
     return lacking, hardware.world_size * _usable_host_bytes(hardware, config)
+
+
+def _most_parts(
+    constraints: Mapping[str, ParameterConstraints], hardware: Hardware
+) -> dict[str, int]:
+    """Return the shards into which the rows of each table may be cut."""
+    return {
+        name: hardware.world_size if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
+        for name, limits in constraints.items()
+    }
 
 
 def _candidates(

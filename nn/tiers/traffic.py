@@ -25,12 +25,12 @@ class IdTraffic:
     Attributes:
         share: of its ids, before they are expanded.
         rows: of the table.
-        drawn: further rows per id.
+        drawn: further rows per id, on average.
     """
 
     share: IdShare
     rows: int
-    drawn: int = 0
+    drawn: float = 0.0
 
 
 CLASSES = 600
@@ -102,7 +102,7 @@ def _expanded_classes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the same of the rows beyond the fixed ones, of which ids bring further ones."""
     left = count - fixed
-    alone = max(traffic.rows // traffic.drawn, 1)
+    alone = max(int(traffic.rows / traffic.drawn), 1)
     ids, chance = _classes(traffic.share, 0, 0, min(alone, traffic.rows))
     below = traffic.share(np.array([alone, first + fixed, first + count], dtype=np.float64))
     # Of the other ids, and of the rows' own ones.
