@@ -30,7 +30,7 @@ from nn.deltas.table_rows import ChangedRows, converted
 from serving.exporting.tables import quantize
 from serving.inference.dense import check_archive
 from serving.inference.versions import load_version
-from serving.manifest import DENSE, MANIFEST, ONNX, Manifest, Table, describe_files
+from serving.manifest import AOTI, DENSE, MANIFEST, ONNX, Manifest, Table, describe_files
 
 NUMPY_DTYPES = {"fp32": "<f4", "bf16": "<u2", "int8": "i1"}
 
@@ -68,8 +68,8 @@ def apply_deltas(base: Path, deltas: Sequence[str], output: Path) -> tuple[Manif
 
 def _write(base: Path, manifest: Manifest, chain: Sequence[Delta], directory: Path) -> Manifest:
     for name in manifest.files:
-        # An ONNX file would be one of the old weights.
-        if name not in (DENSE, ONNX):
+        # The others would be of the old weights.
+        if name not in (DENSE, ONNX, AOTI):
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, directory / name)
     for table in manifest.tables:

@@ -65,7 +65,7 @@ def export_dense(directory: Path, dense: Model, num_numerical: int, columns: int
             torch.export.save(program, directory / DENSE)
     except Exception as error:
         raise ValueError(
-            f"torch.export cannot export the dense component: {str(error).strip().splitlines()[0]}; its forward must be "
+            f"torch.export cannot export the dense component: {_first_line(error)}; its forward must be "
             "plain tensor operations of a dynamic number of rows"
         ) from error
 
@@ -93,7 +93,7 @@ def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int)
             )
     except Exception as error:
         raise ValueError(
-            f"onnx=true: the dense component cannot be exported: {str(error).strip().splitlines()[0]}; leave onnx out"
+            f"onnx=true: the dense component cannot be exported: {_first_line(error)}; leave onnx out"
         ) from error
 
 
@@ -111,9 +111,11 @@ def export_aoti(
         with torch.no_grad(), _quiet():
             program = _program(deepcopy(dense).to(device.value), (example[0], example[1]))
             torch._inductor.aoti_compile_and_package(program, package_path=str(directory / AOTI))
+    except OSError:
+        raise
     except Exception as error:
         raise ValueError(
-            f"aoti={device.value}: the dense component cannot be compiled: {str(error).strip().splitlines()[0]}; AOTInductor "
+            f"aoti={device.value}: the dense component cannot be compiled: {_first_line(error)}; AOTInductor "
             "needs a C++ compiler (g++), or leave aoti out"
         ) from error
 
@@ -145,6 +147,10 @@ def _program(dense: Model, example: tuple[Tensor, Tensor]) -> torch.export.Expor
     return torch.export.export(
         dense, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False
     )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), repr(error))
 
 
 @contextmanager
