@@ -35,7 +35,7 @@ DECAY_AND_AVERAGE = (
     *("scheduler.decay_start_step=0", "scheduler.decay_steps=968", "scheduler.decay_power=1"),
     "train.ema_decay=0.99",
 )
-"""To 0 over the 968 steps of two epochs of 123,425 rows in batches of 256."""
+"""Nearly to 0 over the 966 steps of two epochs of 123,425 rows in batches of 256."""
 
 
 @dataclass(frozen=True, slots=True)

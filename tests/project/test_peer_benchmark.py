@@ -84,8 +84,8 @@ def test_table_has_means_of_both_libraries_and_repeats_no_run(tmp_path, monkeypa
         runs.append(("ours", seed))
         return {"auc": 0.75 + seed / 100, "log_loss": 0.5}
 
-    def train_peer(python, folder, model_class, data, settings, seed):
-        runs.append((model_class, seed))
+    def train_peer(python, folder, pair, data, settings, seed):
+        runs.append((pair.model_class, seed))
         return {"auc": 0.74 + seed / 100, "log_loss": 0.5}
 
     monkeypatch.setattr(with_fuxictr, "preprocess", lambda source, out, validate: out / "data")

@@ -284,7 +284,8 @@ def test_a_thousand_connections_are_served_or_refused(models):
 
 
 def test_requests_share_batches_and_a_full_queue_refuses(models):
-    with serving(models["one"], max_batch=8, max_queue=64, batch_delay_ms=20.0) as client:
+    options = {"max_batch": 8, "max_queue": 64, "batch_delay_ms": 20.0, "deadline_ms": 60_000.0}
+    with serving(models["one"], **options) as client:
         data = [rows(1 + index % 5, index) for index in range(60)]
         with ThreadPoolExecutor(20) as pool:
             answers = list(pool.map(lambda pair: client.infer(inputs(*pair)), data))
