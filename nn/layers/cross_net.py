@@ -6,8 +6,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nn.layers.fp8 import Fp8CrossNet
+from nn.layers.fp8 import Fp8CrossNet, Reader
 from nn.layers.initialization import truncated_normal_
+from nn.layers.mlp import MLP
 from nn.ops.fused_linear import as_autocast, can_fuse
 
 STD = 0.05
@@ -73,13 +74,19 @@ class CrossNet(nn.Module):
         pairs = ((layer.down, layer.up) for layer in self.layers)
         return [linear for pair in pairs for linear in pair if linear is not None]
 
-    def forward(self, x0: Tensor) -> Tensor:
-        """Map [B, C] to [B, C]."""
+    def forward(self, x0: Tensor, reader: MLP | None = None) -> Tensor:
+        """Map [B, C] to [B, C], or with an MLP that alone reads this to the MLP's output.
+
+        In 8 bits the last cross layer then writes what the MLP's first product reads.
+        """
         if self.fp8 is not None and self.training:
-            return self._forward_fp8(x0, self.fp8)
+            crossed = self._forward_fp8(x0, self.fp8, reader)
+            return crossed if reader is None else reader.behind_first(crossed)
         if can_fuse(x0, self.layers[0].up.weight):
-            return self._forward_fused(as_autocast(x0))
-        return self.forward_plain(x0)
+            crossed = self._forward_fused(as_autocast(x0))
+        else:
+            crossed = self.forward_plain(x0)
+        return crossed if reader is None else reader(crossed)
 
     def forward_plain(self, x0: Tensor) -> Tensor:
         """Compute `forward` with unfused PyTorch operations, on any device."""
@@ -96,8 +103,13 @@ class CrossNet(nn.Module):
         return fused_cross(x0, *self._parameters_by_kind())
 
     @torch.compiler.disable
-    def _forward_fp8(self, x0: Tensor, fp8: Fp8CrossNet) -> Tensor:
-        return fp8(x0, *self._parameters_by_kind())
+    def _forward_fp8(self, x0: Tensor, fp8: Fp8CrossNet, mlp: MLP | None) -> Tensor:
+        reader = None
+        if mlp is not None:
+            assert mlp.fp8 is not None, "the MLP behind the cross layers must be in 8 bits too"
+            first = mlp.layers[0]
+            reader = Reader(mlp.fp8, first.weight, first.bias, mlp.first_relu)
+        return fp8(x0, *self._parameters_by_kind(), reader)
 
     def _parameters_by_kind(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the first weights of low-rank layers, the last weights, and the biases."""

@@ -5,6 +5,7 @@ terms. The elementwise operations write the 8 bits that the next product reads.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -103,36 +104,80 @@ class Fp8Linear(Fp8Scales):
     def __init__(self, *, weight_gradients: bool) -> None:
         super().__init__([INPUT, GRADIENT], weight_gradients=weight_gradients)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Map x [B, inputs] to x weight^T + bias, bfloat16 [B, outputs]."""
-        return unpadded(_Fp8Linear.apply(padded(x), weight, bias, self), len(x))
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, *, relu: bool = False) -> Tensor:
+        """Map x [B, inputs] to x weight^T + bias, and through ReLU if there is one; bfloat16 [B, outputs]."""
+        return unpadded(_Fp8Linear.apply(padded(x), self, relu, weight, bias), len(x))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPass:
+    """A pass of a linear layer, with ReLU or without.
+
+    Attributes:
+        grad_scale: of the gradient of the layer's output.
+        relu: whether ReLU follows.
+        dtypes: of the weight and of the bias.
+    """
+
+    grad_scale: Scale
+    relu: bool
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+    def forward(
+        self, wide: Tensor | None, stored: Fp8Matrix, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the output [B, outputs], and what `backward` needs.
+
+        Args:
+            wide: input in 16 bits, which `stored` without its transposed copy needs.
+            stored: the input in 8 bits.
+            weight: [outputs, inputs].
+            bias: [outputs].
+        """
+        (weights,) = quantise_weights([weight])
+        out = product(stored, weights, torch.bfloat16, bias=bias.to(torch.bfloat16))
+        if self.relu:
+            out = out.relu_()
+        kept = [*kept_for_weight(wide, stored), *kept_for_input(weights)]
+        return out, [out if self.relu else None, *kept]
+
+    def backward(
+        self, grad: Tensor, kept: Sequence[Tensor | None]
+    ) -> tuple[Fp8Matrix, Tensor, Tensor]:
+        """Return the gradient of the product in 8 bits, and those of weight and bias."""
+        activation, x, inverse, *_ = kept
+        assert x is not None
+        assert inverse is not None
+        stored, wide, bias_sum = quantise_gradient(
+            grad.contiguous(), activation, self.grad_scale, transposed=x.dtype is INPUT
+        )
+        weight_dtype, bias_dtype = self.dtypes
+        grad_weight = gradient_of_weight(stored, wide, (x, inverse), weight_dtype)
+        return stored, grad_weight, bias_sum.to(bias_dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: Fp8Linear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, layer: Fp8Linear, relu: bool, weight: Tensor, bias: Tensor
+    ) -> Tensor:
         x = x.contiguous()
-        input_scale, ctx.grad_scale = layer.begin()
+        input_scale, grad_scale = layer.begin()
+        ctx.linear = LinearPass(grad_scale, relu, (weight.dtype, bias.dtype))
         stored = quantise(x, INPUT, input_scale, transposed=layer.weight_gradients)
-        (weights,) = quantise_weights([weight])
-        kept = kept_for_weight(x, stored)
-        ctx.save_for_backward(*kept, *kept_for_input(weights))
-        ctx.dtypes = weight.dtype, bias.dtype
-        return product(stored, weights, x.dtype, bias=bias.to(x.dtype))
+        out, kept = ctx.linear.forward(x, stored, weight, bias)
+        ctx.save_for_backward(*kept)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, inverse, weight, weight_inverse = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        grad = grad.contiguous()
-        is_stored = x.dtype is INPUT
-        stored = quantise(grad, GRADIENT, ctx.grad_scale, transposed=is_stored)
+        kept = ctx.saved_tensors
+        stored, *gradients = ctx.linear.backward(grad, kept)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(stored, Fp8Matrix(weight, weight_inverse), grad.dtype)
-        grad_weight = gradient_of_weight(stored, grad, (x, inverse), weight_dtype)
-        return grad_x, grad_weight, grad.sum(0, dtype=bias_dtype), None
+            grad_x = product(stored, Fp8Matrix(*kept[-2:]), grad.dtype)
+        return grad_x, None, None, *gradients
 
 
 class Fp8CrossNet(Fp8Scales):
@@ -151,17 +196,25 @@ class Fp8CrossNet(Fp8Scales):
         self.num_layers = num_layers
 
     def forward(
-        self, x0: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], biases: Sequence[Tensor]
+        self,
+        x0: Tensor,
+        downs: Sequence[Tensor],
+        ups: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        reader: "Reader | None" = None,
     ) -> Tensor:
-        """Map x0 [B, C] through the cross layers to bfloat16 [B, C].
+        """Map x0 [B, C] through the cross layers to bfloat16 [B, C], or through the linear layer behind them too.
 
         Args:
             x0: input.
             downs: per layer [R, C]; empty for full rank. All parameters have one dtype, which their gradients have too.
             ups: per layer [C, R].
             biases: per layer [C].
+            reader: the only reader of the cross layers' output, which is then written in 8 bits alone if it can be.
         """
-        return unpadded(_Fp8Cross.apply(padded(x0), self, *downs, *ups, *biases), len(x0))
+        read = () if reader is None else (reader.weight, reader.bias)
+        out = _Fp8Cross.apply(padded(x0), self, reader, *downs, *ups, *biases, *read)
+        return unpadded(out, len(x0))
 
     def scales_by_layer(self) -> list[list[Scale]]:
         """Return the scales of a pass: per layer of the last product's input and gradient, then of the one's before."""
@@ -170,19 +223,43 @@ class Fp8CrossNet(Fp8Scales):
         return [scales[start : start + count] for start in range(0, len(scales), count)]
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Linear layer behind the cross layers.
+
+    Attributes:
+        layer: its scales.
+        weight: [outputs, C].
+        bias: [outputs].
+        relu: whether ReLU follows.
+    """
+
+    layer: Fp8Linear
+    weight: Tensor
+    bias: Tensor
+    relu: bool
+
+
 class _Fp8Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x0: Tensor, net: Fp8CrossNet, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x0: Tensor, net: Fp8CrossNet, reader: Reader | None, *parameters: Tensor
+    ) -> Tensor:
         num_layers, transposed = net.num_layers, net.weight_gradients
         x0, ops = x0.contiguous(), cross_ops(x0)
         scales = net.scales_by_layer()
+        ctx.linear = None
+        if reader is not None:
+            parameters, read = parameters[:-2], parameters[-2:]
+            last_scale, grad_scale = reader.layer.begin()
+            ctx.linear = LinearPass(grad_scale, reader.relu, (read[0].dtype, read[1].dtype))
         weights = quantise_weights(parameters[:-num_layers])
         downs: Sequence[Fp8Matrix | None] = weights[:-num_layers] or [None] * num_layers
         layers = list(
             zip(downs, weights[-num_layers:], parameters[-num_layers:], scales, strict=True)
         )
         factors = x0.new_empty(num_layers, *x0.shape)
-        kept: list[Tensor] = []
+        kept: list[Tensor | None] = []
         x, stored = x0, quantise(x0, INPUT, scales[0][-2], transposed=transposed)
         for index, (down, up, bias, of_layer) in enumerate(layers):
             hidden, small = x, stored
@@ -192,11 +269,23 @@ class _Fp8Cross(torch.autograd.Function):
                 small = quantise(hidden, INPUT, of_layer[0], transposed=transposed)
             kept += kept_for_weight(hidden, small) + kept_for_input(up)
             product(small, up, x0.dtype, bias=bias.to(x0.dtype), out=factors[index])
-            if index + 1 < num_layers:
-                scale = scales[index + 1][-2]
-                x, stored = ops.add_product(x, x0, factors[index], scale, transposed=transposed)
-            else:
+            is_last = index + 1 == num_layers
+            if is_last and reader is None:
                 x = torch.addcmul(x, x0, factors[index])
+                break
+            scale = last_scale if is_last else scales[index + 1][-2]
+            x, stored = ops.add_product(
+                x,
+                x0,
+                factors[index],
+                scale,
+                transposed=transposed,
+                keep=not (is_last and transposed),
+            )
+        ctx.num_kept = len(kept)
+        if ctx.linear is not None:
+            x, kept_by_linear = ctx.linear.forward(x, stored, *read)
+            kept += kept_by_linear
         first_down = None if downs[0] is None else parameters[0].to(x0.dtype)
         ctx.save_for_backward(x0, factors, first_down, *kept)
         ctx.scales, ctx.transposed, ctx.dtype = scales, transposed, parameters[0].dtype
@@ -207,8 +296,13 @@ class _Fp8Cross(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x0, factors, first_down, *kept = ctx.saved_tensors
         ops, num_layers = cross_ops(x0), len(factors)
+        kept, of_reader = kept[: ctx.num_kept], kept[ctx.num_kept :]
         size = len(kept) // num_layers
         products = x0.new_empty(max(1, num_layers - 1), *x0.shape)
+        of_linear: list[Tensor] = []
+        if ctx.linear is not None:
+            stored, *of_linear = ctx.linear.backward(grad, of_reader)
+            grad = product(stored, Fp8Matrix(*of_reader[-2:]), x0.dtype)
         grad = grad.contiguous()
         downs: list[Tensor] = []
         ups: list[Tensor] = []
@@ -234,7 +328,7 @@ class _Fp8Cross(torch.autograd.Function):
             result = product(small, Fp8Matrix(weight, weight_inverse), x0.dtype, out=target)
             if target is None:
                 products[0] += result
-        return products[0], None, *downs, *ups, *biases
+        return products[0], None, None, *downs, *ups, *biases, *of_linear
 
 
 def padded(x: Tensor) -> Tensor:
@@ -248,9 +342,11 @@ def unpadded(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else x[:rows]
 
 
-def kept_for_weight(x: Tensor, stored: Fp8Matrix) -> tuple[Tensor, Tensor]:
+def kept_for_weight(x: Tensor | None, stored: Fp8Matrix) -> tuple[Tensor, Tensor]:
     """Return what the gradient of a weight needs of its product's input x [B, C]: x itself, or 8 bits [C, B] and 1 / scale."""
-    return x if stored.columns is None else stored.columns, stored.inverse
+    kept = x if stored.columns is None else stored.columns
+    assert kept is not None
+    return kept, stored.inverse
 
 
 def kept_for_input(weight: Fp8Matrix) -> tuple[Tensor, Tensor]:
@@ -285,6 +381,18 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -
     from nn.ops.triton.fp8 import quantise as kernels
 
     return kernels.quantise(x, dtype, scale, transposed=transposed)
+
+
+def quantise_gradient(
+    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
+) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
+    """Round the gradient of a linear layer's output to 8 bits, and sum it, as `nn.ops.fp8.quantise_gradient`."""
+    if not grad.is_cuda:
+        return plain.quantise_gradient(grad, activation, scale, transposed=transposed)
+    # Only CUDA builds of torch include Triton.
+    from nn.ops.triton.fp8 import quantise as kernels
+
+    return kernels.quantise_gradient(grad, activation, scale, transposed=transposed)
 
 
 def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:

@@ -90,9 +90,21 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, ..., num_inputs] to [B, ..., widths[-1]]; the first dimension is the rows of this rank."""
         if self.fp8 is not None and self.training:
-            first = self._forward_fp8(self._pad(x), self.fp8)
-            return self._rest(self._activate(first, 0), 1)
+            return self.behind_first(self._forward_fp8(self._pad(x), self.fp8))
         return self._rest(x, 0)
+
+    @property
+    def first_relu(self) -> bool:
+        """Whether ReLU follows the first layer's product, with no normalization between them."""
+        return not self.norms and (len(self.layers) > 1 or self.final_activation)
+
+    def behind_first(self, first: Tensor) -> Tensor:
+        """Compute what is behind the first layer's product and, if there is one, its `first_relu`."""
+        if not self.first_relu:
+            first = self._activate(first, 0)
+        elif self.dropouts:
+            first = self.dropouts[0](first)
+        return self._rest(first, 1)
 
     def forward_plain(self, x: Tensor) -> Tensor:
         """Compute `forward` with unfused PyTorch operations, on any device."""
@@ -121,7 +133,7 @@ class MLP(nn.Module):
     @torch.compiler.disable
     def _forward_fp8(self, x: Tensor, fp8: Fp8Linear) -> Tensor:
         first = self.layers[0]
-        out = fp8(x.flatten(0, -2), first.weight, first.bias)
+        out = fp8(x.flatten(0, -2), first.weight, first.bias, relu=self.first_relu)
         return out.view(*x.shape[:-1], out.shape[1])
 
     @torch.compiler.disable

@@ -118,7 +118,6 @@ class DCNv2(Model):
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""
         x0 = join(None if self.bottom is None else self.bottom(numerical), embeddings)
-        crossed = self.cross(x0)
-        if self.deep is not None:
-            crossed = torch.cat([crossed, self.deep(x0)], dim=1)
-        return self.top(crossed).squeeze(1).float()
+        if self.deep is None:
+            return self.cross(x0, self.top).squeeze(1).float()
+        return self.top(torch.cat([self.cross(x0), self.deep(x0)], dim=1)).squeeze(1).float()

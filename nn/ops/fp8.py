@@ -88,12 +88,32 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -
     return Fp8Matrix(rows, scale.inverse, rows.t().contiguous() if transposed else None)
 
 
+def quantise_gradient(
+    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
+) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
+    """Round the gradient of a linear layer's output [B, C] to 8 bits.
+
+    Args:
+        grad: contiguous; of the output of the ReLU behind the layer if there is one.
+        activation: that output, contiguous; None without ReLU.
+        scale: of the gradient.
+        transposed: make its transposed copy, and no copy in the dtype of `grad`.
+
+    Returns:
+        The gradient in 8 bits; unless `transposed`, the same in the dtype of `grad`; its sum over the samples, float32 [C].
+    """
+    if activation is not None:
+        grad = grad.masked_fill(activation <= 0, 0)
+    stored = quantise(grad, GRADIENT, scale, transposed=transposed)
+    return stored, None if transposed else grad, grad.sum(0, dtype=torch.float32)
+
+
 def add_product(
-    x: Tensor, x0: Tensor, factor: Tensor, scale: Scale, *, transposed: bool
-) -> tuple[Tensor, Fp8Matrix]:
-    """Return x + x0 * factor, [B, C], and the same in 8 bits, the input of the next cross layer."""
+    x: Tensor, x0: Tensor, factor: Tensor, scale: Scale, *, transposed: bool, keep: bool = True
+) -> tuple[Tensor | None, Fp8Matrix]:
+    """Return x + x0 * factor, [B, C], unless not to `keep`, and the same in 8 bits, the input of the next product."""
     out = torch.addcmul(x, x0, factor)
-    return out, quantise(out, INPUT, scale, transposed=transposed)
+    return out if keep else None, quantise(out, INPUT, scale, transposed=transposed)
 
 
 def cross_backward(

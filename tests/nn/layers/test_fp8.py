@@ -133,3 +133,29 @@ def test_a_scale_follows_the_largest_of_the_latest_passes():
     assert kept == [16.0] * (HISTORY - 1) + [128.0]
     layer(torch.full((16, 16), 99.0), weight, bias)
     assert layer.begin()[0].factor.item() == 128, "a pass that is not applied changes nothing"
+
+
+@pytest.mark.parametrize("weight_gradients", [True, False], ids=["full", "partial"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.5}, {"batch_norm": True}], ids=["plain", "dropout", "norm"]
+)
+def test_an_mlp_that_alone_reads_the_cross_layers_gives_the_same_bits(options, weight_gradients):
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        cross = CrossNet(48, 2, 16)
+        module = nn.ModuleList([cross, MLP(48, [32, 1], final_activation=False, **options)])
+        for layer in module:
+            layer.use_fp8(weight_gradients=weight_gradients)
+        state = PassState(1, CPU)
+        attach(module, state)
+        state.set(0, 40, 40, 40)
+        return module
+
+    x = torch.randn(40, 48, generator=torch.Generator().manual_seed(1))
+    (cross, mlp), apart = model(), model()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = outcome(lambda x: cross(x, mlp), nn.ModuleList([cross, mlp]), x, 40)
+        wanted = outcome(lambda x: apart[1](apart[0](x)), apart, x, 40)
+    assert all(torch.equal(one, other) for one, other in zip(ours, wanted, strict=True))
+    for layer, other in zip((cross, mlp), apart, strict=True):
+        assert torch.equal(layer.fp8._latest, other.fp8._latest)

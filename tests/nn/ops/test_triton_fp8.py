@@ -77,6 +77,31 @@ def check_quantise(device: str, shapes: list[tuple[int, int]]) -> None:
         assert_same(fp8.quantise(weight, INPUT, unread, transposed=True), wanted)
 
 
+def check_gradient(device: str, shapes: list[tuple[int, int]]) -> None:
+    for shape in shapes:
+        # Sums of these have no rounding.
+        grad = drawn(*shape, device=device).sign() * 2.0 ** torch.arange(
+            shape[1], device=device
+        ).fmod(9)
+        grad = grad.bfloat16()
+        activation = drawn(*shape, device=device, seed=2).relu()
+        activation[1, 1] = torch.nan
+        for active in (None, activation):
+            for transposed in (True, False):
+                one, other = a_scale(device), a_scale(device)
+                ours, our_wide, our_sum = fp8.quantise_gradient(
+                    grad, active, one, transposed=transposed
+                )
+                matrix, wide, bias_sum = plain.quantise_gradient(
+                    grad, active, other, transposed=transposed
+                )
+                assert_same(ours, matrix)
+                assert (our_wide is None) == (wide is None) == transposed
+                assert wide is None or torch.equal(our_wide, wide)
+                assert torch.equal(our_sum, bias_sum)
+                assert torch.equal(one.latest, other.latest)
+
+
 def check_cross(device: str, shapes: list[tuple[int, int]], depths: list[int]) -> None:
     for shape in shapes:
         x, x0 = drawn(*shape, device=device), drawn(*shape, device=device, seed=2)
@@ -90,6 +115,11 @@ def check_cross(device: str, shapes: list[tuple[int, int]], depths: list[int]) -
             assert torch.equal(out, wanted)
             assert_same(stored, matrix)
             assert torch.equal(one.latest, other.latest)
+            left_out, again = cross_net.add_product(
+                x, x0, factors[0], one, transposed=True, keep=False
+            )
+            assert left_out is None
+            assert_same(again, matrix)
             for index in range(num_layers):
                 check_backward(index, factors, x0, transposed=index != 1)
 
@@ -116,12 +146,14 @@ def check_backward(index: int, factors: Tensor, x0: Tensor, *, transposed: bool)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
 def test_the_interpreted_kernels_give_the_bits_of_plain_torch(exact_casts):
     check_quantise("cpu", INTERPRETED)
+    check_gradient("cpu", INTERPRETED)
     check_cross("cpu", INTERPRETED, [3])
 
 
 @needs_one_gpu
 def test_on_a_gpu_the_kernels_give_the_bits_of_plain_torch():
     check_quantise("cuda", SHAPES)
+    check_gradient("cuda", SHAPES)
     check_cross("cuda", SHAPES, [1, 3])
 
 

@@ -23,10 +23,10 @@ from nn.ops.triton.fp8.quantise import (
 
 
 def add_product(
-    x: Tensor, x0: Tensor, factor: Tensor, scale: Scale, *, transposed: bool
-) -> tuple[Tensor, Fp8Matrix]:
+    x: Tensor, x0: Tensor, factor: Tensor, scale: Scale, *, transposed: bool, keep: bool = True
+) -> tuple[Tensor | None, Fp8Matrix]:
     """Return x + x0 * factor, [B, C], and the same in 8 bits, as `nn.ops.fp8.add_product`."""
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if keep else None
     matrix, words = allocate(x, INPUT, scale, transposed=transposed)
     _add_product[grid(x)](
         x,
@@ -111,8 +111,9 @@ def _add_product(
             u = tl.load(factor_of_x0 + offset, mask=inside, other=0.0).to(tl.float32)
             value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
             value += tl.load(x0 + offset, mask=inside, other=0.0).to(tl.float32) * u
-            rounded = value.to(out.dtype.element_ty)
-            tl.store(out + offset, rounded, mask=inside)
+            rounded = value.to(x.dtype.element_ty)
+            if out is not None:
+                tl.store(out + offset, rounded, mask=inside)
             # The 8 bits are those of the 16-bit result, as without this fusion.
             value = rounded.to(tl.float32)
             largest, packed = store_rounded(

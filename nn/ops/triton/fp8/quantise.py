@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nn.ops.fp8 import LARGEST, MULTIPLE, Fp8Matrix, Scale
+from nn.ops.fp8 import GRADIENT, LARGEST, MULTIPLE, Fp8Matrix, Scale
 
-# R: rows, C: columns
+# R: rows, C: columns, B: samples
 
 WORD = 4
 """Rows of a word; `MULTIPLE` rows are whole words."""
@@ -26,8 +26,11 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -
     matrix, words = allocate(x, dtype, scale, transposed=transposed)
     _quantise[grid(x)](
         x,
+        None,
         matrix.rows,
         words,
+        None,
+        None,
         scale.factor,
         scale.latest,
         *x.shape,
@@ -36,6 +39,33 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -
         **BLOCKS,
     )
     return matrix
+
+
+def quantise_gradient(
+    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
+) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
+    """Round the gradient of a linear layer's output [B, C] to 8 bits, as `nn.ops.fp8.quantise_gradient`."""
+    matrix, words = allocate(grad, GRADIENT, scale, transposed=transposed)
+    wide = None if transposed or activation is None else torch.empty_like(grad)
+    programs = grid(grad)
+    partial_sums = grad.new_empty(programs[1], grad.shape[1], dtype=torch.float32)
+    _quantise[programs](
+        grad,
+        activation,
+        matrix.rows,
+        words,
+        wide,
+        partial_sums,
+        scale.factor,
+        scale.latest,
+        *grad.shape,
+        LIMIT=LARGEST[GRADIENT],
+        num_warps=NUM_WARPS,
+        **BLOCKS,
+    )
+    if not transposed and wide is None:
+        wide = grad
+    return matrix, wide, partial_sums.sum(0)
 
 
 def allocate(
@@ -60,8 +90,11 @@ def grid(x: Tensor) -> tuple[int, int]:
 @triton.jit
 def _quantise(
     x,
+    activation,
     rows,
     words,
+    wide,
+    partial_sums,
     factor,
     latest,
     num_rows,
@@ -75,18 +108,31 @@ def _quantise(
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
     scale = tl.load(factor)
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for block in range(BLOCKS_OF_ROWS):
         word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         inside = (word * 4 < num_rows) & (column < num_columns)
         packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
         for place in tl.static_range(4):
             offset = (word * 4 + place) * num_columns + column
-            value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(x + offset, mask=inside, other=0.0)
+            if activation is not None:
+                # Like torch, the kernel passes the gradient where the activation is NaN.
+                result = tl.load(activation + offset, mask=inside, other=0.0)
+                value = tl.where(result <= 0, 0.0, value)
+            if wide is not None:
+                tl.store(wide + offset, value, mask=inside)
+            value = value.to(tl.float32)
+            if partial_sums is not None:
+                total += value
             largest, packed = store_rounded(
                 value, largest, packed, rows, offset, inside, scale, LIMIT, place
             )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
+    if partial_sums is not None:
+        partial_sum = partial_sums + tl.program_id(1) * num_columns + column
+        tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < num_columns)
     if latest is not None:
         tl.atomic_max(latest, tl.max(largest), sem="relaxed")
 
