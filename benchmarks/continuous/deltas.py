@@ -3,8 +3,9 @@
     python -m benchmarks.continuous.deltas --out DIR dlrm experiment=dlrm_criteo_t15
 
 The step is built twice, with and without tracking, and both train in turns on the same batches, which are on the device
-already: what is compared is the step alone. Then two deltas are written while training continues, with the rows of 20 batches
-and --share of all rows; what training loses is the time until a delta is written, less that of its steps. One line per number.
+already: what is compared is the step alone. Then deltas are written while training continues, with the rows of 20 batches and
+--share of all rows. After each one the same number of steps trains without a delta; the difference of both times is what
+training has lost. One line per number; the last one is what a delta per minute costs.
 """
 
 import statistics
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps per turn")
     parser.add_argument("--alone", action="store_true", help="only the step that tracks rows")
     parser.add_argument("--share", type=float, default=0, help="of all rows, further ones changed")
+    parser.add_argument("--deltas", type=int, default=3, help="number of deltas")
     args = parser.parse_args()
     quiet_libraries()
     ranks = ranks_from_environment("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,10 +83,16 @@ def main() -> None:
             getLogger(),
         )
         writer.save(0, STATE)
-        for number in (1, 2):  # the second one finds warm memory
-            _time_delta(writer, step, batches, number, args.share, tracked / 1e3)
-            print(flush=True)
-        _print_bytes(read_delta(args.out / "deltas/step_2"))
+        lost = [
+            _time_delta(writer, step, batches, number, args.share)
+            for number in range(1, args.deltas + 1)
+        ]
+        _print_bytes(read_delta(args.out / f"deltas/step_{args.deltas}"))
+        of_delta = statistics.median(lost)
+        print(f"a delta per minute         {of_delta / 60:10.2%}  (median of {len(lost)} deltas)")
+        if not args.alone:
+            cost = tracked / without - 1 + of_delta / 60
+            print(f"with tracking              {cost:10.2%}")
 
 
 def _batches(config: Config, source: Source, ranks: Ranks) -> list[Batch]:
@@ -114,8 +122,7 @@ def _times(
             began = time.perf_counter()
             for number in range(num_steps):
                 step.train(turn * num_steps + number, prefetcher)
-            if ranks.device.type == "cuda":
-                torch.cuda.synchronize()
+            _synchronize(ranks.device)
             if turn:
                 of_step.append((time.perf_counter() - began) * 1e3 / num_steps)
     return times
@@ -126,14 +133,9 @@ def _shown(times: Sequence[float]) -> str:
 
 
 def _time_delta(
-    writer: DeltaWriter,
-    step: TrainStep,
-    batches: Sequence[Batch],
-    number: int,
-    share: float,
-    step_s: float,
-) -> None:
-    """Write a delta while the step trains on; print the pause, and the time that training has lost until it is written."""
+    writer: DeltaWriter, step: TrainStep, batches: Sequence[Batch], number: int, share: float
+) -> float:
+    """Write a delta while the step trains on, then train as many steps without one; return the seconds lost."""
     device = batches[0].numerical.device
     for one in step.tables.touched_shards():
         if share:
@@ -141,8 +143,7 @@ def _time_delta(
     prefetcher = Prefetcher(cycle(batches), step.path, device)
     for index in range(len(batches)):
         step.train(index, prefetcher)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    _synchronize(device)
     began = time.perf_counter()
     writer.save(number, STATE)
     pause = time.perf_counter() - began
@@ -150,13 +151,25 @@ def _time_delta(
     while any(thread.name == THREAD_NAME for thread in threading.enumerate()):
         step.train(num_steps, prefetcher)
         num_steps += 1
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    _synchronize(device)
     took = time.perf_counter() - began
     writer.wait()
-    print(f"pause of a delta, s        {pause:10.3f}")
-    print(f"written after, s           {took:10.3f}")
-    print(f"lost by training, s        {took - num_steps * step_s:10.3f}")
+    began = time.perf_counter()
+    for index in range(num_steps):
+        step.train(index, prefetcher)
+    _synchronize(device)
+    without = time.perf_counter() - began
+    print(
+        f"delta {number}: pause {pause:.3f} s, written after {took:.3f} s and {num_steps} steps, which take {without:.3f} s "
+        f"without it; lost {took - without:.3f} s",
+        flush=True,
+    )
+    return took - without
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _print_bytes(delta: Delta) -> None:
