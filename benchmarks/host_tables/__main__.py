@@ -21,6 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.host_tables.mapping_costs import traced
+from benchmarks.host_tables.model import (
+    add_options,
+    batches_of,
+    config_of,
+    device_kind,
+)
 from benchmarks.rows import compose_row
 from configs.schema import Config
 from dataloading.batch import Batch
@@ -57,15 +63,9 @@ def main() -> None:
         choices=OPTIMIZERS,
         help="compare bits; without names of all optimizers",
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[], help="rows of every table")
+    add_options(parser)
     parser.add_argument("--disk", help="directory for tables on disk")
     parser.add_argument("--staged", type=float, default=4.0, help="GiB of host memory for them")
-    parser.add_argument("--small", type=int, default=21, help="further tables of 10,000 rows")
-    parser.add_argument("--cache", type=float, nargs="+", default=[1, 0.1], help="fractions")
-    parser.add_argument("--batch", type=int, default=65_536, help="rows of a batch")
-    parser.add_argument("--dim", type=int, default=128, help="columns of a table")
-    parser.add_argument("--exponent", type=float, default=1.05, help="of the ids; 0 is uniform")
-    parser.add_argument("--steps", type=int, default=100, help="measured steps")
     parser.add_argument(
         "--batches", type=int, help="different batches, used in turn; else one per step"
     )
@@ -82,11 +82,6 @@ def main() -> None:
             if not batches:
                 batches = batches_of(config, ranks, args.batches)
             print(line(config, ranks, batches, args, cache), flush=True)
-
-
-def device_kind() -> str:
-    """Return `cuda` on a machine with a GPU, otherwise `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def built(config: Config, ranks: Ranks) -> TrainStep:
@@ -147,36 +142,6 @@ def trained(config: Config, ranks: Ranks) -> tuple[list[float], dict[str, torch.
     counts = step.tables.host_traffic(CHECKED_STEPS)
     step.close()
     return losses, state, counts
-
-
-def config_of(args: argparse.Namespace, cache: float) -> Config:
-    """Return the configuration of a line."""
-    sizes = [*args.rows, *[10_000] * args.small]
-    tables = ",".join(
-        f"cat_{index}:{{tier: {'disk' if args.disk else 'host'}, cache: {min(max(cache, 3 * args.batch / rows), 1)}}}"
-        for index, rows in enumerate(args.rows)
-    )
-    return compose_row(
-        "dlrm",
-        f"data.synthetic.cardinalities={sizes}",
-        f"data.synthetic.exponent={args.exponent}",
-        f"data.synthetic.train_rows={args.batch * args.batches}",
-        *(f"data.synthetic.test_rows={args.batch}", "data.synthetic.num_numerical=13"),
-        *(f"model.embedding_dim={args.dim}", f"model.bottom_mlp=[512,256,{args.dim}]"),
-        "model.top_mlp=[1024,1024,512,256,1]" if args.dim > 32 else "model.top_mlp=[64,1]",
-        *(f"train.batch_size={args.batch}", f"eval.batch_size={args.batch}"),
-        *("train.amp=bf16" if device_kind() == "cuda" else "train.amp=off", "data.workers=16"),
-        *("optimizer.name=sgd", "optimizer.lr=0.01", "data.prefetch=16", "sharding.reserve=0.02"),
-        *([f"sharding.tables={{{tables}}}"] if cache < 1 else []),
-        *([f"sharding.disk_path={args.disk}"] if args.disk else []),
-        f"sharding.staged_gib={args.staged}",
-    )
-
-
-def batches_of(config: Config, ranks: Ranks, count: int) -> list[Batch]:
-    """Read batches into host memory, pinned for a GPU."""
-    loader = build_train_loader(config, open_source(config), ranks)
-    return list(loader.batches(0, count))
 
 
 def line(

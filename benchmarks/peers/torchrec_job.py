@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import CacheParams
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -50,6 +53,23 @@ RULES = {
     "rowwise_adagrad": (RowWiseAdagrad, torch.optim.Adagrad),
 }
 """Optimizer of the recipe: that of the tables, that of the dense component."""
+
+
+@dataclass(frozen=True)
+class HostCache:
+    """Tables in host memory, and FBGEMM's cache of their rows on the GPU.
+
+    Attributes:
+        features: of these tables.
+        load_factor: room of the cache, as a fraction of all their rows.
+        prefetch: whether TorchRec's pipeline fetches the rows of the next batch; otherwise the lookup does.
+        kernel: of the tables; a CPU has none with a cache.
+    """
+
+    features: frozenset[str]
+    load_factor: float
+    prefetch: bool
+    kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED_UVM_CACHING
 
 
 class Trained(nn.Module):
@@ -105,7 +125,8 @@ def main() -> None:
     model, optimizer = build(config, spec, num_rows, device, is_compiled=args.dense == "compiled")
     if on_gpu:
         batches = [batch.pin_memory() for batch in batches]
-    speeds = measure(TrainPipelineSparseDist(model, optimizer, device), batches, device, args.steps)
+    pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    speeds = measure(pipeline, cycle(batches), num_rows, args.steps)
     if rank == 0:
         result = {
             "row": args.row,
@@ -147,25 +168,32 @@ def read_batch(spec: FeatureSpec, start: int, num_rows: int) -> Batch:
 
 
 def build(
-    config: Config, spec: FeatureSpec, num_rows: int, device: torch.device, *, is_compiled: bool
+    config: Config,
+    spec: FeatureSpec,
+    num_rows: int,
+    device: torch.device,
+    *,
+    is_compiled: bool,
+    cache: HostCache | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Return the sharded model and the optimizer of all its parameters."""
+    """Return the sharded model and the optimizer of all its parameters.
+
+    Args:
+        config: of the row.
+        spec: of its dataset.
+        num_rows: rows of a batch per rank.
+        device: of the model.
+        is_compiled: see `Trained`.
+        cache: of the tables in host memory; None: all lie on the device.
+    """
     rule = config.optimizer.embedding_name or config.optimizer.name
     tables, dense = RULES[rule][0], RULES[config.optimizer.name][1]
     model = Trained(dlrm(config.model, spec), device, is_compiled=is_compiled)
     # As in the first steps of a warm-up: nothing diverges, and the speed is the same.
     rate = config.optimizer.lr / 1000
     apply_optimizer_in_backward(tables, model.model.sparse_arch.parameters(), {"lr": rate})
-    sharders = [
-        EmbeddingBagCollectionSharder(
-            fused_params={
-                "output_dtype": SparseType.BF16
-                if is_compiled and device.type == "cuda"
-                else SparseType.FP32,
-                "bounds_check_mode": BoundsCheckMode.NONE,
-            }
-        )
-    ]
+    is_bf16 = is_compiled and device.type == "cuda"
+    sharders = [EmbeddingBagCollectionSharder(fused_params=lookup_options(cache, is_bf16=is_bf16))]
     topology: dict[str, Any] = {"compute_device": device.type}
     if device.type == "cuda":
         topology["hbm_cap"] = int(0.9 * torch.cuda.get_device_properties(device).total_memory)
@@ -173,13 +201,25 @@ def build(
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=num_ranks, local_world_size=num_ranks, **topology),
         batch_size=num_rows,
-        constraints=constraints(config, spec),
+        constraints=constraints(config, spec, cache),
     )
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     of_dense = KeyedOptimizerWrapper(parameters, lambda parameters: dense(parameters, lr=rate))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, of_dense])
+
+
+def lookup_options(cache: HostCache | None, *, is_bf16: bool) -> dict[str, Any]:
+    """Return the options of FBGEMM's lookups."""
+    options = {
+        "output_dtype": SparseType.BF16 if is_bf16 else SparseType.FP32,
+        "bounds_check_mode": BoundsCheckMode.NONE,
+    }
+    if cache is not None:
+        # Pinned memory that the GPU reads by itself, instead of memory that CUDA manages.
+        options |= {"uvm_host_mapped": True, "gather_uvm_cache_stats": True}
+    return options
 
 
 def dlrm(options: Any, spec: FeatureSpec) -> DLRM:
@@ -203,11 +243,13 @@ def dlrm(options: Any, spec: FeatureSpec) -> DLRM:
     return DLRM_DCN(*sizes, dcn_num_layers=cross.num_layers, dcn_low_rank_dim=cross.projection_dim)
 
 
-def constraints(config: Config, spec: FeatureSpec) -> dict[str, ParameterConstraints]:
-    """Return the row's sharding types and the mean number of ids per table, for TorchRec's planner."""
+def constraints(
+    config: Config, spec: FeatureSpec, cache: HostCache | None = None
+) -> dict[str, ParameterConstraints]:
+    """Return the row's sharding types, the mean number of ids per table and the cached tables, for TorchRec's planner."""
     single = config.sharding.tables
     types = [kind.value for kind in config.sharding.types]
-    return {
+    found = {
         f"t_{feature.name}": ParameterConstraints(
             sharding_types=[single[feature.name].value] if feature.name in single else types,
             compute_kernels=["fused"] if "data_parallel" not in types else None,
@@ -215,24 +257,34 @@ def constraints(config: Config, spec: FeatureSpec) -> dict[str, ParameterConstra
         )
         for feature in spec.categorical
     }
+    if cache is not None:
+        for feature in cache.features:
+            table = found[f"t_{feature}"]
+            table.compute_kernels = [cache.kernel.value]
+            table.cache_params = CacheParams(
+                load_factor=cache.load_factor, prefetch_pipeline=cache.prefetch
+            )
+    return found
 
 
 def measure(
-    pipeline: TrainPipelineSparseDist, batches: list[Batch], device: torch.device, steps: int
+    pipeline: TrainPipelineSparseDist,
+    batches: Iterator[Batch],
+    num_rows: int,
+    steps: int,
+    warm_up: int = WARM_UP_STEPS,
 ) -> list[float]:
     """Return samples per second of this rank, one value per `STEPS_PER_RECORD` steps after the warm-up."""
-    endless: Iterator[Batch] = cycle(batches)
-    num_rows = len(batches[0].labels)
 
     def train(num_steps: int) -> float:
         start = time.perf_counter()
         for _ in range(num_steps):
-            pipeline.progress(endless)
-        if device.type == "cuda":
+            pipeline.progress(batches)
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         return num_steps * num_rows / (time.perf_counter() - start)
 
-    train(WARM_UP_STEPS)
+    train(warm_up)
     return [train(STEPS_PER_RECORD) for _ in range(steps // STEPS_PER_RECORD)]
 
 

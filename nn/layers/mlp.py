@@ -95,7 +95,7 @@ class MLP(nn.Module):
 
     @property
     def first_relu(self) -> bool:
-        """Whether ReLU follows the first layer's product, with no normalization between them."""
+        """A ReLU follows the first layer's product, with no normalization between them."""
         return not self.norms and (len(self.layers) > 1 or self.final_activation)
 
     def behind_first(self, first: Tensor) -> Tensor:
