@@ -1,8 +1,8 @@
 """Index from 64-bit keys to slots, compiled by Numba: open addressing with linear probing.
 
-A cell is a key and its slot, which lie in one cache line. Slot 0 is an empty cell, since no key has it. Probing starts at a
-place that depends on a random number of the process, so no data can be made whose keys all collide. Which key has which slot
-does not depend on that number.
+A cell of 16 bytes is a key, its slot, and the batch that saw it last, so that seeing a key touches one cache line. Slot 0 is an
+empty cell, since no key has it. Probing starts at a place that depends on a random number of the process, so no data can be made
+whose keys all collide. Which key has which slot does not depend on that number.
 """
 
 import secrets
@@ -13,10 +13,21 @@ from dataloading.keys.compiled import kernel
 
 DRAWN = np.uint64(secrets.randbits(63))
 
+SLOT, LAST = 2, 3
+"""Columns of `marks`; the others are the key's halves."""
 
-def cells_for(num_keys: int) -> np.ndarray:
-    """Return empty cells for `num_keys` keys, int64 [a power of two, 2]: a third to two thirds of them are used."""
-    return np.zeros((1 << max(4, (num_keys * 3 // 2).bit_length()), 2), np.int64)
+# n: cells
+
+
+def cells_for(num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return empty cells for `num_keys` keys: a third to two thirds of them are used.
+
+    Returns:
+        The cells, int64 [n, 2], whose first column has the keys, and the same memory as `marks`, int32 [n, 4]; n is a power of
+        two.
+    """
+    cells = np.zeros((1 << max(4, (num_keys * 3 // 2).bit_length()), 2), np.int64)
+    return cells, cells.view(np.int32)
 
 
 @kernel
@@ -29,56 +40,60 @@ def place_of(key, mask, drawn):
 
 
 @kernel
-def slot_of(cells, key, drawn):
-    """Return the slot of a key; 0 if it has none."""
+def cell_of(cells, marks, key, at):
+    """Return the cell of a key, or the empty cell where it would be; `at` is a cell on the way to it."""
     mask = len(cells) - 1
-    at = place_of(key, mask, drawn)
-    while cells[at, 1] != 0:
-        if cells[at, 0] == key:
-            return cells[at, 1]
+    while marks[at, 2] != 0 and cells[at, 0] != key:
         at = (at + 1) & mask
-    return 0
+    return at
 
 
 @kernel
-def insert(cells, key, slot, drawn):
+def insert(cells, marks, key, slot, batch, drawn):
     """Insert a key that has no slot."""
     mask = len(cells) - 1
     at = place_of(key, mask, drawn)
-    while cells[at, 1] != 0:
+    while marks[at, 2] != 0:
         at = (at + 1) & mask
     cells[at, 0] = key
-    cells[at, 1] = slot
+    marks[at, 2] = slot
+    marks[at, 3] = batch
 
 
 @kernel
-def remove(cells, key, drawn):
-    """Remove a key that has a slot; keys behind it move up, so that no probe meets a hole."""
+def remove(cells, marks, hole, drawn):
+    """Empty a key's cell; keys behind it move up, so that no probe meets a hole."""
     mask = len(cells) - 1
-    hole = place_of(key, mask, drawn)
-    while cells[hole, 0] != key or cells[hole, 1] == 0:
-        hole = (hole + 1) & mask
     at = (hole + 1) & mask
-    while cells[at, 1] != 0:
+    while marks[at, 2] != 0:
         distance = (at - place_of(cells[at, 0], mask, drawn)) & mask
         if distance >= ((at - hole) & mask):
             cells[hole, 0] = cells[at, 0]
             cells[hole, 1] = cells[at, 1]
             hole = at
         at = (at + 1) & mask
-    cells[hole, 1] = 0
+    marks[hole, 2] = 0
 
 
 @kernel
-def fill(cells, keys, drawn):
-    """Insert keys [n] in empty cells, each with its position as slot; key 0 is no key."""
+def fill(cells, marks, keys, last, drawn):
+    """Insert keys [C] in empty cells, each with its position as slot, and the batches that saw them last [C]; key 0 is none."""
     for slot in range(1, len(keys)):
         if keys[slot] != 0:
-            insert(cells, keys[slot], slot, drawn)
+            insert(cells, marks, keys[slot], slot, last[slot], drawn)
 
 
 @kernel
-def look_up(cells, keys, slots, drawn):
-    """Write the slots of keys [n] to slots [n], 0 of keys without one."""
-    for at in range(len(keys)):
-        slots[at] = slot_of(cells, keys[at], drawn)
+def look_up(cells, marks, keys, slots, drawn):
+    """Write the slots of keys [K] to slots [K], 0 of keys without one."""
+    mask = len(cells) - 1
+    for i in range(len(keys)):
+        slots[i] = marks[cell_of(cells, marks, keys[i], place_of(keys[i], mask, drawn)), 2]
+
+
+@kernel
+def last_batches(marks, last):
+    """Write the batches that saw the keys last to `last`, by slot."""
+    for at in range(len(marks)):
+        if marks[at, 2] != 0:
+            last[marks[at, 2]] = marks[at, 3]

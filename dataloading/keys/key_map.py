@@ -1,6 +1,7 @@
 """Rows of a table for raw 64-bit keys: admitted after some sightings, evicted when the table is full."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy as np
 from configs.messages import shown
 from configs.schema import DynamicConfig, Evict
 from dataloading.keys.key_table import (
-    COUNT,
     MARKED_SHARE,
     KeyTable,
     Leaving,
@@ -20,6 +20,11 @@ from dataloading.keys.new_rows import KEYS, TableFullError
 PROGRESS = "progress"
 CANDIDATE = "candidate_"
 """Prefix of the state of keys that are not admitted yet."""
+
+SHARED_ROWS = 100_000
+"""Tables from this size on share the keys of a batch with a helper."""
+LEAST_HALF = 8192
+"""Fewer keys are not worth a helper."""
 
 State = dict[str, np.ndarray]
 
@@ -61,16 +66,21 @@ class KeyMap:
         name: of the table.
         capacity: rows of the table.
         policy: admission and eviction.
+        helpers: threads that share the keys of large tables, since their index is in no core's own cache.
     """
 
-    def __init__(self, name: str, capacity: int, policy: DynamicConfig) -> None:
+    def __init__(
+        self, name: str, capacity: int, policy: DynamicConfig, helpers: Executor | None = None
+    ) -> None:
         self.name = name
         self._policy = policy
         self._capacity = capacity
-        self._rows = KeyTable(capacity, policy.evict)
+        self._rows = KeyTable(capacity, policy.evict, counts_sightings=policy.evict is Evict.count)
         # With admission at the first sighting no key waits.
         size = capacity if policy.admit_after > 1 else 1
-        self._candidates = KeyTable(size, Evict.age)
+        shares = capacity >= SHARED_ROWS and policy.evict is not Evict.count
+        self._helpers = helpers if shares else None
+        self._candidates = KeyTable(size, Evict.age, counts_sightings=True)
 
     def map(self, columns: Sequence[np.ndarray], batch: int) -> tuple[list[np.ndarray], MapChange]:
         """Return the rows of the keys of a batch, and what changed.
@@ -83,9 +93,7 @@ class KeyMap:
             FullMapError: more keys need rows than there are.
         """
         ids = [np.empty(len(keys), np.int32) for keys in columns]
-        counted = [
-            self._rows.see(keys, batch, found) for keys, found in zip(columns, ids, strict=True)
-        ]
+        counted = [self._see(keys, batch, found) for keys, found in zip(columns, ids, strict=True)]
         missing = [places for _, places in counted]
         keys = np.concatenate([keys[places] for keys, places in zip(columns, missing, strict=True)])
         admitted, counts, candidates = self._admitted(keys, batch)
@@ -97,6 +105,16 @@ class KeyMap:
         for column, places, found in zip(columns, missing, ids, strict=True):
             found[places] = self._rows.look_up(column[places])
         return ids, MapChange(rows, candidates)
+
+    def _see(self, keys: np.ndarray, batch: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Note that the batch has keys, as `KeyTable.see`; a helper takes half of them."""
+        half = len(keys) // 2
+        if self._helpers is None or half < LEAST_HALF:
+            return self._rows.see(keys, batch, ids)
+        second = self._helpers.submit(self._rows.see, keys[half:], batch, ids[half:])
+        seen, missing = self._rows.see(keys[:half], batch, ids[:half])
+        more_seen, more_missing = second.result()
+        return np.concatenate([seen, more_seen]), np.concatenate([missing, half + more_missing])
 
     def look_up(self, keys: np.ndarray, pending: Iterable[MapChange] = ()) -> np.ndarray:
         """Return the rows of int64 keys [K], int32 [K], without counting them.
@@ -138,12 +156,7 @@ class KeyMap:
         state: State = {PROGRESS: np.zeros(5, np.int64)}
         state[PROGRESS][0] = batch
         for number, (prefix, table) in enumerate(self._tables()):
-            copied = TableState(
-                table.state.keys.copy(),
-                table.state.facts.copy(),
-                table.state.used,
-                table.state.leaving,
-            )
+            copied = table.state()
             for change in changes:
                 copied.take_back(change[number])
             leaving = copied.leaving
@@ -164,8 +177,8 @@ class KeyMap:
             used, marked_in = progress[1 + 2 * number : 3 + 2 * number].tolist()
             table.load(
                 TableState(
-                    state[f"{prefix}{KEYS}"].copy(),
-                    state[f"{prefix}facts"].copy(),
+                    state[f"{prefix}{KEYS}"],
+                    state[f"{prefix}facts"],
                     used,
                     Leaving(padded[padded > 0].copy(), 0, marked_in),
                 )
@@ -193,13 +206,12 @@ class KeyMap:
         change, _ = candidates.insert(keys[new], np.ones(len(new), np.int64), batch)
         change.seen = seen
         slots = candidates.look_up(keys)
-        facts = candidates.state.facts
-        is_due = (slots > 0) & (facts[slots, COUNT] >= self._policy.admit_after)
+        is_due = (slots > 0) & (candidates.counts[slots] >= self._policy.admit_after)
         due, first = np.unique(keys[is_due], return_index=True)
         due = due[np.argsort(first)]
         slots = candidates.look_up(due)
-        counts = facts[slots, COUNT].astype(np.int64)
-        facts[slots, COUNT] = 0
+        counts = candidates.counts[slots].astype(np.int64)
+        candidates.counts[slots] = 0
         return due, counts, change
 
     def _exhausted(self, admitted: np.ndarray, done: int, batch: int) -> str:

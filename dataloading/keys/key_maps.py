@@ -67,8 +67,13 @@ class KeyMaps:
             table: spec.categorical[first].cardinality
             for table, (first, *_) in self._features.items()
         }
-        self._maps = {table: KeyMap(table, count, policy) for table, count in rows.items()}
         cores = len(os.sched_getaffinity(0)) // ranks_of_node
+        self._helpers = None
+        if cores > len(rows):
+            self._helpers = ThreadPoolExecutor(cores - len(rows), thread_name_prefix="keys-helper")
+        self._maps = {
+            table: KeyMap(table, count, policy, self._helpers) for table, count in rows.items()
+        }
         threads = [
             ThreadPoolExecutor(1, thread_name_prefix="keys")
             for _ in range(max(1, min(cores, len(rows))))
@@ -195,7 +200,9 @@ class KeyMaps:
     def close(self) -> None:
         """End the threads."""
         for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+            thread.shutdown(wait=True, cancel_futures=True)
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=True)
 
 
 def _keys_per_row(spec: FeatureSpec) -> dict[str, float]:

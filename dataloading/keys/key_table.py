@@ -1,7 +1,7 @@
 """Slots of keys in a table of fixed capacity: counted, stamped, and evicted when the table is full.
 
 Everything here is a function of the keys of the batches alone. Batches are numbered from 1. A slot has a key, the number of its
-sightings and the batch that saw it last.
+sightings, if they matter, and the batch that saw it last.
 
 Eviction: when a new key finds no free slot, the sixteenth of the keys that the policy values least is marked, without those of
 the batch. Marked keys leave one by one as slots are needed; one that was seen after it was marked stays. By `age` these are
@@ -16,13 +16,14 @@ from configs.schema import Evict
 from dataloading.keys.compiled import kernel
 from dataloading.keys.hash_index import (
     DRAWN,
+    cell_of,
     cells_for,
     fill,
     insert,
+    last_batches,
     look_up,
     place_of,
     remove,
-    slot_of,
 )
 
 MARKED_SHARE = 16
@@ -81,7 +82,7 @@ class TableState:
 
     Attributes:
         keys: of each slot, int64 [C]; 0 of free slots and of slot 0.
-        facts: sightings, and batch that saw the key last, int32 [C, 2].
+        facts: sightings, 0 if they do not matter, and batch that saw the key last, int32 [C, 2].
         used: slots in use, with slot 0; they are the first ones.
         leaving: slots that are evicted next.
     """
@@ -106,35 +107,48 @@ class KeyTable:
     Args:
         capacity: C, at least 2.
         evict: policy.
+        counts_sightings: count the sightings of every key, which takes another place in memory per key.
+
+    Attributes:
+        counts: sightings by slot, int32 [C]; of length 0 if they are not counted.
     """
 
-    def __init__(self, capacity: int, evict: Evict) -> None:
+    def __init__(self, capacity: int, evict: Evict, *, counts_sightings: bool) -> None:
         self._evict = evict
         self._marked = max(1, capacity // MARKED_SHARE)
-        self._state = TableState(
-            np.zeros(capacity, np.int64), np.zeros((capacity, 2), np.int32), 1, NONE_LEAVING
-        )
-        self._cells = cells_for(capacity)
+        self.counts = np.zeros(capacity if counts_sightings else 0, np.int32)
+        self._keys = np.zeros(capacity, np.int64)
+        self._used, self._leaving = 1, NONE_LEAVING
+        self._cells, self._marks = cells_for(capacity)
 
-    @property
     def state(self) -> TableState:
-        """The content, which the next batch changes."""
-        return self._state
+        """Return a copy of the content."""
+        facts = np.zeros((len(self._keys), 2), np.int32)
+        if len(self.counts):
+            facts[:, COUNT] = self.counts
+        facts[:, LAST] = self._last_batches()
+        return TableState(self._keys.copy(), facts, self._used, self._leaving)
 
     def load(self, state: TableState) -> None:
         """Replace the content."""
-        self._state = state
+        self._keys[:] = state.keys
+        if len(self.counts):
+            self.counts[:] = state.facts[:, COUNT]
+        self._used, self._leaving = state.used, state.leaving
         self._cells[:] = 0
-        fill(self._cells, state.keys, DRAWN)
+        fill(self._cells, self._marks, self._keys, state.facts[:, LAST].copy(), DRAWN)
 
     def look_up(self, keys: np.ndarray) -> np.ndarray:
         """Return the slots of int64 keys [K], int32 [K]; 0 of keys without one."""
         slots = np.empty(len(keys), np.int32)
-        look_up(self._cells, keys, slots, DRAWN)
+        look_up(self._cells, self._marks, keys, slots, DRAWN)
         return slots
 
     def see(self, keys: np.ndarray, batch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Count the sightings of keys that have slots, and write their slots; return `seen` and the positions of others.
+        """Note that a batch has keys, and write their slots; return `seen` and the positions of keys without slots.
+
+        Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of
+        several parts, each time with the same facts.
 
         Args:
             keys: int64 [K]; key 0 is none.
@@ -144,7 +158,7 @@ class KeyTable:
         seen = np.empty((len(keys), 3), np.int32)
         missing = np.empty(len(keys), np.int64)
         num_seen, num_missing = _see(
-            keys, self._cells, self._state.facts, batch, slots, seen, missing, DRAWN
+            keys, self._cells, self._marks, self.counts, batch, slots, seen, missing, DRAWN
         )
         return seen[:num_seen].copy(), missing[:num_missing]
 
@@ -155,22 +169,21 @@ class KeyTable:
             The change, without the slots seen; and the keys that were handled, fewer than n if all slots hold keys that may
             not leave.
         """
-        state = self._state
-        before = state.used, state.leaving
+        before = self._used, self._leaving
         size = len(keys)
         slots, new_keys, old_keys = (np.empty(size, np.int64) for _ in range(3))
         old_facts = np.empty((size, 2), np.int32)
         done = num_new = 0
         while True:
-            leaving = state.leaving
-            done, num_new, state.used, following = _insert(
+            leaving = self._leaving
+            done, num_new, self._used, following = _insert(
                 (keys, counts, done, batch),
-                (self._cells, state.keys, state.facts, state.used),
+                (self._cells, self._marks, self._keys, self.counts, self._used),
                 (leaving.slots, leaving.next, leaving.batch),
                 (slots, new_keys, old_keys, old_facts, num_new),
                 DRAWN,
             )
-            state.leaving = Leaving(leaving.slots, following, leaving.batch)
+            self._leaving = Leaving(leaving.slots, following, leaving.batch)
             if done == size or not self._mark(batch):
                 break
         change = TableChange(
@@ -187,8 +200,10 @@ class KeyTable:
         """Mark keys that leave next; return whether there are any."""
         if self._evict is Evict.never:
             return False
-        counts, last = self._state.facts[1:, COUNT], self._state.facts[1:, LAST]
-        worth = last if self._evict is Evict.age else counts.astype(np.int64) << 32 | last
+        last = self._last_batches()[1:]
+        worth = last
+        if self._evict is Evict.count:
+            worth = self.counts[1:].astype(np.int64) << 32 | last
         eligible = np.flatnonzero(last < batch)
         if not len(eligible):
             return False
@@ -202,15 +217,22 @@ class KeyTable:
         else:
             chosen = np.arange(len(eligible))
         order = np.argsort(worth[chosen], kind="stable")
-        self._state.leaving = Leaving(eligible[chosen[order]] + 1, 0, batch)
+        self._leaving = Leaving(eligible[chosen[order]] + 1, 0, batch)
         return True
+
+    def _last_batches(self) -> np.ndarray:
+        """Return the batches that saw the keys last, by slot, int32 [C]."""
+        last = np.zeros(len(self._keys), np.int32)
+        last_batches(self._marks, last)
+        return last
 
 
 @kernel
-def _see(keys, cells, facts, batch, slots, seen, missing, drawn):
-    """Handle keys in blocks: first their slots, which are in memory at independent places, then the facts of these slots."""
+def _see(keys, cells, marks, counts, batch, slots, seen, missing, drawn):
+    """Handle keys in blocks: first their places, which are in memory at independent addresses, then their cells."""
     num_seen = num_missing = 0
     mask = len(cells) - 1
+    is_counted = len(counts) > 0
     places = np.empty(256, np.int64)
     for first in range(0, len(keys), 256):
         size = min(256, len(keys) - first)
@@ -218,58 +240,71 @@ def _see(keys, cells, facts, batch, slots, seen, missing, drawn):
             places[i] = place_of(keys[first + i], mask, drawn)
         for i in range(size):
             # Nearly always the first cell is the key's, or empty.
-            place, key = places[i], keys[first + i]
-            slot = cells[place, 1]
-            if slot != 0 and cells[place, 0] != key:
-                slot = slot_of(cells, key, drawn)
-            slots[first + i] = slot if key != 0 else 0
-        for i in range(first, first + size):
-            slot = slots[i]
+            at, key = places[i], keys[first + i]
+            if marks[at, 2] != 0 and cells[at, 0] != key:
+                at = cell_of(cells, marks, key, at)
+                places[i] = at
+            slots[first + i] = marks[at, 2] if key != 0 else 0
+        for i in range(size):
+            slot = slots[first + i]
             if slot == 0:
-                missing[num_missing] = i
-                num_missing += keys[i] != 0
+                missing[num_missing] = first + i
+                num_missing += keys[first + i] != 0
                 continue
-            if facts[slot, 1] != batch:
+            at = places[i]
+            last = marks[at, 3]
+            if last != batch:
                 seen[num_seen, 0] = slot
-                seen[num_seen, 1] = facts[slot, 0]
-                seen[num_seen, 2] = facts[slot, 1]
+                seen[num_seen, 1] = counts[slot] if is_counted else 0
+                seen[num_seen, 2] = last
                 num_seen += 1
-                facts[slot, 1] = batch
-            facts[slot, 0] += facts[slot, 0] < 2147483647
+                marks[at, 3] = batch
+            if is_counted:
+                counts[slot] += counts[slot] < 2147483647
     return num_seen, num_missing
 
 
 @kernel
 def _insert(new, table, leaving, change, drawn):
     """Insert keys from `begin` on; stop where the marked slots are used up."""
-    keys, counts, begin, batch = new
-    cells, keys_of, facts, used = table
+    keys, times, begin, batch = new
+    cells, marks, keys_of, counts, used = table
     marked, following, marked_in = leaving
     slots, new_keys, old_keys, old_facts, num_new = change
-    for at in range(begin, len(keys)):
-        slot = slot_of(cells, keys[at], drawn)
+    mask = len(cells) - 1
+    is_counted = len(counts) > 0
+    for i in range(begin, len(keys)):
+        slot = marks[cell_of(cells, marks, keys[i], place_of(keys[i], mask, drawn)), 2]
         if slot != 0:
-            facts[slot, 0] = min(np.int64(facts[slot, 0]) + counts[at], 2147483647)
+            if is_counted:
+                counts[slot] = min(np.int64(counts[slot]) + times[i], 2147483647)
             continue
+        last = 0
         if used < len(keys_of):
             slot = used
             used += 1
         else:
-            while following < len(marked) and facts[marked[following], 1] >= marked_in:
+            old = np.int64(0)
+            while following < len(marked):
+                slot = marked[following]
                 following += 1
-            if following == len(marked):
-                return at, num_new, used, following
-            slot = marked[following]
-            following += 1
-            remove(cells, keys_of[slot], drawn)
+                key = keys_of[slot]
+                at = cell_of(cells, marks, key, place_of(key, mask, drawn))
+                if marks[at, 3] < marked_in:
+                    old = key
+                    break
+            if old == 0:
+                return i, num_new, used, following
+            last = marks[at, 3]
+            remove(cells, marks, at, drawn)
         slots[num_new] = slot
-        new_keys[num_new] = keys[at]
+        new_keys[num_new] = keys[i]
         old_keys[num_new] = keys_of[slot]
-        old_facts[num_new, 0] = facts[slot, 0]
-        old_facts[num_new, 1] = facts[slot, 1]
+        old_facts[num_new, 0] = counts[slot] if is_counted else 0
+        old_facts[num_new, 1] = last
         num_new += 1
-        keys_of[slot] = keys[at]
-        facts[slot, 0] = counts[at]
-        facts[slot, 1] = batch
-        insert(cells, keys[at], slot, drawn)
+        keys_of[slot] = keys[i]
+        if is_counted:
+            counts[slot] = times[i]
+        insert(cells, marks, keys[i], slot, batch, drawn)
     return len(keys), num_new, used, following

@@ -1,10 +1,22 @@
 """Rows for raw keys, against a plain dictionary: admission, eviction, taking back, and states in between."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from configs.schema import DynamicConfig, Evict
-from dataloading.keys.hash_index import DRAWN, cells_for, fill, look_up, remove
+from dataloading.keys import key_map
+from dataloading.keys.hash_index import (
+    DRAWN,
+    cell_of,
+    cells_for,
+    fill,
+    last_batches,
+    look_up,
+    place_of,
+    remove,
+)
 from dataloading.keys.key_map import KeyMap
 from tests.dataloading.keys.reference import ReferenceMap
 
@@ -25,11 +37,18 @@ def drifting(rng, batch: int, size: int) -> np.ndarray:
     return keys
 
 
+@pytest.mark.parametrize("num_helpers", [0, 1])
 @pytest.mark.parametrize(("admit_after", "evict", "capacity"), POLICIES)
-def test_it_equals_a_dictionary_over_many_batches(admit_after, evict, capacity):
+def test_it_equals_a_dictionary_over_many_batches(
+    admit_after, evict, capacity, num_helpers, monkeypatch
+):
+    monkeypatch.setattr(key_map, "SHARED_ROWS", 0)
+    monkeypatch.setattr(key_map, "LEAST_HALF", 1)
+    helpers = ThreadPoolExecutor(num_helpers) if num_helpers else None
     policy = DynamicConfig(admit_after=admit_after, evict=evict)
     rng = np.random.default_rng(0)
-    own, reference = KeyMap("t", capacity, policy), ReferenceMap(capacity, policy)
+    own = KeyMap("t", capacity, policy, helpers)
+    reference = ReferenceMap(capacity, policy)
     num_evicted = 0
     for batch in range(1, 301):
         keys = drifting(rng, batch, int(rng.integers(1, 33)))
@@ -41,8 +60,9 @@ def test_it_equals_a_dictionary_over_many_batches(admit_after, evict, capacity):
         if batch % 50 == 0:
             # A state is enough to continue.
             state = own.state(batch)
-            own = KeyMap("t", capacity, policy)
+            own = KeyMap("t", capacity, policy, helpers)
             assert own.load(state) == batch
+    assert (own._helpers is not None) == (num_helpers > 0 and evict is not Evict.count)
     assert (num_evicted > 60) == (evict is not Evict.never)
     assert max(reference.rows.slots.values()) < capacity
 
@@ -81,12 +101,16 @@ def test_removed_keys_leave_no_hole_in_the_index():
     rng = np.random.default_rng(2)
     keys = np.concatenate([[0], rng.integers(-(2**63), 2**63, 20, dtype=np.int64)])
     for left in range(1, 21):
-        cells = cells_for(1)  # As few cells as there are, so that probes are long.
-        fill(cells, keys[:15], DRAWN)
+        cells, marks = cells_for(1)  # As few cells as there are, so that probes are long.
+        last = np.arange(15, dtype=np.int32)
+        fill(cells, marks, keys[:15], last, DRAWN)
         gone = keys[1:15][rng.permutation(14)[: min(left, 14)]]
         for key in gone:
-            remove(cells, key, DRAWN)
+            remove(cells, marks, cell_of(cells, marks, key, place_of(key, 15, DRAWN)), DRAWN)
         slots = np.empty(15, np.int32)
-        look_up(cells, keys[:15], slots, DRAWN)
+        look_up(cells, marks, keys[:15], slots, DRAWN)
         expected = np.where(np.isin(keys[:15], gone), 0, np.arange(15))
         assert slots[1:].tolist() == expected[1:].tolist()
+        kept = np.full(15, -1, np.int32)
+        last_batches(marks, kept)
+        assert kept.tolist() == np.where(expected > 0, expected, -1).tolist()
