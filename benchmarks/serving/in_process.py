@@ -1,89 +1,66 @@
-"""Latency and throughput of a served model in this process, from rows in host memory to scores in host memory.
+"""Latency and throughput of a served model on a GPU, from rows in host memory to scores in host memory.
 
-    python -m benchmarks.serving.in_process --experiment dlrm_criteo_t15
+    python -m benchmarks.serving.in_process --experiment dlrm_criteo_t15 --concurrency 8
     python -m benchmarks.serving.in_process --experiment dlrm_criteo_t3 --dtype bf16 --hot-share 0.1
 
-The tables have the sizes of an experiment and random numbers, the ids are uniform. A share of hot rows is that of the bytes of
-all tables on the GPU; the other rows are read from pinned host memory. Every score of some rows is compared with the path of
-the CPU in float32 first. Results with date, machine and commit are in docs/serving.md.
+The tables have the sizes of an experiment and random numbers, the ids are uniform. Every score of some rows is compared with
+the path of the CPU in float32 first. With `--concurrency` the same model then answers requests of the first batch size over
+HTTP on loopback. Results with date, machine and commit are in docs/serving.md.
 """
 
 import argparse
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from benchmarks.rows import compose_row
-from configs.schema import Config
-from nn.build import open_source
-from nn.embedding.declared_tables import embedding_columns
-from nn.models.registry import build_dense, declared_tables
-from serving.exporting.dense import export_dense
-from serving.exporting.tables import quantize
-from serving.gpu.dense import dense_on
+from benchmarks.serving.over_http import HEAD, measure
+from benchmarks.serving.synthetic_model import CHECKED_ROWS, DENSE_TYPES, prepare, some_rows
 from serving.gpu.model import GpuModel
-from serving.gpu.tables import hot_rows, to_device
-from serving.inference.dense import load_dense, load_program
-from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
-from serving.inference.tables import DTYPES
-from serving.manifest import DENSE, TABLE_BYTES, Feature, Manifest, Output, Table
+from serving.manifest import TABLE_BYTES
 
-BLOCK_ROWS = 1 << 15
-"""Distinct rows of a table; the others repeat them."""
-CHECKED_ROWS = 1024
 BATCHES = 8
 SECONDS = 3.0
 FEWEST_CALLS = 200
-DENSE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class RepeatedTable:
-    """A table that repeats a block of random rows, so that a table of any size is written at the speed of memory.
-
-    Args:
-        declared: the table.
-        dtype: of its rows.
-
-    Attributes:
-        declared: the table.
-        dtype: of its rows, as torch's.
-        scale: by which each row is multiplied, if rows are int8.
-    """
-
-    def __init__(self, declared: Table, dtype: str) -> None:
-        self.declared, self.dtype = declared, DTYPES[dtype]
-        self._block = torch.randn(min(BLOCK_ROWS, declared.rows), declared.columns) * 0.1
-        self._scale, self.scale = None, None
-        if dtype == "int8":
-            self._block, self._scale = quantize(self._block)
-            repeats = -(-declared.rows // len(self._block))
-            self.scale = self._scale.repeat(repeats)[: declared.rows]
-        self._block = self._block.to(self.dtype)
-
-    def read(self, first: int, target: Tensor) -> None:
-        """Copy the rows from `first` on to `target`."""
-        done = 0
-        while done < len(target):
-            place = (first + done) % len(self._block)
-            part = self._block[place : place + len(target) - done]
-            target[done : done + len(part)].copy_(part)
-            done += len(part)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids, float32."""
-        places = ids.long() % len(self._block)
-        rows = self._block[places].float()
-        return rows if self._scale is None else rows * self._scale[places][:, None]
 
 
 def main() -> None:
     """Measure the batches of the command line."""
+    args = arguments()
+    config = compose_row("dlrm", f"experiment={args.experiment}")
+    with tempfile.TemporaryDirectory() as folder:
+        model, reference = prepare(args, config, Path(folder))
+    rows = [some_rows(model.manifest, CHECKED_ROWS, seed) for seed in range(2)]
+    worst = max(float((model.scores(part) - reference.scores(part)).abs().max()) for part in rows)
+    print(f"largest difference from the CPU in float32, {2 * CHECKED_ROWS:,} rows: {worst:.1e}")
+    report(model, args)
+
+
+def report(model: GpuModel, args: argparse.Namespace) -> None:
+    """Measure a model and print a line per batch."""
+    print(f"{'batch':>7} {'p50 ms':>8} {'p99 ms':>8} {'M rows/s':>9}")
+    for size in args.batches:
+        batches = [some_rows(model.manifest, size, seed) for seed in range(BATCHES)]
+        seconds = timed(model.scores, batches, args.seconds)
+        p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1e3
+        print(f"{size:7,} {p50:8.3f} {p99:8.3f} {size / np.mean(seconds) / 1e6:9.2f}", flush=True)
+    if args.concurrency is None:
+        return
+    print(HEAD)
+    batches = [some_rows(model.manifest, args.batches[0], seed) for seed in range(BATCHES)]
+    for clients in args.clients:
+        found = measure(model, batches, args.concurrency, clients, args.seconds)
+        print(asyncio.run(found), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,105 +69,20 @@ def main() -> None:
     parser.add_argument("--dense", default="bf16", choices=DENSE_TYPES, help="dense component")
     parser.add_argument("--hot-share", type=float, default=1.0, help="of the tables' bytes")
     parser.add_argument("--batches", type=int, nargs="+", default=[1024, 16384, 65536])
+    parser.add_argument("--concurrency", type=int, help="requests over HTTP at a time")
+    parser.add_argument("--clients", type=int, nargs="+", default=[2], help="their processes")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each load")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shrink", type=int, default=1, help="divide the tables' rows")
-    args = parser.parse_args()
-    config = compose_row("dlrm", f"experiment={args.experiment}")
-    with tempfile.TemporaryDirectory() as folder:
-        served, reference, manifest = prepare(args, config, Path(folder))
-    rows = [some_rows(manifest, CHECKED_ROWS, seed) for seed in range(2)]
-    worst = max(float((served(part) - reference.scores(part)).abs().max()) for part in rows)
-    print(f"largest difference from the CPU in float32, {2 * CHECKED_ROWS:,} rows: {worst:.1e}")
-    print(f"{'batch':>7} {'p50 ms':>8} {'p99 ms':>8} {'M rows/s':>9}")
-    for size in args.batches:
-        seconds = timed(served, [some_rows(manifest, size, seed) for seed in range(BATCHES)])
-        p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1e3
-        print(f"{size:7,} {p50:8.3f} {p99:8.3f} {size / np.mean(seconds) / 1e6:9.2f}", flush=True)
+    return parser.parse_args()
 
 
-def prepare(
-    args: argparse.Namespace, config: Config, folder: Path
-) -> tuple[Callable[[Rows], Tensor], ServedModel, Manifest]:
-    """Return the function to measure, the reference, and what they serve."""
-    started = time.perf_counter()
-    config.data.synthetic.cardinalities = [
-        max(1, rows // args.shrink) for rows in config.data.synthetic.cardinalities
-    ]
-    spec = open_source(config).spec
-    declared = declared_tables(config.model, spec)
-    tables = [
-        Table(t.name, t.num_embeddings, t.embedding_dim, "sum", list(t.feature_names))
-        for t in declared
-    ]
-    manifest = Manifest(
-        name=config.model.name,
-        model=config.model.name,
-        numerical=list(spec.numerical),
-        categorical=[Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical],
-        keep_rate=None,
-        outputs=[Output("label", True)],
-        dtype=args.dtype,
-        tables=tables,
-    )
-    torch.manual_seed(1)
-    dense = build_dense(config.model, spec).eval().requires_grad_(False)
-    export_dense(folder, dense, len(spec.numerical), embedding_columns(declared, spec))
-    stored = [RepeatedTable(table, args.dtype) for table in tables]
-    reference = ServedModel(manifest, _lookup(manifest, stored), load_dense(folder / DENSE), None)
-    num_bytes = sum(t.rows * t.columns * TABLE_BYTES[args.dtype] for t in tables)
-    scales = 4 * sum(table.rows for table in tables) if args.dtype == "int8" else 0
-    budget = int(num_bytes * args.hot_share) + scales
-    counts = hot_rows(tables, args.dtype, budget)
-    device = torch.device(args.device)
-    dtype = DENSE_TYPES[args.dense]
-    program = load_program(folder / DENSE)
-    model = GpuModel(
-        manifest,
-        to_device(stored, counts, device),
-        dense_on(program, device, dtype),
-        None,
-        max(*args.batches, CHECKED_ROWS),
-        dtype,
-    )
-    print(
-        f"{args.experiment}: {len(tables)} tables of {args.dtype}, {num_bytes / 2**30:.1f} GiB, {sum(counts):,} of "
-        f"{sum(t.rows for t in tables):,} rows hot, dense {args.dense}; ready after {time.perf_counter() - started:.1f} s",
-        flush=True,
-    )
-    return model.scores, reference, manifest
-
-
-def _lookup(manifest: Manifest, stored: list[RepeatedTable]) -> Callable[[Rows], Tensor]:
-    places = manifest.id_places()
-
-    def look_up(rows: Rows) -> Tensor:
-        return torch.cat(
-            [
-                table.rows(rows.ids[:, places[name]].reshape(-1))
-                for table in stored
-                for name in table.declared.features
-            ],
-            dim=1,
-        )
-
-    return look_up
-
-
-def some_rows(manifest: Manifest, count: int, seed: int) -> Rows:
-    """Return rows with uniform ids, as a request of int32 ids gives them."""
-    generator = np.random.default_rng(seed)
-    highest = np.array([feature.cardinality for feature in manifest.fixed])
-    ids = generator.integers(0, highest, (count, len(highest)), dtype=np.int32)
-    numerical = generator.normal(size=(count, len(manifest.numerical))).astype(np.float32)
-    return Rows(torch.from_numpy(numerical), torch.from_numpy(ids))
-
-
-def timed(scores: Callable[[Rows], Tensor], batches: list[Rows]) -> list[float]:
+def timed(scores: Callable[[Rows], Tensor], batches: list[Rows], duration: float) -> list[float]:
     """Return the seconds of single calls, one after another."""
     for batch in batches:
         scores(batch)
     seconds: list[float] = []
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + duration
     while time.perf_counter() < end or len(seconds) < FEWEST_CALLS:
         started = time.perf_counter()
         scores(batches[len(seconds) % len(batches)])
