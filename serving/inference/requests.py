@@ -63,7 +63,11 @@ class IdInputs:
         self._numerical = manifest.numerical if with_numerical else []
         fixed = [f for f in manifest.fixed for _ in range(f.hotness or 0)]
         self._names = [feature.name for feature in fixed]
-        self._rows = torch.tensor([feature.cardinality for feature in fixed])
+        rows = [feature.cardinality for feature in fixed]
+        self._rows: dict[np.dtype, np.ndarray] = {
+            np.dtype(np.int32): np.array([min(count, 1 << 31) for count in rows], np.uint32),
+            np.dtype(np.int64): np.array(rows, np.uint64),
+        }
         self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
         self._wanted = {entry["name"] for entry in describe_inputs(manifest)}
         if not with_numerical:
@@ -80,13 +84,15 @@ class IdInputs:
         for name in set(inputs) - self._wanted - self._optional:
             _refuse(f"the model has no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
         manifest = self._manifest
-        numerical = torch.zeros(num_rows, 0)
         if self._numerical:
             shape = (num_rows, len(self._numerical))
             numerical = numbers(NUMERICAL, inputs[NUMERICAL], shape, self._numerical)
-        ids = torch.zeros(num_rows, 0, dtype=torch.int64)
-        if manifest.fixed:
+        else:
+            numerical = torch.zeros(num_rows, 0)
+        if self._names:
             ids = self._fixed_ids(inputs[IDS], num_rows)
+        else:
+            ids = torch.zeros(num_rows, 0, dtype=torch.int64)
         ragged = {
             f.name: _ragged_ids(f, inputs[f.name], self._keys.get(f.name)) for f in manifest.ragged
         }
@@ -98,18 +104,20 @@ class IdInputs:
         if matrix.shape != wanted:
             _refuse(f"input {IDS} has shape {list(matrix.shape)}; want {list(wanted)}")
         if self._keyed:
-            matrix = matrix.long()
+            matrix = matrix.astype(np.int64)
             for place, rows in self._keyed:
-                matrix[:, place] = torch.from_numpy(rows.rows(matrix[:, place].numpy()))
-        bad = (matrix < 0) | (matrix >= self._rows)
+                matrix[:, place] = rows.rows(matrix[:, place])
+        limits = self._rows[matrix.dtype]
+        # Taken as unsigned, negative ids are beyond every table: one comparison for both ends.
+        bad = matrix.view(limits.dtype) >= limits
         if bad.any():
-            row, column = (int(place) for place in bad.nonzero()[0])
-            _refuse_id(self._names[column], row, matrix[row, column], self._rows[column])
-        return matrix
+            row, column = (int(place) for place in np.argwhere(bad)[0])
+            _refuse_id(self._names[column], row, matrix[row, column], limits[column])
+        return torch.from_numpy(matrix)
 
 
 def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> RaggedIds:
-    matrix = _integers(feature.name, values)
+    matrix = torch.from_numpy(_integers(feature.name, values))
     if matrix.dim() == 1:
         matrix = matrix[:, None]
     is_id = matrix != PADDING
@@ -144,21 +152,21 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
     if values.shape != shape:
         _refuse(f"input {shown(name)} has shape {list(values.shape)}; want {list(shape)}")
     with np.errstate(over="ignore"):
-        tensor = torch.from_numpy(values.astype(np.float32))
-    bad = ~torch.isfinite(tensor)
-    if bad.any():
-        row, column = (int(place) for place in bad.nonzero()[0])
+        narrow = values.astype(np.float32)
+    is_finite = np.isfinite(narrow)
+    if not is_finite.all():
+        row, column = (int(place) for place in np.argwhere(~is_finite)[0])
         _refuse(
             f"input {shown(name)}, row {row}: {shown(columns[column])} is {values[row, column]}; want a finite number"
         )
-    return tensor
+    return torch.from_numpy(narrow)
 
 
-def _integers(name: str, values: np.ndarray) -> Tensor:
+def _integers(name: str, values: np.ndarray) -> np.ndarray:
     if values.dtype.kind not in "iu":
         _refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
     # A copy: torch warns of arrays that may not be written, as those of a request's body.
-    return torch.from_numpy(values.astype(np.int32 if values.dtype == np.int32 else np.int64))
+    return values.astype(np.int32 if values.dtype == np.int32 else np.int64, order="C")
 
 
 def _refuse_id(feature: str, row: int, value: Any, cardinality: Any) -> NoReturn:

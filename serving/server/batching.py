@@ -93,13 +93,15 @@ class Batcher:
         self._waiting.extend(waiting)
         self.queued_rows += num_rows
         self._arrived.set()
+        if len(waiting) == 1:
+            return await waiting[0].answer
         answers = await asyncio.gather(*(part.answer for part in waiting), return_exceptions=True)
         scores = []
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
             scores.append(answer)
-        return scores[0] if len(scores) == 1 else np.concatenate(scores)
+        return np.concatenate(scores)
 
     async def run(self) -> None:
         """Score batches until cancelled."""

@@ -294,8 +294,10 @@ class HttpServer:
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         status = response.status
-        writer.write(f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode("latin-1"))
-        writer.write(response.body)
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode("latin-1")
+        writer.write(head + response.body)
+        if not writer.transport.get_write_buffer_size():
+            return
         async with asyncio.timeout(self._limits.timeout_s):
             await writer.drain()
 
