@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from hydra import compose as compose_files
 from hydra import initialize_config_module
 from omegaconf import DictConfig
@@ -22,6 +23,8 @@ from omegaconf import DictConfig
 from configs.command_line import register
 from configs.export_schema import ExportConfig
 from configs.schema import Component
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
 from nn.export.tables import Selection, export_tables
 from nn.replay import replay
@@ -296,6 +299,24 @@ def fitted_clicks(directory: Path) -> None:
     _preprocess_once(directory, TABLE, directory / "input" / "fitted")
 
 
+def keyed_dataset(directory: Path) -> None:
+    """Write a dataset of raw keys, more of them than rows of their table."""
+    rng = np.random.default_rng(5)
+    with write_dataset(
+        directory / "input" / "keys",
+        categorical=[CategoricalFeature.of_keys("user", 24), CategoricalFeature.of("item", 9)],
+        numerical=("n",),
+        splits=("train", "test"),
+    ) as writer:
+        for split, rows in (("train", 512), ("test", 64)):
+            users = np.arange(rows) // 8 + rng.integers(1, 12, rows)
+            writer[split].append(
+                labels=rng.random(rows) < 0.4,
+                numerical=rng.normal(size=(rows, 1)),
+                ids={"user": users * 0x9E3779B97F4A7C1, "item": rng.integers(0, 9, rows)},
+            )
+
+
 def dataset(directory: Path) -> None:
     """Write a dataset as input."""
     (directory / "input").mkdir()
@@ -352,6 +373,11 @@ SCENARIOS: dict[str, Scenario] = {
         )
         for tier in ("host", "disk")
     },
+    "training_keys": Scenario(
+        train("data.path=input/keys", "data.dynamic.admit_after=2", "data.shuffle_block=0"),
+        run_differences,
+        keyed_dataset,
+    ),
     "training_resumed": Scenario(train(), run_differences, resumed_training),
     "evaluation": Scenario(
         train("mode=eval", "checkpoint.restore=input/step_8"), run_differences, trained

@@ -307,7 +307,9 @@ def test_threads_processes_and_ranks_read_the_same_rows(data):
     policy = DynamicConfig(admit_after=2)
     settings = LoaderSettings(batch_size=20, seed=1, shuffle_block=20, admits_keys=True)
 
-    def read(rank: int, world_size: int, *, forks: bool) -> list[dict[str, np.ndarray]]:
+    def read(
+        rank: int, world_size: int, *, forks: bool
+    ) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
         maps = KeyMaps(source.spec, policy)
         loader = Loader(source, "train", settings, rank=rank, world_size=world_size, key_maps=maps)
         if forks:
@@ -317,18 +319,24 @@ def test_threads_processes_and_ranks_read_the_same_rows(data):
             maps.take_new_rows()
             names = batch.ids.keys()
             found.append({name: batch.ids[name].values().numpy().copy() for name in names})
+        state = maps.state()
         loader.close()
-        return found
+        return found, state
 
-    whole = read(0, 1, forks=False)
+    whole, state = read(0, 1, forks=False)
     assert max(rows["user"].max() for rows in whole) > 20
-    np.testing.assert_equal(read(0, 1, forks=True), whole)
-    halves = [read(rank, 2, forks=False) for rank in range(2)]
-    joined = [
-        {key: np.concatenate([one[key], two[key]]) for key in one}
-        for one, two in zip(*halves, strict=True)
-    ]
-    np.testing.assert_equal(joined, whole)
+    np.testing.assert_equal(read(0, 1, forks=True), (whole, state))
+    for world_size in (2, 4):
+        parts, states = zip(
+            *(read(rank, world_size, forks=False) for rank in range(world_size)), strict=True
+        )
+        for of_rank in states:
+            np.testing.assert_equal(of_rank, state)
+        joined = [
+            {name: np.concatenate([rows[name] for rows in of_ranks]) for name in of_ranks[0]}
+            for of_ranks in zip(*parts, strict=True)
+        ]
+        np.testing.assert_equal(joined, whole)
 
 
 def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
