@@ -30,9 +30,6 @@ ELEMENTS_PER_PROGRAM = 4096
 WARPS = 4
 """Blocks of ids per program of the update, one block per warp; see `_WidthClass`."""
 
-PREFETCHES = isinstance(_segment_update, triton.JITFunction)
-"""The interpreter has no caches to prefetch to."""
-
 IDS_PER_BLOCK = 32
 
 
@@ -321,7 +318,6 @@ class _WidthClass:
                 SOURCE=self._source,
                 BOUNDED=self._is_bounded,
                 SLOTS=self._has_slots,
-                PREFETCH=PREFETCHES,
                 ALIGN=align,
                 WARPS=self._warps,
                 LENGTH=IDS_PER_BLOCK,

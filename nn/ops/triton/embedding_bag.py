@@ -159,57 +159,6 @@ def _state_pointer(
 
 
 @triton.jit
-def _prefetch(pointer, mask):
-    """Move the lines of 128 bytes at `pointer` to the second-level cache; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointer, mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _prefetch_rows(
-    weights,
-    state1,
-    state1_offset,
-    keys,
-    start,
-    stop,
-    base,
-    end_key,
-    table,
-    table_index,
-    width,
-    STATE1: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Prefetch the rows, and the first state, of a block's ids, a thread per id; each row once."""
-    position = start[:, None] + tl.arange(0, LENGTH)[None, :]
-    key = tl.load(keys + position, mask=position < stop[:, None], other=-1)
-    following = tl.load(keys + position + 1, mask=position + 1 < stop[:, None], other=-1)
-    ends = (position < stop[:, None]) & (key != following)
-    if end_key is not None:
-        ends &= key < end_key[:, None]
-    row = (key - base[:, None]).to(tl.int64)
-    first = row * width[:, None]
-    LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
-    for column in tl.static_range(0, BLOCK_D, LINE):
-        inside = ends & (column < width[:, None])
-        _prefetch(weights + table[:, None] + first + column, inside)
-    if STATE1 == "row":
-        _prefetch(state1 + tl.load(state1_offset + table_index)[:, None] + row, ends)
-    if STATE1 == "element":
-        offset = tl.load(state1_offset + table_index)[:, None]
-        for column in tl.static_range(0, BLOCK_D, 32):
-            _prefetch(state1 + offset + first + column, ends & (column < width[:, None]))
-
-
-@triton.jit
 def _segment_update(
     weights,
     state1,
@@ -260,7 +209,6 @@ def _segment_update(
     SOURCE: tl.constexpr,
     BOUNDED: tl.constexpr,
     SLOTS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     ALIGN: tl.constexpr,
     WARPS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -283,31 +231,12 @@ def _segment_update(
     table_first_key = tl.load(first_keys + table_index)
     if SOURCE == "one":
         factor = tl.load(factors + table_index)[:, None]
-    first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
-    table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
-    end_key = None
     if BOUNDED:
         # The last key of a table is that of ids without a row here.
         end_key = base + tl.load(num_rows + table_index)
         rows_before = tl.load(first_row + table_index)
-    if PREFETCH and LEVEL == 0:
-        # A row is read where its run ends, by one warp that waits for it: its bytes come closer while the warp adds.
-        _prefetch_rows(
-            weights,
-            state1,
-            state1_offset,
-            keys,
-            start,
-            stop,
-            base,
-            end_key,
-            table,
-            table_index,
-            width,
-            STATE1,
-            LENGTH,
-            BLOCK_D,
-        )
+    first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
+    table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
     column = tl.arange(0, BLOCK_D)[None, :]
     in_row = column < tl.multiple_of(width[:, None], [1, ALIGN])
 

@@ -67,7 +67,6 @@ def run() -> None:
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
-    update["PREFETCH"] = True
     for weights, name, level, source in (
         ("*fp32", "adam", 0, "sum"),
         ("*fp32", "rowwise_adagrad", 1, "one"),
