@@ -151,6 +151,7 @@ def line(
     start = time.perf_counter()
     planned, step = planned_and_built(config, ranks)
     ready_s = time.perf_counter() - start
+    cpu_start = time.process_time()
     steps = WARM_UP + args.steps
     source: Iterator[Batch] = islice(cycle(batches), steps + args.trace)
     prefetcher = Prefetcher(source, step.path, ranks.device)
@@ -158,12 +159,13 @@ def line(
         if number == WARM_UP:
             synchronize(ranks)
             step.tables.host_traffic(WARM_UP)
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
         step.train(number, prefetcher)
     synchronize(ranks)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     speed = args.steps * args.batch / seconds / 1e6
-    text = f"cache {cache:g}: {speed:.2f} M samples/s, {seconds / args.steps * 1e3:.2f} ms/step, built in {ready_s:.1f} s"
+    text = f"cache {cache:g}: {speed:.2f} M samples/s, {seconds / args.steps * 1e3:.2f} ms/step, "
+    text += f"{cpu_seconds / args.steps * 1e3:.1f} of CPUs, built in {ready_s:.1f} s"
     for name, value in step.tables.host_traffic(args.steps).items():
         text += f", {name.removeprefix('tier_')} {value:,.4g}"
     rows, moved = sum(row.fetched_rows for row in planned), sum(map(fetched_bytes, planned))

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from configs.messages import os_error_text
-from nn.distributed.errors import Rank0Error
+from nn.distributed.errors import Rank0Error, RankError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Ranks may take very different times to write their files of a checkpoint. Lost ranks are noticed at once anyway.
 HOST_TIMEOUT = timedelta(hours=2)
+SHARED_MEMORY = "/dev/shm"
+"""Directory of the memory in which the ranks of a node exchange data by NCCL."""
 
 # Groups of `open_channel` by name; destroyed or aborted with the default group.
 _channels: dict[str, dist.ProcessGroup] = {}
@@ -212,7 +214,29 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 
     After an error the NCCL communicators are aborted: destroying them would wait for collectives that other ranks have
     started and this rank will never join. The launcher ends the other ranks.
+
+    Raises:
+        RankError: NCCL found too little room in /dev/shm.
     """
+    with _shared_memory_named():
+        _open(ranks)
+        try:
+            yield
+        except BaseException:
+            if ranks.device.type == "cuda":
+                for group in (*_channels.values(), dist.group.WORLD):
+                    assert group is not None, "the default group is open inside this block"
+                    group.abort()
+            else:
+                dist.destroy_process_group()
+            raise
+        finally:
+            _channels.clear()
+        dist.destroy_process_group()
+
+
+def _open(ranks: Ranks) -> None:
+    """Open the default process group."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
         options: dict[str, Any] = {"backend": "nccl", "device_id": ranks.device}
@@ -229,19 +253,21 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         store = dist.PrefixStore(f"restart_{restart}", store)
         options |= {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
+
+
+@contextmanager
+def _shared_memory_named() -> Iterator[None]:
+    """Convert NCCL's error about its shared memory, which containers limit to 64 MiB by default."""
     try:
         yield
-    except BaseException:
-        if ranks.device.type == "cuda":
-            for group in (*_channels.values(), dist.group.WORLD):
-                assert group is not None, "the default group is open inside this block"
-                group.abort()
-        else:
-            dist.destroy_process_group()
-        raise
-    finally:
-        _channels.clear()
-    dist.destroy_process_group()
+    except dist.DistBackendError as error:
+        line = next((line for line in str(error).splitlines() if SHARED_MEMORY in line), None)
+        if line is None:
+            raise
+        raise RankError(
+            f"NCCL has too little shared memory ({line}); give the container a larger {SHARED_MEMORY} (docker run --shm-size=1g, "
+            "or in Kubernetes an emptyDir of medium Memory mounted there), or share the host's (--ipc=host)"
+        ) from error
 
 
 def open_channel(ranks: Ranks, name: str) -> dist.ProcessGroup | None:

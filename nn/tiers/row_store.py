@@ -118,7 +118,7 @@ def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     """Allocate zeros in host memory; pinned for a GPU."""
     try:
         if device.type == "cuda":
-            return pinned_memory(shape, dtype).zero_()
+            return pinned_memory(shape, dtype)
         return torch.zeros(*shape, dtype=dtype)
     except (OSError, RuntimeError) as error:
         size = torch.Size(shape).numel() * dtype.itemsize / 2**30

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nn.distributed.errors import RankError
 from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, ranks_of_cpu
@@ -94,6 +95,17 @@ def test_the_group_is_closed_when_a_run_fails():
     with ranks_of_cpu():
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+def test_a_small_shared_memory_is_named():
+    segment = "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)"
+    message = f"NCCL error in: a.hpp:317, unhandled system error\nLast error:\n{segment}"
+    with pytest.raises(RankError) as caught, ranks_of_cpu():
+        raise dist.DistBackendError(message)
+    assert str(caught.value).startswith(f"NCCL has too little shared memory ({segment}); give ")
+    assert not dist.is_initialized()
+    with pytest.raises(dist.DistBackendError, match=r"^another$"), ranks_of_cpu():
+        raise dist.DistBackendError("another")
 
 
 def test_one_process_needs_no_launcher(monkeypatch):
