@@ -101,7 +101,8 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
 
 async def serve(service: "Service", config: ServerConfig, started: float) -> None:
     """Serve until SIGTERM or SIGINT, then answer what has begun."""
-    _allow_files(config.max_connections + SPARE_FILES)
+    # Refused connections are open until they have read why.
+    _allow_files(2 * config.max_connections + SPARE_FILES)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

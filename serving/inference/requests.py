@@ -1,7 +1,7 @@
 """Tensors of a request to rows: names, shapes and every id and number are checked before anything is looked up."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from configs.messages import shown
 from serving.inference.key_rows import KeyRows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import IDS, NUMERICAL, PADDING, Feature, Manifest
+
+# Of arrays that torch takes as they are; others are copied.
+OWN: tuple[Literal["C", "A", "W"], ...] = ("C", "A", "W")
 
 
 class InputError(ValueError):
@@ -152,7 +155,7 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
     if values.shape != shape:
         _refuse(f"input {shown(name)} has shape {list(values.shape)}; want {list(shape)}")
     with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
+        narrow = np.require(values, np.float32, OWN)
     is_finite = np.isfinite(narrow)
     if not is_finite.all():
         row, column = (int(place) for place in np.argwhere(~is_finite)[0])
@@ -165,8 +168,7 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
 def _integers(name: str, values: np.ndarray) -> np.ndarray:
     if values.dtype.kind not in "iu":
         _refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
-    # A copy: torch warns of arrays that may not be written, as those of a request's body.
-    return values.astype(np.int32 if values.dtype == np.int32 else np.int64, order="C")
+    return np.require(values, np.int32 if values.dtype == np.int32 else np.int64, OWN)
 
 
 def _refuse_id(feature: str, row: int, value: Any, cardinality: Any) -> NoReturn:

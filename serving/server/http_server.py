@@ -1,21 +1,24 @@
 """HTTP/1.1 of the server, on asyncio: small, with a limit for everything that a client decides.
 
 A client that sends half a request, a huge body or nothing at all gets a status and one line, or is closed after a time-out.
-Bodies are counted before they are read: all together never exceed `max_memory`.
+Bodies are counted before they are read and until their answers are written: all together never exceed `max_memory`.
 """
 
 import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from configs.messages import on_one_line
+from serving.server.http_stream import HEAD_BYTES, HttpStream
 
-HEAD_BYTES = 16 << 10
 BACKLOG = 1024
+LINGER_S = 2.0
+"""Longest time that a client which sends on may take to read its refusal."""
+HEADER_LENGTH = "inference-header-content-length"
+"""Of the JSON before binary tensors."""
 OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 """Paths without a token, for probes."""
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -51,7 +54,7 @@ class Request:
     method: str
     path: str
     headers: dict[str, str]
-    body: bytes = b""
+    body: bytes | memoryview = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class HttpServer:
         self._handler, self._refuse, self._limits, self._log = handler, refuse, limits, log
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], bool] = {}
-        self._body_bytes = 0
+        self._body_bytes = self._num_finishing = 0
         self._draining = False
 
     @property
@@ -117,8 +120,9 @@ class HttpServer:
         Raises:
             OSError: the address cannot be used.
         """
-        self._server = await asyncio.start_server(
-            self._accept, host, port, limit=HEAD_BYTES, backlog=BACKLOG
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: HttpStream(self._accept), host, port, backlog=BACKLOG
         )
         return self._server.sockets[0].getsockname()[1]
 
@@ -135,7 +139,7 @@ class HttpServer:
         for task in list(self._connections):
             task.cancel()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, stream: HttpStream) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -143,63 +147,68 @@ class HttpServer:
                 error = RequestError(
                     HTTPStatus.SERVICE_UNAVAILABLE, "too many connections; try again", is_last=True
                 )
-                await self._send(writer, self._refuse(error), is_last=True)
+                await self._send(stream, self._refuse(error), is_last=True)
+                await self._finish(stream)
                 return
             self._connections[task] = False
-            while await self._serve_one(task, reader, writer):
+            while await self._serve_one(task, stream):
                 self._connections[task] = False
         except (OSError, asyncio.CancelledError, TimeoutError):
             pass  # the client has gone, is too slow, or the server ends
         finally:
             self._connections.pop(task, None)
-            writer.close()
-            with suppress(Exception):
-                await writer.wait_closed()
+            stream.close()
 
-    async def _serve_one(
-        self,
-        task: asyncio.Task[None],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> bool:
+    async def _serve_one(self, task: asyncio.Task[None], stream: HttpStream) -> bool:
         """Answer one request; return whether the connection stays open."""
         held = 0
-        is_last = False
+        is_last = is_unread = False
         try:
-            head = await self._read_head(reader)
-            if head is None:
-                return False
-            self._connections[task] = True
-            request = _parse_head(head)
-            is_last = request.headers.get("connection", "").lower() == "close"
-            self._check_token(request)
-            held = self._reserve(request)
-            if held:
-                if request.headers.get("expect", "").lower() == "100-continue":
-                    writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                body = await self._read_body(reader, held)
-                request = Request(request.method, request.path, request.headers, body)
-            response = await self._handler(request)
-        except RequestError as error:
-            is_last = is_last or error.is_last
-            response = self._refuse(error)
-        except (asyncio.CancelledError, OSError):
-            raise
-        except Exception as error:  # a fault of this program, which must not end the server
-            self._log(on_one_line(f"error while a request was answered: {error!r}"))
-            failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
-            response = self._refuse(failure)
+            try:
+                head = await self._read_head(stream)
+                if head is None:
+                    return False
+                self._connections[task] = True
+                request = _parse_head(head)
+                is_last = request.headers.get("connection", "").lower() == "close"
+                self._check_token(request)
+                held = self._reserve(request)
+                if held:
+                    request = await self._with_body(stream, request, held)
+                response = await self._handler(request)
+            except RequestError as error:
+                is_unread = error.is_last
+                response = self._refuse(error)
+            except (asyncio.CancelledError, OSError):
+                raise
+            except Exception as error:  # a fault of this program, which must not end the server
+                self._log(on_one_line(f"error while a request was answered: {error!r}"))
+                failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
+                response = self._refuse(failure)
+            is_last = is_last or is_unread or self._draining
+            await self._send(stream, response, is_last=is_last)
         finally:
             self._body_bytes -= held
-        is_last = is_last or self._draining
-        await self._send(writer, response, is_last=is_last)
+        if is_unread:
+            await self._finish(stream)
         return not is_last
 
-    async def _read_head(self, reader: asyncio.StreamReader) -> bytes | None:
+    async def _finish(self, stream: HttpStream) -> None:
+        """Let a client read its refusal before the connection is closed, for a while and for so many."""
+        if self._num_finishing >= self._limits.max_connections:
+            return
+        self._num_finishing += 1
+        try:
+            async with asyncio.timeout(LINGER_S):
+                await stream.finish()
+        finally:
+            self._num_finishing -= 1
+
+    async def _read_head(self, stream: HttpStream) -> bytes | None:
         """Return the request line and headers; None if the client has closed the connection or sends nothing."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                return await reader.readuntil(b"\r\n\r\n")
+                return await stream.read_head()
         except asyncio.IncompleteReadError as error:
             if not error.partial:
                 return None
@@ -215,10 +224,15 @@ class HttpServer:
         except TimeoutError:
             return None
 
-    async def _read_body(self, reader: asyncio.StreamReader, num_bytes: int) -> bytes:
+    async def _with_body(self, stream: HttpStream, request: Request, num_bytes: int) -> Request:
+        """Return a request with its body."""
+        length = request.headers.get(HEADER_LENGTH, "")
+        first = int(length) if re.fullmatch(r"[0-9]{1,11}", length) else 0
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                return await reader.readexactly(num_bytes)
+                if request.headers.get("expect", "").lower() == "100-continue":
+                    await stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                body = await stream.read_body(num_bytes, first)
         except asyncio.IncompleteReadError as error:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST,
@@ -231,6 +245,7 @@ class HttpServer:
                 f"the body did not arrive within {self._limits.timeout_s:g} s",
                 is_last=True,
             ) from None
+        return Request(request.method, request.path, request.headers, body)
 
     def _reserve(self, request: Request) -> int:
         """Return the length of the body, after counting it among the bytes in memory."""
@@ -283,9 +298,7 @@ class HttpServer:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _send(
-        self, writer: asyncio.StreamWriter, response: Response, *, is_last: bool
-    ) -> None:
+    async def _send(self, stream: HttpStream, response: Response, *, is_last: bool) -> None:
         headers = {
             "Content-Type": response.content_type,
             "Content-Length": str(len(response.body)),
@@ -295,11 +308,8 @@ class HttpServer:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         status = response.status
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode("latin-1")
-        writer.write(head + response.body)
-        if not writer.transport.get_write_buffer_size():
-            return
         async with asyncio.timeout(self._limits.timeout_s):
-            await writer.drain()
+            await stream.write(head + response.body)
 
 
 def _parse_head(head: bytes) -> Request:

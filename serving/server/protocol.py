@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from configs.messages import shown
-from serving.server.http_server import RequestError, Response
+from serving.server.http_server import HEADER_LENGTH, RequestError, Response
 
 JSON_BYTES = 8 << 20
-"""Most bytes of JSON: its objects take about twenty times as much memory."""
-HEADER_LENGTH = "inference-header-content-length"
+"""Most bytes of JSON and texts: their objects take about twenty times as much memory."""
 DTYPES = {
     "FP16": np.float16,
     "FP32": np.float32,
@@ -73,7 +72,7 @@ def refuse(message: str) -> NoReturn:
     raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
-def parse_infer(body: bytes, headers: Mapping[str, str]) -> InferRequest:
+def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRequest:
     """Return the request of a body.
 
     Raises:
@@ -88,14 +87,18 @@ def parse_infer(body: bytes, headers: Mapping[str, str]) -> InferRequest:
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"{length:,} bytes of JSON, want at most {JSON_BYTES:,}; send binary tensors, or fewer rows",
         )
-    document = _mapping(_json(body[:length]), "the body")
+    document = _mapping(_json(bytes(body[:length])), "the body")
     entries = document.get("inputs")
     if not isinstance(entries, list) or not 0 < len(entries) <= MOST_INPUTS:
         refuse("want a list of inputs")
     inputs: dict[str, Tensor] = {}
     rest = memoryview(body)[length:]
+    room = JSON_BYTES - length
     for entry in entries:
-        tensor, rest = _tensor(_mapping(entry, "an input"), rest)
+        left = len(rest)
+        tensor, rest = _tensor(_mapping(entry, "an input"), rest, room)
+        if tensor.datatype == TEXT:
+            room -= left - len(rest)
         if tensor.name in inputs:
             refuse(f"input {shown(tensor.name)} is there twice")
         inputs[tensor.name] = tensor
@@ -126,8 +129,8 @@ def _outputs(entries: Any, is_binary: bool) -> dict[str, bool]:
     return outputs
 
 
-def _tensor(entry: Mapping[str, Any], rest: memoryview) -> tuple[Tensor, memoryview]:
-    """Return an input and the binary data after its own."""
+def _tensor(entry: Mapping[str, Any], rest: memoryview, room: int) -> tuple[Tensor, memoryview]:
+    """Return an input and the binary data after its own; a binary text may have `room` bytes."""
     name = _name(entry)
     where = f"input {shown(name)}"
     datatype, shape = entry.get("datatype"), entry.get("shape")
@@ -148,6 +151,11 @@ def _tensor(entry: Mapping[str, Any], rest: memoryview) -> tuple[Tensor, memoryv
         refuse(f"{where} has binary_data_size {shown(size)}, and {len(rest):,} bytes are left")
     data, rest = rest[:size], rest[size:]
     if datatype == TEXT:
+        if size > room:
+            raise RequestError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"JSON and texts of more than {JSON_BYTES:,} bytes with {where}; send fewer rows",
+            )
         return Tensor(name, datatype, tuple(shape), _texts(where, data, count)), rest
     dtype = np.dtype(DTYPES[datatype]).newbyteorder("<")
     if size != count * dtype.itemsize:

@@ -161,7 +161,10 @@ class Service:
     async def _infer(self, request: Request, version: Version) -> Response:
         started = time.monotonic()
         parsed = parse_infer(request.body, request.headers)
-        scores = await self._batcher.scores(version, self._rows(parsed, version))
+        rows = self._rows(parsed, version)
+        # Texts take far more memory than the rows, which may wait.
+        parsed.inputs.clear()
+        scores = await self._batcher.scores(version, rows)
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
         response = infer_response(parsed, manifest.name, version.name, outputs)

@@ -43,7 +43,9 @@ def test_binary_tensors_hold_what_json_does():
         ([1], b"\1\0\0\0\xff", "not UTF-8"),
         ([1], b"\1\0\0\0ab", "1 bytes after its last text"),
         ([9], b"\0\0\0\0", "too few for 9 texts"),
+        ([1], bytes(9 << 20), "JSON and texts of more than 8,388,608 bytes"),
     ],
+    ids=range(5),
 )
 def test_broken_texts_are_refused(shape, blob, message):
     with pytest.raises(RequestError, match=message):

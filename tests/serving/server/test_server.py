@@ -243,6 +243,24 @@ def test_broken_http_gets_a_status_and_the_server_lives(client, data, status):
     assert client.infer(inputs(NUMERICAL, IDS))[0] == 200
 
 
+def test_a_client_that_sends_a_refused_body_nevertheless_reads_why(client):
+    """The connection is not reset while bytes of the client are unread."""
+    for head in (POST + b"Content-Length: 8000000\r\n\r\n", b"no HTTP\r\n\r\n"):
+        answer = raw_answer(client.port, head + bytes(8_000_000), then_close=True)
+        assert b'"error": ' in answer
+
+
+def test_requests_that_come_at_once_are_answered_in_turn(client):
+    """More bytes than a connection keeps."""
+    data = json.dumps({"inputs": inputs(NUMERICAL, IDS), "id": "X"}).encode()
+    head = POST + f"Content-Length: {len(data)}\r\n\r\n".encode()
+    bodies = [data.replace(b"X", f"{i:05}".encode()[-1:]) for i in range(100)]
+    answer = raw_answer(client.port, b"".join(head + body for body in bodies), then_close=True)
+    assert answer.count(b"HTTP/1.1 200 OK") == 100
+    ids = re.findall(rb'"id": "(\d)"', answer)
+    assert b"".join(ids) == b"0123456789" * 10
+
+
 def test_a_body_that_never_comes_is_given_up(client):
     started = time.monotonic()
     answer = raw_answer(client.port, POST + b"Content-Length: 900000\r\n\r\n{")
