@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Self
 
 FITTED = "preproc.json"
@@ -41,6 +42,22 @@ class Lineage:
             return cls(0, identity)
         is_identity = isinstance(parent, str) and HEX.fullmatch(parent) is not None
         return cls(day, identity, parent) if is_identity else cls(0, identity)
+
+
+def vocabularies(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the checksum of each vocabulary that `metadata` of a spec lists, by feature.
+
+    A day has none: its ids continue those of the day before, whose vocabularies have other bytes.
+    """
+    files = metadata.get("files")
+    if not isinstance(files, Mapping) or Lineage.of(metadata).day:
+        return {}
+    found = {}
+    for name, record in files.items():
+        path = PurePosixPath(str(name))
+        if str(path.parent) == VOCABULARY and isinstance(record, Mapping):
+            found[path.stem] = str(record.get("crc32"))
+    return found
 
 
 def _identity(files: object) -> str | None:

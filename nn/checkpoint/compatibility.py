@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from configs.messages import shown
 from configs.schema import Component
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.lineage import vocabularies
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 
@@ -252,6 +254,25 @@ def feature_mismatch(
         "was trained on other features than this dataset's (names, order, cardinalities or hotness "
         "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if the "
         "features mean the same"
+    )
+
+
+def vocabulary_mismatch(facts: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
+    """Return why a dataset gives other values the ids that a model has learnt; None if nothing shows that it does.
+
+    Args:
+        facts: run.json of the checkpoint; those of earlier versions list no vocabularies.
+        metadata: of the feature spec of the dataset.
+    """
+    here = vocabularies(metadata)
+    learnt = facts.get("vocabularies", {})
+    other = [name for name, checksum in learnt.items() if here.get(name, checksum) != checksum]
+    if not other:
+        return None
+    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+    return (
+        f"was trained with other vocabularies than this dataset's, of {', '.join(map(shown, other[:4]))}{more}: the same id "
+        "means another value"
     )
 
 

@@ -55,6 +55,7 @@ _CHECKS: dict[str, tuple[Check, str]] = {
     "format_version": (is_count, "a number"),
     "num_steps": (is_count, "a number of steps"),
     "feature_spec": (lambda value: isinstance(value, str), "a fingerprint"),
+    "vocabularies": (_mapping_to(_is_text), "the checksum of each vocabulary"),
     "index_crc32": (_is_checksum, "a checksum"),
     "files": (_mapping_to(is_count), "the bytes of each file"),
     "config": (_is_mapping, "the options of a run"),

@@ -24,6 +24,7 @@ from configs.option_values import plain_values
 from configs.schema import Component, Config
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import file_samples, file_states
+from dataloading.lineage import vocabularies
 from nn.checkpoint.compatibility import (
     component_of,
     differences,
@@ -32,6 +33,7 @@ from nn.checkpoint.compatibility import (
     open_index,
     remedy,
     select_tensors,
+    vocabulary_mismatch,
 )
 from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
 from nn.checkpoint.directory import (
@@ -96,6 +98,7 @@ def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "torch": torch.__version__,
         "feature_spec": spec.fingerprint(),
+        "vocabularies": vocabularies(spec.metadata),
         "data_files": file_states(spec),
         "data_samples": file_samples(spec),
         "config": plain_values(config),
@@ -189,8 +192,17 @@ def check(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
             "below a run's checkpoints/"
         ) from None
+    if allow_changes:
+        return facts
     problem = feature_mismatch(index, fingerprint, spec, tables, grow=grow)
-    if problem is not None and not allow_changes:
+    if problem is None and Component.tables in components and not grow:
+        problem = vocabulary_mismatch(facts, spec.metadata)
+        if problem is not None:
+            problem += (
+                "; set data.path, or fitted of raw files, to the dataset it was trained on or one that mode=transform made "
+                "with it, or checkpoint.allow_changes=true if the ids mean the same"
+            )
+    if problem is not None:
         raise ValueError(f"checkpoint.restore={path} {problem}")
     return facts
 

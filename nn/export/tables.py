@@ -32,7 +32,8 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
     write_synced,
 )
-from nn.checkpoint.compatibility import is_weight
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.checkpoint.compatibility import is_weight, vocabulary_mismatch
 from nn.checkpoint.directory import read_facts, write_facts
 from nn.checkpoint.tensor_index import (
     BLOCK_BYTES,
@@ -279,7 +280,13 @@ def _write_values(
     # Imported here, since only values need pyarrow.
     from nn.export.row_values import find_vocabularies, write_values
 
-    for table, vocabulary in find_vocabularies(fitted, list(written)).items():
+    found = find_vocabularies(fitted, list(written))
+    problem = vocabulary_mismatch(index.facts, FeatureSpec.load_features(fitted).metadata)
+    if problem is not None:
+        raise ValueError(
+            f"{index.name} {problem}; name the dataset that it was trained on instead of fitted={fitted}"
+        )
+    for table, vocabulary in found.items():
         name = f"{file_stem(table)}.{VALUE}.parquet"
         write_values(vocabulary, directory / name, table, _table(index, table).size[0])
         written[table].append(name)

@@ -19,7 +19,7 @@ from dataloading.dataset.documents import read_json, resolved
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.loader import READERS, Loader, LoaderSettings
 from nn.build import stored_key_maps
-from nn.checkpoint.compatibility import AVERAGE, differences
+from nn.checkpoint.compatibility import AVERAGE, differences, vocabulary_mismatch
 from nn.checkpoint.directory import BEST, list_checkpoints, read_facts
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks, read_index
 from nn.embedding.multi_hot import MultiHot, expand
@@ -102,7 +102,7 @@ class Run:
             raise ValueError(
                 f"{path} was trained on other features than {directory / MODEL} names; copy the run directory again"
             )
-        raw = None if fitted is None else _raw_tables(Path(fitted), description.stored)
+        raw = None if fitted is None else _raw_tables(Path(fitted), description.stored, facts)
         model = description.build(seed=None)
         _load_weights(model, index, path, use_average=config.train.ema_decay is not None)
         return cls(
@@ -202,8 +202,8 @@ class Run:
         return scores_of(self.tasks, logits, batch.keep_rates)[: batch.num_valid].cpu()
 
 
-def _raw_tables(fitted: Path, spec: FeatureSpec) -> "RawTables":
-    """Return the fit of a dataset; ValueError if it is not that of the features `spec`."""
+def _raw_tables(fitted: Path, spec: FeatureSpec, facts: Mapping[str, Any]) -> "RawTables":
+    """Return the fit of a dataset; ValueError if it is not that of the features `spec` and of the checkpoint's facts."""
     # Only raw values need DuckDB.
     from preproc.raw_tables import RawTables
 
@@ -212,6 +212,11 @@ def _raw_tables(fitted: Path, spec: FeatureSpec) -> "RawTables":
         raise ValueError(
             f"fitted={fitted} has other features, or tables of other sizes, than the dataset that the run was trained on; name "
             "that one"
+        )
+    problem = vocabulary_mismatch(facts, raw.spec.metadata)
+    if problem is not None:
+        raise ValueError(
+            f"the run {problem}; set fitted to the dataset that it was trained on, instead of {fitted}"
         )
     return raw
 

@@ -242,8 +242,8 @@ def print_new_values(console: Console, splits: dict[str, SplitSummary]) -> None:
         if in_test >= MANY_NEW and in_test >= 2 * in_train:
             console.print(
                 f"note: {100 * in_test:.1f} % of the test rows, and {100 * in_train:.1f} % of the training rows, have no id "
-                f"for {shown(name)}: their values are new after the training rows. If the rows are sorted by it, set "
-                "table.order_by to their time, or split.by to random",
+                f"for {shown(name)}: their values are new after the training rows. If the files are sorted by it, set "
+                "table.order_by to their time; split.by=random mixes values that are new in time, too",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

@@ -1,7 +1,7 @@
 """The fit of a dataset as the server reads it: the description of features, and vocabularies in mapped files."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -9,6 +9,7 @@ from urllib.parse import quote
 from configs.messages import shown
 from configs.table_schema import Categorical, History, Numerical
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.checkpoint.compatibility import vocabulary_mismatch
 from preproc.fitted_state import FittedState, open_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
 from serving.inference.vocabulary import write_vocabulary
@@ -17,13 +18,16 @@ BATCH_ROWS = 1 << 17
 COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
 
 
-def write_raw_values(directory: Path, fitted: str, spec: FeatureSpec) -> dict[str, Any]:
+def write_raw_values(
+    directory: Path, fitted: str, spec: FeatureSpec, facts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write the vocabularies of a fit; return the description of the transformation.
 
     Args:
         directory: of the model.
         fitted: dataset directory with the fit.
         spec: features that the model was trained on.
+        facts: run.json of its checkpoint.
 
     Raises:
         ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
@@ -35,6 +39,11 @@ def write_raw_values(directory: Path, fitted: str, spec: FeatureSpec) -> dict[st
         raise ValueError(
             f"fitted={fitted} has other features than the dataset that the run was trained on; name the one that was fitted "
             "for it"
+        )
+    problem = vocabulary_mismatch(facts, own.metadata)
+    if problem is not None:
+        raise ValueError(
+            f"the model {problem}; name the one that was fitted for it instead of fitted={fitted}"
         )
     (directory / "vocabulary").mkdir()
     columns: dict[str, int] = {}

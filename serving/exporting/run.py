@@ -192,7 +192,7 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     }
     raw = None
     if options.fitted is not None:
-        raw = write_raw_values(directory, options.fitted, spec)
+        raw = write_raw_values(directory, options.fitted, spec, trained.facts)
     manifest = _manifest(trained, options, tables, raw, files)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
     _write_manifest(directory, manifest)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nn.export.tables import export_tables
 from nn.library.loaded_run import Run
 from nn.observability.console import make_console
 from nn.scores import score_writer
@@ -167,3 +168,21 @@ def test_a_bad_row_is_refused_with_its_place(trained, tmp_path):
     assert ended.exit_code == 2
     assert f"{tmp_path / 'bad.csv'}, row 150" in ended.err
     assert not (tmp_path / "scores.parquet").exists()
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(trained, tmp_path):
+    text = (trained.root / "old.csv").read_text()
+    (tmp_path / "towns.csv").write_text(text.replace("city ", "town "))
+    build(tmp_path / "towns", shop(tmp_path / "towns.csv"))
+    output, fitted = tmp_path / "scores.parquet", f"fitted={tmp_path / 'towns'}"
+    ended = trained.predict(output, fitted)
+    assert ended.exit_code == 2
+    said = "was trained with other vocabularies than this dataset's, of 'city': the same id means"
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+    with pytest.raises(ValueError, match=said):
+        Run.load(trained.root / "run", fitted=tmp_path / "towns")
+    best = trained.root / "run/checkpoints/best"
+    with pytest.raises(ValueError, match=said):
+        export_tables(best, tmp_path / "tables", fitted=tmp_path / "towns")
+    assert trained.predict(output, fitted, "checkpoint.allow_changes=true").exit_code == 0
