@@ -16,6 +16,7 @@ from nn.observability.records import (
     FAILED,
     FINAL,
     METRICS,
+    PRUNED,
     STOPPED,
     SUMMARY,
     UNSAVED,
@@ -25,12 +26,13 @@ from nn.observability.run_lock import is_running
 
 
 class State(StrEnum):
-    """States of a run: the last three ended before their last step."""
+    """States of a run: the last four ended before their last step."""
 
     running = "running"
     finished = "finished"
     stopped = STOPPED
     failed = FAILED
+    pruned = PRUNED
     crashed = "crashed"
 
 
@@ -200,7 +202,7 @@ def differing(runs: Iterable[RunRecord], ignored: Iterable[str] = ("run_dir",)) 
 def _state(path: Path, summary: dict[str, Any], ended: dict[str, Any]) -> State:
     if is_running(path):
         return State.running
-    if ended.get("state") in (STOPPED, FAILED):
+    if ended.get("state") in (STOPPED, FAILED, PRUNED):
         return State(ended["state"])
     return State.finished if summary and not summary.get(UNSAVED) else State.crashed
 

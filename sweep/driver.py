@@ -15,7 +15,7 @@ from nn.multirun import named
 from sweep.plan import TrialPlan
 from sweep.space import Space, as_override, suggest
 from sweep.study import Study
-from sweep.trial import Ending, RunningTrial, remove_checkpoints
+from sweep.trial import Ending, RunningTrial, mark_pruned, remove_checkpoints
 from sweep.trial_process import Process, Start, environment_of, start_process, stop
 
 POLL_SECONDS = 0.25
@@ -143,6 +143,7 @@ class Driver:
         if ending is Ending.pruned and running.process is not None:
             # The GPU is free for the next trial only after this one has ended.
             stop([running.process])
+            mark_pruned(running.run_dir)
         best = self.study.best()
         is_best = best is not None and best.number == number
         self.say(

@@ -47,7 +47,9 @@ def draw_coordinates(
     with rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(2.6 + 2.1 * len(names), 5.6), dpi=130)
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
+        num_pruned = sum(row["state"] == "pruned" for row in drawn)
         counts = [f"{len(drawn)} of {len(rows)} trials", f"{len(values)} complete"]
+        counts += [f"{num_pruned} pruned (dashed)"] * bool(num_pruned)
         figure.suptitle("   ·   ".join(counts), x=0.012, ha="left", size=13, weight="bold")
         axes = figure.subplots()
         # The worst first, so that the best lie on top.
@@ -96,11 +98,12 @@ def _coordinate_axes(
         axes.spines[side].set_visible(False)
 
 
-def draw_importances(importances: Mapping[str, float], out_png: Path) -> None:
+def draw_importances(importances: Mapping[str, float], num_complete: int, out_png: Path) -> None:
     """Draw a bar per option: its share of the variance of the metric over the complete trials (fANOVA).
 
     Args:
         importances: by option; empty if they are unknown.
+        num_complete: complete trials; few of them tell little.
         out_png: file to write.
 
     Raises:
@@ -113,7 +116,7 @@ def draw_importances(importances: Mapping[str, float], out_png: Path) -> None:
     with rc_context(STYLE):
         figure = Figure(figsize=(8, 1.5 + 0.45 * max(len(ordered), 2)), dpi=130)
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
-        title = "importance of options, share of the variance"
+        title = f"importance of options, share of the variance over {num_complete} complete trial{'s' * (num_complete != 1)}"
         figure.suptitle(title, x=0.012, ha="left", size=13, weight="bold")
         axes = figure.subplots()
         if not ordered:

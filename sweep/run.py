@@ -115,7 +115,8 @@ def _conclude(
     write_table(directory, rows)
     draw_coordinates(rows, space, plan.metric, plan.split, directory / COORDINATES)
     importances = study.importances()
-    draw_importances(importances, directory / IMPORTANCES)
+    num_complete = sum(row["state"] == "complete" for row in rows)
+    draw_importances(importances, num_complete, directory / IMPORTANCES)
     best = study.best()
     if best is None:
         raise ValueError(

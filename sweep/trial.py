@@ -1,5 +1,6 @@
 """One trial while it runs: its process, its evaluations as they appear, and how it ends."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import optuna
 
 from compare.run_record import RunRecord, State
 from configs.exit_codes import DIVERGED_EXIT_CODE, RESUME_EXIT_CODE
+from dataloading.dataset.durable_files import replace_text
 from nn.models.metric import Metric
-from nn.observability.records import METRICS
+from nn.observability.records import ENDED, METRICS, PRUNED
 from nn.observability.run_lock import is_running
 from sweep.trial_process import Process, last_line
 
@@ -147,6 +149,12 @@ def evaluations(run: RunRecord, metric: Metric) -> list[tuple[int, float]]:
         if record.get("step", 0) > 0 and isinstance(value, int | float) and math.isfinite(value):
             found.append((int(record["step"]), float(value)))
     return found
+
+
+def mark_pruned(run_dir: Path) -> None:
+    """Say in a trial's run directory that its sweep has ended it; the signal that did it says that it could resume."""
+    content = json.dumps({"state": PRUNED, "message": ""}, indent=2) + "\n"
+    replace_text(run_dir / ENDED, content, run_dir / f".{ENDED}.tmp")
 
 
 def remove_checkpoints(run_dir: Path) -> None:

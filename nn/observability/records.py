@@ -22,8 +22,8 @@ RESTARTS = "restarts.jsonl"
 ENDED = "ended.json"
 """Why a run ended before its last step; a run that was killed has none."""
 
-STOPPED, FAILED = "stopped", "failed"
-"""States in `ended.json`: by a signal, after which the same command resumes; or by an error."""
+STOPPED, FAILED, PRUNED = "stopped", "failed", "pruned"
+"""States in `ended.json`: by a signal, after which the same command resumes; by an error; or by the sweep of the trial."""
 
 UNSAVED = "checkpoint_problem"
 """Key of a summary that says why the last checkpoint could not be written; the run is then unfinished."""

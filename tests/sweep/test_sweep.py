@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
+from compare.run_record import RunRecord, State
 from configs.many_runs_schema import Pruner, Sampler, SweepConfig
 from dataloading.dataset.durable_files import hold
 from sweep.__main__ import with_trial_options
@@ -180,6 +181,7 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
     trials = json.loads((output / "sweep.json").read_text())["trials"]
     assert [trial["state"] for trial in trials] == ["complete"] * 6 + ["pruned"]
     assert trials[6]["steps"] == 10
+    assert RunRecord.read(output / trials[6]["run_dir"]).state is State.pruned
 
 
 def test_the_default_sampler_begins_with_the_recipe_and_spreads_values(space, output):
