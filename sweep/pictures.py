@@ -1,5 +1,6 @@
 """Pictures of a sweep: its trials as parallel coordinates, and the importance of each option."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -47,16 +48,13 @@ def draw_coordinates(
     with rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(2.6 + 2.1 * len(names), 5.6), dpi=130)
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
-        num_pruned = sum(row["state"] == "pruned" for row in drawn)
-        counts = [f"{len(drawn)} of {len(rows)} trials", f"{len(values)} complete"]
-        counts += [f"{num_pruned} pruned (dashed)"] * bool(num_pruned)
-        figure.suptitle("   ·   ".join(counts), x=0.012, ha="left", size=13, weight="bold")
+        figure.suptitle(_title(rows), x=0.012, ha="left", size=13, weight="bold")
         axes = figure.subplots()
         # The worst first, so that the best lie on top.
         for row in reversed(drawn):
             heights = [_height(space[key], row[key]) for key in space]
-            heights.append((row["value"] - shown_low) / max(shown_high - shown_low, LEAST_SPREAD))
-            share = (row["value"] - low) / max(high - low, LEAST_SPREAD)
+            heights.append(_share(row["value"], shown_low, shown_high))
+            share = _share(row["value"], low, high)
             share = share if metric.larger_is_better else 1 - share
             is_complete = row["state"] == "complete"
             style: dict[str, Any] = (
@@ -71,15 +69,27 @@ def draw_coordinates(
         _save(figure, out_png)
 
 
+def _title(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the number of trials, and of those in each state."""
+    states = Counter(row["state"] for row in rows)
+    lines = {"pruned": " (dashed)", "failed": " (not drawn)"}
+    counts = [f"{number} {state}{lines.get(state, '')}" for state, number in states.items()]
+    return "   ·   ".join([f"{len(rows)} trial{'s' * (len(rows) != 1)}", *counts])
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Return the place of a value between two others; the middle if these are equal."""
+    return (value - low) / (high - low) if high - low > LEAST_SPREAD else 0.5
+
+
 def _coordinate_axes(
     axes: Any, space: Space, names: Sequence[str], values: tuple[float, float]
 ) -> None:
     """Draw a vertical axis with its ticks per option, and one for the metric."""
     ticks = [_ticks(values_of) for values_of in space.values()]
     low, high = values
-    ticks.append(
-        [(share, f"{low + share * (high - low):.4f}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    )
+    shares = (0, 0.25, 0.5, 0.75, 1) if high - low > LEAST_SPREAD else (0.5,)
+    ticks.append([(share, f"{low + share * (high - low):.4f}") for share in shares])
     for place, labelled in enumerate(ticks):
         axes.axvline(place, color=INK, linewidth=0.9, zorder=0)
         for height, text in labelled:
@@ -122,8 +132,7 @@ def draw_importances(importances: Mapping[str, float], num_complete: int, out_pn
         if not ordered:
             text = "unknown: it takes more than one complete trial, with different values"
             axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=FAINT)
-            axes.set_xticks([])
-            axes.set_yticks([])
+            axes.set_axis_off()
         else:
             keys, shares = zip(*ordered, strict=True)
             bars = axes.barh(keys, shares, color=TRAIN, height=0.62)

@@ -177,12 +177,14 @@ def test_another_vocabulary_of_the_same_size_is_refused(trained, tmp_path):
     output, fitted = tmp_path / "scores.parquet", f"fitted={tmp_path / 'towns'}"
     ended = trained.predict(output, fitted)
     assert ended.exit_code == 2
-    said = "was trained with other vocabularies than this dataset's, of 'city': the same id means"
-    assert said in ended.err
+    message = (
+        "was trained with other vocabularies than this dataset's, of 'city': the same id means"
+    )
+    assert message in ended.err
     assert ended.err.count("\n") == 1
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Run.load(trained.root / "run", fitted=tmp_path / "towns")
     best = trained.root / "run/checkpoints/best"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         export_tables(best, tmp_path / "tables", fitted=tmp_path / "towns")
     assert trained.predict(output, fitted, "checkpoint.allow_changes=true").exit_code == 0
