@@ -14,7 +14,7 @@ from dataloading.keys.compiled import kernel
 DRAWN = np.uint64(secrets.randbits(63))
 
 SLOT, LAST = 2, 3
-"""Columns of `marks`; the others are the key's halves."""
+"""Columns of `entries`; the others are the key's halves."""
 
 # n: cells
 
@@ -23,7 +23,7 @@ def cells_for(num_keys: int) -> tuple[np.ndarray, np.ndarray]:
     """Return empty cells for `num_keys` keys: a third to two thirds of them are used.
 
     Returns:
-        The cells, int64 [n, 2], whose first column has the keys, and the same memory as `marks`, int32 [n, 4]; n is a power of
+        The cells, int64 [n, 2], whose first column has the keys, and the same memory as `entries`, int32 [n, 4]; n is a power of
         two.
     """
     cells = np.zeros((1 << max(4, (num_keys * 3 // 2).bit_length()), 2), np.int64)
@@ -40,60 +40,60 @@ def place_of(key, mask, drawn):
 
 
 @kernel
-def cell_of(cells, marks, key, at):
+def cell_of(cells, entries, key, at):
     """Return the cell of a key, or the empty cell where it would be; `at` is a cell on the way to it."""
     mask = len(cells) - 1
-    while marks[at, 2] != 0 and cells[at, 0] != key:
+    while entries[at, 2] != 0 and cells[at, 0] != key:
         at = (at + 1) & mask
     return at
 
 
 @kernel
-def insert(cells, marks, key, slot, batch, drawn):
+def insert(cells, entries, key, slot, batch, drawn):
     """Insert a key that has no slot."""
     mask = len(cells) - 1
     at = place_of(key, mask, drawn)
-    while marks[at, 2] != 0:
+    while entries[at, 2] != 0:
         at = (at + 1) & mask
     cells[at, 0] = key
-    marks[at, 2] = slot
-    marks[at, 3] = batch
+    entries[at, 2] = slot
+    entries[at, 3] = batch
 
 
 @kernel
-def remove(cells, marks, hole, drawn):
+def remove(cells, entries, hole, drawn):
     """Empty a key's cell; keys behind it move up, so that no probe meets a hole."""
     mask = len(cells) - 1
     at = (hole + 1) & mask
-    while marks[at, 2] != 0:
+    while entries[at, 2] != 0:
         distance = (at - place_of(cells[at, 0], mask, drawn)) & mask
         if distance >= ((at - hole) & mask):
             cells[hole, 0] = cells[at, 0]
             cells[hole, 1] = cells[at, 1]
             hole = at
         at = (at + 1) & mask
-    marks[hole, 2] = 0
+    entries[hole, 2] = 0
 
 
 @kernel
-def fill(cells, marks, keys, last, drawn):
+def fill(cells, entries, keys, last, drawn):
     """Insert keys [C] in empty cells, each with its position as slot, and the batches that saw them last [C]; key 0 is none."""
     for slot in range(1, len(keys)):
         if keys[slot] != 0:
-            insert(cells, marks, keys[slot], slot, last[slot], drawn)
+            insert(cells, entries, keys[slot], slot, last[slot], drawn)
 
 
 @kernel
-def look_up(cells, marks, keys, slots, drawn):
+def look_up(cells, entries, keys, slots, drawn):
     """Write the slots of keys [K] to slots [K], 0 of keys without one."""
     mask = len(cells) - 1
     for i in range(len(keys)):
-        slots[i] = marks[cell_of(cells, marks, keys[i], place_of(keys[i], mask, drawn)), 2]
+        slots[i] = entries[cell_of(cells, entries, keys[i], place_of(keys[i], mask, drawn)), 2]
 
 
 @kernel
-def last_batches(marks, last):
+def last_batches(entries, last):
     """Write the batches that saw the keys last to `last`, by slot."""
-    for at in range(len(marks)):
-        if marks[at, 2] != 0:
-            last[marks[at, 2]] = marks[at, 3]
+    for at in range(len(entries)):
+        if entries[at, 2] != 0:
+            last[entries[at, 2]] = entries[at, 3]

@@ -228,7 +228,7 @@ class KeyTable:
 
 
 @kernel
-def _see(keys, cells, marks, counts, batch, slots, seen, missing, drawn):
+def _see(keys, cells, entries, counts, batch, slots, seen, missing, drawn):
     """Handle keys in blocks: first their places, which are in memory at independent addresses, then their cells."""
     num_seen = num_missing = 0
     mask = len(cells) - 1
@@ -241,10 +241,10 @@ def _see(keys, cells, marks, counts, batch, slots, seen, missing, drawn):
         for i in range(size):
             # Nearly always the first cell is the key's, or empty.
             at, key = places[i], keys[first + i]
-            if marks[at, 2] != 0 and cells[at, 0] != key:
-                at = cell_of(cells, marks, key, at)
+            if entries[at, 2] != 0 and cells[at, 0] != key:
+                at = cell_of(cells, entries, key, at)
                 places[i] = at
-            slots[first + i] = marks[at, 2] if key != 0 else 0
+            slots[first + i] = entries[at, 2] if key != 0 else 0
         for i in range(size):
             slot = slots[first + i]
             if slot == 0:
@@ -252,13 +252,13 @@ def _see(keys, cells, marks, counts, batch, slots, seen, missing, drawn):
                 num_missing += keys[first + i] != 0
                 continue
             at = places[i]
-            last = marks[at, 3]
+            last = entries[at, 3]
             if last != batch:
                 seen[num_seen, 0] = slot
                 seen[num_seen, 1] = counts[slot] if is_counted else 0
                 seen[num_seen, 2] = last
                 num_seen += 1
-                marks[at, 3] = batch
+                entries[at, 3] = batch
             if is_counted:
                 counts[slot] += counts[slot] < 2147483647
     return num_seen, num_missing
@@ -268,13 +268,13 @@ def _see(keys, cells, marks, counts, batch, slots, seen, missing, drawn):
 def _insert(new, table, leaving, change, drawn):
     """Insert keys from `begin` on; stop where the marked slots are used up."""
     keys, times, begin, batch = new
-    cells, marks, keys_of, counts, used = table
+    cells, entries, keys_of, counts, used = table
     marked, following, marked_in = leaving
     slots, new_keys, old_keys, old_facts, num_new = change
     mask = len(cells) - 1
     is_counted = len(counts) > 0
     for i in range(begin, len(keys)):
-        slot = marks[cell_of(cells, marks, keys[i], place_of(keys[i], mask, drawn)), 2]
+        slot = entries[cell_of(cells, entries, keys[i], place_of(keys[i], mask, drawn)), 2]
         if slot != 0:
             if is_counted:
                 counts[slot] = min(np.int64(counts[slot]) + times[i], 2147483647)
@@ -289,14 +289,14 @@ def _insert(new, table, leaving, change, drawn):
                 slot = marked[following]
                 following += 1
                 key = keys_of[slot]
-                at = cell_of(cells, marks, key, place_of(key, mask, drawn))
-                if marks[at, 3] < marked_in:
+                at = cell_of(cells, entries, key, place_of(key, mask, drawn))
+                if entries[at, 3] < marked_in:
                     old = key
                     break
             if old == 0:
                 return i, num_new, used, following
-            last = marks[at, 3]
-            remove(cells, marks, at, drawn)
+            last = entries[at, 3]
+            remove(cells, entries, at, drawn)
         slots[num_new] = slot
         new_keys[num_new] = keys[i]
         old_keys[num_new] = keys_of[slot]
@@ -306,5 +306,5 @@ def _insert(new, table, leaving, change, drawn):
         keys_of[slot] = keys[i]
         if is_counted:
             counts[slot] = times[i]
-        insert(cells, marks, keys[i], slot, batch, drawn)
+        insert(cells, entries, keys[i], slot, batch, drawn)
     return len(keys), num_new, used, following

@@ -101,16 +101,16 @@ def test_removed_keys_leave_no_hole_in_the_index():
     rng = np.random.default_rng(2)
     keys = np.concatenate([[0], rng.integers(-(2**63), 2**63, 20, dtype=np.int64)])
     for left in range(1, 21):
-        cells, marks = cells_for(1)  # As few cells as there are, so that probes are long.
+        cells, entries = cells_for(1)  # As few cells as there are, so that probes are long.
         last = np.arange(15, dtype=np.int32)
-        fill(cells, marks, keys[:15], last, DRAWN)
+        fill(cells, entries, keys[:15], last, DRAWN)
         gone = keys[1:15][rng.permutation(14)[: min(left, 14)]]
         for key in gone:
-            remove(cells, marks, cell_of(cells, marks, key, place_of(key, 15, DRAWN)), DRAWN)
+            remove(cells, entries, cell_of(cells, entries, key, place_of(key, 15, DRAWN)), DRAWN)
         slots = np.empty(15, np.int32)
-        look_up(cells, marks, keys[:15], slots, DRAWN)
+        look_up(cells, entries, keys[:15], slots, DRAWN)
         expected = np.where(np.isin(keys[:15], gone), 0, np.arange(15))
         assert slots[1:].tolist() == expected[1:].tolist()
         kept = np.full(15, -1, np.int32)
-        last_batches(marks, kept)
+        last_batches(entries, kept)
         assert kept.tolist() == np.where(expected > 0, expected, -1).tolist()
