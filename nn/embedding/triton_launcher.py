@@ -135,7 +135,8 @@ class _WidthClass:
         self._branch = branch_of(self._rule)
         # Triton moves a state with one number per row to another layout through shared memory, behind a barrier: several
         # warps would walk in step, at the pace of the slowest of their loads.
-        self._warps = 1 if any(field.per_row for field in self._rule.states) else WARPS
+        # With one warp it also skips the arithmetic of rows whose run does not end yet.
+        self._warps = 1 if self._rule.states else WARPS
         self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
         names = [name for name in self._rule.state_names if name in own[0].state]
@@ -174,6 +175,13 @@ class _WidthClass:
             for placed in firsts
         ]
         self._hotness = self._on_device(hotness, torch.int32)
+        reciprocals = [-(-(2**32) // abs(count)) for count in hotness]
+        self._reciprocal = self._on_device([x % 2**32 for x in reciprocals], torch.int64)
+        # The excess of the rounded-up reciprocal must not reach the next whole number.
+        self._by_product = all(
+            ids * (reciprocal * abs(count) - 2**32) < 2**32
+            for ids, reciprocal, count in zip(self._counts, reciprocals, hotness, strict=True)
+        )
         factors = [placed.lookup.factor for placed in firsts]
         self._factor = self._on_device(factors, torch.float32)
         self._rounding_key = self._on_device([table.rounding_key for table in own], torch.int32)
@@ -292,6 +300,7 @@ class _WidthClass:
                 self._column,
                 self._width,
                 self._hotness,
+                self._reciprocal,
                 self._factor,
                 self._rounding_key,
                 self._first_pair,
@@ -315,6 +324,7 @@ class _WidthClass:
                 L2=self._config.embedding_l2 > 0,
                 LEVEL=min(number, 1),
                 ONE_HOT=self._one_hot,
+                BY_PRODUCT=self._by_product,
                 SOURCE=self._source,
                 BOUNDED=self._is_bounded,
                 SLOTS=self._has_slots,

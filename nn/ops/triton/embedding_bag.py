@@ -87,12 +87,22 @@ def _pooled_lookup(
 
 
 @triton.jit
+def _quotient(number, divisor, reciprocal, BY_PRODUCT: tl.constexpr):
+    """Return number // divisor, BY_PRODUCT with 2 ** 32 / divisor, rounded up: one instruction instead of twenty."""
+    if BY_PRODUCT:
+        product = tl.umulhi(number.to(tl.uint32), reciprocal).to(tl.int32)
+        return tl.where(divisor == 1, number, product)
+    return number // divisor
+
+
+@triton.jit
 def _source(
     order,
     index,
     inside,
     first_key,
     hotness,
+    reciprocal,
     width,
     stride,
     out_column,
@@ -100,6 +110,7 @@ def _source(
     listed_columns,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
     SOURCE: tl.constexpr,
 ):
     """Return the offset of the gradient of the `index`-th sorted key: that of its vector, or a partial sum.
@@ -116,12 +127,13 @@ def _source(
     sample = (key - first_key).to(tl.int32)
     if SOURCE == "one":
         # The hotness of a lookup without pooling is stored as a negative number.
-        position = sample % tl.abs(hotness)
-        sample = sample // tl.abs(hotness)
+        position = sample
+        sample = _quotient(position, tl.abs(hotness), reciprocal, BY_PRODUCT)
+        position -= sample * tl.abs(hotness)
         first_column = out_column + tl.where(hotness < 0, position * width, 0)
         return sample.to(tl.int64) * stride + first_column
     if not ONE_HOT:
-        sample = sample // hotness
+        sample = _quotient(sample, hotness, reciprocal, BY_PRODUCT)
     return sample.to(tl.int64) * stride + out_column
 
 
@@ -133,29 +145,37 @@ def _listed_factor(order, index, inside, listed_factors):
 
 
 @triton.jit
-def _state_pointer(
-    state,
-    state_offset,
-    table_index,
-    row,
-    offset,
-    updates,
-    inside,
-    ALIGN: tl.constexpr,
-    STATE: tl.constexpr,
-):
-    """Return the pointer to a row's state, and the mask for loads and stores."""
-    mask = updates
+def _state_of_table(state, state_offset, table_index, ALIGN: tl.constexpr, STATE: tl.constexpr):
+    """Return the pointer to the state of a table's first row."""
     if STATE == "row":
-        state += tl.load(state_offset + table_index) + row
+        state += tl.load(state_offset + table_index)
     elif STATE == "element":
-        state += tl.multiple_of(tl.load(state_offset + table_index), ALIGN)[:, None] + offset
-        mask = inside
+        state += tl.multiple_of(tl.load(state_offset + table_index), ALIGN)
     else:
         tl.static_assert(
             STATE == "none", "a state of a table optimizer has one number per row or per element"
         )
+    return state
+
+
+@triton.jit
+def _state_pointer(state, row, offset, updates, inside, STATE: tl.constexpr):
+    """Return the pointer to a row's state, and the mask for loads and stores."""
+    mask = updates
+    if STATE == "row":
+        state += row
+    elif STATE == "element":
+        state = state[:, None] + offset
+        mask = inside
     return state, mask
+
+
+@triton.jit
+def _any_row(mask, WARPS: tl.constexpr):
+    """Return whether to compute what is masked: a program of one warp skips it where its only row is masked off."""
+    if WARPS > 1:
+        return True
+    return tl.max(mask.to(tl.int32), 0) != 0
 
 
 @triton.jit
@@ -180,6 +200,7 @@ def _segment_update(
     out_column,
     columns,
     hotness,
+    reciprocals,
     factors,
     rounding_key,
     first_pair,
@@ -206,6 +227,7 @@ def _segment_update(
     L2: tl.constexpr,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
     SOURCE: tl.constexpr,
     BOUNDED: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -227,6 +249,7 @@ def _segment_update(
     table_stop = tl.load(blocks + 4 * num_blocks + block, mask=exists, other=0)
     width = tl.load(columns + table_index)
     hot = tl.load(hotness + table_index)
+    reciprocal = tl.load(reciprocals + table_index).to(tl.uint32)
     base = tl.load(key_base + table_index)
     table_first_key = tl.load(first_keys + table_index)
     if SOURCE == "one":
@@ -239,6 +262,9 @@ def _segment_update(
     table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
     column = tl.arange(0, BLOCK_D)[None, :]
     in_row = column < tl.multiple_of(width[:, None], [1, ALIGN])
+
+    state1 = _state_of_table(state1, state1_offset, table_index, ALIGN, STATE1)
+    state2 = _state_of_table(state2, state2_offset, table_index, ALIGN, STATE2)
 
     first_key = tl.load(keys + start, mask=exists, other=-1)
     last_key = tl.load(keys + stop - 1, mask=exists, other=-1)
@@ -282,6 +308,7 @@ def _segment_update(
         ahead,
         table_first_key,
         hot,
+        reciprocal,
         width,
         gradient_stride,
         first_column,
@@ -289,6 +316,7 @@ def _segment_update(
         listed_columns,
         LEVEL,
         ONE_HOT,
+        BY_PRODUCT,
         SOURCE,
     )
     if LEVEL == 0 and SOURCE == "listed":
@@ -318,6 +346,7 @@ def _segment_update(
             ahead,
             table_first_key,
             hot,
+            reciprocal,
             width,
             gradient_stride,
             first_column,
@@ -325,6 +354,7 @@ def _segment_update(
             listed_columns,
             LEVEL,
             ONE_HOT,
+            BY_PRODUCT,
             SOURCE,
         )
         if LEVEL == 0 and SOURCE == "listed":
@@ -341,62 +371,61 @@ def _segment_update(
         at_first = ends & is_first & leaves_first
         at_last = ends & is_last & leaves_last
         entry = (2 * block + at_last.to(tl.int32)).to(tl.int64)
-        tl.store(
-            sums + entry[:, None] * BLOCK_D + column,
-            total,
-            mask=(at_first | at_last)[:, None] & in_row,
-        )
+        leaves = at_first | at_last
+        if _any_row(leaves, WARPS):
+            tl.store(
+                sums + entry[:, None] * BLOCK_D + column,
+                total,
+                mask=leaves[:, None] & in_row,
+            )
 
         # A run that did not cross an edge was updated a level below; only its key is left here.
         updates = ends & ~(is_first & from_before) & ~(is_last & continues) & has_gradient
         if BOUNDED:
             updates = updates & (key < end_key)
-        inside = updates[:, None] & in_row
-        row = (key - base).to(tl.int64)
-        offset = tl.multiple_of((row * width)[:, None], [1, ALIGN]) + column
-        pointer = weights + table[:, None] + offset
-        weight = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
-        sum_of_row = total * scale
-        if L2:
-            sum_of_row += l2 * weight
-        pointer1, mask1 = _state_pointer(
-            state1, state1_offset, table_index, row, offset, updates, inside, ALIGN, STATE1
-        )
-        pointer2, mask2 = _state_pointer(
-            state2, state2_offset, table_index, row, offset, updates, inside, ALIGN, STATE2
-        )
-        weight = UPDATE(
-            weight,
-            sum_of_row,
-            pointer1,
-            mask1,
-            pointer2,
-            mask2,
-            width,
-            rate,
-            scalars,
-            eps,
-            beta1,
-            rest1,
-            beta2,
-            rest2,
-        )
-        if row_dtype != tl.float32:
-            row_of_table = row
-            if BOUNDED:
-                row_of_table += rows_before
-            if SLOTS:
-                has_slots = start_of_slots >= 0
-                in_slot = tl.load(
-                    slot_rows + start_of_slots + row, mask=updates & has_slots, other=0
-                )
-                row_of_table = tl.where(
-                    has_slots, in_slot.to(tl.int64) - offset_of_rows, row_of_table
-                )
-            weight = round_stochastically(
-                weight, random_bits(bits_of_step, row_of_table, pair, column), row_dtype
+        if _any_row(updates, WARPS):
+            inside = updates[:, None] & in_row
+            row = (key - base).to(tl.int64)
+            offset = tl.multiple_of((row * width)[:, None], [1, ALIGN]) + column
+            pointer = weights + table[:, None] + offset
+            weight = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+            sum_of_row = total * scale
+            if L2:
+                sum_of_row += l2 * weight
+            pointer1, mask1 = _state_pointer(state1, row, offset, updates, inside, STATE1)
+            pointer2, mask2 = _state_pointer(state2, row, offset, updates, inside, STATE2)
+            weight = UPDATE(
+                weight,
+                sum_of_row,
+                pointer1,
+                mask1,
+                pointer2,
+                mask2,
+                width,
+                rate,
+                scalars,
+                eps,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
             )
-        tl.store(pointer, weight, mask=inside)
+            if row_dtype != tl.float32:
+                row_of_table = row
+                if BOUNDED:
+                    row_of_table += rows_before
+                if SLOTS:
+                    has_slots = start_of_slots >= 0
+                    in_slot = tl.load(
+                        slot_rows + start_of_slots + row, mask=updates & has_slots, other=0
+                    )
+                    row_of_table = tl.where(
+                        has_slots, in_slot.to(tl.int64) - offset_of_rows, row_of_table
+                    )
+                weight = round_stochastically(
+                    weight, random_bits(bits_of_step, row_of_table, pair, column), row_dtype
+                )
+            tl.store(pointer, weight, mask=inside)
         total = tl.where(ends[:, None], 0.0, total)
         if LEVEL > 0:
             has_gradient = has_gradient & ~ends

@@ -17,7 +17,9 @@ POINTERS = {
     "*bf16": ["gradients", "grad", "products", "x0", "factors", "grad_factor", "activation", "out"],
 }
 SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names} | {
-    **dict.fromkeys(["first_keys", "first_id", "out_column", "first_start", "first_row"], "*i64"),
+    **dict.fromkeys(
+        ["first_keys", "reciprocals", "first_id", "out_column", "first_start", "first_row"], "*i64"
+    ),
     **dict.fromkeys(["slot_start", "slot_offset", "source_rows", "target_rows"], "*i64"),
     **dict.fromkeys(["source_stride", "target_stride", "count", "width"], "i32"),
     **dict.fromkeys(["counts", "first_pair", "ids", "id_stride", "num_ids"], "*i32"),
@@ -67,6 +69,7 @@ def run() -> None:
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
+    update["BY_PRODUCT"] = True
     for weights, name, level, source in (
         ("*fp32", "adam", 0, "sum"),
         ("*fp32", "rowwise_adagrad", 1, "one"),
@@ -85,7 +88,7 @@ def run() -> None:
     dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
     constants = {"LEVEL": 0, "SOURCE": "sum"}
     constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS"), False)
-    alone = update | {"WARPS": 1, **branch, **constants}
+    alone = update | {"ONE_HOT": False, "WARPS": 1, **branch, **constants}
     ptx = build(_segment_update, dtypes, num_warps=1, **alone)
     print("barriers of row-wise Adagrad:", ptx.count("bar.sync"))
     dtypes = dict.fromkeys(("weights", "gradients", "sums", "steps", "rate", "found_inf"), "*fp32")
