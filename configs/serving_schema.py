@@ -268,6 +268,11 @@ class ApplyConfig:
     output: str | None = option(
         None, "model directory to write; null: the next version of the directory", path=True
     )
+    fitted: str | None = option(
+        None,
+        "dataset of the day that the deltas lead to, whose vocabularies the new version has; required if a table has grown",
+        path=True,
+    )
 
     def __post_init__(self) -> None:
         _require_set(self, model="a directory of versions", deltas="[a run's deltas/]")

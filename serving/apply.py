@@ -23,7 +23,7 @@ def run(composed: DictConfig) -> None:
         quiet_libraries()
         from serving.exporting.applied import apply_deltas
 
-        manifest, chain = apply_deltas(base, config.deltas, output)
+        manifest, chain = apply_deltas(base, config.deltas, output, config.fitted)
     rows = sum(table.touched for delta in chain for table in delta.tables.values())
     plural = "" if len(chain) == 1 else "s"
     print(

@@ -1,13 +1,15 @@
 """A new version of a model directory: the one before it, with the rows and the dense component of deltas.
 
 Tables are copied, and changed rows are written into the copies as an export writes them: float32, rounded to bfloat16, or int8
-with a scale of their own. So the files of the tables are those of an export of the checkpoint that the deltas lead to.
+with a scale of their own. So the files of the tables are those of an export of the checkpoint that the deltas lead to. Tables
+that have grown on a later day get its rows, and the model the vocabularies of that day.
 """
 
 import io
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,32 +24,50 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
     write_synced,
 )
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
 from nn.checkpoint.tensor_index import blocks
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
 from nn.deltas.table_rows import ChangedRows, converted
+from serving.exporting.raw_values import write_raw_values
 from serving.exporting.tables import quantize
 from serving.inference.dense import check_archive
 from serving.inference.versions import load_version
-from serving.manifest import AOTI, DENSE, MANIFEST, ONNX, Manifest, Table, describe_files
+from serving.manifest import (
+    AOTI,
+    DENSE,
+    MANIFEST,
+    ONNX,
+    TABLE_BYTES,
+    Feature,
+    Manifest,
+    Table,
+    describe_files,
+)
 
+VOCABULARY = "vocabulary"
+"""Folder of the files of raw values."""
 NUMPY_DTYPES = {"fp32": "<f4", "bf16": "<u2", "int8": "i1"}
 
 
-def apply_deltas(base: Path, deltas: Sequence[str], output: Path) -> tuple[Manifest, list[Delta]]:
+def apply_deltas(
+    base: Path, deltas: Sequence[str], output: Path, fitted: str | None = None
+) -> tuple[Manifest, list[Delta]]:
     """Write the model directory that deltas make of another one; it is complete or absent.
 
     Args:
         base: a model directory of a run with deltas.
         deltas: in order; a directory of deltas stands for all of them after the base.
         output: directory to create.
+        fitted: dataset of the day that the deltas lead to; None: of that of the base, and no table has grown.
 
     Returns:
         Its manifest, and the deltas.
 
     Raises:
-        ValueError: the base is damaged, a delta cannot be used or does not follow, or a table has grown; one line.
+        ValueError: the base is damaged, a delta cannot be used or does not follow, `fitted` is of another day, or is missing
+            where a table has grown; one line.
     """
     manifest = Manifest.read(base)
     link = chain_of(manifest.source)
@@ -57,72 +77,121 @@ def apply_deltas(base: Path, deltas: Sequence[str], output: Path) -> tuple[Manif
         )
     chain = open_chain(link, deltas, str(base))
     manifest.verify(base)
+    spec = None if fitted is None else _spec_of(fitted, chain[-1])
     with hold(output, f"is writing {output}") as alone:
         if os.path.lexists(output):
             raise ValueError(f"output={output} exists; name a new directory, or remove that one")
         if alone:
             clear_leftovers(output)
         with new_directory(output, partial_sibling(output)) as unfinished:
-            return _write(base, manifest, chain, unfinished), chain
+            return _write(base, manifest, chain, spec, unfinished), chain
 
 
-def _write(base: Path, manifest: Manifest, chain: Sequence[Delta], directory: Path) -> Manifest:
+def _spec_of(fitted: str, last: Delta) -> FeatureSpec:
+    """Return the features of the day that the deltas lead to."""
+    spec = FeatureSpec.load(Path(fitted))
+    if spec.fingerprint() != last.facts["feature_spec"]:
+        raise ValueError(
+            f"fitted={fitted} has other features than the day that {last.path} was trained on; name the dataset of that day"
+        )
+    return spec
+
+
+def _write(
+    base: Path,
+    manifest: Manifest,
+    chain: Sequence[Delta],
+    spec: FeatureSpec | None,
+    directory: Path,
+) -> Manifest:
+    new_raw = spec is not None and manifest.raw is not None
     for name in manifest.files:
-        # The others would be of the old weights.
-        if name not in (DENSE, ONNX, AOTI):
+        # The others would be of the old weights, or of the old vocabularies.
+        if name not in (DENSE, ONNX, AOTI) and not (new_raw and name.startswith(f"{VOCABULARY}/")):
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, directory / name)
+    values = {name: getattr(manifest, name) for name in Manifest.__slots__}
     for table in manifest.tables:
+        rows = table.rows
         for delta in chain:
-            _apply(directory, manifest.dtype, table, delta)
+            rows = _apply(directory, manifest.dtype, table, rows, delta, may_grow=spec is not None)
+    values["tables"] = [replace(t, rows=chain[-1].tables[t.name].rows) for t in manifest.tables]
+    if spec is not None:
+        values["categorical"] = [
+            Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical
+        ]
+        if new_raw:
+            values["raw"] = write_raw_values(directory, str(spec.root), spec)
     _write_dense(base / DENSE, directory / DENSE, chain[-1])
-    written = _described(base, manifest, chain[-1], directory)
+    last = chain[-1]
+    changed = {
+        "checkpoint": f"step_{last.end.step}",
+        "step": last.end.step,
+        "feature_spec": last.facts["feature_spec"],
+        CHAIN: last.facts[CHAIN],
+    }
+    values["source"] = manifest.source | changed
+    values["proof"] = {"of": manifest.identity, "version": base.name, **manifest.proof}
+    written = Manifest(**values | {"files": describe_files(directory)})
     write_synced(directory / MANIFEST, written.to_json())
     # As a server would, before it is a version.
     load_version(directory, directory.name, manifest.interface(), verify=False)
     return written
 
 
-def _described(base: Path, manifest: Manifest, last: Delta, directory: Path) -> Manifest:
-    values = {name: getattr(manifest, name) for name in Manifest.__slots__}
-    state = last.facts[CHAIN]
-    changed = {"checkpoint": f"step_{last.end.step}", "step": last.end.step, CHAIN: state}
-    values["source"] = manifest.source | changed
-    values["proof"] = {"of": manifest.identity, "version": base.name, **manifest.proof}
-    return Manifest(**values | {"files": describe_files(directory)})
-
-
-def _apply(directory: Path, dtype: str, table: Table, delta: Delta) -> None:
-    """Write the changed rows of a table into its file."""
+def _apply(
+    directory: Path, dtype: str, table: Table, rows: int, delta: Delta, *, may_grow: bool
+) -> int:
+    """Write the changed rows of a table into its file, which has `rows` rows; return how many it has then."""
     change = delta.tables.get(table.name)
-    if change is None or (change.rows, change.columns) != (table.rows, table.columns):
+    if change is None or change.rows < rows or change.columns != table.columns:
         got = (
             "no such table" if change is None else f"{change.rows:,} rows, {change.columns} columns"
         )
         raise ValueError(
-            f"deltas: {delta.path}: table {table.name} of the model has {table.rows:,} rows, {table.columns} columns, and the "
-            f"delta {got}; export a checkpoint of the larger model"
+            f"deltas: {delta.path}: table {table.name} of the model has {rows:,} rows, {table.columns} columns, and the delta "
+            f"{got}; name deltas of the same model"
         )
+    if change.rows > rows and not may_grow:
+        raise ValueError(
+            f"deltas: {delta.path}: table {table.name} has grown from {rows:,} to {change.rows:,} rows; set fitted=DIR, the "
+            "dataset of that day"
+        )
+    weights, scales = _opened(directory, dtype, table, change.rows)
+    num_new = 0
     changed = ChangedRows(delta, table.name)
-    weights = np.memmap(
-        directory / table.file, NUMPY_DTYPES[dtype], "r+", shape=(table.rows, table.columns)
-    )
-    scales = None
-    if dtype == "int8":
-        scales = np.memmap(directory / table.scale_file, "<f4", "r+", shape=(table.rows,))
-    for ids, rows in changed.before(table.rows):
-        rows = np.ascontiguousarray(converted(rows, changed.dtype, "float32"))
+    for ids, values in changed.before(change.rows):
+        num_new += int(np.count_nonzero(ids >= rows))
+        values = np.ascontiguousarray(converted(values, changed.dtype, "float32"))
         if dtype == "bf16":
-            weights[ids] = torch.from_numpy(rows).to(torch.bfloat16).view(torch.uint16).numpy()
+            weights[ids] = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
         elif scales is not None:
-            quantized, of_rows = quantize(torch.from_numpy(rows))
+            quantized, of_rows = quantize(torch.from_numpy(values))
             weights[ids], scales[ids] = quantized.numpy(), of_rows.numpy()
         else:
-            weights[ids] = rows
+            weights[ids] = values
     changed.check_end()
     for mapped in (weights, scales):
         if mapped is not None:
             mapped.flush()
+    if num_new != change.rows - rows:
+        raise ValueError(
+            f"deltas: {delta.path}: table {table.name} has grown to {change.rows:,} rows, and {num_new:,} of the "
+            f"{change.rows - rows:,} new ones are in the delta; copy the deltas again"
+        )
+    return change.rows
+
+
+def _opened(
+    directory: Path, dtype: str, table: Table, rows: int
+) -> tuple[np.memmap, np.memmap | None]:
+    """Map the files of a table to write them, grown to `rows` rows: its weights, and its scales if it has any."""
+    path, scales = directory / table.file, None
+    os.truncate(path, rows * table.columns * TABLE_BYTES[dtype])
+    if dtype == "int8":
+        os.truncate(directory / table.scale_file, rows * 4)
+        scales = np.memmap(directory / table.scale_file, "<f4", "r+", shape=(rows,))
+    return np.memmap(path, NUMPY_DTYPES[dtype], "r+", shape=(rows, table.columns)), scales
 
 
 def _write_dense(source: Path, target: Path, delta: Delta) -> None:

@@ -299,6 +299,27 @@ def fitted_clicks(directory: Path) -> None:
     _preprocess_once(directory, TABLE, directory / "input" / "fitted")
 
 
+def next_clicks(directory: Path) -> None:
+    """Write a CSV file of clicks with new values, and the dataset of the day before."""
+    fitted_clicks(directory)
+    text = (directory / "input" / "clicks.csv").read_text()
+    for old, new in ((",a,", ",d,"), ("x|y", "y|z")):
+        text = text.replace(old, new)
+    (directory / "input" / "next.csv").write_text(text)
+
+
+def trained_day(directory: Path) -> None:
+    """Write the datasets of two days, and begin with a run that was trained on the first one."""
+    next_clicks(directory)
+    _preprocess_once(directory, NEXT_DAY, directory / "input" / "next")
+    scenario = Scenario(train("data.path=input/fitted", *OF_DAYS), run_differences)
+    case = directory / "trained"
+    (case / "work").mkdir(parents=True)
+    (case / "input").symlink_to(directory / "input")
+    run_with_fault(scenario.ranks(case), case / "work", case / "log")
+    shutil.move(case / "work", directory / "start")
+
+
 def keyed_dataset(directory: Path) -> None:
     """Write a dataset of raw keys, more of them than rows of their table."""
     rng = np.random.default_rng(5)
@@ -331,7 +352,7 @@ def older_dataset(directory: Path) -> None:
 
 def _preprocess_once(directory: Path, options: Sequence[str], output: Path) -> None:
     scenario = Scenario(preprocess(*options), tree_differences)
-    case = directory / "before"
+    case = directory / f"before_{output.name}"
     (case / "work").mkdir(parents=True)
     (case / "input").symlink_to(directory / "input")
     run_with_fault(scenario.ranks(case), case / "work", case / "log")
@@ -345,6 +366,11 @@ TABLE = [
     "categorical:[city,{name:tags,separator:'|'}],split:{train:0.75},keep:[city]}",
     *("numerical_dtype=float32", "shuffle=true", "threads=2", "output=work/out"),
 ]
+NEXT_DAY = [
+    *(option.replace("clicks.csv", "next.csv") for option in TABLE),
+    *("mode=extend", "fitted=input/fitted"),
+]
+OF_DAYS = ["train.batch_size=8", "eval.batch_size=8", "checkpoint.delta_every=2"]
 SYNTHETIC = [
     *("dataset=synthetic", "data.synthetic.train_rows=200", "data.synthetic.test_rows=40"),
     *("data.synthetic.cardinalities=[50,20]", "data.synthetic.num_numerical=2"),
@@ -378,6 +404,9 @@ SCENARIOS: dict[str, Scenario] = {
         run_differences,
         keyed_dataset,
     ),
+    "training_next_day": Scenario(
+        train("data.path=input/next", "stage=next", *OF_DAYS), run_differences, trained_day
+    ),
     "training_resumed": Scenario(train(), run_differences, resumed_training),
     "evaluation": Scenario(
         train("mode=eval", "checkpoint.restore=input/step_8"), run_differences, trained
@@ -387,6 +416,7 @@ SCENARIOS: dict[str, Scenario] = {
     "preprocessing_transform": Scenario(
         preprocess(*TABLE, "mode=transform", "fitted=input/fitted"), tree_differences, fitted_clicks
     ),
+    "preprocessing_extend": Scenario(preprocess(*NEXT_DAY), tree_differences, next_clicks),
     "preprocessing_synthetic": Scenario(preprocess(*SYNTHETIC), tree_differences),
     "preprocessing_overwrite": Scenario(
         preprocess(*SYNTHETIC, "overwrite=true"), tree_differences, older_dataset

@@ -1,4 +1,4 @@
-"""The commands of docs/every_day.md, on three days of few ratings."""
+"""The commands of docs/every_day.md, on two days of few ratings."""
 
 import random
 import re
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import run_command
+from serving.manifest import DENSE, Manifest
+from tests.helpers.command import run_command, run_module
 from tests.helpers.preproc_command import preproc
-from tests.helpers.runs import records
+from tests.helpers.runs import records, summary
+from tests.serving.served_models import export
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "every_day.md").read_text()
@@ -43,15 +45,35 @@ def test_the_page_lives_through_its_days(tmp_path, monkeypatch):
     days, first, other, *_ = re.findall(r"^```\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     subprocess.run(["bash", "-e", "-c", days], cwd=tmp_path, check=True)
     commands = [line.strip() for line in other.splitlines() if line.startswith("  ")]
-    for day in range(3):
-        fit, train = (of_day(line, day) for line in (commands if day else first.splitlines()))
+    for day in range(2):
+        lines = commands if day else first.splitlines()
+        fit, train, serve = (of_day(line, day) for line in lines)
         assert fit[:3] == ["python", "-m", "preproc"]
         assert train[:2] == ["python", "main.py"]
+        assert serve[:3] == ["python", "-m", "serving.apply" if day else "serving.export"]
         preproc(*fit[3:])
-        ended = run_command(*train[2:], *SMALL, recipe="main")
+        trained = run_command(*train[2:], *SMALL, recipe="main")
+        assert trained.exit_code == 0, trained.err
+        if day == 1:
+            ended = run_module(*serve[2:5])
+            assert ended.exit_code == 2
+            assert re.search(r"table \w+ has grown from .* set fitted=DIR, the dataset", ended.err)
+            ended = run_module(*serve[2:5], "fitted=data/0")
+            assert "other features than the day that" in ended.err
+        ended = run_module(*serve[2:])
         assert ended.exit_code == 0, ended.err
         if day:
-            assert f"(day {day}, before it is trained): test AUC" in ended.out
-            assert f"(day {day - 1}): test AUC" in ended.out
+            assert f"(day {day}, before it is trained): test AUC" in trained.out
+            assert f"(day {day - 1}): test AUC" in trained.out
+    # The served versions are what exports of the last checkpoints would be.
+    last = tmp_path / f"runs/movies/checkpoints/step_{summary(tmp_path / 'runs/movies')['steps']}"
+    export(last, tmp_path / "wanted", fitted="data/1")
+    got, wanted = (Manifest.read(tmp_path / name) for name in ("models/2", "wanted"))
+    got.verify(tmp_path / "models/2")
+    assert got.files.keys() == wanted.files.keys()
+    differing = {name for name in got.files if got.files[name] != wanted.files[name]}
+    assert differing <= {DENSE}
+    assert (got.tables, got.categorical, got.raw) == (wanted.tables, wanted.categorical, wanted.raw)
+    assert got.tables != Manifest.read(tmp_path / "models/1").tables
     scored = [line["next_auc"] for line in records(tmp_path / "runs/movies") if "next_auc" in line]
-    assert scored == [pytest.approx(0.5, abs=0.3), pytest.approx(0.5, abs=0.3)]
+    assert scored == [pytest.approx(0.5, abs=0.3)]
