@@ -3,6 +3,8 @@
     python -m benchmarks.continuous.every_day --data criteo --source criteo_kaggle_137k.tsv.gz --out DIR
     python -m benchmarks.continuous.every_day --data movielens --source ml-latest-small --out DIR
 
+Further arguments are options of both trainings, such as optimizer.lr=0.006.
+
 The rows, in the order of time, are cut into parts of equal size. One run continues from part to part (`mode=extend`,
 `stage=next`). The other is trained again on all parts so far (`mode=fit`). Both score the training rows of the next part
 before they see them, with the values that they know.
@@ -130,7 +132,7 @@ class Comparison:
         self.data = DATA[self.name]
         self.out = arguments.out / f"seed_{seed}"
         self.options = [*COMMON, *self.data.train[1:], f"train.epochs={arguments.epochs}"]
-        self.options += [f"seed={seed}"]
+        self.options += [f"seed={seed}", *arguments.overrides]
         self.limit = f"frequency_limit={arguments.limit}"
         self.epochs = arguments.epochs
         self.parts = cut(self.name, self.source, arguments.parts, self.out)
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--limit", type=int, default=5)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("overrides", nargs="*", help="of both trainings")
     arguments = parser.parse_args()
     print(
         "| way, seed | AUC on each next part | mean | preprocessing s | training s | its steps s |"
