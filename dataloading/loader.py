@@ -18,6 +18,7 @@ from dataloading.batch import Batch, aligned, fixed_layout, jagged
 from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError, Slots
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.pipeline import KeyPipeline, Wait
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
@@ -345,28 +346,19 @@ class Loader:
         rank = 0 if self._admits else self.rank
         runs = self._rows(step, self._shuffle(step), rank, world_size).runs
         first = min(self.rank * len(batch.labels), batch.global_valid) if self._admits else 0
-        places: dict[int, slice] = {}
         values, starts = batch.ids.values().numpy(), batch.ids.offset_per_key()
 
-        def keys_of(feature: int) -> np.ndarray:
+        def keys_of(feature: int) -> BatchKeys:
             keys = self.source.read_keys(self.split, runs, feature)
-            last = first + batch.num_valid
-            hotness = self.source.spec.categorical[feature].hotness
             if keys.lengths is None:
-                assert hotness is not None
-                places[feature] = slice(first * hotness, last * hotness)
+                before = first * (self.source.spec.categorical[feature].hotness or 1)
             else:
                 before = int(keys.lengths[:first].sum())
-                own = int(keys.lengths[first:last].sum())
-                places[feature] = slice(before, before + own)
-            return keys.values
-
-        def fill(feature: int, ids: np.ndarray) -> None:
-            values[starts[feature] : starts[feature + 1]] = ids[places[feature]]
+            return BatchKeys(keys, values[starts[feature] : starts[feature + 1]], before)
 
         if self._admits:
-            return maps.start(keys_of, fill).wait
-        maps.look_up(keys_of, fill)
+            return maps.start(keys_of).wait
+        maps.look_up(keys_of)
         return _nothing
 
     def _read_into(self, slot: int, step: int) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from configs.schema import DynamicConfig, Evict
+from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.key_map import KeyMap
 
 MILLION = 1_000_000
@@ -54,7 +55,7 @@ def _power_law(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
 def _compile() -> None:
     small = KeyMap("t", 40, DynamicConfig(admit_after=2))
     for batch in range(1, 9):
-        small.map([np.arange(batch * 10, batch * 10 + 20)], batch)
+        small.map([BatchKeys.alone(np.arange(batch * 10, batch * 10 + 20))], batch)
 
 
 def _measure(
@@ -63,7 +64,7 @@ def _measure(
     def run(table: KeyMap, column: np.ndarray) -> Callable[[], None]:
         def mapped() -> None:
             for at in range(0, len(column), size):
-                table.map([column[at : at + size]], first + 1 + at // size)
+                table.map([BatchKeys.alone(column[at : at + size])], first + 1 + at // size)
 
         return mapped
 

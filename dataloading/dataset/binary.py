@@ -390,12 +390,12 @@ class BinarySource:
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         """Return the keys of a feature in the rows of `runs` (int64 [K, 2], half-open)."""
         columns, name = self._columns[split], self.spec.categorical[feature].name
-        rows, lengths = Selection(runs), None
+        lengths = None
         if name in columns.offsets:
-            id_runs, lengths = columns.id_runs(name, rows)
-            rows = Selection(id_runs)
-        pieces = [piece.reshape(-1) for _, piece in rows.pieces(columns.ids[name])]
-        return Keys(np.concatenate([np.zeros(0, np.int64), *pieces]), lengths)
+            runs, lengths = columns.id_runs(name, Selection(runs))
+        column = np.asarray(columns.ids[name]).reshape(-1)
+        hotness = self.spec.categorical[feature].hotness or 1
+        return Keys(column.astype(np.int64, copy=False), runs * hotness, lengths)
 
     @staticmethod
     def out_of_range(ids: np.ndarray, cardinality: int) -> bool:

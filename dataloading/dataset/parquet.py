@@ -126,7 +126,7 @@ class ParquetSource:
                 lengths.append(np.diff(ends[rows.start : rows.stop + 1]))
             values.append(group.ids[feature][items])
         is_ragged = self.spec.categorical[feature].hotness is None
-        return Keys(
+        return Keys.of(
             np.concatenate(values).astype(np.int64, copy=False),
             np.concatenate(lengths) if is_ragged else None,
         )

@@ -88,12 +88,42 @@ class Keys:
     """Keys of one feature with `vocabulary: dynamic` in some rows.
 
     Attributes:
-        values: int64, row after row; 0 is no key.
+        column: int64 [N], of which the keys are parts; 0 is no key.
+        runs: the parts, int64 [K, 2], half-open, in the order of the rows.
         lengths: keys per row, int64 [rows], of a ragged feature; None where the hotness is fixed.
     """
 
-    values: np.ndarray
+    column: np.ndarray
+    runs: np.ndarray
     lengths: np.ndarray | None
+
+    @classmethod
+    def of(cls, values: np.ndarray, lengths: np.ndarray | None = None) -> "Keys":
+        """Return keys, int64 [N], that are all of the rows', row after row."""
+        return cls(values, np.array([[0, len(values)]]), lengths)
+
+    @property
+    def count(self) -> int:
+        """Their number."""
+        return int((self.runs[:, 1] - self.runs[:, 0]).sum())
+
+    def values(self) -> np.ndarray:
+        """Return the keys, row after row, int64 [count]; not always a copy."""
+        if len(self.runs) == 1:
+            return self.column[self.runs[0, 0] : self.runs[0, 1]]
+        parts = [self.column[first:last] for first, last in self.runs.tolist()]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def halves(self) -> tuple["Keys", "Keys"]:
+        """Return the first half of the keys and the others, without lengths."""
+        lengths = self.runs[:, 1] - self.runs[:, 0]
+        ends = np.cumsum(lengths)
+        half = int(ends[-1]) // 2
+        cut = int(np.searchsorted(ends, half, side="right"))
+        at = self.runs[cut, 1] - (ends[cut] - half)
+        before, after = self.runs[: cut + 1].copy(), self.runs[cut:].copy()
+        before[-1, 1] = after[0, 0] = at
+        return Keys(self.column, before, None), Keys(self.column, after, None)
 
 
 class Source(Protocol):
@@ -153,5 +183,5 @@ def read_with_keys(source: Source, split: str, runs: np.ndarray) -> Columns:
     columns = source.read(split, runs)
     for index, feature in enumerate(source.spec.categorical):
         if feature.is_dynamic:
-            columns.ids[index] = source.read_keys(split, runs, index).values
+            columns.ids[index] = source.read_keys(split, runs, index).values()
     return columns

@@ -8,6 +8,8 @@ import numpy as np
 
 from configs.messages import shown
 from configs.schema import DynamicConfig, Evict
+from dataloading.dataset.source import Keys
+from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.key_table import (
     MARKED_SHARE,
     KeyTable,
@@ -82,39 +84,43 @@ class KeyMap:
         self._helpers = helpers if shares else None
         self._candidates = KeyTable(size, Evict.age, counts_sightings=True)
 
-    def map(self, columns: Sequence[np.ndarray], batch: int) -> tuple[list[np.ndarray], MapChange]:
-        """Return the rows of the keys of a batch, and what changed.
+    def map(self, columns: Sequence[BatchKeys], batch: int) -> MapChange:
+        """Write the rows of the keys of a batch, and return what changed.
 
         Args:
-            columns: int64 keys [K] per feature of the table, the rows of all ranks in their order.
+            columns: the keys of each feature of the table.
             batch: its number, from 1; larger than that of the batch before.
 
         Raises:
             FullMapError: more keys need rows than there are.
         """
-        ids = [np.empty(len(keys), np.int32) for keys in columns]
-        counted = [self._see(keys, batch, found) for keys, found in zip(columns, ids, strict=True)]
-        missing = [places for _, places in counted]
-        keys = np.concatenate([keys[places] for keys, places in zip(columns, missing, strict=True)])
+        found = [self._see(column, batch) for column in columns]
+        seen = found[0][0] if len(found) == 1 else np.concatenate([seen for seen, _ in found])
+        if not any(len(missing) for _, missing in found):
+            none = self._candidates.unchanged(np.zeros((0, 3), np.int32))
+            return MapChange(self._rows.unchanged(seen), none)
+        keys = np.concatenate([missing[:, 0] for _, missing in found])
         admitted, counts, candidates = self._admitted(keys, batch)
         rows, done = self._rows.insert(admitted, counts, batch)
-        rows.seen = np.concatenate([seen for seen, _ in counted])
+        rows.seen = seen
         if done < len(admitted):
             full = self._exhausted(admitted, done, batch)
             raise FullMapError(full, MapChange(rows, candidates))
-        for column, places, found in zip(columns, missing, ids, strict=True):
-            found[places] = self._rows.look_up(column[places])
-        return ids, MapChange(rows, candidates)
+        for column, (_, missing) in zip(columns, found, strict=True):
+            own = (missing[:, 1] >= 0) & (missing[:, 1] < len(column.rows))
+            column.rows[missing[own, 1]] = self._rows.look_up(missing[own, 0])
+        return MapChange(rows, candidates)
 
-    def _see(self, keys: np.ndarray, batch: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _see(self, column: BatchKeys, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """Note that the batch has keys, as `KeyTable.see`; a helper takes half of them."""
-        half = len(keys) // 2
-        if self._helpers is None or half < LEAST_HALF:
-            return self._rows.see(keys, batch, ids)
-        second = self._helpers.submit(self._rows.see, keys[half:], batch, ids[half:])
-        seen, missing = self._rows.see(keys[:half], batch, ids[:half])
+        keys, rows, first = column.keys, column.rows, column.first
+        if self._helpers is None or (half := keys.count // 2) < LEAST_HALF:
+            return self._rows.see(keys, batch, rows, first)
+        before, after = keys.halves()
+        second = self._helpers.submit(self._rows.see, after, batch, rows, first - half)
+        seen, missing = self._rows.see(before, batch, rows, first)
         more_seen, more_missing = second.result()
-        return np.concatenate([seen, more_seen]), np.concatenate([missing, half + more_missing])
+        return np.concatenate([seen, more_seen]), np.concatenate([missing, more_missing])
 
     def look_up(self, keys: np.ndarray, pending: Iterable[MapChange] = ()) -> np.ndarray:
         """Return the rows of int64 keys [K], int32 [K], without counting them.
@@ -198,12 +204,11 @@ class KeyMap:
         """Count keys [n] that have no rows; return those to admit, their sightings, and the changed candidates."""
         candidates = self._candidates
         if self._policy.admit_after == 1:
-            change, _ = candidates.insert(keys[:0], keys[:0], batch)
-            return keys, np.ones(len(keys), np.int64), change
-        slots = np.empty(len(keys), np.int32)
-        seen, new = candidates.see(keys, batch, slots)
+            none = candidates.unchanged(np.zeros((0, 3), np.int32))
+            return keys, np.ones(len(keys), np.int64), none
+        seen, new = candidates.see(Keys.of(keys), batch, np.zeros(0, np.int32), 0)
         # If the batch alone has more keys than are counted, the last ones are not.
-        change, _ = candidates.insert(keys[new], np.ones(len(new), np.int64), batch)
+        change, _ = candidates.insert(new[:, 0].copy(), np.ones(len(new), np.int64), batch)
         change.seen = seen
         slots = candidates.look_up(keys)
         is_due = (slots > 0) & (candidates.counts[slots] >= self._policy.admit_after)

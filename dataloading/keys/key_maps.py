@@ -1,7 +1,7 @@
 """The maps of all tables for raw keys, ahead of the step.
 
-Batches are mapped while earlier ones train, several at a time: a table maps them one after another on a thread of its own, and
-waits for no other table. A batch is pending until its step begins; lookups and states leave the changes of pending batches out.
+Batches are mapped while earlier ones train, several at a time: a table maps them one after another on the same thread, and waits
+for no table of another thread. A batch is pending until its step begins; lookups and states leave the changes of pending batches out.
 """
 
 import os
@@ -14,13 +14,14 @@ import numpy as np
 
 from configs.schema import DynamicConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.keys.key_map import FullMapError, KeyMap, MapChange
+from dataloading.keys.batch_keys import BatchKeys
+from dataloading.keys.key_map import SHARED_ROWS, FullMapError, KeyMap, MapChange
 from dataloading.keys.new_rows import KEYS, NewRows
 
-KeysOf = Callable[[int], np.ndarray]
-"""Returns the int64 keys of a feature, by its index among the categorical ones."""
-Fill = Callable[[int, np.ndarray], None]
-"""Takes the int32 rows of a feature's keys."""
+KeysOf = Callable[[int], BatchKeys]
+"""Returns the keys of a feature, by its index among the categorical ones, and the memory for their rows."""
+LARGE_COST = 3.0
+"""Time of a key of a large table, whose index is in no core's own cache, in times of one of a small table."""
 
 
 class MapTask:
@@ -68,17 +69,23 @@ class KeyMaps:
             for table, (first, *_) in self._features.items()
         }
         cores = len(os.sched_getaffinity(0)) // ranks_of_node
+        large = [table for table, count in rows.items() if count >= SHARED_ROWS]
         self._helpers = None
-        if cores > len(rows):
-            self._helpers = ThreadPoolExecutor(cores - len(rows), thread_name_prefix="keys-helper")
+        if num_helpers := min(cores // 4, len(large)):
+            self._helpers = ThreadPoolExecutor(num_helpers, thread_name_prefix="keys-helper")
         self._maps = {
             table: KeyMap(table, count, policy, self._helpers) for table, count in rows.items()
         }
-        threads = [
-            ThreadPoolExecutor(1, thread_name_prefix="keys")
-            for _ in range(max(1, min(cores, len(rows))))
+        # Few threads with several tables each: every task and every array operation takes Python's lock, for which more
+        # threads would queue.
+        costs = {
+            table: number * (LARGE_COST if table in large else 1.0)
+            for table, number in _keys_per_row(spec).items()
+        }
+        self._threads = [
+            (ThreadPoolExecutor(1, thread_name_prefix="keys"), tables)
+            for tables in _shares(costs, max(1, min(cores // 2, len(rows))))
         ]
-        self._threads = _threads_of(_keys_per_row(spec), threads)
         self._batch = 0
         # Their maps lack a batch, so they map no later one.
         self._failed: set[str] = set()
@@ -90,50 +97,51 @@ class KeyMaps:
         """Names of the tables."""
         return list(self._maps)
 
-    def start(self, keys_of: KeysOf, fill: Fill) -> MapTask:
+    def start(self, keys_of: KeysOf) -> MapTask:
         """Start to map the next training batch, which is pending until `take_new_rows`.
 
         Args:
             keys_of: called on the threads of the tables.
-            fill: the same.
         """
         changes: dict[str, MapChange] = {}
         with self._lock:
             self._batch += 1
-            task = MapTask(
-                {
-                    table: thread.submit(self._map, table, self._batch, keys_of, fill, changes)
-                    for table, thread in self._threads.items()
-                },
-                changes,
-            )
+            tasks: dict[str, Future[None]] = {}
+            for thread, tables in self._threads:
+                done = thread.submit(self._map, tables, self._batch, keys_of, changes)
+                tasks |= dict.fromkeys(tables, done)
+            task = MapTask(tasks, changes)
             self._pending.append(task)
         return task
 
     def _map(
-        self, table: str, batch: int, keys_of: KeysOf, fill: Fill, changes: dict[str, MapChange]
+        self, tables: Sequence[str], batch: int, keys_of: KeysOf, changes: dict[str, MapChange]
     ) -> None:
-        """Map a table, and note what changed, also if the table is full."""
-        if table in self._failed:
-            raise RuntimeError(f"an earlier batch of table {table} has failed")
-        features = self._features[table]
-        try:
-            found, changes[table] = self._maps[table].map([keys_of(f) for f in features], batch)
-            for feature, ids in zip(features, found, strict=True):
-                fill(feature, ids)
-        except Exception as error:
-            self._failed.add(table)
-            if isinstance(error, FullMapError):
-                changes[table] = error.change
-            raise
+        """Map tables, and note what changed, also of a table that is full; raise the first error at the end."""
+        errors: list[Exception] = []
+        for table in tables:
+            if table in self._failed:
+                errors.append(RuntimeError(f"an earlier batch of table {table} has failed"))
+                continue
+            try:
+                columns = [keys_of(feature) for feature in self._features[table]]
+                changes[table] = self._maps[table].map(columns, batch)
+            except Exception as error:
+                self._failed.add(table)
+                if isinstance(error, FullMapError):
+                    changes[table] = error.change
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
-    def look_up(self, keys_of: KeysOf, fill: Fill) -> None:
-        """Fill in the rows of keys in the state of the step; nothing is counted or admitted."""
+    def look_up(self, keys_of: KeysOf) -> None:
+        """Write the rows of keys in the state of the step; nothing is counted or admitted."""
         with self._lock:
             for table, features in self._features.items():
                 pending = self._changes(table)
-                for feature in features:
-                    fill(feature, self._maps[table].look_up(keys_of(feature), pending))
+                for column in map(keys_of, features):
+                    own = column.keys.values()[column.first :][: len(column.rows)]
+                    column.rows[:] = self._maps[table].look_up(own, pending)
 
     def wait(self) -> None:
         """Wait for all batches that were started; nothing is raised."""
@@ -199,7 +207,7 @@ class KeyMaps:
 
     def close(self) -> None:
         """End the threads."""
-        for thread in self._threads.values():
+        for thread, _ in self._threads:
             thread.shutdown(wait=True, cancel_futures=True)
         if self._helpers is not None:
             self._helpers.shutdown(wait=True)
@@ -213,14 +221,12 @@ def _keys_per_row(spec: FeatureSpec) -> dict[str, float]:
     }
 
 
-def _threads_of(
-    keys: Mapping[str, float], threads: Sequence[ThreadPoolExecutor]
-) -> dict[str, ThreadPoolExecutor]:
-    """Give each table to the thread with the fewest keys, those with the most keys first."""
-    loads = [0.0] * len(threads)
-    found = {}
-    for table in sorted(keys, key=lambda table: -keys[table]):
+def _shares(costs: Mapping[str, float], most: int) -> list[list[str]]:
+    """Return at most so many lists of tables of about equal cost: the most expensive tables first, each to the least list."""
+    shares: list[list[str]] = [[] for _ in range(most)]
+    loads = [0.0] * most
+    for table in sorted(costs, key=lambda table: -costs[table]):
         least = loads.index(min(loads))
-        loads[least] += keys[table]
-        found[table] = threads[least]
-    return found
+        loads[least] += costs[table]
+        shares[least].append(table)
+    return shares

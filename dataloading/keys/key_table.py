@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Evict
+from dataloading.dataset.source import Keys
 from dataloading.keys.compiled import kernel
 from dataloading.keys.hash_index import (
     DRAWN,
@@ -74,6 +75,8 @@ class Leaving:
 
 
 NONE_LEAVING = Leaving(np.zeros(0, np.int64), 0, 0)
+NO_SLOTS = np.zeros(0, np.int64)
+NO_FACTS = np.zeros((0, 2), np.int32)
 
 
 @dataclass(slots=True)
@@ -144,23 +147,38 @@ class KeyTable:
         look_up(self._cells, self._marks, keys, slots, DRAWN)
         return slots
 
-    def see(self, keys: np.ndarray, batch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Note that a batch has keys, and write their slots; return `seen` and the positions of keys without slots.
+    def see(
+        self, keys: Keys, batch: int, slots: np.ndarray, first: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Note that a batch has keys, and write slots of some of them; all in one call that holds no lock of Python's.
 
         Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of
         several parts, each time with the same facts.
 
         Args:
-            keys: int64 [K]; key 0 is none.
+            keys: of the batch; key 0 is none.
             batch: number of the batch.
-            slots: int32 [K]; 0 of keys without a slot.
+            slots: receives those of its keys, integers; 0 of keys without a slot.
+            first: position of the first key of `slots` among all keys.
+
+        Returns:
+            `seen` of `TableChange`, and the keys without slots with their positions in `slots`, which may lie outside, int64
+            [n, 2].
         """
-        seen = np.empty((len(keys), 3), np.int32)
-        missing = np.empty(len(keys), np.int64)
+        count = keys.count
+        seen, missing = np.empty((count, 3), np.int32), np.empty((count, 2), np.int64)
         num_seen, num_missing = _see(
-            keys, self._cells, self._marks, self.counts, batch, slots, seen, missing, DRAWN
+            (keys.column, keys.runs, batch),
+            (slots, first),
+            (self._cells, self._marks, self.counts),
+            (seen, missing),
+            DRAWN,
         )
         return seen[:num_seen].copy(), missing[:num_missing]
+
+    def unchanged(self, seen: np.ndarray) -> TableChange:
+        """Return the change of a batch whose keys all have slots."""
+        return TableChange(seen, NO_SLOTS, NO_SLOTS, NO_SLOTS, NO_FACTS, self._used, self._leaving)
 
     def insert(self, keys: np.ndarray, counts: np.ndarray, batch: int) -> tuple[TableChange, int]:
         """Give slots to keys [n] that have none; a key that occurs again adds its count.
@@ -228,39 +246,61 @@ class KeyTable:
 
 
 @kernel
-def _see(keys, cells, entries, counts, batch, slots, seen, missing, drawn):
+def _see(keys, own, table, found, drawn):
     """Handle keys in blocks: first their places, which are in memory at independent addresses, then their cells."""
+    column, runs, batch = keys
+    slots, first = own
+    cells, marks, counts = table
+    seen, missing = found
     num_seen = num_missing = 0
     mask = len(cells) - 1
     is_counted = len(counts) > 0
+    block = np.empty(256, np.int64)
     places = np.empty(256, np.int64)
-    for first in range(0, len(keys), 256):
-        size = min(256, len(keys) - first)
+    run = at = 0
+    if len(runs):
+        at = runs[0, 0]
+    position = -first
+    while run < len(runs):
+        size = 0
+        while size < 256 and run < len(runs):
+            num = min(256 - size, runs[run, 1] - at)
+            for i in range(num):
+                block[size + i] = column[at + i]
+            size += num
+            at += num
+            if at == runs[run, 1]:
+                run += 1
+                if run < len(runs):
+                    at = runs[run, 0]
         for i in range(size):
-            places[i] = place_of(keys[first + i], mask, drawn)
+            places[i] = place_of(block[i], mask, drawn)
         for i in range(size):
             # Nearly always the first cell is the key's, or empty.
-            at, key = places[i], keys[first + i]
-            if entries[at, 2] != 0 and cells[at, 0] != key:
-                at = cell_of(cells, entries, key, at)
-                places[i] = at
-            slots[first + i] = entries[at, 2] if key != 0 else 0
+            place, key = places[i], block[i]
+            if marks[place, 2] != 0 and cells[place, 0] != key:
+                place = cell_of(cells, marks, key, place)
+                places[i] = place
+            if 0 <= position + i < len(slots):
+                slots[position + i] = marks[place, 2]
         for i in range(size):
-            slot = slots[first + i]
+            place = places[i]
+            slot = marks[place, 2]
             if slot == 0:
-                missing[num_missing] = first + i
-                num_missing += keys[first + i] != 0
+                missing[num_missing, 0] = block[i]
+                missing[num_missing, 1] = position + i
+                num_missing += block[i] != 0
                 continue
-            at = places[i]
-            last = entries[at, 3]
+            last = marks[place, 3]
             if last != batch:
                 seen[num_seen, 0] = slot
                 seen[num_seen, 1] = counts[slot] if is_counted else 0
                 seen[num_seen, 2] = last
                 num_seen += 1
-                entries[at, 3] = batch
+                marks[place, 3] = batch
             if is_counted:
                 counts[slot] += counts[slot] < 2147483647
+        position += size
     return num_seen, num_missing
 
 

@@ -175,12 +175,13 @@ class _WidthClass:
             for placed in firsts
         ]
         self._hotness = self._on_device(hotness, torch.int32)
-        reciprocals = [-(-(2**32) // abs(count)) for count in hotness]
+        divisors = [max(abs(count), 1) for count in hotness]
+        reciprocals = [-(-(2**32) // divisor) for divisor in divisors]
         self._reciprocal = self._on_device([x % 2**32 for x in reciprocals], torch.int64)
         # The excess of the rounded-up reciprocal must not reach the next whole number.
         self._by_product = all(
-            ids * (reciprocal * abs(count) - 2**32) < 2**32
-            for ids, reciprocal, count in zip(self._counts, reciprocals, hotness, strict=True)
+            ids * (reciprocal * divisor - 2**32) < 2**32
+            for ids, reciprocal, divisor in zip(self._counts, reciprocals, divisors, strict=True)
         )
         factors = [placed.lookup.factor for placed in firsts]
         self._factor = self._on_device(factors, torch.float32)

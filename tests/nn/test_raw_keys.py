@@ -16,6 +16,7 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import read_with_keys
+from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.key_maps import KeyMaps, MapTask
 from dataloading.keys.new_rows import TableFullError
 from dataloading.loader import Loader, LoaderSettings
@@ -345,7 +346,7 @@ def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
     maps = KeyMaps(spec, DynamicConfig(evict=Evict.never))
 
     def start(first: int, last: int) -> MapTask:
-        return maps.start(lambda _: np.arange(first, last), lambda *_: None)
+        return maps.start(lambda _: BatchKeys.alone(np.arange(first, last)))
 
     start(1, 4).wait()
     maps.take_new_rows()
@@ -357,10 +358,10 @@ def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
     np.testing.assert_equal(maps.state(), before)
     maps.rewind()
 
-    def unreadable(_: int) -> np.ndarray:
+    def unreadable(_: int) -> BatchKeys:
         raise ValueError("a value is invalid")
 
-    invalid = maps.start(unreadable, lambda *_: None)
+    invalid = maps.start(unreadable)
     start(7, 9)
     maps.wait()
     np.testing.assert_equal(maps.state(), before)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from configs.schema import DynamicConfig, Evict
+from dataloading.dataset.source import Keys
 from dataloading.keys import key_map
+from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.hash_index import (
     DRAWN,
     cell_of,
@@ -54,8 +56,15 @@ def test_it_equals_a_dictionary_over_many_batches(
         keys = drifting(rng, batch, int(rng.integers(1, 33)))
         # Two features share the table.
         cut = len(keys) // 2
-        ids, change = own.map([keys[:cut], keys[cut:]], batch)
-        assert np.concatenate(ids).tolist() == reference.map(keys.tolist(), batch)
+        # The first feature's keys are parts of a column, and the second one's first key is another rank's.
+        apart = np.insert(keys[:cut], cut // 2, [7, 7, 7])
+        runs = np.array([[0, cut // 2], [cut // 2 + 3, cut + 3]])
+        first = BatchKeys(Keys(apart, runs, None), np.empty(cut, np.int32))
+        second = BatchKeys(Keys.of(keys[cut:]), np.empty(len(keys) - cut - 1, np.int32), 1)
+        change = own.map([first, second], batch)
+        wanted = reference.map(keys.tolist(), batch)
+        assert first.rows.tolist() == wanted[:cut]
+        assert second.rows.tolist() == wanted[cut + 1 :]
         num_evicted += np.count_nonzero(change.rows.old_keys)
         if batch % 50 == 0:
             # A state is enough to continue.
@@ -73,11 +82,13 @@ def test_states_and_rows_before_pending_batches_are_those_of_then(admit_after, e
     rng = np.random.default_rng(1)
     own = KeyMap("t", capacity, policy)
     for batch in range(1, 120):
-        own.map([drifting(rng, batch, 24)], batch)
+        own.map([BatchKeys.alone(drifting(rng, batch, 24))], batch)
     then = own.state(119)
     asked = np.concatenate([drifting(rng, batch, 200) for batch in (100, 119, 125)])
     rows = own.look_up(asked)
-    pending = [own.map([drifting(rng, batch, 24)], batch)[1] for batch in range(120, 126)]
+    pending = [
+        own.map([BatchKeys.alone(drifting(rng, batch, 24))], batch) for batch in range(120, 126)
+    ]
     assert any(np.count_nonzero(change.rows.old_keys) for change in pending)
     assert (own.look_up(asked) != rows).any()
     assert (own.look_up(asked, pending) == rows).all()
@@ -89,12 +100,12 @@ def test_states_and_rows_before_pending_batches_are_those_of_then(admit_after, e
 def test_a_full_table_names_its_policy():
     few = np.arange(1, 8, dtype=np.int64)
     kept = KeyMap("user", 8, DynamicConfig(evict=Evict.never))
-    kept.map([few], 1)
+    kept.map([BatchKeys.alone(few)], 1)
     with pytest.raises(ValueError, match=r"table 'user' of 8 rows is full: .*evict=never"):
-        kept.map([few + 100], 2)
+        kept.map([BatchKeys.alone(few + 100)], 2)
     aged = KeyMap("user", 8, DynamicConfig())
     with pytest.raises(ValueError, match=r"evict=age has evicted all keys that batch 1 does not"):
-        aged.map([np.arange(1, 10, dtype=np.int64)], 1)
+        aged.map([BatchKeys.alone(np.arange(1, 10, dtype=np.int64))], 1)
 
 
 def test_removed_keys_leave_no_hole_in_the_index():
