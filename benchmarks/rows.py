@@ -69,6 +69,13 @@ def run_parser(description: str | None, *, out: str) -> ArgumentParser:
     return parser
 
 
+def in_host(cache: float, **others: float) -> str:
+    """Return the override that puts T3's large tables into host memory, with the fraction of their rows on the GPU."""
+    shares = {f"cat_{index}": cache for index in (0, 9, 19, 20, 21)} | others
+    tables = (f"{name}: {{tier: host, cache: {share}}}" for name, share in shares.items())
+    return f"sharding.tables={{{','.join(tables)}}}"
+
+
 T15 = ("dlrm_criteo_t15", "criteo_t15")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
 MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
@@ -82,6 +89,14 @@ FULL_FP8 = ("train.fp8=full",)
 FEW_ROWS = 2_048_000
 """Rows of a dataset for batches of at most 8,192; an epoch is 250 steps or more."""
 
+HOST_T3 = Row(
+    "dlrm",
+    1,
+    "dlrm_criteo_t3",
+    "criteo_t3",
+    overrides=(in_host(0.1),),
+    train_rows=100 * 65_536,
+)
 MOVIELENS = Row("main", 1, "embedding_mlp_movielens", "movielens", train_rows=FEW_ROWS)
 WIDE_DEEP = Row("main", 1, "wide_deep_criteo", "criteo_wdl", train_rows=FEW_ROWS)
 DEEPFM = Row(
@@ -152,6 +167,11 @@ ROWS = {
     ),
     "dlrm_t3_1": Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t3_2": Row("dlrm", 2, "dlrm_criteo_t3", "criteo_t3"),
+    # Its five large tables, 83.7 of 84.9 GiB, in host memory, with room on the GPU for a tenth or a hundredth of their rows.
+    "dlrm_t3_1_host_10": HOST_T3,
+    "dlrm_t3_1_host_10_uniform": replace(HOST_T3, exponent=0),
+    # The smallest of the five has at least room for three batches.
+    "dlrm_t3_1_host_1": replace(HOST_T3, overrides=(in_host(0.01, cat_20=0.02),)),
     "dlrm_t0_4": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0"),
     # 420.9 GiB of tables in float32, on GPUs of 141 GB.
     "dlrm_t0_2_bf16_tables": Row("dlrm", 2, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),

@@ -304,7 +304,10 @@ def test_tables_in_host_memory_grow_too(days, tmp_path):
         train(data, device, None, *small)
         train(data, host, kill_at, *small, tables)
         train(data, host, None, *small, tables)
-    assert any(line.get("tier_rows_in") for line in jsonl(host / "metrics.jsonl"))
+    (line, *_) = (line for line in jsonl(host / "metrics.jsonl") if line.get("tier_rows_in"))
+    assert {"tier_rows_out", "tier_bytes_out", "tier_ms", "tier_wait_ms"} <= line.keys()
+    assert line["tier_bytes_in"] > line["tier_rows_in"]
+    assert 0 < line["tier_hit_rate"] < 1
     last = f"checkpoints/step_{8 * DAYS}"
     assert tensors_of(host / last) == tensors_of(device / last)
 

@@ -175,24 +175,31 @@ def every_sharded_case(directory: Path) -> list[dict]:
 def trained_both_ways(
     base: list[str], without: str, with_host: str, directory: Path | None = None
 ) -> dict:
-    """Train without and with tables in host memory, the latter through a checkpoint too, with an evaluation between.
+    """Train without and with tables in host memory, and through checkpoints from each to the other, with an evaluation between.
 
     Returns:
         Way -> (losses, this rank's state); and the traffic of the first half.
     """
     results = {}
-    plain = build(compose_config(*base, without))
-    results["plain"] = first_half(plain), second_half(plain)
-    tiered = build(compose_config(*base, with_host))
-    results["tiered"] = first_half(tiered), None
+    plain, tiered = (build(compose_config(*base, override)) for override in (without, with_host))
+    losses = {"plain": first_half(plain), "tiered": first_half(tiered)}
     if directory is not None:
-        saved = checkpoint.save(directory, tiered.step, 20, tiered.source.spec, tiered.ranks)
-        for way, override in (("resumed", with_host), ("moved", without)):
+        saved = {
+            way: checkpoint.save(directory / way, built.step, 20, built.source.spec, built.ranks)
+            for way, built in (("plain", plain), ("tiered", tiered))
+        }
+        ways = {
+            "resumed": ("tiered", with_host),
+            "moved": ("tiered", without),
+            "arrived": ("plain", with_host),
+        }
+        for way, (origin, override) in ways.items():
             other = build(compose_config(*base, override))
-            checkpoint.restore(saved, other.step, with_optimizer=True)
-            results[way] = results["tiered"][0], second_half(other)
+            checkpoint.restore(saved[origin], other.step, with_optimizer=True)
+            results[way] = losses["tiered"], second_half(other)
     traffic = tiered.step.tables.host_traffic(20)
-    results["tiered"] = results["tiered"][0], second_half(tiered)
+    for way, built in (("plain", plain), ("tiered", tiered)):
+        results[way] = losses[way], second_half(built)
     return results | {"traffic": traffic}
 
 
