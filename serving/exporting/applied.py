@@ -121,7 +121,7 @@ def _write(
             Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical
         ]
         if new_raw:
-            values["raw"] = write_raw_values(directory, str(spec.root), spec)
+            values["raw"] = write_raw_values(directory, str(spec.root), spec, chain[-1].facts)
     _write_dense(base / DENSE, directory / DENSE, chain[-1])
     last = chain[-1]
     changed = {

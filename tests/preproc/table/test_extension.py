@@ -171,7 +171,7 @@ def test_retired_values_have_id_0_everywhere(days, tmp_path):
         0,
         users.ids[live],
     ]
-    raw_values = write_raw_values(tmp_path, str(fitted), FeatureSpec.load(fitted))
+    raw_values = write_raw_values(tmp_path, str(fitted), FeatureSpec.load(fitted), {})
     (feature,) = (each for each in raw_values["categorical"] if each["name"] == "user")
     file, size = feature["vocabulary"]
     assert Vocabulary(tmp_path / file, size).ids([gone, live]).tolist() == [0, users.ids[live]]

@@ -93,7 +93,7 @@ def fitted(tmp_path_factory) -> tuple[Path, list[list[str]]]:
 def raw(fitted, tmp_path_factory) -> RawValues:
     directory = tmp_path_factory.mktemp("model")
     spec = FeatureSpec.load(fitted[0])
-    description = write_raw_values(directory, str(fitted[0]), spec)
+    description = write_raw_values(directory, str(fitted[0]), spec, {})
     manifest = Manifest(
         name="m",
         model="m",
@@ -184,7 +184,7 @@ def test_an_expression_is_refused_at_export(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=r"'town' is the SQL expression 'lower\(city\)'"):
         write_raw_values(
-            tmp_path / "model", str(tmp_path / "data"), FeatureSpec.load(tmp_path / "data")
+            tmp_path / "model", str(tmp_path / "data"), FeatureSpec.load(tmp_path / "data"), {}
         )
 
 
