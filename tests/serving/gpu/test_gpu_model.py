@@ -1,7 +1,14 @@
 """A model on a GPU scores as on a CPU: every kind of lookup and dtype, with rows in host memory; Triton interprets here."""
 
+import shutil
+import threading
+import time
+import weakref
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,8 +22,9 @@ from serving.gpu.tables import hot_rows
 from serving.inference.dense import load_program
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
+from serving.inference.versions import Versions
 from serving.manifest import DENSE, Manifest
-from tests.helpers.gpus import needs_one_gpu
+from tests.helpers.gpus import needs_gpus, needs_one_gpu
 from tests.serving.handmade_model import TABLES, some_rows, write_model
 
 
@@ -53,6 +61,66 @@ def test_scores_of_a_gpu_are_those_of_the_cpu(model, monkeypatch, sorted_from):
     # A training run in this process allows TF32.
     torch.set_float32_matmul_precision("highest")
     check(model, "cuda")
+
+
+@pytest.fixture
+def one_lookup_at_a_time(monkeypatch) -> None:
+    """Triton interprets in one thread only."""
+    look_up, lock = lookup.ServedLookup.__call__, threading.Lock()
+
+    def alone(self, block, out) -> None:
+        with lock:
+            look_up(self, block, out)
+
+    monkeypatch.setattr(lookup.ServedLookup, "__call__", alone)
+
+
+@pytest.mark.parametrize("model", ["fp32"], indirect=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(1))])
+@pytest.mark.usefixtures("one_lookup_at_a_time")
+def test_a_version_with_its_hot_rows_is_swapped_in_under_load(model, tmp_path, device):
+    """Every answer is that of the version it names, and the memory of the old one is freed."""
+    root, next_one, rows = tmp_path / "models", tmp_path / "next", some_rows(9, 3)
+    for path in (root / "1", next_one):
+        shutil.copytree(model, path)
+    for file in (next_one / "tables").iterdir():
+        file.write_bytes(np.flip(np.fromfile(file, np.float32)).tobytes())
+    paths = {"1": root / "1", "2": next_one}
+    wanted = {name: ServedModel.load(path).scores(rows) for name, path in paths.items()}
+    assert (wanted["1"] - wanted["2"]).abs().max() > 0.01
+    load = partial(GpuModel.load, max_batch=32, table_bytes=10_000, device=device)
+    versions = Versions(root, print, load=load, verify=False)
+    tables = versions.current.model._tables
+    assert any(table.cold is not None for table in tables)
+    memory = [weakref.ref(table.hot) for table in tables]
+    memory += [weakref.ref(table.cold) for table in tables if table.cold is not None]
+    del tables
+    asked, wrong, is_over = Counter(), [], threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            version = versions.current
+            difference = float((version.model.scores(rows) - wanted[version.name]).abs().max())
+            asked[version.name] += 1
+            if difference > 2e-5:
+                wrong.append((version.name, difference))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        while not asked["1"]:
+            time.sleep(0.01)
+        next_one.rename(root / "2")
+        assert versions.update()
+        before = asked["2"]
+        while asked["2"] < before + 2:
+            time.sleep(0.01)
+    finally:
+        is_over.set()
+        thread.join()
+    assert wrong == []
+    assert set(asked) == {"1", "2"}
+    assert [found() for found in memory] == [None] * len(memory)
 
 
 @pytest.mark.parametrize("model", ["fp32"], indirect=True)

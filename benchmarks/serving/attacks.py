@@ -1,0 +1,169 @@
+"""Memory of the embedded server while clients break every rule, 1,000 connections at a time.
+
+    python -m benchmarks.serving.attacks --model MODEL
+
+MODEL takes ids. Each attack prints the largest resident memory of the server beside that before the first one, and the answers by
+status. After each a good request must be answered. The limits of the server are its defaults.
+"""
+
+import argparse
+import asyncio
+import json
+import resource
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.serving.faults import ROWS, request_of, start
+from serving.client.connection import Address, Connection
+from serving.client.dataset_requests import scores_of
+from serving.manifest import Manifest
+
+CONNECTIONS = 1000
+HELD_S = 4.0
+"""Time that an attack keeps its connections."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What each connection sends.
+
+    Attributes:
+        title: of the attack.
+        content: sent at once.
+        repeats: times that the content is sent.
+        reads: whether the client reads.
+        connections: at a time.
+    """
+
+    title: str
+    content: bytes
+    repeats: int = 1
+    reads: bool = True
+    connections: int = CONNECTIONS
+
+
+def main() -> None:
+    """Run all attacks on a server of the model of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    args = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    process, _, port = start(args.model)
+    try:
+        asyncio.run(_run(args.model, process.pid, port))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def _run(model: Path, pid: int, port: int) -> None:
+    name, body, length = request_of(Manifest.read(model))
+    address, path = Address("127.0.0.1", port), f"/v2/models/{name}/infer"
+    for _ in range(100):
+        await _good_request(address, path, body, length)
+    base = _memory(pid, "VmRSS")
+    print(f"resident before: {base:,.0f} MiB")
+    print(f"{'attack':<58} {'peak MiB':>9} {'more':>6} {'after':>6}  answers")
+    for attack in attacks(f"POST {path} HTTP/1.1\r\nHost: x\r\n", body, length):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
+        held = [_attack(port, attack) for _ in range(attack.connections)]
+        answers = Counter(await asyncio.gather(*held))
+        peak = _memory(pid, "VmHWM")
+        await _good_request(address, path, body, length)
+        after = _memory(pid, "VmRSS")
+        shown = ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
+        line = f"{attack.title:<58} {peak:9,.0f} {peak - base:6,.0f} {after - base:6,.0f}  {shown}"
+        print(line, flush=True)
+
+
+def attacks(post: str, body: bytes, length: int) -> Sequence[Attack]:
+    """Return the attacks.
+
+    Args:
+        post: beginning of a request.
+        body: of a good request.
+        length: of its JSON.
+    """
+    texts = json.dumps({"inputs": [_texts(1_300_000)]}).encode()
+    good = f"{post}Inference-Header-Content-Length: {length}\r\n".encode() + _sized(len(body))
+    return [
+        Attack("nothing", b""),
+        Attack("half of a request's headers", post.encode() + b"X: " + b"a" * 16_000),
+        Attack("a claim of 1 GB", post.encode() + _sized(1 << 30)),
+        Attack("1 GB in 20 connections, sent", post.encode() + _sized(1 << 30), connections=20),
+        Attack("a claim of 60 MB, and one byte", post.encode() + _sized(60 << 20) + b"{"),
+        Attack("half a body of 500 kB", post.encode() + _sized(500_000) + bytes(250_000)),
+        Attack("300 good requests, answers unread", good + body, repeats=300, reads=False),
+        Attack("8 MB of short texts", post.encode() + _sized(len(texts)) + texts, connections=60),
+    ]
+
+
+def _texts(count: int) -> dict[str, object]:
+    data = ["ab"] * count
+    return {"name": "ids", "datatype": "BYTES", "shape": [1, count], "data": data}
+
+
+def _sized(size: int) -> bytes:
+    return f"Content-Length: {size}\r\n\r\n".encode()
+
+
+async def _attack(port: int, attack: Attack) -> str:
+    """Hold one connection; return the status of its first answer."""
+    end = time.monotonic() + HELD_S
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sending = asyncio.create_task(_send(writer, attack))
+    status = "no answer"
+    if attack.reads:
+        try:
+            async with asyncio.timeout(HELD_S):
+                line = await reader.readline()
+            status = line.split(b" ")[1].decode() if line else "closed"
+        except TimeoutError:
+            pass
+        except OSError:
+            status = "reset"
+    await asyncio.sleep(end - time.monotonic())
+    sending.cancel()
+    writer.transport.abort()
+    return status
+
+
+async def _send(writer: asyncio.StreamWriter, attack: Attack) -> None:
+    try:
+        for _ in range(attack.repeats):
+            writer.write(attack.content)
+            await writer.drain()
+        while attack.title.endswith("sent"):
+            writer.write(bytes(MIB))
+            await writer.drain()
+    except OSError:
+        pass  # the server has closed
+
+
+async def _good_request(address: Address, path: str, body: bytes, length: int) -> None:
+    connection = Connection(address)
+    for attempt in range(20):
+        reply = await connection.call(path, body, length)
+        if reply.status != 503 or attempt == 19:
+            break
+        await asyncio.sleep(0.5)
+    scores_of(reply, ROWS)
+    connection.close()
+
+
+def _memory(pid: int, field: str) -> float:
+    """Return a number of /proc/PID/status in MiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) / 1024
+
+
+if __name__ == "__main__":
+    main()
