@@ -16,7 +16,7 @@ from configs.messages import on_one_line
 from configs.overrides import to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
-from serving.manifest import Manifest
+from serving.manifest import MACHINE_CODE, Manifest
 
 
 def run(composed: DictConfig) -> None:
@@ -59,12 +59,16 @@ def report(manifest: Manifest) -> list[str]:
     num_bytes = sum(
         state.bytes for name, state in manifest.files.items() if name.startswith("tables/")
     )
+    proofs = {"proof": proof} | ({"aoti": proof[MACHINE_CODE]} if MACHINE_CODE in proof else {})
     takes = "raw values and ids" if manifest.raw else "ids"
     return [
         f"model      {manifest.name} ({manifest.model}), step {manifest.source['step']:,}, takes {takes}",
         f"tables     {len(manifest.tables)} of {manifest.dtype}, {num_bytes / 2**20:,.1f} MiB",
-        f"proof      {proof['rows']:,} rows of split {proof['split']}: largest difference from the training path "
-        f"{proof['largest_difference']:.1e} (at most {proof['limit']:g})",
+        *(
+            f"{name:<10} {found['rows']:,} rows of split {found['split']}: largest difference from the training path "
+            f"{found['largest_difference']:.1e} (at most {found['limit']:g})"
+            for name, found in proofs.items()
+        ),
     ]
 
 

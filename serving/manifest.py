@@ -29,6 +29,8 @@ MANIFEST = "model.json"
 DENSE = "dense.pt2"
 ONNX = "dense.onnx"
 AOTI = "dense.aoti.pt2"
+MACHINE_CODE = "machine_code"
+"""Key of the proof of `dense.aoti.pt2`."""
 FORMAT = 1
 MOST_ROWS = 65_536
 """Rows of the largest batch that the dense component takes."""
@@ -125,7 +127,7 @@ class Manifest:
         keys: file of the rows of raw keys by feature; features that are not named have ids.
         raw: how raw values become features (`serving.inference.raw_values`); None if only ids are served.
         source: checkpoint, step, fingerprint of the features, versions of the libraries.
-        proof: rows that were compared with the training path, and the largest difference.
+        proof: rows that were compared with the training path, and the largest difference; likewise of machine code.
         files: bytes and SHA-256 of every other file.
     """
 

@@ -37,6 +37,7 @@ from serving.inference.versions import load_version
 from serving.manifest import (
     AOTI,
     DENSE,
+    MACHINE_CODE,
     MANIFEST,
     ONNX,
     TABLE_BYTES,
@@ -131,7 +132,8 @@ def _write(
         CHAIN: last.facts[CHAIN],
     }
     values["source"] = manifest.source | changed
-    values["proof"] = {"of": manifest.identity, "version": base.name, **manifest.proof}
+    proof = {name: value for name, value in manifest.proof.items() if name != MACHINE_CODE}
+    values["proof"] = {"of": manifest.identity, "version": base.name, **proof}
     written = Manifest(**values | {"files": describe_files(directory)})
     write_synced(directory / MANIFEST, written.to_json())
     # As a server would, before it is a version.

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -118,6 +118,16 @@ def export_aoti(
             f"aoti={device.value}: the dense component cannot be compiled: {_first_line(error)}; AOTInductor "
             "needs a C++ compiler (g++), or leave aoti out"
         ) from error
+
+
+def load_aoti(directory: Path, device: Device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the forward of `dense.aoti.pt2`, from CPU to CPU; it runs machine code, so only of an export of this process."""
+    code = torch._inductor.aoti_load_package(str(directory / AOTI))
+
+    def forward(numerical: Tensor, embeddings: Tensor) -> Tensor:
+        return code(numerical.to(device.value), embeddings.to(device.value)).cpu()
+
+    return forward
 
 
 def check_aoti(device: Device) -> None:

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.command_line import project_version
 from configs.messages import shown
 from configs.schema import Config, open_sections
-from configs.serving_schema import ModelExportConfig
+from configs.serving_schema import Device, ModelExportConfig
+from dataloading.batch import Batch
 from dataloading.dataset.durable_files import (
     clear_leftovers,
     hold,
@@ -35,6 +36,7 @@ from serving.exporting.dense import (
     export_aoti,
     export_dense,
     export_onnx,
+    load_aoti,
     load_dense,
 )
 from serving.exporting.proof import (
@@ -48,7 +50,17 @@ from serving.exporting.raw_values import write_raw_values
 from serving.exporting.tables import write_tables
 from serving.inference.key_rows import write_key_rows
 from serving.inference.model import ServedModel
-from serving.manifest import MANIFEST, Feature, KeyFile, Manifest, Output, Table, describe_files
+from serving.inference.tables import MappedTables
+from serving.manifest import (
+    MACHINE_CODE,
+    MANIFEST,
+    Feature,
+    KeyFile,
+    Manifest,
+    Output,
+    Table,
+    describe_files,
+)
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -196,14 +208,32 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     manifest = _manifest(trained, options, tables, raw, files)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
     _write_manifest(directory, manifest)
-    proof = prove(batches, path, ServedModel.load(directory), options.split)
+    proof = asdict(prove(batches, path, ServedModel.load(directory), options.split))
+    if options.aoti is not None:
+        proof[MACHINE_CODE] = asdict(_prove_aoti(directory, manifest, batches, path, options))
     return _write_manifest(directory, manifest, proof)
 
 
-def _write_manifest(directory: Path, manifest: Manifest, proof: Proof | None = None) -> Manifest:
+def _prove_aoti(
+    directory: Path,
+    manifest: Manifest,
+    batches: list[Batch],
+    path: TrainingPath,
+    options: ModelExportConfig,
+) -> Proof:
+    assert options.aoti is not None
+    forward = load_aoti(directory, options.aoti)
+    served = ServedModel(manifest, MappedTables(directory, manifest), forward, None)
+    on_gpu = options.aoti is Device.cuda
+    return prove(batches, path, served, options.split, on_gpu=on_gpu)
+
+
+def _write_manifest(
+    directory: Path, manifest: Manifest, proof: dict[str, Any] | None = None
+) -> Manifest:
     values = {name: getattr(manifest, name) for name in Manifest.__slots__}
     values |= {"files": manifest.files or describe_files(directory)}
-    complete = Manifest(**values | {"proof": asdict(proof) if proof else {}})
+    complete = Manifest(**values | {"proof": proof or {}})
     write_synced(directory / MANIFEST, complete.to_json())
     return complete
 

@@ -15,17 +15,17 @@ from nn.build import open_source
 from nn.checkpoint.tensor_index import read_index
 from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import MODELS, build_dense, declared_tables
-from serving.exporting import proof
-from serving.exporting.dense import check_aoti, export_aoti, export_dense
+from serving.exporting import proof, run
+from serving.exporting.dense import check_aoti, export_dense, load_aoti
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
-from serving.manifest import AOTI, DENSE, MANIFEST, ONNX, Manifest, ModelError
+from serving.manifest import DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import needs_gpus
 from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
 from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401
 from tests.nn.training.test_ragged import overrides_of as ragged_case
-from tests.serving.handmade_model import Dense
 from tests.serving.served_models import export, save_run, served_scores
 
 KINDS = [
@@ -120,21 +120,36 @@ def test_onnx_computes_the_same(runs, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
-def test_machine_code_computes_the_same(tmp_path):
-    dense = Dense(2 + 5).eval()
-    export_dense(tmp_path, dense, 2, 5)
+@pytest.mark.parametrize(
+    ("device", "limit"),
+    [(Device.cpu, 1e-6), pytest.param(Device.cuda, 2e-5, marks=needs_gpus(1))],
+)
+def test_machine_code_computes_the_same(runs, device, limit, tmp_path):
     # A quarter of the time.
     fast = {
         "aot_inductor.precompile_headers": False,
         "aot_inductor.compile_wrapper_opt_level": "O0",
     }
+    # A training run in this process allows TF32.
+    torch.set_float32_matmul_precision("highest")
     with torch._inductor.config.patch(fast):
-        export_aoti(tmp_path, dense, 2, 5, Device.cpu)
-    compiled = torch._inductor.aoti_load_package(str(tmp_path / AOTI))
-    forward = load_dense(tmp_path / DENSE)
+        manifest = export(runs["dlrm"][0], tmp_path / "model", aoti=device)
+    found = manifest.proof[MACHINE_CODE]
+    assert (found["rows"], found["limit"]) == (manifest.proof["rows"], limit)
+    assert found["largest_difference"] <= limit
+    compiled = load_aoti(tmp_path / "model", device)
+    forward = load_dense(tmp_path / "model" / DENSE)
     for rows in (1, 5):
-        inputs = torch.randn(rows, 2), torch.randn(rows, 5)
-        torch.testing.assert_close(compiled(*inputs), forward(*inputs), rtol=0, atol=1e-6)
+        inputs = torch.randn(rows, 3), torch.randn(rows, manifest.num_columns)
+        torch.testing.assert_close(compiled(*inputs), forward(*inputs), rtol=limit, atol=limit)
+
+
+def test_machine_code_that_differs_is_refused(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "export_aoti", lambda *_: None)
+    monkeypatch.setattr(run, "load_aoti", lambda *_: lambda numerical, _: numerical.sum(1))
+    with pytest.raises(ValueError, match="differs from the training path by"):
+        export(runs["dlrm"][0], tmp_path / "model", aoti=Device.cpu)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_machine_code_of_a_missing_gpu_is_refused():
