@@ -29,7 +29,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """What each connection sends.
+    """Content of each connection.
 
     Attributes:
         title: of the attack.
