@@ -166,6 +166,12 @@ def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
         replace_text(path, json.dumps(now, indent=2) + "\n", directory / f".{SETTINGS}.tmp")
         return
     before = read_json(path)
+    options = sorted(set(now["overrides"]) ^ set(before.get("overrides", [])))
+    require(
+        not options,
+        f"output={directory} holds a sweep of trials with other options (they differ in {', '.join(options)}); set another "
+        "output, or repeat that one",
+    )
     for key in sorted(now.keys() | before.keys()):
         require(
             now.get(key) == before.get(key),

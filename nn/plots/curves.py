@@ -179,7 +179,7 @@ def _facts(run: RunRecords, metrics: Sequence[_Metric]) -> str:
         parts.append(f"seed {header['seed']}")
     if header.get("gpu") is not None:
         parts.append(f"{header.get('world_size')} x {header['gpu']}")
-    steps = f"{run.last_step:,} steps"
+    steps = f"{run.last_step:,} step{'s' * (run.last_step != 1)}"
     if run.steps_per_epoch is not None:
         epochs = f"{run.last_step / run.steps_per_epoch:.3g}"
         steps += f" ({epochs} epoch{'s' * (epochs != '1')})"

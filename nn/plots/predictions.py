@@ -83,7 +83,10 @@ def _draw_calibration(axes: Any, task: Mapping[str, Any], head: str) -> None:
         )
     axes.set(xlim=(low, high), ylim=(low, high), xlabel="mean prediction", ylabel="mean label")
     means = f"mean prediction {task['mean_prediction']:.4g}, label {task['mean_label']:.4g}"
-    axes.legend(loc="upper left", title=means, title_fontsize=9, alignment="left")
+    # On the side of the diagonal that the points are not on.
+    is_above = task["mean_label"] > task["mean_prediction"]
+    place = "lower right" if is_above else "upper left"
+    axes.legend(loc=place, title=means, title_fontsize=9, alignment="left")
 
 
 def _wilson_interval(rates: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

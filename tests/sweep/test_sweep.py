@@ -274,6 +274,8 @@ def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tm
     sweep(space, output, trials=1)
     with hold(output, "is sweeping there"), pytest.raises(ValueError, match="is sweeping in"):
         sweep(space, output)
+    with pytest.raises(ValueError, match=r"trials with other options \(they differ in train\.epochs=3\)"):
+        sweep(space, output, overrides=["train.epochs=3"])
     space.write_text(SPACE.replace("10", "20"))
     with pytest.raises(
         ValueError, match=r"holds a sweep with another space: .* set another output"
