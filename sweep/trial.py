@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.trial import TrialState
 
 from compare.run_record import RunRecord, State
 from configs.exit_codes import DIVERGED_EXIT_CODE, RESUME_EXIT_CODE
@@ -70,7 +71,8 @@ class RunningTrial:
         if self.process is None:
             return self._begin()
         exit_code = self.process.poll()
-        if self._report_new(report) and exit_code is None and self.trial.should_prune():
+        has_new = self._report_new(report)
+        if has_new and exit_code is None and not self._is_at_end() and self.trial.should_prune():
             return Ending.pruned
         return None if exit_code is None else self._after(exit_code)
 
@@ -116,6 +118,12 @@ class RunningTrial:
                 self.num_reported, has_new = number, True
                 report(self, step, value)
         return has_new
+
+    def _is_at_end(self) -> bool:
+        """Return whether the trial has as many evaluations as complete ones: to end it would save nothing."""
+        complete = self.trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        most = max((len(trial.intermediate_values) for trial in complete), default=None)
+        return most is not None and self.num_reported >= most
 
     def _after(self, exit_code: int) -> Ending | None:
         """Return the ending of a trial whose process has ended; None if it was restarted."""

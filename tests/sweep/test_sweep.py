@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -18,12 +19,14 @@ from rich.console import Console
 from compare.run_record import RunRecord, State
 from configs.many_runs_schema import Pruner, Sampler, SweepConfig
 from dataloading.dataset.durable_files import hold
+from nn.models.metric import metric_of_key
 from sweep.__main__ import with_trial_options
 from sweep.driver import StoppedSweepError
 from sweep.proposals import final_values, promising_values, spread_values
 from sweep.pruner import ReachPruner
 from sweep.run import run_sweep
 from sweep.space import Range, as_override, read_space
+from sweep.trial import Ending, RunningTrial
 from sweep.trial_process import start_process
 from tests.helpers.runs import Killed
 from tests.sweep import fake_run
@@ -210,6 +213,22 @@ def test_a_trial_that_cannot_reach_the_best_is_pruned():
             study.tell(trial, state=TrialState.PRUNED)
 
 
+@pytest.mark.parametrize(("evaluations", "ending"), [(2, Ending.pruned), (1, None)])
+def test_a_trial_is_not_pruned_by_its_last_evaluation(tmp_path, evaluations, ending):
+    study = optuna.create_study(direction="maximize", pruner=ReachPruner())
+    for value in (0.7, 0.8):
+        trial = study.ask()
+        for number in range(evaluations):
+            trial.report(value, number + 1)
+        study.tell(trial, value)
+    (tmp_path / "metrics.jsonl").write_text('{"recipe": "fake"}\n{"step": 9, "test_auc": 0.5}\n')
+    process = Mock(poll=lambda: None)
+    fixed = (tmp_path, tmp_path / "log", None, metric_of_key("test_auc"), Mock())
+    running = RunningTrial(study.ask(), {}, *fixed, restarts=0, process=process)
+    assert running.update(Mock()) is ending
+    assert running.num_reported == 1
+
+
 def complete_trial(number: int, *curve: float) -> FrozenTrial:
     state = TrialState.COMPLETE if len(curve) == 3 else TrialState.PRUNED
     steps = dict(enumerate(curve, start=1))
@@ -274,7 +293,9 @@ def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tm
     sweep(space, output, trials=1)
     with hold(output, "is sweeping there"), pytest.raises(ValueError, match="is sweeping in"):
         sweep(space, output)
-    with pytest.raises(ValueError, match=r"trials with other options \(they differ in train\.epochs=3\)"):
+    with pytest.raises(
+        ValueError, match=r"trials with other options \(they differ in train\.epochs=3\)"
+    ):
         sweep(space, output, overrides=["train.epochs=3"])
     space.write_text(SPACE.replace("10", "20"))
     with pytest.raises(
