@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
+from urllib.request import Request, urlopen
 
 SECRET = "do-not-print-me"
 
@@ -20,6 +21,8 @@ def s3_server(cache: Path) -> Iterator[str]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
+    # All servers of a process have the same content, also that of one that was stopped.
+    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
     environment = {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": "somebody",
