@@ -146,7 +146,7 @@ class ArrayFile:
 
     def write(self, block: Tensor, start: int) -> int:
         """Write a flat block of a tensor at byte `start` and return its CRC-32."""
-        data = block.cpu().view(torch.uint8).numpy().data
+        data = in_host_memory(block).view(torch.uint8).numpy().data
         crc32, written = zlib.crc32(data), 0
         while written < len(data):
             written += os.pwrite(self._descriptor, data[written:], start + written)
@@ -159,6 +159,19 @@ class ArrayFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def in_host_memory(block: Tensor) -> Tensor:
+    """Return a tensor, or its copy if it is on a GPU, made on the current stream.
+
+    A copy to pages that are not pinned goes through the driver's own buffers, under a lock that launches of other threads need.
+    """
+    if block.device.type != "cuda":
+        return block
+    copied = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+    copied.copy_(block, non_blocking=True)
+    torch.cuda.current_stream(block.device).synchronize()
+    return copied
 
 
 def array_blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
