@@ -16,6 +16,10 @@ FITTED = "preproc.json"
 VOCABULARY = "vocabulary"
 RARE = "rare"
 DAY, PARENT = "day", "parent"
+TRANSFORM = "transform"
+"""`mode` of a dataset that was made with the vocabularies of another one."""
+OF_FIT = "fitted_vocabularies"
+"""Checksums of these, by feature."""
 HEX = re.compile("[0-9a-f]{64}")
 
 
@@ -45,11 +49,16 @@ class Lineage:
 
 
 def vocabularies(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checksum of each vocabulary that `metadata` of a spec lists, by feature.
+    """Return the checksum of each vocabulary of the fit that made a dataset, by feature, as `metadata` of its spec tells it.
 
-    A day has none: its ids continue those of the day before, whose vocabularies have other bytes.
+    A day has none: its ids continue those of the day before, whose vocabularies have other bytes. A dataset of mode=transform
+    tells those of its fit, since its own copies may have other bytes: engines write the same values differently. One of an
+    earlier version tells nothing.
     """
     files = metadata.get("files")
+    if metadata.get("mode") == TRANSFORM:
+        told = metadata.get(OF_FIT)
+        return {str(k): str(v) for k, v in told.items()} if isinstance(told, Mapping) else {}
     if not isinstance(files, Mapping) or Lineage.of(metadata).day:
         return {}
     found = {}

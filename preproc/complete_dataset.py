@@ -14,7 +14,7 @@ from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.split_files import SplitFiles
-from dataloading.lineage import DAY, PARENT, Lineage
+from dataloading.lineage import DAY, OF_FIT, PARENT, Lineage
 from preproc.dataset_writer import finish_dataset
 from preproc.fitted_state import save_fitted
 from preproc.report.console import (
@@ -45,6 +45,7 @@ class WrittenColumns:
         bad_rows: rows left out.
         absent: names of the labels, the weight and the keep rate that new rows lack.
         lineage: the day, and the fit that it extends.
+        vocabularies: checksums of those of the fit that `mode=transform` takes, by feature.
     """
 
     categorical: list[CategoricalFeature]
@@ -56,6 +57,7 @@ class WrittenColumns:
     bad_rows: int
     absent: frozenset[str] = frozenset()
     lineage: Lineage = field(default_factory=Lineage)
+    vocabularies: Mapping[str, str] = field(default_factory=dict)
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
@@ -111,7 +113,7 @@ def complete_dataset(
             split: SplitFiles(summary.rows, absent=written.absent)
             for split, summary in written.splits.items()
         },
-        _metadata(config, written.lineage),
+        _metadata(config, written),
         *(
             next((column for column in columns if column.channel is channel), None)
             for channel in (Channel.weight, Channel.keep_rate)
@@ -125,16 +127,16 @@ def complete_dataset(
     print_new_values(progress.console, written.splits)
 
 
-def _metadata(config: PreprocConfig, lineage: Lineage) -> dict[str, Any]:
+def _metadata(config: PreprocConfig, written: WrittenColumns) -> dict[str, Any]:
     """Return what the spec tells about the way the dataset was made."""
     metadata: dict[str, Any] = {
         "frequency_limit": config.frequency_limit,
         "vocabulary_rows": config.vocabulary.name,
     }
     if config.mode is Mode.transform:
-        metadata["mode"] = config.mode.name
+        metadata |= {"mode": config.mode.name, OF_FIT: dict(written.vocabularies)}
     if config.shuffle:
         metadata["shuffle_seed"] = config.seed
-    if lineage.day:
-        metadata |= {DAY: lineage.day, PARENT: lineage.parent}
+    if written.lineage.day:
+        metadata |= {DAY: written.lineage.day, PARENT: written.lineage.parent}
     return metadata

@@ -29,7 +29,7 @@ from configs.table_schema import (
 )
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.split_files import SPLITS
-from dataloading.lineage import RARE, Lineage
+from dataloading.lineage import RARE, Lineage, vocabularies
 from preproc.complete_dataset import WrittenColumns, complete_dataset, row_columns
 from preproc.fitted_state import FittedState, load_fitted, with_limits_of
 from preproc.raw_files import RawFile, refuse_copies
@@ -262,6 +262,7 @@ class _Run:
             counted="the fitted run's" if config.mode is Mode.transform else config.vocabulary.name,
             bad_rows=num_bad,
             lineage=self._lineage,
+            vocabularies={} if self._fitted is None else vocabularies(self._fitted.limits),
         )
         complete_dataset(written, config, table, self.work, self.progress)
         return num_rows

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.lineage import vocabularies
 from preproc import transformed_rows
 from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import preproc, raw_line, write_lines
@@ -132,6 +133,10 @@ def test_raw_criteo_logs_with_and_without_the_label(tmp_path):
     for path in (source, bare):
         features, _ = read(tmp_path / "fit", [path])
         assert features.equals(wanted)
+    # A model of the fit scores these rows, though DuckDB wrote their vocabularies and kernels those of the fit.
+    fit, out = (vocabularies(FeatureSpec.load(tmp_path / name).metadata) for name in ("fit", "out"))
+    assert fit == out
+    assert len(fit) == 26
 
 
 def test_mistakes_are_one_line(root, tmp_path):
