@@ -32,7 +32,7 @@ from configs.schema import Config
 from dataloading.batch import Batch
 from nn.build import build_plan, build_step, build_train_loader, hardware_of, open_source
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
-from nn.planning.host_tables import LINK_BYTES_PER_MS, fetched_bytes
+from nn.planning.host_tables import link_ms
 from nn.planning.plan import TablePlan
 from nn.sharding.tables import local_tensors
 from nn.training.prefetch import Prefetcher
@@ -168,9 +168,9 @@ def line(
     text += f"{cpu_seconds / args.steps * 1e3:.1f} of CPUs, built in {ready_s:.1f} s"
     for name, value in step.tables.host_traffic(args.steps).items():
         text += f", {name.removeprefix('tier_')} {value:,.4g}"
-    rows, moved = sum(row.fetched_rows for row in planned), sum(map(fetched_bytes, planned))
+    rows = sum(row.fetched_rows for row in planned)
     if rows:
-        text += f"; planned rows_in {rows:,.4g}, link {2 * moved / LINK_BYTES_PER_MS:.2f} ms"
+        text += f"; planned rows_in {rows:,.4g}, link {link_ms(planned):.2f} ms"
     if ranks.device.type == "cuda":
         text += f"; HBM {torch.cuda.memory_allocated() / 2**30:.1f} GiB"
     if args.trace and step.tables.tier is not None:

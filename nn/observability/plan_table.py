@@ -11,7 +11,7 @@ from rich.table import Table
 
 from configs.schema import Config
 from nn.observability.layout import grid, print_columns, ranges
-from nn.planning.host_tables import LINK_BYTES_PER_MS, fetched_bytes, staged_row_bytes
+from nn.planning.host_tables import fetched_bytes, link_ms, staged_row_bytes
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
 from nn.tiers.stager import PASS_BATCHES
@@ -180,11 +180,6 @@ def _host_lines(rows: Sequence[TablePlan]) -> dict[str, str]:
     cached = sum(row.cache_rows for row in tables)
     fetched = sum(row.fetched_rows for row in tables)
     moved = sum(fetched_bytes(row) for row in tables)
-    by_rank: dict[int, float] = {}
-    for row in tables:
-        for rank in row.ranks:
-            by_rank[rank] = by_rank.get(rank, 0.0) + fetched_bytes(row) / len(row.ranks)
-    link_ms = 2 * max(by_rank.values()) / LINK_BYTES_PER_MS
     room = f"room on the device for {cached:,} of {stored:,} rows ({cached / stored:.1%})"
     lines = {}
     if len(on_disk) < len(tables):
@@ -201,7 +196,7 @@ def _host_lines(rows: Sequence[TablePlan]) -> dict[str, str]:
         )
     return lines | {
         "per step": f"about {fetched:,.0f} rows fetched and as many returned, {moved / 1e6:,.1f} MB each way; "
-        f"{link_ms:,.2f} ms of the link between host and device",
+        f"{link_ms(tables):,.2f} ms of the link between host and device",
     }
 
 

@@ -124,8 +124,10 @@ def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> N
 Members = Sequence[tuple[str, int, int]]
 """Table, first row and number of rows of the shards that share an arena."""
 
-LINK_BYTES_PER_MS = 40e9 / 1e3
-"""Bytes per millisecond of a kernel that copies sorted rows of 512 bytes between host memory and an H200, each way in turn."""
+LINK_BYTES_PER_MS = 76e9 / 1e3
+"""Bytes per millisecond that a kernel exchanges between host memory and an H200, both ways together."""
+LINK_ROWS_PER_MS = 55e6 / 1e3
+"""The same in rows, both ways together: sorted rows of 32 GiB, for each of which the GPU looks up a page."""
 
 
 def with_expected_fetches(
@@ -253,6 +255,24 @@ def _fixed(plan: TieredPlan, members: Members, name: str, count: int) -> int:
 def fetched_bytes(table: TablePlan) -> float:
     """Return the bytes that a table is expected to fetch per step from host memory, with optimizer state, over all ranks."""
     return table.fetched_rows * (_row_bytes(table, table.host_bytes_per_rank) + _disk_bytes(table))
+
+
+def link_ms(tables: Sequence[TablePlan]) -> float:
+    """Return the milliseconds per step in which the link of the busiest rank moves rows, if it has nothing else to do."""
+    num_bytes: dict[int, float] = {}
+    num_rows: dict[int, float] = {}
+    for table in tables:
+        for rank in table.ranks:
+            share = 2 / len(table.ranks)
+            num_bytes[rank] = num_bytes.get(rank, 0.0) + share * fetched_bytes(table)
+            num_rows[rank] = num_rows.get(rank, 0.0) + share * table.fetched_rows
+    return max(
+        (
+            max(num_bytes[rank] / LINK_BYTES_PER_MS, num_rows[rank] / LINK_ROWS_PER_MS)
+            for rank in num_bytes
+        ),
+        default=0.0,
+    )
 
 
 def staged_row_bytes(table: TablePlan) -> float:
