@@ -108,6 +108,7 @@ def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
     assert waited[:2] == [False, True]
     lines = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [4, 8, 10]
+    assert all(json.loads(line)["paused_s"] > 0 for line in lines)
 
 
 def test_without_room_for_a_copy_training_waits_and_the_files_are_the_same(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from nn.tiers.host_tier import ring_slots
 from nn.tiers.slot_map import SlotMap
 from nn.tiers.traffic import IdTraffic, expected_fetches, power_law_share, row_classes
 from tests.helpers.composed import TINY, compose_config
+from tests.helpers.datasets import CARDINALITY, write_clicks
 
 GPU = [*TINY, "device=cuda", "sharding.host_gib=1", "data.synthetic.cardinalities=[90000,40,50000]"]
 
@@ -55,6 +58,28 @@ def test_an_arena_smaller_than_the_live_batches_is_refused_with_one_that_would_d
         planned("sharding.hbm_gib=1", table.format(0.006))
     least = re.search(r"set cache: ([\d.]+)", str(caught.value)).group(1)
     assert planned("sharding.hbm_gib=1", table.format(least))[2].cache_rows == 320
+
+
+def test_the_expected_rows_of_a_dataset_are_those_of_its_counts(tmp_path):
+    rows = 90_000
+    table = "sharding.tables={{{}: {{tier: host, cache: 0.1}}}}"
+    like, alike = (
+        planned(
+            f"data.synthetic.cardinalities=[{CARDINALITY},{rows}]",
+            f"data.synthetic.exponent={exponent}",
+            *("sharding.hbm_gib=1", table.format("cat_1")),
+        )[1].fetched_rows
+        for exponent in (1.05, 0)
+    )
+    stored = f"data.path={write_clicks(tmp_path / 'clicks', rows)}"
+    command = (stored, "sharding.hbm_gib=1", table.format("item"))
+    assert planned(*command)[1].fetched_rows == alike
+    counts = np.diff(1e9 * power_law_share(rows, 1.05)(np.arange(rows + 1))).astype(np.int64)
+    folder = tmp_path / "clicks" / "vocabulary"
+    folder.mkdir()
+    pq.write_table(pa.table({"id": np.arange(rows), "count": counts}), folder / "item.parquet")
+    assert planned(*command)[1].fetched_rows == pytest.approx(like, rel=0.01)
+    assert like < 0.7 * alike
 
 
 @pytest.mark.parametrize(
