@@ -1,8 +1,10 @@
 """Lookup of embeddings in mapped tables: only the rows that are looked up are read, so tables may exceed memory."""
 
+import warnings
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
@@ -11,6 +13,7 @@ from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import Manifest, Table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+NUMPY_DTYPES = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.int8: "i1"}
 GATHERED = 1 << 22
 """Numbers of rows that are gathered at a time where a table is not float32."""
 
@@ -69,14 +72,12 @@ class MappedTable:
 
     def __init__(self, directory: Path, declared: Table, dtype: str) -> None:
         self.declared, self.dtype = declared, DTYPES[dtype]
-        size = declared.rows * declared.columns
-        path = str(directory / declared.file)
-        self._weight = torch.from_file(path, size=size, dtype=self.dtype)
-        self._weight = self._weight.view(declared.rows, declared.columns)
+        shape = (declared.rows, declared.columns)
+        self._weight = _mapped(directory / declared.file, self.dtype, shape)
         self.scale = None
         if dtype == "int8":
-            path = str(directory / declared.scale_file)
-            self.scale = torch.from_file(path, size=declared.rows, dtype=torch.float32)
+            path = directory / declared.scale_file
+            self.scale = _mapped(path, torch.float32, (declared.rows,))
 
     def read(self, first: int, target: Tensor) -> None:
         """Copy the rows from `first` on to `target`, [rows, D] on any device."""
@@ -99,3 +100,18 @@ class MappedTable:
         if self.declared.pooling == "mean":
             sums /= ids.lengths.clamp(min=1)[:, None]
         return sums
+
+
+def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers of a file, which is mapped for reading.
+
+    torch.from_file maps it for writing: the system then counts it as memory, and refuses what exceeds that.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is too short.
+    """
+    numbers = np.memmap(path, NUMPY_DTYPES[dtype], "r", shape=shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(numbers).view(dtype)
