@@ -279,6 +279,10 @@ def _check(directory: Path, manifest: Manifest) -> None:
     _texts([output.name for output in manifest.outputs])
     if len(set(names)) < len(names) or not names or not manifest.outputs:
         raise ValueError("want features of different names, and at least one output")
+    if not isinstance(manifest.raw or {}, dict):
+        raise ValueError(f"raw is {shown(manifest.raw)}, want an object or null")
+    if not isinstance(manifest.source, dict) or not isinstance(manifest.proof, dict):
+        raise ValueError("source and proof must be objects")
     rows = {}
     for feature in manifest.categorical:
         _count(feature.cardinality)

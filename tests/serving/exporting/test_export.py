@@ -233,6 +233,8 @@ def test_a_damaged_model_is_refused(model, name, tmp_path):
         {"files": {"../x": {"bytes": 1, "sha256": "0"}}},
         {"categorical": [{"name": "cat_0", "cardinality": -1, "hotness": 1}]},
         {"outputs": "all"},
+        {"raw": True},
+        {"source": []},
     ],
 )
 def test_a_manifest_of_another_kind_is_refused(model, change, tmp_path):
