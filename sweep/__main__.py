@@ -32,8 +32,8 @@ def run(composed: DictConfig) -> None:
             import optuna  # noqa: F401
         except ModuleNotFoundError:
             raise ValueError(
-                "python -m sweep needs Optuna, which is not installed: pip install '.[sweep]', or uv sync --extra cpu --extra sweep "
-                "(--extra cuda on a GPU machine)"
+                "python -m sweep needs Optuna, which is not installed: pip install '.[sweep]', or uv sync --extra cpu "
+                "--extra sweep (--extra cuda on a GPU machine)"
             ) from None
         from sweep.driver import StoppedSweepError
         from sweep.run import run_sweep

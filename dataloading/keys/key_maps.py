@@ -1,7 +1,8 @@
 """The maps of all tables for raw keys, ahead of the step.
 
 Batches are mapped while earlier ones train, several at a time: a table maps them one after another on the same thread, and waits
-for no table of another thread. A batch is pending until its step begins; lookups and states leave the changes of pending batches out.
+for no table of another thread. A batch is pending until its step begins; lookups and states leave the changes of pending
+batches out.
 """
 
 import os

@@ -250,7 +250,7 @@ def _see(keys, own, table, found, drawn):
     """Handle keys in blocks: first their places, which are in memory at independent addresses, then their cells."""
     column, runs, batch = keys
     slots, first = own
-    cells, marks, counts = table
+    cells, entries, counts = table
     seen, missing = found
     num_seen = num_missing = 0
     mask = len(cells) - 1
@@ -278,26 +278,26 @@ def _see(keys, own, table, found, drawn):
         for i in range(size):
             # Nearly always the first cell is the key's, or empty.
             place, key = places[i], block[i]
-            if marks[place, 2] != 0 and cells[place, 0] != key:
-                place = cell_of(cells, marks, key, place)
+            if entries[place, 2] != 0 and cells[place, 0] != key:
+                place = cell_of(cells, entries, key, place)
                 places[i] = place
             if 0 <= position + i < len(slots):
-                slots[position + i] = marks[place, 2]
+                slots[position + i] = entries[place, 2]
         for i in range(size):
             place = places[i]
-            slot = marks[place, 2]
+            slot = entries[place, 2]
             if slot == 0:
                 missing[num_missing, 0] = block[i]
                 missing[num_missing, 1] = position + i
                 num_missing += block[i] != 0
                 continue
-            last = marks[place, 3]
+            last = entries[place, 3]
             if last != batch:
                 seen[num_seen, 0] = slot
                 seen[num_seen, 1] = counts[slot] if is_counted else 0
                 seen[num_seen, 2] = last
                 num_seen += 1
-                marks[place, 3] = batch
+                entries[place, 3] = batch
             if is_counted:
                 counts[slot] += counts[slot] < 2147483647
         position += size

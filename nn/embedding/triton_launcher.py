@@ -169,7 +169,7 @@ class _WidthClass:
         self._column = self._on_device([placed.first_column for placed in firsts], torch.int64)
         self._key_base = self._on_device([key_bases[index] for index in members], torch.int64)
         self._width = self._on_device(widths, torch.int32)
-        # Negative for a lookup without pooling; see `_source`.
+        # Negative for a lookup without pooling; see `_source_of`.
         hotness = [
             placed.lookup.hotness * (-1 if placed.lookup.num_vectors > 1 else 1)
             for placed in firsts
@@ -207,13 +207,7 @@ class _WidthClass:
         )
         self._one_hot = all(count == 1 for count in hotness)
         self._block_d = triton.next_power_of_2(max(widths))
-
-        if any(len(table.lookups) > 1 or table.lookups[0].is_ragged for table in own):
-            self._source = "listed"
-        elif all(count > 0 for count in hotness) and all(factor == 1 for factor in factors):
-            self._source = "sum"
-        else:
-            self._source = "one"
+        self._source = _source_of(own, hotness, factors)
 
     def _set_slots(self, own: Sequence[LocalTable]) -> None:
         """Describe the rows in the arenas of tables in host memory, by which 16-bit weights are rounded."""
@@ -274,6 +268,11 @@ class _WidthClass:
             BLOCK_D=self._block_d,
         )
 
+    def _betas(self) -> tuple[float, float, float, float]:
+        """Return beta1, beta2 and, after each, 1 minus it: in single precision 1 - 0.999 keeps four digits only."""
+        beta1, beta2 = self._config.beta1, self._config.beta2
+        return beta1, 1 - beta1, beta2, 1 - beta2
+
     def update(
         self, ids: SortedIds, gradients: Tensor, scalars: UpdateScalars, is_good: Tensor
     ) -> None:
@@ -316,11 +315,7 @@ class _WidthClass:
                 scalars.step,
                 is_good,
                 self._config.eps,
-                self._config.beta1,
-                # In single precision 1 - 0.999 keeps four digits only.
-                1 - self._config.beta1,
-                self._config.beta2,
-                1 - self._config.beta2,
+                *self._betas(),
                 **self._branch,
                 L2=self._config.embedding_l2 > 0,
                 LEVEL=min(number, 1),
@@ -409,6 +404,21 @@ def _vectors(
             for values, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
         )
     )
+
+
+def _source_of(own: Sequence[LocalTable], hotness: Sequence[int], factors: Sequence[float]) -> str:
+    """Return the way in which the update finds the gradients of an id.
+
+    Args:
+        own: tables of the class.
+        hotness: ids per row of each table's first lookup; negative without pooling.
+        factors: of the vectors of each table's first lookup.
+    """
+    if any(len(table.lookups) > 1 or table.lookups[0].is_ragged for table in own):
+        return "listed"
+    if all(count > 0 for count in hotness) and all(factor == 1 for factor in factors):
+        return "sum"
+    return "one"
 
 
 def branch_of(rule: TableRule) -> dict[str, Any]:
