@@ -57,8 +57,8 @@ def vocabularies(metadata: Mapping[str, Any]) -> dict[str, str]:
     """
     files = metadata.get("files")
     if metadata.get("mode") == TRANSFORM:
-        told = metadata.get(OF_FIT)
-        return {str(k): str(v) for k, v in told.items()} if isinstance(told, Mapping) else {}
+        listed = metadata.get(OF_FIT)
+        return {str(k): str(v) for k, v in listed.items()} if isinstance(listed, Mapping) else {}
     if not isinstance(files, Mapping) or Lineage.of(metadata).day:
         return {}
     found = {}
