@@ -123,7 +123,11 @@ class ServerConfig:
         True,
         "compare the SHA-256 of every file before a version serves; false: sizes alone, for tables of many GiB",
     )
-    threads: int | None = option(None, "threads of a batch; null: one per core", most=4096)
+    threads: int | None = option(
+        None,
+        "threads of a batch; null: one per core, and at most 4 with device=cuda",
+        most=4096,
+    )
 
     def __post_init__(self) -> None:
         _require_set(self, model="a model directory")

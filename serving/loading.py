@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from serving.inference.versions import LoadModel
 
+COPYING_THREADS = 4
+"""Most threads beside a GPU, where they only copy rows: 32 of them wait 15 ms for each other, 4 copy in 0.1 ms."""
+
 
 def model_loader(
     device: str, max_batch: int, dense_dtype: str, table_gib: float | None

@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 from configs.command_line import composed_command, end_command, errors_end_command
 from configs.messages import on_one_line
 from configs.overrides import to_config
-from configs.serving_schema import ServerConfig
+from configs.serving_schema import Device, ServerConfig
 from configs.stop_signals import INTERRUPTED
-from serving.loading import model_loader
+from serving.loading import COPYING_THREADS, model_loader
 from serving.manifest import MANIFEST
 from serving.token_file import read_token
 from serving.versions import list_versions
@@ -76,8 +76,11 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
     from serving.server.http_server import HttpLimits
     from serving.server.service import Service
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    threads = config.threads
+    if threads is None and config.device is Device.cuda:
+        threads = min(torch.get_num_threads(), COPYING_THREADS)
+    if threads is not None:
+        torch.set_num_threads(threads)
     assert config.model is not None, "checked by the options"
     load = model_loader(
         config.device.name, config.max_batch, config.dense_dtype.name, config.table_gib

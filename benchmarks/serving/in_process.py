@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from benchmarks.rows import compose_row
@@ -23,6 +24,7 @@ from benchmarks.serving.over_http import HEAD, measure
 from benchmarks.serving.synthetic_model import CHECKED_ROWS, DENSE_TYPES, prepare, some_rows
 from serving.gpu.model import GpuModel
 from serving.inference.model_rows import Rows
+from serving.loading import COPYING_THREADS
 from serving.manifest import TABLE_BYTES
 
 BATCHES = 8
@@ -33,6 +35,7 @@ FEWEST_CALLS = 200
 def main() -> None:
     """Measure the batches of the command line."""
     args = arguments()
+    torch.set_num_threads(args.threads)
     config = compose_row("dlrm", f"experiment={args.experiment}")
     with tempfile.TemporaryDirectory() as folder:
         model, reference = prepare(args, config, Path(folder))
@@ -72,6 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, help="requests over HTTP at a time")
     parser.add_argument("--clients", type=int, nargs="+", default=[2], help="their processes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each load")
+    parser.add_argument("--threads", type=int, default=COPYING_THREADS, help="that copy rows")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shrink", type=int, default=1, help="divide the tables' rows")
     return parser.parse_args()

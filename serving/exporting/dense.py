@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.export.passes import move_to_device_pass
 
 from configs.schema import Config
 from configs.serving_schema import Device
@@ -106,10 +107,12 @@ def export_aoti(
         ValueError: the device is missing, or the compiler is missing or fails.
     """
     check_aoti(device)
-    example = [tensor.to(device.value) for tensor in _example(num_numerical, columns)]
+    example = _example(num_numerical, columns)
     try:
         with torch.no_grad(), _quiet():
-            program = _program(deepcopy(dense).to(device.value), (example[0], example[1]))
+            # Traced on the CPU: on a GPU the layers would call kernels of their own, which cannot be traced.
+            program = move_to_device_pass(_program(deepcopy(dense), example), device.value)
+            program.example_inputs = (tuple(tensor.to(device.value) for tensor in example), {})
             torch._inductor.aoti_compile_and_package(program, package_path=str(directory / AOTI))
     except OSError:
         raise
