@@ -256,19 +256,22 @@ def build_plan(
         drawn = ids[name] / max(stored[name], 1e-9) - 1
         return IdTraffic(_id_share(config, source, table), table.num_embeddings, drawn)
 
+    rule = table_rule(config.effective_optimizer.table_name)
     plan, rows = plan_tables(
         declared,
         expanded,
         config.sharding,
-        table_rule(config.effective_optimizer.table_name),
+        rule,
         hardware,
         config.train.batch_size // hardware.world_size,
         multi_hot.expansion_bytes(),
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
-    room = staged_bytes(config.sharding)
-    return plan, with_expected_fetches(plan, rows, traffic_of, config.train.batch_size, room)
+    room, memories = staged_bytes(config.sharding), 1 + len(rule.states)
+    return plan, with_expected_fetches(
+        plan, rows, traffic_of, config.train.batch_size, room, memories
+    )
 
 
 def _id_share(config: Config, source: Source, table: EmbeddingBagConfig) -> IdShare:

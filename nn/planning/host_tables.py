@@ -136,6 +136,7 @@ def with_expected_fetches(
     traffic_of: Callable[[str], IdTraffic],
     global_batch: int,
     host_room: int,
+    memories: int,
 ) -> list[TablePlan]:
     """Return the rows of a plan with the rows that each table is expected to fetch per step, and to read from disk per pass.
 
@@ -145,6 +146,7 @@ def with_expected_fetches(
         traffic_of: returns how often the rows of a table are looked up.
         global_batch: rows of all ranks.
         host_room: bytes of host memory per rank for rows on disk.
+        memories: that a row is spread over: its weights, and each state of the optimizer.
 
     Raises:
         ValueError: this memory is too little.
@@ -180,7 +182,12 @@ def with_expected_fetches(
         if is_on_disk:
             expect(members, PASS_BATCHES, places[rank, columns], read)
     return [
-        replace(row, fetched_rows=fetched.get(row.table, 0.0), staged_rows=read.get(row.table, 0.0))
+        replace(
+            row,
+            fetched_rows=fetched.get(row.table, 0.0),
+            staged_rows=read.get(row.table, 0.0),
+            memories=memories if row.has_arena else 1,
+        )
         for row in tables
     ]
 
@@ -265,7 +272,8 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
         for rank in table.ranks:
             share = 2 / len(table.ranks)
             num_bytes[rank] = num_bytes.get(rank, 0.0) + share * fetched_bytes(table)
-            num_rows[rank] = num_rows.get(rank, 0.0) + share * table.fetched_rows
+            searches = share * table.fetched_rows * table.memories
+            num_rows[rank] = num_rows.get(rank, 0.0) + searches
     return max(
         (
             max(num_bytes[rank] / LINK_BYTES_PER_MS, num_rows[rank] / LINK_ROWS_PER_MS)

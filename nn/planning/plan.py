@@ -26,6 +26,7 @@ class TablePlan:
         fetched_rows: rows that are expected to be fetched per step, over all ranks.
         disk_bytes_per_rank: weight and optimizer bytes on disk of each of `ranks`, with tier `disk`.
         staged_rows: rows that are expected to be read from disk per pass, over all ranks.
+        memories: that a row is spread over in host memory: its weights, and each state of the optimizer.
     """
 
     table: str
@@ -44,6 +45,7 @@ class TablePlan:
     fetched_rows: float = 0.0
     disk_bytes_per_rank: tuple[int, ...] = ()
     staged_rows: float = 0.0
+    memories: int = 1
 
     @property
     def has_arena(self) -> bool:
