@@ -7,6 +7,7 @@ import json
 import shutil
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ class Chains:
     Attributes:
         own: directory of the first one.
         foreign: of the second, of the same options and the same weights.
-        wanted: export of every checkpoint of the first run, bytes by name.
+        wanted: export of every checkpoint of both runs, by run and step, bytes by name.
     """
 
     own: Path
     foreign: Path
-    wanted: dict[int, dict[str, bytes]]
+    wanted: dict[tuple[str, int], dict[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,10 @@ def _make(room: Path) -> Chains:
     for name in ("own", "foreign"):
         train(room / name, "train.epochs=2", *MORE)
     wanted = {}
-    for step in range(STEPS + 1):
-        out = room / f"export_{step}"
-        export_tables(room / f"own/checkpoints/step_{step}", out, WHOLE)
-        wanted[step] = {path.name: path.read_bytes() for path in out.iterdir()}
+    for name, step in product(("own", "foreign"), range(STEPS + 1)):
+        out = room / f"export_{name}_{step}"
+        export_tables(room / name / f"checkpoints/step_{step}", out, WHOLE)
+        wanted[name, step] = {path.name: path.read_bytes() for path in out.iterdir()}
     return Chains(room / "own", room / "foreign", wanted)
 
 
@@ -104,11 +105,12 @@ def _changed(mutation: Mutation) -> list[Entry]:
     return chain
 
 
-def _is_good(mutation: Mutation, chain: list[Entry]) -> bool:
+def _is_good(mutation: Mutation, run: str, chain: list[Entry]) -> bool:
     steps = range(mutation.base + 1, mutation.base + 1 + len(chain))
-    intact = all(entry.run == "own" and entry.damage is None for entry in chain)
+    # All of the other run is a good chain too.
+    intact = all(entry.run == run and entry.damage is None for entry in chain)
     in_order = [entry.step for entry in chain] == list(steps)
-    return bool(chain) and intact and in_order and not mutation.foreign_base
+    return bool(chain) and intact and in_order
 
 
 def _damage(path: Path, change: Change) -> None:
@@ -136,15 +138,15 @@ def _replay(made: Chains, mutation: Mutation, room: Path) -> None:
         paths.append(str(path))
         if entry.damage is not None:
             _damage(path, entry.damage)
-    base = made.foreign if mutation.foreign_base else made.own
-    shutil.copytree(base / f"checkpoints/step_{mutation.base}", room / "base")
+    run = "foreign" if mutation.foreign_base else "own"
+    shutil.copytree(getattr(made, run) / f"checkpoints/step_{mutation.base}", room / "base")
     out = room / "out"
-    good = _is_good(mutation, chain)
+    good = _is_good(mutation, run, chain)
     try:
         as_replay(base=str(room / "base"), deltas=paths, output=str(out))
     finally:
         found = {path.name: path.read_bytes() for path in out.iterdir()} if out.exists() else None
-        wanted = made.wanted[chain[-1].step] if good else None
+        wanted = made.wanted[run, chain[-1].step] if good else None
         assert found == wanted, "a bad chain was replayed" if found else "a good chain was refused"
 
 
