@@ -13,9 +13,6 @@ from dataloading.keys.compiled import kernel
 
 DRAWN = np.uint64(secrets.randbits(63))
 
-SLOT, LAST = 2, 3
-"""Columns of `entries`; the others are the key's halves."""
-
 # n: cells
 
 
@@ -23,8 +20,8 @@ def cells_for(num_keys: int) -> tuple[np.ndarray, np.ndarray]:
     """Return empty cells for `num_keys` keys: a third to two thirds of them are used.
 
     Returns:
-        The cells, int64 [n, 2], whose first column has the keys, and the same memory as `entries`, int32 [n, 4]; n is a power of
-        two.
+        The cells, int64 [n, 2], whose first column has the keys, and the same memory as `entries`, int32 [n, 4], whose last two
+        columns have slots and batches; n is a power of two.
     """
     cells = np.zeros((1 << max(4, (num_keys * 3 // 2).bit_length()), 2), np.int64)
     return cells, cells.view(np.int32)

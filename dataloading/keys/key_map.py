@@ -1,7 +1,7 @@
 """Rows of a table for raw 64-bit keys: admitted after some sightings, evicted when the table is full."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from configs.schema import DynamicConfig, Evict
 from dataloading.dataset.source import Keys
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.key_table import (
+    COUNT,
     MARKED_SHARE,
     KeyTable,
     Leaving,
@@ -118,7 +119,11 @@ class KeyMap:
             return self._rows.see(keys, batch, rows, first)
         before, after = keys.halves()
         second = self._helpers.submit(self._rows.see, after, batch, rows, first - half)
-        seen, missing = self._rows.see(before, batch, rows, first)
+        try:
+            seen, missing = self._rows.see(before, batch, rows, first)
+        finally:
+            # The helper writes to the batch, also if this half has failed.
+            wait([second])
         more_seen, more_missing = second.result()
         return np.concatenate([seen, more_seen]), np.concatenate([missing, more_missing])
 
@@ -179,12 +184,16 @@ class KeyMap:
         """Load a state; return the number of its batch."""
         progress = state[PROGRESS]
         for number, (prefix, table) in enumerate(self._tables()):
-            padded = state[f"{prefix}leaving"]
+            padded, facts = state[f"{prefix}leaving"], state[f"{prefix}facts"]
             used, marked_in = progress[1 + 2 * number : 3 + 2 * number].tolist()
+            if len(table.counts) and not facts[:, COUNT].any():
+                # Of a run that did not count them.
+                facts = facts.copy()
+                facts[1:used, COUNT] = self._policy.admit_after
             table.load(
                 TableState(
                     state[f"{prefix}{KEYS}"],
-                    state[f"{prefix}facts"],
+                    facts,
                     used,
                     Leaving(padded[padded > 0].copy(), 0, marked_in),
                 )

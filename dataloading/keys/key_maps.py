@@ -89,7 +89,7 @@ class KeyMaps:
         ]
         self._batch = 0
         # Their maps lack a batch, so they map no later one.
-        self._failed: set[str] = set()
+        self._failed: dict[str, Exception] = {}
         self._pending: deque[MapTask] = deque()
         self._lock = Lock()
 
@@ -122,13 +122,15 @@ class KeyMaps:
         errors: list[Exception] = []
         for table in tables:
             if table in self._failed:
-                errors.append(RuntimeError(f"an earlier batch of table {table} has failed"))
+                later = RuntimeError(f"an earlier batch of table {table} has failed")
+                later.__cause__ = self._failed[table]
+                errors.append(later)
                 continue
             try:
                 columns = [keys_of(feature) for feature in self._features[table]]
                 changes[table] = self._maps[table].map(columns, batch)
             except Exception as error:
-                self._failed.add(table)
+                self._failed[table] = error
                 if isinstance(error, FullMapError):
                     changes[table] = error.change
                 errors.append(error)

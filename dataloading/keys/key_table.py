@@ -28,7 +28,6 @@ from dataloading.keys.hash_index import (
 )
 
 MARKED_SHARE = 16
-MOST_SIGHTINGS = 2**31 - 1
 
 COUNT, LAST = 0, 1
 """Columns of a slot's facts."""

@@ -168,7 +168,10 @@ def in_host_memory(block: Tensor) -> Tensor:
     """
     if block.device.type != "cuda":
         return block
-    copied = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+    try:
+        copied = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+    except RuntimeError:  # the limit of locked memory is too low
+        return block.cpu()
     copied.copy_(block, non_blocking=True)
     torch.cuda.current_stream(block.device).synchronize()
     return copied

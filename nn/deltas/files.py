@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataloading.dataset.durable_files import write_synced
-from nn.checkpoint.dcp_storage import ArrayFile, array_blocks
+from nn.checkpoint.dcp_storage import ArrayFile, array_blocks, in_host_memory
 from nn.checkpoint.tensor_index import FORMAT, INDEX_FILE
 from nn.deltas.delta import TableChange
 from nn.deltas.row_ids import encode_ids
@@ -103,7 +103,7 @@ def _arrays(
         key = (one.row_offset, one.column_offset)
         yield f"tables.{one.table}.weight", key, one.rows
         if not one.column_offset:
-            ids = one.ids.cpu().numpy() + one.row_offset
+            ids = in_host_memory(one.ids).numpy() + one.row_offset
             yield f"tables.{one.table}.ids", key, torch.from_numpy(encode_ids(ids))
     for name, value in further.items():
         yield name, (0, 0), value.contiguous()

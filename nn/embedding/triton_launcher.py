@@ -135,8 +135,11 @@ class _WidthClass:
         self._branch = branch_of(self._rule)
         # Triton moves a state with one number per row to another layout through shared memory, behind a barrier: several
         # warps would walk in step, at the pace of the slowest of their loads.
-        # With one warp it also skips the arithmetic of rows whose run does not end yet.
-        self._warps = 1 if self._rule.states else WARPS
+        # With one warp a program also skips the arithmetic of rows whose run does not end yet, which the interpreter does
+        # not gain from: it computes four as fast.
+        is_row_wise = any(field.per_row for field in self._rule.states)
+        skips = self._rule.states and isinstance(_segment_update, triton.JITFunction)
+        self._warps = 1 if is_row_wise or skips else WARPS
         self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
         names = [name for name in self._rule.state_names if name in own[0].state]

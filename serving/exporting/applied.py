@@ -210,9 +210,10 @@ def _write_dense(source: Path, target: Path, delta: Delta) -> None:
                 f"deltas: {delta.path} has {got} for the weight {shown(name)}, and the model wants {list(value.shape)}; name "
                 "deltas of the same model"
             )
-        array = np.concatenate(list(blocks(tensor))).reshape(tensor.size)
+        rows = list(blocks(tensor))
+        array = np.concatenate(rows) if rows else np.empty(tensor.size, np.float32)
         with torch.no_grad():
-            value.copy_(torch.from_numpy(array))
+            value.copy_(torch.from_numpy(array.reshape(tensor.size)))
     program.example_inputs = None
     program._guards_code = []
     torch.export.save(program, target)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from configs.messages import on_one_line
-from serving.server.http_stream import HEAD_BYTES, HttpStream
+from serving.server.http_stream import HEAD_BYTES, CutBodyError, HttpStream
 
 BACKLOG = 1024
 LINGER_S = 2.0
@@ -233,10 +233,10 @@ class HttpServer:
                 if request.headers.get("expect", "").lower() == "100-continue":
                     await stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 body = await stream.read_body(num_bytes, first)
-        except asyncio.IncompleteReadError as error:
+        except CutBodyError as error:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST,
-                f"the body ends after {len(error.partial):,} of {num_bytes:,} bytes",
+                f"the body ends after {error.received:,} of {num_bytes:,} bytes",
                 is_last=True,
             ) from None
         except TimeoutError:

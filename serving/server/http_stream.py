@@ -15,6 +15,18 @@ HEAD_BYTES = 16 << 10
 ALIGNMENT = 64
 
 
+class CutBodyError(Exception):
+    """A connection ended within a body.
+
+    Args:
+        received: bytes that came.
+    """
+
+    def __init__(self, received: int) -> None:
+        super().__init__(f"{received} bytes")
+        self.received = received
+
+
 class HttpStream(asyncio.BufferedProtocol):
     """One connection, of which one task reads and writes.
 
@@ -57,7 +69,7 @@ class HttpStream(asyncio.BufferedProtocol):
         """Return the next `size` bytes, of which byte `first` is aligned as arrays want it.
 
         Raises:
-            IncompleteReadError: the connection ends before; `partial` is as long as what came.
+            CutBodyError: the connection ends before.
         """
         memory = np.empty(size + ALIGNMENT, np.uint8)
         offset = -(memory.ctypes.data + first) % ALIGNMENT
@@ -72,7 +84,7 @@ class HttpStream(asyncio.BufferedProtocol):
             finally:
                 self._body = None
         if self._received < size:
-            raise asyncio.IncompleteReadError(bytes(body[: self._received]), size)
+            raise CutBodyError(self._received)
         return body
 
     async def write(self, data: bytes) -> None:

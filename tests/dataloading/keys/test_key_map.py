@@ -125,3 +125,12 @@ def test_removed_keys_leave_no_hole_in_the_index():
         kept = np.full(15, -1, np.int32)
         last_batches(entries, kept)
         assert kept.tolist() == np.where(expected > 0, expected, -1).tolist()
+
+
+def test_keys_of_a_run_that_counted_no_sightings_begin_with_those_of_their_admission():
+    aged = KeyMap("t", 8, DynamicConfig(admit_after=2))
+    for batch in (1, 2, 3):
+        aged.map([BatchKeys.alone(np.arange(1, 6, dtype=np.int64))], batch)
+    counted = KeyMap("t", 8, DynamicConfig(admit_after=2, evict=Evict.count))
+    counted.load(aged.state(3))
+    assert counted.state(3)["facts"].tolist() == [[0, 0], *[[2, 3]] * 5, [0, 0], [0, 0]]
