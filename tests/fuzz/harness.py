@@ -62,7 +62,7 @@ class Fuzzer:
     prepare: Callable[[Path], Any]
     mutations: Callable[[Any], SearchStrategy[Any]]
     attempt: Callable[[Any, Any, Path], None]
-    examples: int = 3
+    examples: int = 2
     other_exit_codes: tuple[int, ...] = ()
 
 
