@@ -22,7 +22,7 @@ SHARES = {
     "training_2_ranks": {"kill": 1, "lost_rank": 1},
     "training_host_tier": {"kill": 1},
     "training_disk_tier": {"kill": 1},
-    "training_keys": {"kill": 2},
+    "training_keys": {"kill": 1},
     "training_resumed": {"kill": 1},
     "preprocessing": {"kill": 1, "full": 1},
     "preprocessing_table": {"kill": 1, "ENOSPC": 1},
