@@ -46,12 +46,15 @@ def cell_of(cells, entries, key, at):
 
 
 @kernel
+def find(cells, entries, key, drawn):
+    """Return the cell of a key, or the empty cell where it would be."""
+    return cell_of(cells, entries, key, place_of(key, len(cells) - 1, drawn))
+
+
+@kernel
 def insert(cells, entries, key, slot, batch, drawn):
     """Insert a key that has no slot."""
-    mask = len(cells) - 1
-    at = place_of(key, mask, drawn)
-    while entries[at, 2] != 0:
-        at = (at + 1) & mask
+    at = find(cells, entries, key, drawn)
     cells[at, 0] = key
     entries[at, 2] = slot
     entries[at, 3] = batch
@@ -83,9 +86,8 @@ def fill(cells, entries, keys, last, drawn):
 @kernel
 def look_up(cells, entries, keys, slots, drawn):
     """Write the slots of keys [K] to slots [K], 0 of keys without one."""
-    mask = len(cells) - 1
     for i in range(len(keys)):
-        slots[i] = entries[cell_of(cells, entries, keys[i], place_of(keys[i], mask, drawn)), 2]
+        slots[i] = entries[find(cells, entries, keys[i], drawn), 2]
 
 
 @kernel

@@ -98,7 +98,7 @@ class KeyMap:
         found = [self._see(column, batch) for column in columns]
         seen = found[0][0] if len(found) == 1 else np.concatenate([seen for seen, _ in found])
         if not any(len(missing) for _, missing in found):
-            none = self._candidates.unchanged(np.zeros((0, 3), np.int32))
+            none = self._candidates.unchanged()
             return MapChange(self._rows.unchanged(seen), none)
         keys = np.concatenate([missing[:, 0] for _, missing in found])
         admitted, counts, candidates = self._admitted(keys, batch)
@@ -213,7 +213,7 @@ class KeyMap:
         """Count keys [n] that have no rows; return those to admit, their sightings, and the changed candidates."""
         candidates = self._candidates
         if self._policy.admit_after == 1:
-            none = candidates.unchanged(np.zeros((0, 3), np.int32))
+            none = candidates.unchanged()
             return keys, np.ones(len(keys), np.int64), none
         seen, new = candidates.see(Keys.of(keys), batch, np.zeros(0, np.int32), 0)
         # If the batch alone has more keys than are counted, the last ones are not.

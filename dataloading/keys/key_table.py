@@ -20,6 +20,7 @@ from dataloading.keys.hash_index import (
     cell_of,
     cells_for,
     fill,
+    find,
     insert,
     last_batches,
     look_up,
@@ -76,6 +77,7 @@ class Leaving:
 NONE_LEAVING = Leaving(np.zeros(0, np.int64), 0, 0)
 NO_SLOTS = np.zeros(0, np.int64)
 NO_FACTS = np.zeros((0, 2), np.int32)
+NONE_SEEN = np.zeros((0, 3), np.int32)
 
 
 @dataclass(slots=True)
@@ -175,7 +177,7 @@ class KeyTable:
         )
         return seen[:num_seen].copy(), missing[:num_missing]
 
-    def unchanged(self, seen: np.ndarray) -> TableChange:
+    def unchanged(self, seen: np.ndarray = NONE_SEEN) -> TableChange:
         """Return the change of a batch whose keys all have slots."""
         return TableChange(seen, NO_SLOTS, NO_SLOTS, NO_SLOTS, NO_FACTS, self._used, self._leaving)
 
@@ -204,7 +206,7 @@ class KeyTable:
             if done == size or not self._mark(batch):
                 break
         change = TableChange(
-            np.empty((0, 3), np.int32),
+            NONE_SEEN,
             slots[:num_new].copy(),
             new_keys[:num_new].copy(),
             old_keys[:num_new].copy(),
@@ -310,10 +312,9 @@ def _insert(new, table, leaving, change, drawn):
     cells, entries, keys_of, counts, used = table
     marked, following, marked_in = leaving
     slots, new_keys, old_keys, old_facts, num_new = change
-    mask = len(cells) - 1
     is_counted = len(counts) > 0
     for i in range(begin, len(keys)):
-        slot = entries[cell_of(cells, entries, keys[i], place_of(keys[i], mask, drawn)), 2]
+        slot = entries[find(cells, entries, keys[i], drawn), 2]
         if slot != 0:
             if is_counted:
                 counts[slot] = min(np.int64(counts[slot]) + times[i], 2147483647)
@@ -328,7 +329,7 @@ def _insert(new, table, leaving, change, drawn):
                 slot = marked[following]
                 following += 1
                 key = keys_of[slot]
-                at = cell_of(cells, entries, key, place_of(key, mask, drawn))
+                at = find(cells, entries, key, drawn)
                 if entries[at, 3] < marked_in:
                     old = key
                     break

@@ -45,6 +45,7 @@ from nn.checkpoint.tensor_index import (
     ChunkReader,
     StoredTensor,
 )
+from nn.ops.host_copy import HostCopy
 
 ALIGNMENT = 64
 """Bytes; arrays begin at multiples of it, so that they can be mapped into memory."""
@@ -169,12 +170,10 @@ def in_host_memory(block: Tensor) -> Tensor:
     if block.device.type != "cuda":
         return block
     try:
-        copied = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+        copied = HostCopy(block)
     except RuntimeError:  # the limit of locked memory is too low
         return block.cpu()
-    copied.copy_(block, non_blocking=True)
-    torch.cuda.current_stream(block.device).synchronize()
-    return copied
+    return copied.read()
 
 
 def array_blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:

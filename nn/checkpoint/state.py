@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -49,7 +48,6 @@ from nn.checkpoint.tensor_index import (
     REMEDY,
     TRAINER_ROWS,
     TRAINER_WEIGHTS,
-    blocks,
     read_index,
 )
 from nn.checkpoint.tf2 import find_tf2_tables
@@ -274,7 +272,7 @@ def trainer_rows(path: Path) -> dict[str, Tensor]:
     tensors = read_index(path).tensors
     names = [name for name in (*TRAINER_ROWS, TRAINER_WEIGHTS) if name in tensors]
     return {
-        name.removeprefix(TRAINER): torch.from_numpy(np.concatenate(list(blocks(tensors[name]))))
+        name.removeprefix(TRAINER): torch.from_numpy(tensors[name].array())
         for name in names
         if tensors[name].size[0]
     }

@@ -101,6 +101,12 @@ class StoredTensor:
         """Return the bytes of the complete tensor."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
+    def array(self) -> np.ndarray:
+        """Return all elements, in memory of their own; for small tensors."""
+        rows = list(blocks(self))
+        complete = np.concatenate(rows) if rows else np.empty(0, DTYPES[self.dtype])
+        return complete.reshape(self.size)
+
     def blocks(self) -> "Iterator[np.ndarray]":
         """Yield the rows in order; see the function of this name."""
         return blocks(self)

@@ -148,7 +148,7 @@ class LinearPass:
         activation, x, inverse, *_ = kept
         assert x is not None
         assert inverse is not None
-        stored, wide, bias_sum = quantise_gradient(
+        stored, wide, bias_sum = rounding_ops(grad).quantise_gradient(
             grad.contiguous(), activation, self.grad_scale, transposed=x.dtype is INPUT
         )
         weight_dtype, bias_dtype = self.dtypes
@@ -375,24 +375,7 @@ def gradient_of_weight(
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
     """Round x [R, C] to 8 bits."""
-    if not x.is_cuda:
-        return plain.quantise(x, dtype, scale, transposed=transposed)
-    # Only CUDA builds of torch include Triton.
-    from nn.ops.triton.fp8 import quantise as kernels
-
-    return kernels.quantise(x, dtype, scale, transposed=transposed)
-
-
-def quantise_gradient(
-    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
-) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
-    """Round the gradient of a linear layer's output to 8 bits, and sum it, as `nn.ops.fp8.quantise_gradient`."""
-    if not grad.is_cuda:
-        return plain.quantise_gradient(grad, activation, scale, transposed=transposed)
-    # Only CUDA builds of torch include Triton.
-    from nn.ops.triton.fp8 import quantise as kernels
-
-    return kernels.quantise_gradient(grad, activation, scale, transposed=transposed)
+    return rounding_ops(x).quantise(x, dtype, scale, transposed=transposed)
 
 
 def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:
@@ -405,6 +388,16 @@ def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:
         quantise(weight, INPUT, scale, transposed=True)
         for weight, scale in zip(weights, scales, strict=True)
     ]
+
+
+def rounding_ops(x: Tensor) -> ModuleType:
+    """Return the module that rounds to 8 bits."""
+    if not x.is_cuda:
+        return plain
+    # Only CUDA builds of torch include Triton.
+    from nn.ops.triton.fp8 import quantise
+
+    return quantise
 
 
 def cross_ops(x: Tensor) -> ModuleType:

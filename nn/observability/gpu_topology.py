@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from nn.observability.layout import ranges
+from nn.ops.numa_node import SYSFS, node_near, pci_address
 
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 
-
-def gpus_of_host(num_gpus: int, pci_devices: Path = PCI_DEVICES) -> list[dict[str, Any]]:
+def gpus_of_host(num_gpus: int, sysfs: Path = SYSFS) -> list[dict[str, Any]]:
     """Describe the first GPUs that this process sees.
 
     Args:
         num_gpus: ranks of this host; a process that sees fewer GPUs describes those.
-        pci_devices: folder of the kernel with one folder per PCI device.
+        sysfs: where the kernel describes its devices.
 
     Returns:
         Per GPU `numa_node`, None where the kernel knows none, and `peers`, the numbers of the others with peer access.
@@ -24,7 +23,7 @@ def gpus_of_host(num_gpus: int, pci_devices: Path = PCI_DEVICES) -> list[dict[st
     visible = range(min(num_gpus, torch.cuda.device_count()))
     return [
         {
-            "numa_node": _numa_node(torch.cuda.get_device_properties(gpu), pci_devices),
+            "numa_node": node_near(pci_address(gpu), sysfs),
             "peers": [
                 other
                 for other in visible
@@ -33,16 +32,6 @@ def gpus_of_host(num_gpus: int, pci_devices: Path = PCI_DEVICES) -> list[dict[st
         }
         for gpu in visible
     ]
-
-
-def _numa_node(properties: Any, pci_devices: Path) -> int | None:
-    """Return the NUMA node of a GPU; a virtual machine or a container may hide it, and the kernel then says -1 or nothing."""
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    try:
-        node = int((pci_devices / address / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def topology_text(gpus: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Copies of small tensors to the host, without a wait for the device."""
+"""Copies of tensors to pinned memory of the host, without a wait for the device."""
 
 import torch
 from torch import Tensor

@@ -17,19 +17,31 @@ def gpu_cpus(device: int, sysfs: Path = SYSFS) -> set[int]:
         device: number of the GPU.
         sysfs: where the kernel describes its devices.
     """
-    # The stubs of torch lack its address.
+    return cpus_near(pci_address(device), sysfs)
+
+
+def pci_address(device: int) -> str:
+    """Return the PCI address of a GPU, as the kernel writes it."""
+    # The stubs of torch lack it.
     gpu: Any = torch.cuda.get_device_properties(device)
-    return cpus_near(
-        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0", sysfs
-    )
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def node_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
+    """Return the NUMA node of a device; None where a virtual machine or a container hides it."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    # A machine with one node says -1.
+    return node if node >= 0 else None
 
 
 def cpus_near(pci_address: str, sysfs: Path = SYSFS) -> set[int]:
     """Return those near a device at an address; see `gpu_cpus`."""
-    # A machine with one node says -1, for which there is no directory.
     with suppress(OSError, ValueError):
-        node = (sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text().strip()
-        cpus = (sysfs / f"devices/system/node/node{int(node)}/cpulist").read_text().strip()
+        node = node_near(pci_address, sysfs)
+        cpus = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
         return _numbers(cpus) & os.sched_getaffinity(0)
     return set()
 

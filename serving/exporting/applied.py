@@ -26,11 +26,10 @@ from dataloading.dataset.durable_files import (
 )
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
-from nn.checkpoint.tensor_index import blocks
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
 from nn.deltas.table_rows import ChangedRows, converted
-from serving.exporting.raw_values import write_raw_values
+from serving.exporting.raw_values import VOCABULARY, write_raw_values
 from serving.exporting.tables import quantize
 from serving.inference.dense import check_archive
 from serving.inference.versions import load_version
@@ -47,8 +46,6 @@ from serving.manifest import (
     describe_files,
 )
 
-VOCABULARY = "vocabulary"
-"""Folder of the files of raw values."""
 NUMPY_DTYPES = {"fp32": "<f4", "bf16": "<u2", "int8": "i1"}
 
 
@@ -210,10 +207,8 @@ def _write_dense(source: Path, target: Path, delta: Delta) -> None:
                 f"deltas: {delta.path} has {got} for the weight {shown(name)}, and the model wants {list(value.shape)}; name "
                 "deltas of the same model"
             )
-        rows = list(blocks(tensor))
-        array = np.concatenate(rows) if rows else np.empty(tensor.size, np.float32)
         with torch.no_grad():
-            value.copy_(torch.from_numpy(array.reshape(tensor.size)))
+            value.copy_(torch.from_numpy(tensor.array()))
     program.example_inputs = None
     program._guards_code = []
     torch.export.save(program, target)

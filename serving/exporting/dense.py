@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.export.passes import move_to_device_pass
@@ -17,7 +16,7 @@ from configs.schema import Config
 from configs.serving_schema import Device
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
-from nn.checkpoint.tensor_index import TensorIndex, blocks
+from nn.checkpoint.tensor_index import TensorIndex
 from nn.models.model import Model
 from nn.models.registry import build_dense
 from serving.manifest import AOTI, DENSE, MOST_ROWS, ONNX
@@ -43,9 +42,7 @@ def load_dense(config: Config, spec: FeatureSpec, index: TensorIndex) -> Model:
             raise ValueError(
                 f"the checkpoint has {got or 'nothing'} for the weight {name}, and the model wants {list(value.shape)}"
             )
-        rows = list(blocks(tensor))
-        array = np.concatenate(rows) if rows else np.empty(tensor.size, np.float32)
-        state[name] = torch.from_numpy(array.reshape(tensor.size).copy())
+        state[name] = torch.from_numpy(tensor.array())
     dense.load_state_dict(state)
     return dense.eval().requires_grad_(False)
 

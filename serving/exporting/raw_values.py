@@ -17,6 +17,9 @@ from serving.inference.vocabulary import write_vocabulary
 BATCH_ROWS = 1 << 17
 COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
 
+VOCABULARY = "vocabulary"
+"""Folder of the files of raw values."""
+
 
 def write_raw_values(
     directory: Path, fitted: str, spec: FeatureSpec, facts: Mapping[str, Any]
@@ -45,7 +48,7 @@ def write_raw_values(
         raise ValueError(
             f"the model {problem}; name the one that was fitted for it instead of fitted={fitted}"
         )
-    (directory / "vocabulary").mkdir()
+    (directory / VOCABULARY).mkdir()
     columns: dict[str, int] = {}
     numerical = [_numerical(feature, state, columns) for feature in features.numerical]
     sizes: dict[str, tuple[str, int]] = {}
@@ -133,7 +136,7 @@ def _column(feature: Numerical | Categorical, columns: dict[str, int], dimension
 
 
 def _write(directory: Path, state: FittedState, feature: str) -> tuple[str, int]:
-    file = f"vocabulary/{quote(feature, safe='')}.bin"
+    file = f"{VOCABULARY}/{quote(feature, safe='')}.bin"
     return file, write_vocabulary(directory / file, _values(state, feature))
 
 

@@ -95,6 +95,7 @@ ROOMS = {
         "nn.distributed",
         "nn.loggers",
         "nn.models",
+        "nn.ops",
         "nn.planning",
         "nn.plots",
         "nn.tiers",

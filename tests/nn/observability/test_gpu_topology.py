@@ -19,8 +19,8 @@ def four_gpus(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     for bus, node in (("a0", 0), ("a1", 0), ("a2", 1), ("a3", -1)):
-        folder = tmp_path / f"0001:{bus}:00.0"
-        folder.mkdir()
+        folder = tmp_path / "bus/pci/devices" / f"0001:{bus}:00.0"
+        folder.mkdir(parents=True)
         (folder / "numa_node").write_text(f"{node}\n")
     return tmp_path
 

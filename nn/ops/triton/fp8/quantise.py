@@ -23,14 +23,48 @@ ROWS_OF_PROGRAM = WORD * BLOCKS["BLOCK_R"] * BLOCKS["BLOCKS_OF_ROWS"]
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
     """Round x [R, C] to 8 bits, as `nn.ops.fp8.quantise`."""
+    return _rounded(x, dtype, scale, transposed=transposed)
+
+
+def quantise_gradient(
+    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
+) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
+    """Round the gradient of a linear layer's output [B, C] to 8 bits, as `nn.ops.fp8.quantise_gradient`."""
+    wide = None if transposed or activation is None else torch.empty_like(grad)
+    partial_sums = grad.new_empty(grid(grad)[1], grad.shape[1], dtype=torch.float32)
+    matrix = _rounded(
+        grad,
+        GRADIENT,
+        scale,
+        transposed=transposed,
+        activation=activation,
+        wide=wide,
+        partial_sums=partial_sums,
+    )
+    if not transposed and wide is None:
+        wide = grad
+    return matrix, wide, partial_sums.sum(0)
+
+
+def _rounded(
+    x: Tensor,
+    dtype: torch.dtype,
+    scale: Scale,
+    *,
+    transposed: bool,
+    activation: Tensor | None = None,
+    wide: Tensor | None = None,
+    partial_sums: Tensor | None = None,
+) -> Fp8Matrix:
+    """Launch the kernel; `wide` and `partial_sums` receive what `quantise_gradient` returns beside the matrix."""
     matrix, words = allocate(x, dtype, scale, transposed=transposed)
     _quantise[grid(x)](
         x,
-        None,
+        activation,
         matrix.rows,
         words,
-        None,
-        None,
+        wide,
+        partial_sums,
         scale.factor,
         scale.latest,
         *x.shape,
@@ -39,33 +73,6 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -
         **BLOCKS,
     )
     return matrix
-
-
-def quantise_gradient(
-    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
-) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
-    """Round the gradient of a linear layer's output [B, C] to 8 bits, as `nn.ops.fp8.quantise_gradient`."""
-    matrix, words = allocate(grad, GRADIENT, scale, transposed=transposed)
-    wide = None if transposed or activation is None else torch.empty_like(grad)
-    programs = grid(grad)
-    partial_sums = grad.new_empty(programs[1], grad.shape[1], dtype=torch.float32)
-    _quantise[programs](
-        grad,
-        activation,
-        matrix.rows,
-        words,
-        wide,
-        partial_sums,
-        scale.factor,
-        scale.latest,
-        *grad.shape,
-        LIMIT=LARGEST[GRADIENT],
-        num_warps=NUM_WARPS,
-        **BLOCKS,
-    )
-    if not transposed and wide is None:
-        wide = grad
-    return matrix, wide, partial_sums.sum(0)
 
 
 def allocate(
