@@ -88,6 +88,11 @@ class LocalIds:
             self, owned=owned, replicated=replicated, requested=requested, release=None, hold=None
         )
 
+    def rows_arrive(self) -> None:
+        """Let the current stream wait for the rows of tables in host memory, before it looks the ids up."""
+        if self.hold is not None:
+            self.hold.arrive()
+
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from being reused before `stream` is done with it."""
         if self.release is not None:

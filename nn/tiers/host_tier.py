@@ -1,8 +1,9 @@
 """Tables in host memory or on disk with an arena on the device, filled ahead of the step with the rows that its batch needs.
 
 A batch is mapped while the batch before it trains: its ids become slots, missing rows are fetched, changed rows that no live
-batch needs return to host memory. On a GPU this runs on the stream of the prefetch, beside the step. A batch keeps its rows
-from the mapping until its pass has run, so that a step never misses a row.
+batch needs return to host memory. On a GPU this runs beside the step: the mapping on the stream of the prefetch, the copies on
+one of their own, so that they follow each other without a gap. A batch keeps its rows from the mapping until its pass has run, so
+that a step never misses a row.
 """
 
 import time
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from nn.embedding.local_tables import LocalTable, SlotRows
 from nn.embedding.optimizer import StateField
+from nn.ops.exchange_queue import ExchangeQueue
 from nn.ops.host_copy import HostCopy
 from nn.ops.stream_waits import StreamWaits
 from nn.tiers.disk_store import DiskStore
@@ -151,11 +153,12 @@ class HostTier:
                     members.append(shard)
                     first += shard.rows
             self._groups.append(_group_of(members, states, device, directory, places.get(kind, 0)))
-        # Of every group, where kernels map; see `DeviceMoves`.
+        # Of both turns and every group, where kernels map; see `DeviceMoves`.
         self._counted: Tensor | None = None
         if maps_by_kernels(device):
-            self._counted = torch.zeros(len(kinds), 4, dtype=torch.int32, device=device)
+            self._counted = torch.zeros(2, len(kinds), 4, dtype=torch.int32, device=device)
             self._add_kernels(self._counted)
+        self._exchanges = ExchangeQueue(device)
         self._counts = TierCounts()
         self._waits = StreamWaits(device) if device.type == "cuda" else None
         self._is_training = True
@@ -172,7 +175,7 @@ class HostTier:
         # Triton comes with torch's CUDA builds only.
         from nn.tiers.slot_kernels import SlotKernels
 
-        for group, counts in zip(self._groups, counted, strict=True):
+        for group, counts in zip(self._groups, counted.unbind(1), strict=True):
             group.kernels = SlotKernels(group.map, counts)
 
     def host_rows(self, index: int) -> dict[str, Tensor]:
@@ -228,7 +231,8 @@ class HostTier:
     def map(self, ids: Tensor, groups: Sequence[TierIds], need: Need | None = None) -> Hold:
         """Turn ids into slots in place, on the current stream, and fetch the rows that are missing.
 
-        On a GPU the host waits for nothing; whether all rows have slots is known to `Hold.check`.
+        On a GPU the host waits for nothing. Whether all rows have slots is known to `Hold.check`; they come on another stream,
+        for which `Hold.arrive` waits.
 
         Args:
             ids: of a batch on this rank; those at `groups` become slots.
@@ -273,17 +277,19 @@ class HostTier:
     ) -> None:
         """Queue the mapping, the copy of what it counts, and behind it the copies of rows."""
         assert self._counted is not None, "on a GPU"
+        turn = self._exchanges.next_turn()
         for group in self._groups:
             assert group.kernels is not None, "on a GPU"
-            group.kernels.release(*ended)
+            group.kernels.release(*ended, turn)
         queued = []
         for of_group in groups:
             group = self._groups[of_group.group]
             assert group.kernels is not None, "on a GPU"
-            queued.append((group.store, group.kernels.map(ids, of_group, hold.pin)))
-        counted = HostCopy(self._counted)
-        for store, moves in queued:
-            store.exchange(moves)
+            queued.append((group.store, group.kernels.map(ids, of_group, hold.pin, turn)))
+        counted = HostCopy(self._counted[turn])
+        with self._exchanges.behind_mapping():
+            for store, moves in queued:
+                store.exchange(moves)
 
         def check() -> None:
             counts = counted.read().tolist()
@@ -293,7 +299,11 @@ class HostTier:
                     raise lacks_slots(lacking)
                 self._count_moves(of_group, fetched, returned, missing)
 
-        hold.check_later(check)
+        def arrive() -> None:
+            if self._exchanges.stream is not None:
+                self.wait_for(self._exchanges.stream)
+
+        hold.expect(check, arrive)
 
     def _count_moves(self, of_group: TierIds, fetched: int, returned: int, missing: int) -> None:
         row_bytes = self._groups[of_group.group].store.row_bytes
@@ -313,7 +323,7 @@ class HostTier:
                 setattr(self._counts, name, getattr(self._counts, name) + value)
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
-        """Let the current stream, which trains, wait for the one on which batches are mapped."""
+        """Let the current stream, which trains, wait for the one on which batches are mapped, or rows move."""
         if self._waits is not None and self._is_training:
             self._waits.wait_for(stream)
         else:
@@ -364,6 +374,8 @@ class HostTier:
         return counts
 
     def _changing_rows(self, group: int) -> np.ndarray:
+        # Rows that have left the device are in host memory then, from where they may go to disk.
+        self._exchanges.wait()
         return self._groups[group].map.changing_rows().numpy()
 
     def _note_trained(self, released: int, trained: int) -> None:

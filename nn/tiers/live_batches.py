@@ -68,10 +68,11 @@ class Hold:
     def __init__(self, batches: LiveBatches, pin: int) -> None:
         self._batches, self.pin = batches, pin
         self._check: Callable[[], None] | None = None
+        self._arrive: Callable[[], None] | None = None
 
-    def check_later(self, check: Callable[[], None]) -> None:
-        """Set what `check` calls once."""
-        self._check = check
+    def expect(self, check: Callable[[], None], arrive: Callable[[], None]) -> None:
+        """Set what `check` and `arrive` call, each once."""
+        self._check, self._arrive = check, arrive
 
     def check(self) -> None:
         """Make sure, before the pass is queued, that all rows of the batch have slots; the mapping before that is waited for.
@@ -82,6 +83,12 @@ class Hold:
         check, self._check = self._check, None
         if check is not None:
             check()
+
+    def arrive(self) -> None:
+        """Let the current stream wait for the rows, before it reads them."""
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
 
     def release(self, *, is_trained: bool) -> None:
         """Release the rows; the pass is queued on the current stream."""

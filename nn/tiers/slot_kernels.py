@@ -31,7 +31,7 @@ class SlotKernels:
 
     Args:
         slot_map: the slots; its `map` must not be called beside this.
-        counts: int32 [4], on the device; see `DeviceMoves`.
+        counts: int32 [2, 4], on the device: those of `DeviceMoves` per turn.
     """
 
     def __init__(self, slot_map: SlotMap, counts: Tensor) -> None:
@@ -49,41 +49,42 @@ class SlotKernels:
         )
         self._programs = self._word_programs + place_programs
         self._found = torch.zeros(self._programs, dtype=torch.int32, device=device)
-        self._buffers = torch.empty(3, 0, dtype=torch.int32, device=device)
+        self._buffers = [torch.empty(3, 0, dtype=torch.int32, device=device) for _ in counts]
 
-    def release(self, released: int, trained: int) -> None:
-        """Let the rows of some batches leave, as `SlotMap.release`, and set the counts to 0; call it before every `map`."""
+    def release(self, released: int, trained: int, turn: int) -> None:
+        """Let the rows of some batches leave, as `SlotMap.release`, and set counts to 0; call it before every `map`."""
         slot_map = self._map
         slot_map.are_fixed_changed |= trained > 0
         _release[(triton.cdiv(slot_map.num_ring, BLOCK),)](
             slot_map.pins,
             slot_map.is_changed,
-            self._counts,
+            self._counts[turn],
             slot_map.num_ring,
             released,
             trained,
             BLOCK=BLOCK,
         )
 
-    def map(self, ids: Tensor, of_group: TierIds, pin: int) -> DeviceMoves:
+    def map(self, ids: Tensor, of_group: TierIds, pin: int, turn: int) -> DeviceMoves:
         """Turn the ids of a batch into slots, in place, as `SlotMap.map`; -1 without a free slot.
 
         Args:
             ids: of the batch on this rank.
             of_group: positions of those of these tables.
             pin: a bit that no other live batch has.
+            turn: 0 or 1.
 
         Returns:
-            The moves, which the next call overwrites.
+            The moves, which the next call of the same turn overwrites.
         """
-        slot_map, count = self._map, len(of_group.positions)
-        if self._buffers.shape[1] < count:
-            self._buffers = self._buffers.new_empty(3, count)
-        rows, slots, returned = self._buffers
+        slot_map, count, counts = self._map, len(of_group.positions), self._counts[turn]
+        if self._buffers[turn].shape[1] < count:
+            self._buffers[turn] = self._buffers[turn].new_empty(3, count)
+        rows, slots, returned = self._buffers[turn]
         in_ids = (ids, of_group.positions, of_group.first, of_group.end, of_group.offset, count)
         of_map = (slot_map.slot_of_row, slot_map.pins, slot_map.num_fixed)
         grid = (triton.cdiv(count, BLOCK),)
-        _find_missing[grid](*in_ids, *of_map, self._is_missing, self._counts, pin, BLOCK=BLOCK)
+        _find_missing[grid](*in_ids, *of_map, self._is_missing, counts, pin, BLOCK=BLOCK)
         searched = (
             self._is_missing,
             self._num_words,
@@ -100,7 +101,7 @@ class SlotKernels:
             *searched,
             rows,
             slots,
-            self._counts,
+            counts,
             PROGRAMS=self._programs,
             ALL=triton.next_power_of_2(self._programs),
             BLOCK=BLOCK,
@@ -110,7 +111,7 @@ class SlotKernels:
             rows,
             slots,
             returned,
-            self._counts,
+            counts,
             self._hand,
             slot_map.slot_of_row,
             slot_map.row_of_slot,
@@ -119,7 +120,7 @@ class SlotKernels:
             BLOCK=BLOCK,
         )
         _to_slots[grid](*in_ids, *of_map, pin, BLOCK=BLOCK)
-        return DeviceMoves(rows, slots, returned, self._counts)
+        return DeviceMoves(rows, slots, returned, counts)
 
 
 def _parts(size: int, block: int, most: int) -> tuple[int, int]:

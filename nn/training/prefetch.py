@@ -86,9 +86,10 @@ class Prefetcher:
         (batch, ids), self._next, self._is_started = self._next, None, False
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
-            self._path.wait_for(self._stream)
+            # Before the wait for this batch, for whose rows the next one's copy and mapping need not wait.
             if self._places is not None:
                 self._places.previous_is_used()
+            self._path.wait_for(self._stream)
             if batch.memory is None:
                 batch.record_stream(current)
             ids.record_stream(current)

@@ -134,6 +134,7 @@ class StaticPass:
     def _look_up(self, ids: LocalIds) -> tuple[Tensor, torch.cuda.Event | None, Any, Any]:
         """Return embeddings, the event of their arrival, and the sorted ids of owned and of replicated tables."""
         sorted_owned = sorted_replicated = None
+        ids.rows_arrive()
         with self._beside():
             with annotate("lookup"):
                 values = self._tables.look_up(ids)
@@ -202,6 +203,7 @@ class StaticForward:
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Return the logits."""
+        ids.rows_arrive()
         rows = self._tables.rows(ids)
         # Of a kernel that takes rows itself, nothing is looked up before.
         values = self._tables.look_up(ids) if rows is None else None

@@ -59,6 +59,7 @@ class CapturedPass:
     def __init__(
         self, plain: PlainPass, ids: LocalIds, batch: Batch, beside: CudaGraph | None = None
     ) -> None:
+        ids.rows_arrive()
         is_in_one = batch.memory is not None and ids.owned is batch.ids.values()
         self._example = batch if is_in_one else None
         count = len(ids.tensors)
@@ -83,9 +84,10 @@ class CapturedPass:
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""
         self.graph.load(*self._inputs(ids, batch))
-        # Before the replay, so that the next batch's exchange need not wait for it.
+        # Before the replay and the wait for rows, so that the next batch's exchange and mapping need not wait for them.
         if ids.release is not None:
             ids.release()
+        ids.rows_arrive()
         return self.graph.replay()
 
 

@@ -72,25 +72,33 @@ def test_several_programs_of_several_steps_map_alike(device, monkeypatch):
 
 def compare_maps(device: torch.device, dtype: torch.dtype, batches: int) -> None:
     plain, other = slot_map(), slot_map(device)
-    counts = torch.full((4,), -7, dtype=torch.int32, device=device)
+    counts = torch.full((2, 4), -7, dtype=torch.int32, device=device)
     kernels = SlotKernels(other, counts)
     groups = tier_ids(), tier_ids(device)
     some_return = False
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(batches):
         # Two batches are live; every third was not trained.
         released = 1 << (number - 2) % 8 if number >= 2 else 0
         trained = released if number % 3 else 0
         plain.release(released, trained)
-        kernels.release(released, trained)
+        turn = number % 2
+        kernels.release(released, trained, turn)
         ids = drawn(number, dtype)
         slots, mapped = ids.clone(), ids.to(device, copy=True)
         moves, missing = plain.map(slots, groups[0], 1 << number % 8)
-        device_moves = kernels.map(mapped, groups[1], 1 << number % 8)
+        device_moves = kernels.map(mapped, groups[1], 1 << number % 8, turn)
         assert torch.equal(slots, mapped.cpu())
+        # The rows of the batch before may still move.
+        assert all(torch.equal(lists.cpu(), values) for lists, values in before)
         fetched = 0 if moves is None else len(moves.fetched_rows)
+        before = [
+            (lists, lists.cpu().clone())
+            for lists in (*(part[:fetched] for part in vars_of(device_moves)), device_moves.counts)
+        ]
         found = [column[:fetched].cpu().long() for column in vars_of(device_moves)]
         returns = found[2] >= 0
-        assert counts.tolist() == [fetched, int(returns.sum()), missing, 0]
+        assert counts[turn].tolist() == [fetched, int(returns.sum()), missing, 0]
         if moves is not None:
             assert torch.equal(found[0], moves.fetched_rows)
             assert torch.equal(found[1], moves.fetched_slots)
@@ -169,6 +177,7 @@ def test_a_tier_with_kernels_keeps_the_rows_of_one_without(device, on_disk, monk
                 # The pass of the batch before: it adds the number of the batch to its rows.
                 done, slots = holds.pop(0)
                 done.check()
+                done.arrive()
                 arena = tier._groups[0].store.arena[WEIGHT]
                 arena[slots[slots >= 0].unique().long()] += number
                 done.release(is_trained=True)
