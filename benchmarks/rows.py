@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import gettempdir
 
 from hydra import compose, initialize_config_module
 
@@ -69,10 +70,10 @@ def run_parser(description: str | None, *, out: str) -> ArgumentParser:
     return parser
 
 
-def in_host(cache: float, **others: float) -> str:
-    """Return the override that puts T3's large tables into host memory, with the fraction of their rows on the GPU."""
+def in_tier(tier: str, cache: float, **others: float) -> str:
+    """Return the override that puts T3's large tables into a tier, with the fraction of their rows on the GPU."""
     shares = {f"cat_{index}": cache for index in (0, 9, 19, 20, 21)} | others
-    tables = (f"{name}: {{tier: host, cache: {share}}}" for name, share in shares.items())
+    tables = (f"{name}: {{tier: {tier}, cache: {share}}}" for name, share in shares.items())
     return f"sharding.tables={{{','.join(tables)}}}"
 
 
@@ -90,7 +91,9 @@ FEW_ROWS = 2_048_000
 """Rows of a dataset for batches of at most 8,192; an epoch is 250 steps or more."""
 
 # Rows in host memory: every step must have a batch of its own, since the rows of a batch that comes again are still here.
-HOST_T3 = Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3", overrides=(in_host(0.1),))
+HOST_T3 = Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3", overrides=(in_tier("host", 0.1),))
+# Its files, 83.7 GiB, lie where TMPDIR says.
+DISK_T3 = (f"sharding.disk_path={gettempdir()}", "sharding.staged_gib=8")
 MOVIELENS = Row("main", 1, "embedding_mlp_movielens", "movielens", train_rows=FEW_ROWS)
 WIDE_DEEP = Row("main", 1, "wide_deep_criteo", "criteo_wdl", train_rows=FEW_ROWS)
 DEEPFM = Row(
@@ -165,7 +168,9 @@ ROWS = {
     "dlrm_t3_1_host_10": HOST_T3,
     "dlrm_t3_1_host_10_uniform": replace(HOST_T3, exponent=0),
     # The smallest of the five has at least room for three batches.
-    "dlrm_t3_1_host_1": replace(HOST_T3, overrides=(in_host(0.01, cat_20=0.02),)),
+    "dlrm_t3_1_host_1": replace(HOST_T3, overrides=(in_tier("host", 0.01, cat_20=0.02),)),
+    # On a local disk: host memory has 8 GiB for their rows, and the GPU 25.
+    "dlrm_t3_1_disk": replace(HOST_T3, overrides=(*DISK_T3, in_tier("disk", 0.3))),
     "dlrm_t0_4": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0"),
     # 420.9 GiB of tables in float32, on GPUs of 141 GB.
     "dlrm_t0_2_bf16_tables": Row("dlrm", 2, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),

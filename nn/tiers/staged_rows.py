@@ -15,6 +15,8 @@ from nn.tiers.table_file import TableFile
 ABSENT = -1
 ON_DEVICE = -2
 """Place of a row that the device keeps for good: it has none here."""
+FIRST_REACH = 2**16
+"""Places that a search for free ones looks at, beside twice those that are needed."""
 
 
 class StagedRows:
@@ -74,11 +76,9 @@ class StagedRows:
         for others in (rows, *staying):
             places = self.place_of_row[others]
             stays[places[places >= 0]] = True
-        free = np.flatnonzero(~stays)
-        if len(free) < len(missing):
+        taken = self._free(stays, len(missing))
+        if len(taken) < len(missing):
             return False
-        start = int(np.searchsorted(free, self._hand))
-        taken = np.concatenate([free[start:], free[:start]])[: len(missing)]
         self._hand = int(taken[-1]) + 1
         self._release(taken)
         self._file.read(missing, self.items, taken)
@@ -86,6 +86,17 @@ class StagedRows:
         self.place_of_row[missing] = taken
         self._num_read += len(missing)
         return True
+
+    def _free(self, stays: np.ndarray, count: int) -> np.ndarray:
+        """Return the next `count` places whose rows need not stay; fewer if there are fewer."""
+        reach = 2 * count + FIRST_REACH
+        while True:
+            reach = min(reach, len(stays))
+            places = (self._hand + np.arange(reach)) % len(stays)
+            free = places[~stays[places]]
+            if len(free) >= count or reach == len(stays):
+                return free[:count]
+            reach *= 4
 
     def flush(self) -> None:
         """Write all changed rows to the file, which nobody reads meanwhile."""

@@ -31,9 +31,9 @@ from nn.tiers.row_items import row_items
 from nn.tiers.row_store import Kinds
 
 FOLDER = "tables"
-READERS = 8
-"""Threads that read rows: each waits for one page at a time."""
-READ_ROWS = 2**12
+READERS = 64
+"""Threads that read rows: each waits for one page at a time, and disks are fast with many reads at once."""
+READ_ROWS = 2**9
 """Rows that a thread reads at once."""
 RUN_PAGES = 8
 """Adjoining pages from which on they are read ahead as one."""
@@ -251,16 +251,14 @@ class _Mapping:
     def read_ahead(self, rows: np.ndarray) -> None:
         """Let the kernel read runs of adjoining pages as one; single pages are read when they are touched."""
         page = mmap.PAGESIZE
-        pages = np.unique(rows * self.row_bytes // page)
-        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
-        starts = np.concatenate([[0], breaks]) if len(pages) else breaks
-        lengths = np.diff(np.concatenate([starts, [len(pages)]]))
-        for start, length in zip(
-            starts[lengths >= RUN_PAGES], lengths[lengths >= RUN_PAGES], strict=True
-        ):
-            first = int(pages[start]) * page
-            num_bytes = min(int(length) * page, self._num_bytes - first)
-            self._pages.madvise(mmap.MADV_WILLNEED, first, num_bytes)
+        pages = np.sort(rows * self.row_bytes // page)
+        ends = np.flatnonzero(np.diff(pages, append=np.inf) > 1)
+        last = pages[ends]
+        first = pages[np.concatenate([[0], ends[:-1] + 1])] if len(ends) else last
+        is_run = last - first + 1 >= RUN_PAGES
+        for start, end in zip(first[is_run].tolist(), last[is_run].tolist(), strict=True):
+            num_bytes = min((end + 1) * page, self._num_bytes) - start * page
+            self._pages.madvise(mmap.MADV_WILLNEED, start * page, num_bytes)
 
 
 def _copy(
