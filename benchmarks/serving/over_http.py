@@ -1,6 +1,7 @@
 """Load on the embedded server of a model that is loaded already, over HTTP on loopback, from processes of their own."""
 
 import asyncio
+import gc
 import json
 import sys
 import tempfile
@@ -58,6 +59,9 @@ async def measure(
     """
     limits = BatchLimits(MAX_BATCH, 4 * MAX_BATCH, 0.0, 10.0)
     http = HttpLimits(64 * MIB, 512 * MIB, 1024, 30.0)
+    # As the server does when it starts.
+    gc.collect()
+    gc.freeze()
     service = Service(OneVersion(model), limits, http, 1.0, print)
     port = await service.start("127.0.0.1", 0)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,12 @@
 """Inputs of a batch as one block of int32: one copy to the device, at the same address for every batch of a size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from serving.inference.model_rows import Rows
+from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import Manifest
 
 # P: rows of a padded batch, N: numerical features, H: ids of a row in all features of fixed hotness
@@ -78,28 +79,39 @@ class InputLayout:
             return None
         return block[self.first_rate : self.first_rate + self.num_rows].view(torch.float32)
 
-    def fill(self, block: Tensor, rows: Rows) -> int:
-        """Write at most P rows to a block; return the number of its first elements to copy.
+    def fill(self, block: Tensor, parts: Sequence[Rows]) -> int:
+        """Write at most P rows to a block, one part after another; return the number of its first elements to copy.
 
         Rows behind the last one look up id 0, so that they need no branch.
         """
-        count = len(rows)
-        self.numerical(block)[:count].copy_(rows.numerical)
-        ids = self.ids(block)
-        ids[:count].copy_(rows.ids)
-        ids[count:].zero_()
-        rates = self.keep_rates(block)
-        if rates is not None:
-            rates.fill_(1) if rows.keep_rates is None else rates[:count].copy_(rows.keep_rates)
+        numerical, ids, rates = self.numerical(block), self.ids(block), self.keep_rates(block)
+        first = 0
+        for part in parts:
+            last = first + len(part)
+            numerical[first:last].copy_(part.numerical)
+            ids[first:last].copy_(part.ids)
+            if rates is not None and part.keep_rates is not None:
+                rates[first:last].copy_(part.keep_rates)
+            elif rates is not None:
+                rates[first:last].fill_(1)
+            first = last
+        ids[first:].zero_()
         place = 0
         for name in self.ragged:
-            ragged, first = rows.ragged[name], self.first_start(name)
-            starts = block[first : first + self.num_rows + 1]
-            starts[0] = place
-            starts[1 : count + 1].copy_(ragged.lengths.cumsum(0) + place)
-            size = len(ragged.values)
-            starts[count + 1 :].fill_(place + size)
-            value = self.first_value + place
-            block[value : value + size].copy_(ragged.values)
-            place += size
+            starts = block[self.first_start(name) :][: self.num_rows + 1]
+            values = block[self.first_value :]
+            place = _fill_ragged(starts, values, [part.ragged[name] for part in parts], place)
         return self.first_value + place
+
+
+def _fill_ragged(starts: Tensor, values: Tensor, parts: Sequence[RaggedIds], place: int) -> int:
+    """Write the ids of a feature from `place` on; return the place behind them."""
+    starts[0] = place
+    row = 1
+    for ids in parts:
+        count, size = len(ids.lengths), len(ids.values)
+        starts[row : row + count].copy_(ids.lengths.cumsum(0) + place)
+        values[place : place + size].copy_(ids.values)
+        row, place = row + count, place + size
+    starts[row:].fill_(place)
+    return place

@@ -113,22 +113,23 @@ class GpuModel:
                 f"{directory}: the GPU has too little memory ({str(error).splitlines()[0]}); set a smaller table_gib or max_batch"
             ) from None
 
-    def scores(self, rows: Rows) -> Tensor:
-        """Return the scores, float32 [B, O] in host memory."""
-        size = self._sizes[-1]
-        if len(rows) > size:
-            parts = [rows.part(i, min(i + size, len(rows))) for i in range(0, len(rows), size)]
-            return torch.cat([self.scores(part) for part in parts])
-        needed = sum(len(ids.values) for ids in rows.ragged.values())
+    def scores(self, *parts: Rows) -> Tensor:
+        """Return the scores of rows, one part after another, float32 [B, O] in host memory."""
+        size, count = self._sizes[-1], sum(map(len, parts))
+        if count > size:
+            rows = Rows.joined(parts)
+            blocks = [rows.part(i, min(i + size, count)) for i in range(0, count, size)]
+            return torch.cat([self.scores(block) for block in blocks])
+        needed = sum(len(ids.values) for part in parts for ids in part.ragged.values())
         if needed > self._ragged_room:
             self._grow(2 * needed)
         with torch.inference_mode():
-            padded = next(size for size in self._sizes if size >= len(rows))
+            padded = next(size for size in self._sizes if size >= count)
             found = self._passes[padded]
-            used = found.layout.fill(self._pinned, rows)
+            used = found.layout.fill(self._pinned, parts)
             self._block[:used].copy_(self._pinned[:used], non_blocking=True)
-            scores = self._scores[: len(rows)]
-            scores.copy_(found.scores()[: len(rows)], non_blocking=True)
+            scores = self._scores[:count]
+            scores.copy_(found.scores()[:count], non_blocking=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             return scores.clone()

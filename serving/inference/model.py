@@ -66,7 +66,8 @@ class ServedModel:
         with torch.inference_mode():
             return self._dense(rows.numerical, self._look_up(rows))
 
-    def scores(self, rows: Rows) -> Tensor:
-        """Return the scores, float32 [B, O]: probabilities of binary outputs, numbers of others."""
+    def scores(self, *parts: Rows) -> Tensor:
+        """Return the scores of rows, one part after another, [B, O]: probabilities of binary outputs, numbers of others."""
+        rows = Rows.joined(parts)
         with torch.inference_mode():
             return self._head(self.logits(rows), rows.keep_rates)

@@ -1,6 +1,6 @@
 """Rows to score, as features: numbers and ids that are valid."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +56,7 @@ class Rows:
         )
 
     @classmethod
-    def joined(cls, parts: "list[Rows]") -> "Rows":
+    def joined(cls, parts: "Sequence[Rows]") -> "Rows":
         """Return the rows of several requests, one after another; a row without a keep rate has 1."""
         if len(parts) == 1:
             return parts[0]

@@ -27,8 +27,8 @@ class Model(Protocol):
     raw: RawValues | None
     keys: Mapping[str, KeyRows]
 
-    def scores(self, rows: Rows) -> Tensor:
-        """Return the scores, float32 [B, O] in host memory."""
+    def scores(self, *parts: Rows) -> Tensor:
+        """Return the scores of rows, one part after another, float32 [B, O] in host memory."""
 
 
 LoadModel = Callable[[Path, Manifest], Model]

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from http import HTTPStatus
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 import numpy as np
 
@@ -44,23 +44,38 @@ class _Waiting:
 
 
 class Batcher:
-    """Queue of one executor thread, which scores one batch at a time.
+    """Queue of one thread, which scores one batch at a time.
 
-    A batch has the rows of one version, so a response is that of the version it names.
+    A batch has the rows of one version, so a response is that of the version it names. The thread takes what waits as soon as
+    it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once back.
 
     Args:
         limits: of batches and of the queue.
-        executor: of a single thread.
-        measure: called with the rows and the seconds of every batch.
+        measure: called in the loop with the rows and the seconds of every batch.
     """
 
-    def __init__(
-        self, limits: BatchLimits, executor: Executor, measure: Callable[[int, float], None]
-    ) -> None:
-        self._limits, self._executor, self._measure = limits, executor, measure
-        self._waiting: deque[_Waiting] = deque()
-        self._arrived = asyncio.Event()
-        self.queued_rows = 0
+    def __init__(self, limits: BatchLimits, measure: Callable[[int, float], None]) -> None:
+        self._limits, self._measure = limits, measure
+        self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._left: _Waiting | None = None
+        # Each is counted by one thread: the loop, and the one that scores.
+        self._rows_put = self._rows_taken = 0
+        self._is_ended = False
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait."""
+        return self._rows_put - self._rows_taken
+
+    def start(self) -> None:
+        """Score in a thread until `stop`; answers belong to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        Thread(target=self._run, name="scorer").start()
+
+    def stop(self) -> None:
+        """End after the batch that is scored; what waits is dropped."""
+        self._is_ended = True
+        self._waiting.put(None)
 
     async def scores(self, version: Version, rows: Rows) -> np.ndarray:
         """Return the scores of rows, float32 [B, O]; more rows than a batch has are split.
@@ -80,97 +95,101 @@ class Batcher:
                 f"{self.queued_rows:,} rows wait already, of at most {limits.max_queue:,} (max_queue); try again",
                 headers={"Retry-After": "1"},
             )
-        now, loop = time.monotonic(), asyncio.get_running_loop()
         size = limits.max_batch
-        parts = (
-            [rows]
-            if num_rows <= size
-            else [
-                rows.part(first, min(first + size, num_rows)) for first in range(0, num_rows, size)
-            ]
-        )
-        waiting = [_Waiting(version, part, now, loop.create_future()) for part in parts]
-        self._waiting.extend(waiting)
-        self.queued_rows += num_rows
-        self._arrived.set()
-        if len(waiting) == 1:
-            return await waiting[0].answer
-        answers = await asyncio.gather(*(part.answer for part in waiting), return_exceptions=True)
+        if num_rows <= size:
+            return await self._put(version, rows)
+        parts = [rows.part(i, min(i + size, num_rows)) for i in range(0, num_rows, size)]
+        waiting = [self._put(version, part) for part in parts]
         scores = []
-        for answer in answers:
+        for answer in await asyncio.gather(*waiting, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
             scores.append(answer)
         return np.concatenate(scores)
 
-    async def run(self) -> None:
-        """Score batches until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            batch = await self._next_batch()
-            if not batch:
-                continue
-            started = time.monotonic()
-            score = partial(_score, batch[0].version, [part.rows for part in batch])
-            try:
-                scores = await loop.run_in_executor(self._executor, score)
-            except Exception as error:
-                for part in batch:
-                    _fail(part, error)
-                continue
-            self._measure(len(scores), time.monotonic() - started)
-            first = 0
-            for part in batch:
-                last = first + len(part.rows)
-                if not part.answer.done():
-                    part.answer.set_result(scores[first:last])
-                first = last
+    def _put(self, version: Version, rows: Rows) -> "asyncio.Future[np.ndarray]":
+        part = _Waiting(version, rows, time.monotonic(), self._loop.create_future())
+        self._rows_put += len(rows)
+        self._waiting.put(part)
+        return part.answer
 
-    async def _next_batch(self) -> list[_Waiting]:
-        """Wait for rows; return those of the next batch, which may be none if all of them have waited too long."""
-        while not self._waiting:
-            self._arrived.clear()
-            await self._arrived.wait()
-        limits = self._limits
-        end = self._waiting[0].arrived + limits.delay_s
-        while self.queued_rows < limits.max_batch and (left := end - time.monotonic()) > 0:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(left):
-                    await self._arrived.wait()
-            except TimeoutError:
-                break
+    def _run(self) -> None:
+        while not self._is_ended:
+            self._score_batch()
+
+    def _score_batch(self) -> None:
+        """Wait for a batch, score it and give its answers to the loop; keep nothing of it, so a version can end."""
+        batch = self._next_batch()
+        started = time.monotonic()
+        timely = self._without_late(batch, started)
+        if not timely:
+            return
+        try:
+            scores = timely[0].version.model.scores(*[part.rows for part in timely]).numpy()
+        except Exception as error:
+            self._call(_fail, timely, error)
+        else:
+            self._call(self._answer, timely, scores, time.monotonic() - started)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Wait for rows; return those of the next batch, which are none at the end."""
+        part = self._left or self._waiting.get()
+        self._left = None
         batch: list[_Waiting] = []
-        num_rows, latest = 0, time.monotonic() - limits.deadline_s
-        while self._waiting:
-            part = self._waiting[0]
+        num_rows, limits = 0, self._limits
+        while part is not None:
             if batch and (
                 part.version is not batch[0].version or num_rows + len(part.rows) > limits.max_batch
             ):
+                self._left = part
                 break
-            self._waiting.popleft()
-            self.queued_rows -= len(part.rows)
-            if part.answer.done():
-                continue  # the client has gone, or another part of its request was refused
-            if part.arrived < latest:
-                _fail(
-                    part,
-                    RequestError(
-                        HTTPStatus.SERVICE_UNAVAILABLE,
-                        f"the request has waited longer than {limits.deadline_s * 1000:g} ms (deadline_ms); try again",
-                        headers={"Retry-After": "1"},
-                    ),
-                )
-                continue
             batch.append(part)
             num_rows += len(part.rows)
+            self._rows_taken += len(part.rows)
+            if num_rows == limits.max_batch:
+                break
+            part = self._next(batch[0].arrived + limits.delay_s)
         return batch
 
+    def _next(self, end: float) -> _Waiting | None:
+        """Return what waits, or comes until `end`; None if nothing does."""
+        left = end - time.monotonic()
+        try:
+            return self._waiting.get_nowait() if left <= 0 else self._waiting.get(timeout=left)
+        except Empty:
+            return None
 
-def _score(version: Version, rows: list[Rows]) -> np.ndarray:
-    return version.model.scores(Rows.joined(rows)).numpy()
+    def _without_late(self, batch: list[_Waiting], now: float) -> list[_Waiting]:
+        """Refuse the parts that have waited too long; return the others whose answers are wanted."""
+        deadline_s = self._limits.deadline_s
+        # A future that is done: the client has gone, or another part of its request was refused.
+        wanted = [part for part in batch if not part.answer.done()]
+        late = [part for part in wanted if part.arrived < now - deadline_s]
+        if not late:
+            return wanted
+        error = RequestError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"the request has waited longer than {deadline_s * 1000:g} ms (deadline_ms); try again",
+            headers={"Retry-After": "1"},
+        )
+        self._call(_fail, late, error)
+        return [part for part in wanted if part.arrived >= now - deadline_s]
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _answer(self, batch: list[_Waiting], scores: np.ndarray, seconds: float) -> None:
+        self._measure(len(scores), seconds)
+        first = 0
+        for part in batch:
+            last = first + len(part.rows)
+            if not part.answer.done():
+                part.answer.set_result(scores[first:last])
+            first = last
 
 
-def _fail(part: _Waiting, error: Exception) -> None:
-    if not part.answer.done():
-        part.answer.set_exception(error)
+def _fail(parts: list[_Waiting], error: Exception) -> None:
+    for part in parts:
+        if not part.answer.done():
+            part.answer.set_exception(error)

@@ -7,8 +7,9 @@ Bodies are counted before they are read and until their answers are written: all
 import asyncio
 import hmac
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
 
 from configs.messages import on_one_line
@@ -23,6 +24,8 @@ OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 """Paths without a token, for probes."""
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _CLOSING = {"Connection": "close"}
+KNOWN_HEADS = 64
+"""Heads whose meaning is remembered: a client sends the same one again and again."""
 
 
 class RequestError(Exception):
@@ -53,7 +56,7 @@ class Request:
 
     method: str
     path: str
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes | memoryview = b""
 
 
@@ -199,16 +202,14 @@ class HttpServer:
             return
         self._num_finishing += 1
         try:
-            async with asyncio.timeout(LINGER_S):
-                await stream.finish()
+            await stream.finish(LINGER_S)
         finally:
             self._num_finishing -= 1
 
     async def _read_head(self, stream: HttpStream) -> bytes | None:
         """Return the request line and headers; None if the client has closed the connection or sends nothing."""
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                return await stream.read_head()
+            return await stream.read_head(self._limits.timeout_s)
         except asyncio.IncompleteReadError as error:
             if not error.partial:
                 return None
@@ -228,11 +229,11 @@ class HttpServer:
         """Return a request with its body."""
         length = request.headers.get(HEADER_LENGTH, "")
         first = int(length) if re.fullmatch(r"[0-9]{1,11}", length) else 0
+        limit_s = self._limits.timeout_s
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                if request.headers.get("expect", "").lower() == "100-continue":
-                    await stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                body = await stream.read_body(num_bytes, first)
+            if request.headers.get("expect", "").lower() == "100-continue":
+                await stream.write(b"HTTP/1.1 100 Continue\r\n\r\n", limit_s)
+            body = await stream.read_body(num_bytes, first, limit_s)
         except CutBodyError as error:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST,
@@ -308,10 +309,10 @@ class HttpServer:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         status = response.status
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode("latin-1")
-        async with asyncio.timeout(self._limits.timeout_s):
-            await stream.write(head + response.body)
+        await stream.write(head + response.body, self._limits.timeout_s)
 
 
+@lru_cache(KNOWN_HEADS)
 def _parse_head(head: bytes) -> Request:
     """Return the request of a request line and headers."""
     bad = HTTPStatus.BAD_REQUEST

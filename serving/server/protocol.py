@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -26,9 +28,15 @@ DTYPES = {
     "UINT16": np.uint16,
     "UINT32": np.uint32,
 }
+BYTES_DTYPES = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in DTYPES.items()}
+"""Of binary data."""
 TEXT = "BYTES"
 MOST_DIMENSIONS = 2
 MOST_INPUTS = 4096
+REMEMBERED = 64
+"""JSON documents whose meaning is remembered: a client of binary tensors sends the same one again and again."""
+REMEMBERED_BYTES = 4096
+"""Longest of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class InferRequest:
     inputs: dict[str, Tensor]
     num_rows: int
     id: str | None = None
-    outputs: dict[str, bool] = field(default_factory=dict)
+    outputs: Mapping[str, bool] = field(default_factory=dict)
     is_binary: bool = False
 
 
@@ -87,24 +95,73 @@ def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRe
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"{length:,} bytes of JSON, want at most {JSON_BYTES:,}; send binary tensors, or fewer rows",
         )
-    document = _mapping(_json(bytes(body[:length])), "the body")
-    entries = document.get("inputs")
-    if not isinstance(entries, list) or not 0 < len(entries) <= MOST_INPUTS:
-        refuse("want a list of inputs")
+    document = bytes(body[:length])
+    is_remembered = text is not None and length <= REMEMBERED_BYTES
+    described = _remembered(document) if is_remembered else _describe(document)
     inputs: dict[str, Tensor] = {}
     rest = memoryview(body)[length:]
     room = JSON_BYTES - length
-    for entry in entries:
-        left = len(rest)
-        tensor, rest = _tensor(_mapping(entry, "an input"), rest, room)
-        if tensor.datatype == TEXT:
-            room -= left - len(rest)
-        if tensor.name in inputs:
-            refuse(f"input {shown(tensor.name)} is there twice")
-        inputs[tensor.name] = tensor
+    for entry in described.entries:
+        if entry.size is None:
+            values = _from_json(entry)
+        else:
+            values, rest = _from_bytes(entry, entry.size, rest, room)
+            if entry.datatype == TEXT:
+                room -= entry.size
+        inputs[entry.name] = Tensor(entry.name, entry.datatype, entry.shape, values)
     if rest:
         refuse(f"{len(rest):,} bytes follow the last binary tensor")
-    rows = {tensor.shape[0] for tensor in inputs.values()}
+    return InferRequest(
+        inputs, described.num_rows, described.id, described.outputs, described.is_binary
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An input as the JSON describes it.
+
+    Attributes:
+        name: of the input.
+        datatype: a key of `DTYPES`, or `TEXT`.
+        shape: one or two numbers.
+        size: bytes of its binary data; None if its values are in the JSON.
+        data: the values in the JSON.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    size: int | None
+    data: Any
+
+    @property
+    def where(self) -> str:
+        """The input in a message."""
+        return f"input {shown(self.name)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A request as its JSON describes it; fields as those of `InferRequest`."""
+
+    entries: tuple[_Entry, ...]
+    num_rows: int
+    id: str | None
+    outputs: Mapping[str, bool]
+    is_binary: bool
+
+
+def _describe(text: bytes) -> _Described:
+    document = _mapping(_json(text), "the body")
+    inputs = document.get("inputs")
+    if not isinstance(inputs, list) or not 0 < len(inputs) <= MOST_INPUTS:
+        refuse("want a list of inputs")
+    entries = tuple(_entry(_mapping(entry, "an input")) for entry in inputs)
+    names = Counter(entry.name for entry in entries)
+    for name, count in names.items():
+        if count > 1:
+            refuse(f"input {shown(name)} is there twice")
+    rows = {entry.shape[0] for entry in entries}
     if len(rows) > 1:
         refuse(f"inputs have {', '.join(map(str, sorted(rows)))} rows; want the same number")
     if 0 in rows:
@@ -115,7 +172,10 @@ def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRe
         refuse("want a text as id")
     is_binary = bool(parameters.get("binary_data_output"))
     outputs = _outputs(document.get("outputs"), is_binary)
-    return InferRequest(inputs, rows.pop(), identity, outputs, is_binary)
+    return _Described(entries, rows.pop(), identity, outputs, is_binary)
+
+
+_remembered = lru_cache(REMEMBERED)(_describe)
 
 
 def _outputs(entries: Any, is_binary: bool) -> dict[str, bool]:
@@ -129,8 +189,7 @@ def _outputs(entries: Any, is_binary: bool) -> dict[str, bool]:
     return outputs
 
 
-def _tensor(entry: Mapping[str, Any], rest: memoryview, room: int) -> tuple[Tensor, memoryview]:
-    """Return an input and the binary data after its own; a binary text may have `room` bytes."""
+def _entry(entry: Mapping[str, Any]) -> _Entry:
     name = _name(entry)
     where = f"input {shown(name)}"
     datatype, shape = entry.get("datatype"), entry.get("shape")
@@ -144,29 +203,36 @@ def _tensor(entry: Mapping[str, Any], rest: memoryview, room: int) -> tuple[Tens
         refuse(f"{where} has shape {shown(shape)}; want [rows] or [rows, columns]")
     parameters = _mapping(entry.get("parameters") or {}, f"the parameters of {where}")
     size = parameters.get("binary_data_size")
-    count = math.prod(shape)
-    if size is None:
-        return Tensor(name, datatype, tuple(shape), _from_json(where, datatype, shape, entry)), rest
-    if type(size) is not int or not 0 <= size <= len(rest):
-        refuse(f"{where} has binary_data_size {shown(size)}, and {len(rest):,} bytes are left")
+    if size is not None and (type(size) is not int or size < 0):
+        refuse(f"{where} has binary_data_size {shown(size)}; want a number of bytes")
+    return _Entry(name, datatype, tuple(shape), size, entry.get("data"))
+
+
+def _from_bytes(entry: _Entry, size: int, rest: memoryview, room: int) -> tuple[Any, memoryview]:
+    """Return the values of an input and the binary data after its own; a text may have `room` bytes."""
+    if size > len(rest):
+        refuse(
+            f"{entry.where} has binary_data_size {shown(size)}, and {len(rest):,} bytes are left"
+        )
     data, rest = rest[:size], rest[size:]
-    if datatype == TEXT:
+    count = math.prod(entry.shape)
+    if entry.datatype == TEXT:
         if size > room:
             raise RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"JSON and texts of more than {JSON_BYTES:,} bytes with {where}; send fewer rows",
+                f"JSON and texts of more than {JSON_BYTES:,} bytes with {entry.where}; send fewer rows",
             )
-        return Tensor(name, datatype, tuple(shape), _texts(where, data, count)), rest
-    dtype = np.dtype(DTYPES[datatype]).newbyteorder("<")
+        return _texts(entry.where, data, count), rest
+    dtype = BYTES_DTYPES[entry.datatype]
     if size != count * dtype.itemsize:
         refuse(
-            f"{where} has {size:,} bytes, and {datatype} {shape} needs {count * dtype.itemsize:,}"
+            f"{entry.where} has {size:,} bytes, and {entry.datatype} {list(entry.shape)} needs {count * dtype.itemsize:,}"
         )
-    return Tensor(name, datatype, tuple(shape), np.frombuffer(data, dtype).reshape(shape)), rest
+    return np.frombuffer(data, dtype).reshape(entry.shape), rest
 
 
-def _from_json(where: str, datatype: str, shape: list[int], entry: Mapping[str, Any]) -> Any:
-    data = entry.get("data")
+def _from_json(entry: _Entry) -> Any:
+    where, datatype, shape, data = entry.where, entry.datatype, list(entry.shape), entry.data
     if not isinstance(data, list):
         refuse(f"{where} has no list as data")
     if data and isinstance(data[0], list):

@@ -50,11 +50,9 @@ class Service:
         self._versions, self._poll_s, self._log = versions, poll_s, log
         self._metrics = Metrics()
         # One batch at a time, which uses all threads of torch; versions are loaded beside it.
-        self._scorer = ThreadPoolExecutor(1, "scorer")
+        self._batcher = Batcher(batch_limits, self._metrics.batch)
         self._loader = ThreadPoolExecutor(1, "loader")
-        self._batcher = Batcher(batch_limits, self._scorer, self._metrics.batch)
         self._http = HttpServer(self._answer, self._refuse, http_limits, log)
-        self._tasks: list[asyncio.Task[None]] = []
         # Not the version itself, whose tables would stay in memory after a swap.
         model = versions.current.model
         self._id_inputs = (model.manifest, IdInputs(model.manifest, model.keys))
@@ -73,10 +71,8 @@ class Service:
             OSError: the address cannot be used.
         """
         found = await self._http.start(host, port)
-        self._tasks = [
-            asyncio.create_task(self._batcher.run()),
-            asyncio.create_task(self._watch()),
-        ]
+        self._batcher.start()
+        self._watching = asyncio.create_task(self._watch())
         self._is_ready = True
         return found
 
@@ -84,12 +80,10 @@ class Service:
         """Answer the requests that have begun, for at most `drain_s`, and end."""
         self._is_ready = False
         await self._http.drain(drain_s)
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
-        self._scorer.shutdown(wait=False, cancel_futures=True)
+        self._watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watching
+        self._batcher.stop()
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:

@@ -147,11 +147,29 @@ def test_padded_rows_look_up_id_0_and_no_ragged_ids():
     block = torch.full((layout.first_value + 3,), 99, dtype=torch.int32)
     ragged = {"r": RaggedIds(torch.tensor([7, 8, 9]), torch.tensor([1, 2]))}
     rows = Rows(torch.zeros(2, 1), torch.tensor([[1, 2], [3, 4]]), ragged)
-    assert layout.fill(block, rows) == len(block)
+    assert layout.fill(block, [rows]) == len(block)
     assert layout.ids(block).tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]]
     assert block[layout.first_start("r") :].tolist() == [0, 1, 3, 3, 3, 7, 8, 9]
     assert padded_sizes(48) == [32, 48]
     assert padded_sizes(16) == [16]
+
+
+def test_parts_lie_in_a_block_as_their_joined_rows_do():
+    layout = InputLayout(8, 1, 2, True, ("r", "s"))
+    parts = []
+    for seed, count in enumerate((2, 1, 3)):
+        ids = {
+            name: RaggedIds(
+                torch.arange(count * (seed + k)) + 50 * k, torch.full((count,), seed + k)
+            )
+            for k, name in enumerate("rs")
+        }
+        rates = torch.rand(count) if seed == 1 else None
+        parts.append(Rows(torch.rand(count, 1), torch.randint(9, (count, 2)), ids, rates))
+    blocks = [torch.full((layout.first_value + 40,), 1, dtype=torch.int32) for _ in range(2)]
+    sizes = [layout.fill(blocks[0], parts), layout.fill(blocks[1], [Rows.joined(parts)])]
+    assert sizes[0] == sizes[1] == layout.first_value + 7 + 13
+    assert blocks[0].equal(blocks[1])
 
 
 @pytest.mark.parametrize("num_numerical", [3, 0])

@@ -153,7 +153,7 @@ WRONG = {
         "shape",
     ),
     "values": (
-        [tensor("numerical", "FP32", NUMERICAL, [3, 3]), tensor("ids", "INT64", IDS)],
+        [tensor("numerical", "FP32", NUMERICAL, [2, 4]), tensor("ids", "INT64", IDS)],
         400,
         "has 6 values",
     ),
