@@ -247,9 +247,8 @@ class LocalEmbeddingBags:
             is_good: int32 [1]; 0 leaves everything unchanged.
         """
         if self._kernels is not None:
-            self._kernels.update(ids, gradients, self._scalars, is_good)
-            if self.touched is not None:
-                self.touched.add_if(ids.row_keys, is_good)
+            mask = None if self.touched is None else self.touched.mask
+            self._kernels.update(ids, gradients, self._scalars, is_good, mask)
             return
         if not (self.tables and is_good.item()):
             return

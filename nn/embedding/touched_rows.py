@@ -1,7 +1,7 @@
 """Rows that updates have changed since they were last taken: a byte per row, on the device of the tables.
 
 Every rule updates a row only if a batch looks it up, weight decay and L2 included, so the ids of the updates are the rows
-that changed. A byte is set where an update runs, also inside a captured step.
+that changed. A byte is set where an update runs, also inside a captured step: on a GPU by the kernel of the update itself.
 """
 
 from collections.abc import Sequence
@@ -19,29 +19,27 @@ class TouchedRows:
     Args:
         tables: in the order in which they are updated together.
         device: of the tables.
+
+    Attributes:
+        mask: uint8 by row keys of `LocalEmbeddingBags`; 1 of rows that have changed.
     """
 
     def __init__(self, tables: Sequence[LocalTable], device: torch.device) -> None:
         self._bases = row_bases(tables)
         self._rows = [table.num_rows for table in tables]
-        # Of all keys; the last one is written by updates that change nothing.
-        self._mask = torch.zeros(self._bases[-1] + 1, dtype=torch.uint8, device=device)
+        self.mask = torch.zeros(self._bases[-1], dtype=torch.uint8, device=device)
 
     def add(self, keys: Tensor) -> None:
         """Mark the rows of row keys [n] of `LocalEmbeddingBags`."""
-        self._mask.index_fill_(0, keys.long(), 1)
-
-    def add_if(self, keys: Tensor, is_good: Tensor) -> None:
-        """Mark the rows of row keys [n], unless `is_good` [1] is 0; the host reads nothing back."""
-        self.add(torch.where(is_good != 0, keys, self._bases[-1]))
+        self.mask.index_fill_(0, keys.long(), 1)
 
     def of_table(self, position: int) -> Tensor:
         """Return the mask of a table, uint8 [rows], a view."""
-        return self._mask.narrow(0, self._bases[position], self._rows[position])
+        return self.mask.narrow(0, self._bases[position], self._rows[position])
 
     def clear(self) -> None:
         """Forget all rows."""
-        self._mask.zero_()
+        self.mask.zero_()
 
 
 class TouchedReplicas:

@@ -13,7 +13,13 @@ from triton.runtime.jit import KernelInterface
 
 from configs.schema import OptimizerConfig
 from nn.embedding.key_sources import KeySources
-from nn.embedding.local_tables import LocalTable, PlacedLookup, SortedIds, UpdateScalars
+from nn.embedding.local_tables import (
+    LocalTable,
+    PlacedLookup,
+    SortedIds,
+    UpdateScalars,
+    row_bases,
+)
 from nn.embedding.lookups import Pooling
 from nn.embedding.optimizer import TableRule, table_rule
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
@@ -48,6 +54,11 @@ class _Level:
     sums: Tensor
     sums_keys: Tensor
     sums_counts: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All, in the order of the kernel's arguments."""
+        return self.sums, self.sums_keys, self.sums_counts, self.blocks
 
 
 class TritonLauncher:
@@ -97,11 +108,16 @@ class TritonLauncher:
             width_class.look_up(ids, out)
 
     def update(
-        self, ids: SortedIds, gradients: Tensor, scalars: UpdateScalars, is_good: Tensor
+        self,
+        ids: SortedIds,
+        gradients: Tensor,
+        scalars: UpdateScalars,
+        is_good: Tensor,
+        touched: Tensor | None = None,
     ) -> None:
-        """See `LocalEmbeddingBags.update`."""
+        """See `LocalEmbeddingBags.update`; `touched`, uint8 by row keys, becomes 1 for rows that are updated."""
         for width_class in self._classes:
-            width_class.update(ids, gradients, scalars, is_good)
+            width_class.update(ids, gradients, scalars, is_good, touched)
 
 
 class _WidthClass:
@@ -202,7 +218,8 @@ class _WidthClass:
         )
         self._first_row = self._on_device([table.first_row or 0 for table in own], torch.int64)
         self._num_rows = self._on_device([len(table.weight) for table in own], torch.int64)
-        self._set_slots(own)
+        bases = row_bases(tables)
+        self._set_slots(own, [bases[position] for position in members])
         self._is_bounded = any(table.is_bounded for table in own)
         self._has_ragged_mean = any(
             placed.lookup.is_ragged and placed.lookup.pooling is Pooling.mean
@@ -212,8 +229,13 @@ class _WidthClass:
         self._block_d = triton.next_power_of_2(max(widths))
         self._source = _source_of(own, hotness, factors)
 
-    def _set_slots(self, own: Sequence[LocalTable]) -> None:
-        """Describe the rows in the arenas of tables in host memory, by which 16-bit weights are rounded."""
+    def _set_slots(self, own: Sequence[LocalTable], row_starts: Sequence[int]) -> None:
+        """Describe the rows in the arenas of tables in host memory, by which 16-bit weights are rounded and rows marked.
+
+        Args:
+            own: tables of the class.
+            row_starts: row key of each one's first row here.
+        """
         rows = [table.slots.rows for table in own if table.slots is not None]
         self._has_slots = bool(rows)
         # Counted from the lowest address, so that a negative start means none; not read without arenas.
@@ -224,6 +246,10 @@ class _WidthClass:
         )
         offsets = [0 if table.slots is None else table.slots.offset for table in own]
         self._slot_offset = self._on_device(offsets, torch.int64)
+        # Row key of row 0 of an arena's group, otherwise of row 0 here.
+        before = [0 if t.slots is None else t.slots.offset + t.slots.first_row for t in own]
+        starts_of_rows = [start - rows for start, rows in zip(row_starts, before, strict=True)]
+        self._touched_start = self._on_device(starts_of_rows, torch.int64)
 
     def _on_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self._weights.device)
@@ -235,6 +261,19 @@ class _WidthClass:
             return self._width, self._width, self._factor
         assert self._sources is not None, "there is a table of this kind"
         return self._sources.rows, self._sources.columns, self._sources.factors
+
+    @property
+    def _slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows in the slots of arenas; see `_set_slots`."""
+        return self._slot_rows, self._slot_start, self._slot_offset
+
+    def _touched(
+        self, touched: Tensor | None, level: int
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return where the kernel notes rows: on the first level, which reads all keys; without, it has no code for it."""
+        if touched is None or level:
+            return None, None
+        return touched, self._touched_start
 
     @cached_property
     def _levels(self) -> list[_Level]:
@@ -277,9 +316,14 @@ class _WidthClass:
         return beta1, 1 - beta1, beta2, 1 - beta2
 
     def update(
-        self, ids: SortedIds, gradients: Tensor, scalars: UpdateScalars, is_good: Tensor
+        self,
+        ids: SortedIds,
+        gradients: Tensor,
+        scalars: UpdateScalars,
+        is_good: Tensor,
+        touched: Tensor | None,
     ) -> None:
-        """Update this class' tables."""
+        """Update this class' tables, and store 1 into `touched` for their rows that are updated."""
         keys, values, counts = ids.keys, gradients, is_good
         align = gcd(self._align, gradients.stride(0), gradients.storage_offset())
         for number, level in enumerate(self._levels):
@@ -291,10 +335,7 @@ class _WidthClass:
                 ids.order,
                 values,
                 counts,
-                level.sums,
-                level.sums_keys,
-                level.sums_counts,
-                level.blocks,
+                *level.tensors,
                 num_blocks,
                 self._weight_offset,
                 *self._state_offset,
@@ -309,9 +350,8 @@ class _WidthClass:
                 self._first_pair,
                 self._first_row,
                 self._num_rows,
-                self._slot_rows,
-                self._slot_start,
-                self._slot_offset,
+                *self._slots,
+                *self._touched(touched, number),
                 *self._listed,
                 gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,

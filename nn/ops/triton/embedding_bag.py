@@ -171,6 +171,38 @@ def _state_pointer(state, row, offset, updates, inside, STATE: tl.constexpr):
 
 
 @triton.jit
+def _mark_rows(
+    touched,
+    touched_start,
+    keys,
+    start,
+    stop,
+    base,
+    end_key,
+    slot_rows,
+    start_of_slots,
+    BOUNDED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """Set the byte of each row of a block's keys, with a thread per key: the walk over them would take a warp each."""
+    position = start[:, None] + tl.arange(0, LENGTH)[None, :]
+    is_inside = position < stop[:, None]
+    key = tl.load(keys + position, mask=is_inside, other=-1)
+    # Once per run of equal keys in the block.
+    following = tl.load(keys + position + 1, mask=position + 1 < stop[:, None], other=-1)
+    ends = is_inside & (following != key)
+    if BOUNDED:
+        ends = ends & (key < end_key[:, None])
+    row = (key - base[:, None]).to(tl.int64)
+    if SLOTS:
+        has_slots = start_of_slots[:, None] >= 0
+        slot = slot_rows + start_of_slots[:, None] + row
+        row = tl.where(has_slots, tl.load(slot, mask=ends & has_slots, other=0).to(tl.int64), row)
+    tl.store(touched + touched_start[:, None] + row, 1, mask=ends)
+
+
+@triton.jit
 def _any_row(mask, WARPS: tl.constexpr):
     """Return whether to compute what is masked: a program of one warp skips it where its only row is masked off."""
     if WARPS > 1:
@@ -209,6 +241,8 @@ def _segment_update(
     slot_rows,
     slot_start,
     slot_offset,
+    touched,
+    touched_start,
     listed_rows,
     listed_columns,
     listed_factors,
@@ -262,6 +296,22 @@ def _segment_update(
     table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
     column = tl.arange(0, BLOCK_D)[None, :]
     in_row = column < tl.multiple_of(width[:, None], [1, ALIGN])
+
+    if touched is not None:
+        _mark_rows(
+            touched,
+            tl.load(touched_start + table_index),
+            keys,
+            start,
+            stop,
+            base,
+            end_key if BOUNDED else base,
+            slot_rows,
+            tl.load(slot_start + table_index) if SLOTS else base,
+            BOUNDED,
+            SLOTS,
+            LENGTH,
+        )
 
     state1 = _state_of_table(state1, state1_offset, table_index, ALIGN, STATE1)
     state2 = _state_of_table(state2, state2_offset, table_index, ALIGN, STATE2)

@@ -16,6 +16,7 @@ from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.optimizer import table_rule
 from nn.embedding.torch_optimizer import update_rows
+from nn.embedding.touched_rows import TouchedRows
 
 # 0: ragged, with up to three ids per sample.
 HOTNESS = {"item": 1, "history": 5, "genres": 3, "user": 1, "tags": 0, "words": 0}
@@ -101,7 +102,7 @@ def draw_ids(group: LocalEmbeddingBags) -> dict[str, Tensor]:
 
 
 def expected(group: LocalEmbeddingBags, ids: dict[str, Tensor]) -> list[Tensor]:
-    """Return embeddings, then weights after an update, in plain torch with autograd."""
+    """Return embeddings, then weights after an update and which rows it changed, in plain torch with autograd."""
     weights = [table.weight.clone().requires_grad_() for table in group.tables]
     columns = []
     for table, weight in zip(group.tables, weights, strict=True):
@@ -122,7 +123,9 @@ def expected(group: LocalEmbeddingBags, ids: dict[str, Tensor]) -> list[Tensor]:
         state = {name: value.clone() for name, value in table.state.items()}
         copied = LocalTable(table.lookups, weight.detach().clone(), state)
         update_rows(copied, rows, weight.grad[rows], group._config, lr=0.1, step=torch.tensor([3]))
-        results += [copied.weight, *copied.state.values()]
+        mask = torch.zeros(len(weight), dtype=torch.uint8)
+        mask[rows] = 1
+        results += [copied.weight, *copied.state.values(), mask]
     return results
 
 
@@ -151,8 +154,13 @@ def measured(group: LocalEmbeddingBags, ids: dict[str, Tensor], device: str) -> 
     group.look_up(flat, out)
     assert (wide[:, :3] == 7).all()
     is_good = torch.ones(1, dtype=torch.int32, device=device)
+    group.touched = TouchedRows(group.tables, torch.device(device))
     group.update(group.sort(flat), gradients_of(group).to(device), is_good)
-    state = [tensor for table in group.tables for tensor in (table.weight, *table.state.values())]
+    state = [
+        tensor
+        for position, table in enumerate(group.tables)
+        for tensor in (table.weight, *table.state.values(), group.touched.of_table(position))
+    ]
     return [tensor.cpu().clone() for tensor in (out, *state)]
 
 

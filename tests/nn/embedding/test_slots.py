@@ -9,6 +9,7 @@ from configs.schema import OptimizerConfig
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, SlotRows, UpdateScalars
 from nn.embedding.lookups import Lookup
+from nn.embedding.touched_rows import TouchedRows
 from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 pytest.importorskip("triton")
@@ -58,8 +59,10 @@ def in_arena(
     return [*moved, tables[2]], slot_of_row
 
 
-def trained(tables: list[LocalTable], ids: torch.Tensor, *, by_kernel: bool) -> torch.Tensor:
-    """Look up and update once; return the embeddings."""
+def trained(
+    tables: list[LocalTable], ids: torch.Tensor, *, by_kernel: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Look up and update once; return the embeddings, and which rows of each table have changed."""
     config = OptimizerConfig(embedding_name="adagrad", embedding_lr=0.1)
     scalars = UpdateScalars(config, 1.0, torch.device("cpu"))
     scalars.set(5, 0.1)
@@ -73,11 +76,12 @@ def trained(tables: list[LocalTable], ids: torch.Tensor, *, by_kernel: bool) -> 
         bags._kernels = TritonLauncher(
             tables, bags._lookups, bags._key_bases, bags._sources, SAMPLES, config
         )
+    bags.touched = TouchedRows(tables, torch.device("cpu"))
     out = torch.empty(SAMPLES, bags.num_columns)
     bags.look_up(ids, out)
     gradients = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     bags.update(bags.sort(ids), gradients, torch.ones(1, dtype=torch.int32))
-    return out
+    return out, [bags.touched.of_table(position) for position in range(len(tables))]
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -94,12 +98,18 @@ def test_slots_give_the_bits_of_rows_in_order(dtype, by_kernel):
     arena, slot_of_row = in_arena(moving, used)
     slots = torch.where(is_other, -1, slot_of_row[picked[1] + ROWS])
 
-    looked_up = trained(plain, torch.cat([picked[0], shared, small]).int(), by_kernel=by_kernel)
-    by_slots = trained(
+    looked_up, masks = trained(
+        plain, torch.cat([picked[0], shared, small]).int(), by_kernel=by_kernel
+    )
+    by_slots, masks_by_slots = trained(
         arena, torch.cat([slot_of_row[picked[0]], slots, small]).int(), by_kernel=by_kernel
     )
 
     assert torch.equal(looked_up, by_slots)
+    changed = (picked[0], picked[1][~is_other], small)
+    for mask, also, rows in zip(masks, masks_by_slots, changed, strict=True):
+        assert mask.nonzero().flatten().tolist() == rows.unique().tolist()
+        assert torch.equal(mask, also)
     for number, rows in enumerate(used):
         where = slot_of_row[rows + number * ROWS]
         for before, after in (

@@ -10,6 +10,7 @@ from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import table_rule
+from nn.embedding.touched_rows import TouchedRows
 from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 # Rows, columns and hotness of each table: runs of equal ids over many blocks, within one block, and none.
@@ -83,9 +84,12 @@ def results(
 ) -> list[torch.Tensor]:
     """Return the pooled embeddings of three steps, of which the last updates nothing, and weights and states after them.
 
-    For weights of 16 bits, gradients are small multiples of one number, whose sums are exact in any order.
+    For weights of 16 bits, gradients are small multiples of one number, whose sums are exact in any order. Updates of float32
+    weights also note the rows that they change; that mask is returned last.
     """
     group, scalars = make_group(rule, num_samples, device, dtype, stored)
+    if stored is torch.float32:
+        group.touched = TouchedRows(group.tables, torch.device(device))
     if fused and group._kernels is None:
         from nn.embedding.triton_launcher import TritonLauncher
 
@@ -113,7 +117,8 @@ def results(
         flag = torch.tensor([is_good], dtype=torch.int32, device=device)
         group.update(group.sort(ids), gradients, flag)
     state = [tensor for table in group.tables for tensor in (table.weight, *table.state.values())]
-    return [tensor.double().cpu() for tensor in (*looked_up, *state)]
+    masks = [] if group.touched is None else [group.touched.mask]
+    return [tensor.double().cpu() for tensor in (*looked_up, *state, *masks)]
 
 
 def compare(rule: OptimizerName, num_samples: int, device: str, dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names}
     "masked": "*bf16",
     # Of 8-bit products; the sizes of a matrix are multiples of 16, which makes wide loads and stores.
     **dict.fromkeys(["x", "factor_of_x0", "wide"], "*bf16"),
-    **{"words": "*i32", "latest": "*fp32"},
+    **{"words": "*i32", "latest": "*fp32", "touched": "*u8", "touched_start": "*i64"},
 }
 
 
@@ -42,11 +42,11 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 53
+    assert done.stdout.count("compiled") == 54
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
-    # A warp that updates rows of one state does not wait for others.
-    assert "barriers of row-wise Adagrad: 0" in done.stdout
+    # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
+    assert "barriers of row-wise Adagrad: 0 and 0" in done.stdout
 
 
 def run() -> None:
@@ -68,6 +68,7 @@ def run() -> None:
     from nn.ops.triton.tensor_blocks import ALIGN, BLOCK
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
+    untracked = dict.fromkeys(("touched", "touched_start"))
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
     update["BY_PRODUCT"] = True
     for weights, name, level, source in (
@@ -83,14 +84,18 @@ def run() -> None:
         dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
         constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source}
         constants |= dict.fromkeys(("BOUNDED", "SLOTS"), level == 0)
+        constants |= untracked if level else {}
         build(_segment_update, dtypes, **update, **branch, **constants)
     branch = branch_of(TABLE_RULES[OptimizerName.rowwise_adagrad])
     dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
     constants = {"LEVEL": 0, "SOURCE": "sum"}
     constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS"), False)
     alone = update | {"ONE_HOT": False, "WARPS": 1, **branch, **constants}
-    ptx = build(_segment_update, dtypes, num_warps=1, **alone)
-    print("barriers of row-wise Adagrad:", ptx.count("bar.sync"))
+    barriers = [
+        build(_segment_update, dtypes, num_warps=1, **alone, **tracking).count("bar.sync")
+        for tracking in (untracked, {})
+    ]
+    print("barriers of row-wise Adagrad:", barriers[0], "and", barriers[1])
     dtypes = dict.fromkeys(("weights", "gradients", "sums", "steps", "rate", "found_inf"), "*fp32")
     for align in (ALIGN, 1):
         for kernel in (_dense_adagrad, _dense_sgd):
@@ -105,7 +110,7 @@ def run() -> None:
             constants = {"LEVEL": 0, "SOURCE": "sum"}
             constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS"), False)
             dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
-            build(_segment_update, dtypes, **update, **branch, **constants)
+            build(_segment_update, dtypes, **update, **branch, **constants, **untracked)
         except CompilationError as error:
             print("refused", "table optimizer" in str(error.__cause__ or error))
     for weights in ("*fp32", "*bf16"):
