@@ -114,6 +114,7 @@ from nn.stages import (
     score_next_day,
     score_previous_day,
 )
+from nn.step_floor import floor_of
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.latency import measure
@@ -252,7 +253,11 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
     print_hardware(console, config, hardware)
     plan_json = None if config.run_dir is None else Path(config.run_dir) / PLAN
     listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
-    print_plan(console, rows, hardware.world_size, listed)
+    floor_ms = None
+    if hardware.device_type == "cuda" and any(row.has_arena for row in rows):
+        spec, exponent = model_spec(config, source), config.data.synthetic.exponent
+        floor_ms = floor_of(config, spec, hardware.world_size, exponent=exponent).ms
+    print_plan(console, rows, hardware.world_size, listed, floor_ms)
     memory = []
     description = _describe(config, source, make_logger(console))
     if description is not None:

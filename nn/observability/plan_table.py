@@ -106,7 +106,11 @@ def _plan_table(unit: str, *, has_expansion: bool) -> Table:
 
 
 def print_plan(
-    console: Console, rows: Sequence[TablePlan], world_size: int, complete_in: str = ""
+    console: Console,
+    rows: Sequence[TablePlan],
+    world_size: int,
+    complete_in: str = "",
+    floor_ms: float | None = None,
 ) -> None:
     """Print the placement of tables and the balance over ranks.
 
@@ -115,6 +119,7 @@ def print_plan(
         rows: one per table. Of more than `MOST_LINES` the `LARGEST` largest are printed, and sums of the others.
         world_size: number of ranks, including ranks without a table.
         complete_in: where all tables are listed, for a plan that is folded; empty if nowhere.
+        floor_ms: least time of a step, to compare with that of the link to host memory; None if it was not counted.
     """
     bytes_of = Counter(dict.fromkeys(range(world_size), 0))
     for row in rows:
@@ -128,6 +133,10 @@ def print_plan(
         sizes = [line.table_bytes, *([line.expansion_bytes] if expanded else [])]
         table.add_row(line.name, *line.cells(), *(_number(size, unit) for size in sizes))
     lines = _balance(rows, bytes_of, expanded, unit)
+    if floor_ms is not None:
+        lines["step"] = (
+            f"at least {floor_ms:,.2f} ms beside it, by its products and bytes at the rates of an H200; a bound, not measured"
+        )
     if len(printed) < len(rows) and complete_in:
         lines["all tables"] = complete_in
     console.print()

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from benchmarks.checkpoint import measured
-from benchmarks.floors import floor_of
 from benchmarks.host_tables.mapping_costs import MAPPING, mapping_costs
 from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, ROWS, Row
@@ -24,6 +23,7 @@ from configs.arguments import Choices, hydra_arguments
 from configs.schema import Config
 from nn.build import build_train_loader, open_source
 from nn.models.registry import declared_tables
+from nn.step_floor import floor_of
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.rank_processes import has_ended, wait_until

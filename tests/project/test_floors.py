@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from benchmarks.floors import Floor, count_all_to_all, count_flops, count_hbm, floor_of, unique_rows
 from benchmarks.rows import ROOT, ROWS, compose_row
 from benchmarks.train import RECORD_EVERY
 from dataloading.randomness import power_law
 from nn.build import model_spec, open_source
 from nn.models.registry import declared_tables
+from nn.step_floor import Floor, count_all_to_all, count_flops, count_hbm, floor_of, unique_rows
 from tests.nn.models.test_kinds_of_tables import Kinds
 
 # 3 numerical features, 2 tables of 100 and 50 rows, 8 columns, hotness 1 and 3.

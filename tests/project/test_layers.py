@@ -168,6 +168,7 @@ ROOMS = {
         "nn.training",
     },
     "nn.importance": {"nn.models"},
+    "nn.step_floor": {"nn.embedding", "nn.models", "nn.training"},
     "nn.saved_config": {"nn.models"},
     "nn.library": {
         "nn.build",
@@ -199,6 +200,7 @@ ROOMS = {
         "nn.planning",
         "nn.resume",
         "nn.stages",
+        "nn.step_floor",
         "nn.training",
     },
     "serving.manifest": set(),

@@ -1,5 +1,6 @@
 """Memory estimate of a GPU: against peaks measured on H200, term by term, and how it grows."""
 
+import re
 from dataclasses import asdict
 
 import pytest
@@ -238,3 +239,13 @@ def test_a_plan_for_gpus_tells_the_peak_and_whether_it_fits():
     assert "too much" not in fits
     assert "lower train.batch_size" in run_command(*plan, "sharding.hbm_gib=0.05").out
     assert "at its peak" not in run_command("mode=plan", *TINY).out
+
+
+def test_a_plan_compares_the_link_to_host_memory_with_a_step_on_a_gpu():
+    plan = ["mode=plan", *TINY, "device=cuda", "sharding.hbm_gib=1", "sharding.host_gib=9"]
+    in_host = "sharding.tables={cat_0: {tier: host, cache: 1.0}}"
+    text = run_command(*plan, in_host).out
+    found = re.search(r"device\nstep +at least ([0-9.]+) ms beside it", text)
+    assert found, text
+    assert float(found[1]) < 1
+    assert "at least" not in run_command(*plan).out

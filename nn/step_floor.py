@@ -1,0 +1,282 @@
+"""Lower bound of the time of a training step on an H200, whatever the code.
+
+A step computes its matrix products, moves its bytes through the GPU's memory, and sends embeddings and gradients between
+GPUs. Each amount is divided by the best rate measured for it on an H200. The largest of the three times is the floor, since
+the three may overlap completely. Work that a better program could avoid is not counted; each function lists it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from configs.schema import Amp, Config, Fp8, TableDtype
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import embedding_columns, ids_per_sample
+from nn.embedding.optimizer import table_rule
+from nn.models.registry import build_meta, declared_tables
+from nn.training.dense_optimizer import dense_rule
+
+# Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
+# 256 MiB per rank on four GPUs (bytes that leave a rank). Not measured: TF32, which is taken as half of bf16 as in the data
+# sheet (495 and 989 TFLOP/s), plain fp32, which is the data sheet's number, and fp8, which is twice bf16 there.
+BF16_FLOPS_PER_S = 788e12
+TF32_FLOPS_PER_S = BF16_FLOPS_PER_S / 2
+FP32_FLOPS_PER_S = 67e12
+FP8_SPEEDUP = 2
+FP8 = "cross and first top layer in fp8"
+"""Term of the products of `train.fp8`."""
+HBM_BYTES_PER_S = 4.3e12
+ALL_TO_ALL_BYTES_PER_S = 394e9
+
+ID_BYTES = 4  # the largest table has fewer than 2^31 rows
+LABEL_BYTES = 4
+NUMERICAL_BYTES = 4
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Lower bound of the time of a step, and its terms. All counts are means over ranks.
+
+    Attributes:
+        flops: floating-point operations by term.
+        hbm: bytes through the GPU's memory by term.
+        all_to_all: bytes sent to other ranks by term.
+        flops_per_s: rate of the matrix products in the row's precision.
+        global_batch_size: rows per step, over all ranks.
+    """
+
+    flops: dict[str, float]
+    hbm: dict[str, float]
+    all_to_all: dict[str, float]
+    flops_per_s: float
+    global_batch_size: int
+
+    @property
+    def times_ms(self) -> dict[str, float]:
+        """Lower bound per resource."""
+        return {
+            "FLOPs": (sum(self.flops.values()) - self.flops.get(FP8, 0) * (1 - 1 / FP8_SPEEDUP))
+            / self.flops_per_s
+            * 1e3,
+            "HBM": sum(self.hbm.values()) / HBM_BYTES_PER_S * 1e3,
+            "all-to-all": sum(self.all_to_all.values()) / ALL_TO_ALL_BYTES_PER_S * 1e3,
+        }
+
+    @property
+    def bound(self) -> str:
+        """The resource that sets the floor."""
+        return max(self.times_ms, key=self.times_ms.__getitem__)
+
+    @property
+    def ms(self) -> float:
+        """The floor in ms."""
+        return self.times_ms[self.bound]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Speed at the floor, over all ranks."""
+        return self.global_batch_size / self.ms * 1e3
+
+
+def floor_of(config: Config, spec: FeatureSpec, world_size: int, *, exponent: float) -> Floor:
+    """Count a training step.
+
+    Args:
+        config: model, batch size, precision and optimizers.
+        spec: the dataset as the model sees it: tables and hotness.
+        world_size: ranks; tables and lookups count as spread evenly, and no table as replicated.
+        exponent: of the stored ids' power law.
+    """
+    expands = config.data.multi_hot.hotness is not None
+    batch = config.train.batch_size / world_size
+    tables = declared_tables(config.model, spec)
+    ids, cardinality = ids_per_sample(tables, spec), table_cardinality(tables, spec)
+    unique = {
+        name: unique_rows(
+            cardinality[name], config.train.batch_size, ids[name], exponent, expands=expands
+        )
+        / world_size
+        for name in ids
+    }
+    return Floor(
+        flops=count_flops(config, spec, batch),
+        hbm=count_hbm(config, spec, batch, unique, world_size, expands=expands),
+        all_to_all=count_all_to_all(config, spec, batch, world_size, expands=expands),
+        flops_per_s=_flops_per_s(config),
+        global_batch_size=config.train.batch_size,
+    )
+
+
+def count_flops(config: Config, spec: FeatureSpec, batch: float) -> dict[str, float]:
+    """Count floating-point operations of matrix products and of the dot interaction.
+
+    A multiplication and an addition are two operations. A linear layer of n inputs and m outputs takes 2nm forward, 2nm for
+    the gradient of its weight and 2nm for the gradient of its input. The first layer of the bottom MLP needs no gradient of
+    its input. The product of two vectors of D columns takes 2D forward and 4D backward (2D per vector). Each pair of vectors
+    counts once, although tensor cores compute both halves of the symmetric matrix.
+
+    Not counted: activations, biases, elementwise work of cross layers, loss, optimizer.
+    """
+    model = build_meta(config.model, spec)
+    layers = model.linear_layers()
+    counted = {"MLPs and cross": batch * sum(6 * before * after for before, after in layers)}
+    if spec.numerical and layers:
+        before, after = layers[0]
+        counted["MLPs and cross"] -= batch * 2 * before * after
+    if config.train.fp8 is not Fp8.off:
+        linears = [linear for layer in model.fp8_layers() for linear in layer.fp8_products()]
+        # Forward, gradients of inputs, and of weights.
+        passes = 3 if config.train.fp8 is Fp8.full else 2
+        sizes = sum(linear.in_features * linear.out_features for linear in linears)
+        counted[FP8] = batch * 2 * passes * sizes
+        counted["MLPs and cross"] -= counted[FP8]
+    products = model.activations().products
+    return counted | {name: batch * 3 * flops for name, flops in products.items()}
+
+
+def count_hbm(
+    config: Config,
+    spec: FeatureSpec,
+    batch: float,
+    unique: Mapping[str, float],
+    world_size: int,
+    *,
+    expands: bool = False,
+) -> dict[str, float]:
+    """Count the bytes that must pass through the memory of one rank.
+
+    Args:
+        config: precisions, optimizers and widths.
+        spec: features.
+        batch: rows of the rank.
+        unique: table -> distinct rows that the global batch looks up, of this rank's share of the table.
+        world_size: ranks.
+        expands: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
+
+    Counted per step:
+
+    - batch: numericals, labels and ids are written once by the copy from the host. Numericals and labels are read once, ids
+      twice (lookup and update), whatever number of tables a feature has.
+    - rows read: each distinct row once, in the table's dtype. Repetitions may come from the cache.
+    - embeddings: written by the lookup, a vector per feature of a table, or one per id without pooling; read forward and
+      backward; their gradients are written and read. Those of other ranks are written and read once more in each direction.
+    - rows updated: each distinct row and its optimizer state, read and written. The row has left the cache since the lookup.
+      The sum of a row's gradients stays on chip.
+    - activations: the input of each matrix product but embeddings, written forward and read backward. Gradients of activations
+      and reads of the forward pass are not counted, since both could stay on chip.
+    - dense half: weights and state read and written, gradients written and read.
+
+    Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
+    """
+    tables = declared_tables(config.model, spec)
+    weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
+    columns = embedding_columns(tables, spec)
+    remote_share = (world_size - 1) / world_size
+    model = build_meta(config.model, spec)
+    activations = model.activations()
+    saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
+    states = dense_rule(config.effective_optimizer).states_per_weight
+    rule = table_rule(config.effective_optimizer.table_name)
+    elements = sum(unique[table.name] * table.embedding_dim for table in tables)
+    updated = elements * (weight_bytes + rule.bytes_per_element)
+    updated += sum(unique.values()) * rule.bytes_per_row
+    return {
+        "batch": batch
+        * (
+            2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES)
+            + 3 * ID_BYTES * _ids_per_row(spec, expands)
+        ),
+        "rows read": elements * weight_bytes,
+        "embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * remote_share),
+        "rows updated": 2 * updated,
+        "activations": batch * saved * _activation_bytes(config) * 2,
+        "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
+    }
+
+
+def count_all_to_all(
+    config: Config, spec: FeatureSpec, batch: float, world_size: int, *, expands: bool = False
+) -> dict[str, float]:
+    """Count the bytes that one rank sends to others: of W ranks, a share of (W - 1) / W is on others.
+
+    Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Not counted: the
+    all-reduce of the dense half's gradients, which a switch can sum.
+    """
+    remote_share = (world_size - 1) / world_size
+    columns = embedding_columns(declared_tables(config.model, spec), spec)
+    one_way = remote_share * batch * columns * _embedding_bytes(config)
+    return {
+        "ids": remote_share * batch * ID_BYTES * _ids_per_row(spec, expands),
+        "embeddings": one_way,
+        "gradients": one_way,
+    }
+
+
+def table_cardinality(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, int]:
+    """Return the number of different ids that the features of every table have; the largest if they share it."""
+    cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
+    return {table.name: max(cardinality[name] for name in table.feature_names) for table in tables}
+
+
+def unique_rows(
+    cardinality: int, batch: int, hotness: float, exponent: float, *, expands: bool = False
+) -> float:
+    """Return the expected number of distinct rows of a table that a batch looks up.
+
+    Row i is drawn with probability p_i, so n draws miss it with probability (1 - p_i)^n. With `expands` only the bags' first
+    ids are such draws. Each distinct first id adds the same hotness - 1 rows every time, and those are drawn uniformly.
+
+    Args:
+        cardinality: rows of the table.
+        batch: samples.
+        hotness: ids per sample, of all features of the table.
+        exponent: as in `dataloading.randomness.power_law`.
+        expands: as in `count_hbm`.
+    """
+    if not expands:
+        return _unique_draws(cardinality, batch * hotness, exponent)
+    first = _unique_draws(cardinality, batch, exponent)
+    others = _unique_draws(cardinality, first * (hotness - 1), 0)
+    return first + others - first * others / cardinality
+
+
+def _unique_draws(cardinality: int, draws: float, exponent: float) -> float:
+    # Exact for the first rows, which get most draws; then bins whose rows differ in probability by 2 % at most.
+    exact = min(cardinality, 4096)
+    bins = 1 + math.ceil(math.log(max(cardinality / exact, 1)) / math.log(1.01))
+    edges = np.concatenate(
+        [np.arange(exact), np.unique(np.geomspace(exact, cardinality, bins).round())]
+    )
+    # The continuous law over [1, cardinality + 1); its draws are rounded down.
+    points = edges + 1
+    if exponent == 1:
+        below = np.log(points) / np.log(cardinality + 1)
+    else:
+        gamma = 1 - exponent
+        below = (points**gamma - 1) / ((cardinality + 1) ** gamma - 1)
+    rows = np.diff(edges)
+    probability = np.diff(below) / rows
+    missed = np.exp(draws * np.log1p(-np.minimum(probability, 1 - 1e-16)))
+    return float((rows * (1 - missed)).sum())
+
+
+def _ids_per_row(spec: FeatureSpec, expands: bool) -> float:
+    return sum(1 if expands else feature.mean_hotness for feature in spec.categorical)
+
+
+def _embedding_bytes(config: Config) -> int:
+    return 2 if config.train.amp is Amp.bf16 else 4  # the all-to-all of fp16 is in fp32
+
+
+def _activation_bytes(config: Config) -> int:
+    return 4 if config.train.amp is Amp.off else 2
+
+
+def _flops_per_s(config: Config) -> float:
+    if config.train.amp is not Amp.off:
+        return BF16_FLOPS_PER_S
+    return TF32_FLOPS_PER_S if config.train.tf32 else FP32_FLOPS_PER_S
