@@ -62,14 +62,6 @@ from nn.distributed.process_group import (
 from nn.hypertune import hypertune_report
 from nn.importance import as_csv, measure_importance
 from nn.loggers.choice import make_loggers
-from nn.mlperf_log import (
-    MLPERF_LOG,
-    RESUMED,
-    MlperfLog,
-    machine_name,
-    now_ms,
-    settings_of,
-)
 from nn.models.description import describe_model
 from nn.models.metric import Metric
 from nn.models.registry import check_model
@@ -82,6 +74,14 @@ from nn.observability.console import (
     print_importance,
     print_inference,
     print_summary,
+)
+from nn.observability.mlperf_log import (
+    MLPERF_LOG,
+    RESUMED,
+    MlperfLog,
+    machine_name,
+    now_ms,
+    settings_of,
 )
 from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note

@@ -16,8 +16,8 @@ from nn.distributed.process_group import process_rank
 from nn.early_checks import check_inputs
 from nn.library.named_tensors import named_tensors
 from nn.library_warnings import quiet_libraries
-from nn.mlperf_log import now_ms
 from nn.observability.console import make_console
+from nn.observability.mlperf_log import now_ms
 from nn.run import (
     CHECKPOINTS,
     Session,

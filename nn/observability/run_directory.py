@@ -6,7 +6,7 @@ model.json      the model: options, features, layers (`nn.models.description`)
 memory.json     estimated peak memory per GPU, one `RankMemory` per rank; only for training on GPUs
 metrics.jsonl   environment in the first line, then one record per line, flushed at once
 restarts.jsonl  one object per resume: checkpoint step and environment
-mlperf.log      log of the benchmark (`nn/mlperf_log.py`), with log.mlperf
+mlperf.log      log of the benchmark (`nn/observability/mlperf_log.py`), with log.mlperf
 tensorboard/    the numbers of the records, for TensorBoard (`nn.loggers`)
 summary.json    result; exists only after the run has finished
 ended.json      why the run ended before its last step, unless it was killed

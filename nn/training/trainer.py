@@ -22,11 +22,11 @@ from nn.distributed.process_group import Ranks
 from nn.hypertune import HypertuneReport
 from nn.metrics.ranking import TRAIN_AUC_ROWS
 from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
-from nn.mlperf_log import MlperfLog
 from nn.models.metric import AUC
 from nn.models.tasks import auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
+from nn.observability.mlperf_log import MlperfLog
 from nn.observability.profiler import Profiler
 from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (

@@ -12,7 +12,7 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.rcp_checker import rcp_checker
 
 from configs.schema import Config
-from nn.mlperf_log import settings_of
+from nn.observability.mlperf_log import settings_of
 from nn.run import run
 from tests.helpers.composed import compose_config
 from tests.helpers.runs import jsonl, killed_at
