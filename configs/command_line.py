@@ -7,6 +7,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -242,6 +243,7 @@ def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
     return [key for name in sections for key in _dotted(content.get(name), name)]
 
 
+@cache
 def _configs_with(schema_name: str) -> list[str]:
     """Return the yaml files of `configs/` whose defaults name a schema, directly or through another of them."""
     contents = {path.stem: OmegaConf.load(path) for path in Path(__file__).parent.glob("*.yaml")}

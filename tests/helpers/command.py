@@ -11,7 +11,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+
+from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,12 +61,23 @@ def _run(run: Callable[..., object], *words: str) -> Ended:
         redirect_stderr(err),
         patch.object(sys, "argv", [*words]),
         patch.dict(os.environ, COLUMNS="200"),
+        patch.object(Hydra, "get_mode", _mode_without_files),
     ):
         try:
             run(run_name="__main__")
         except SystemExit as end:
             exit_code = end.code
     return Ended(exit_code, out.getvalue(), err.getvalue())
+
+
+def _mode_without_files(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    """Return what Hydra returns for a command line and files without hydra.mode; it would compose all options to find out."""
+    if any("hydra" in text for text in overrides):
+        return _get_mode(hydra, config_name, overrides)
+    return None
+
+
+_get_mode = Hydra.get_mode
 
 
 def start_command(*command: str, directory: Path) -> Ended:
