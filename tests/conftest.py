@@ -1,22 +1,27 @@
 """Settings of all tests: threads, the Triton interpreter, the fast subset, the number of processes."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
+# Tests start some hundred processes. Without stored bytecode each would compile torch, TorchRec and the project again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Ranks and workers run beside each other; a second thread of one only waits for the first of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 
 # Where no GPU compiles the kernels, Triton interprets them; it reads this once, when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-WORKERS = 3
-"""At most; on two cores one more than cores, since tests wait half of their time for the processes that they start."""
+WORKERS = 4
+"""At most, and two per core: tests wait half of their time for processes, disks and signals."""
 # Files of more than ten seconds, longest first. Workers begin with them; one that began late would keep a worker busy alone.
 LONGEST_FIRST = (
     "end_to_end/test_crash_points.py",
@@ -110,6 +115,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(_name(item), len(places)))
 
 
+def pytest_collection_finish() -> None:
+    """Exempt what imports have made from garbage collection, which would otherwise visit some million objects each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def _name(item: pytest.Item) -> str:
     """Return the path of a test's file below tests/."""
     return item.path.relative_to(Path(__file__).parent).as_posix()
@@ -119,5 +130,5 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Several processes for all tests on CPUs; one for files that are named, and on a GPU, which tests would share."""
     names_files = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     return (
-        0 if names_files or torch.cuda.is_available() else min(WORKERS, (os.cpu_count() or 1) + 1)
+        0 if names_files or torch.cuda.is_available() else min(WORKERS, 2 * (os.cpu_count() or 1))
     )
