@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +63,8 @@ def _run(run: Callable[..., object], *words: str) -> Ended:
         patch.object(sys, "argv", [*words]),
         patch.dict(os.environ, COLUMNS="200"),
         patch.object(Hydra, "get_mode", _mode_without_files),
+        # Hydra copies all schemas for each group of options, and again whatever it reads of them.
+        patch.object(ConfigStore, "__deepcopy__", lambda store, memo: store, create=True),
     ):
         try:
             run(run_name="__main__")
