@@ -108,8 +108,10 @@ def export_aoti(
     try:
         with torch.no_grad(), _quiet():
             # Traced on the CPU: on a GPU the layers would call kernels of their own, which cannot be traced.
-            program = move_to_device_pass(_program(deepcopy(dense), example), device.value)
-            program.example_inputs = (tuple(tensor.to(device.value) for tensor in example), {})
+            # With its index, as tensors have it: the compiler compares them.
+            place = "cuda:0" if device is Device.cuda else "cpu"
+            program = move_to_device_pass(_program(deepcopy(dense), example), place)
+            program.example_inputs = (tuple(tensor.to(place) for tensor in example), {})
             torch._inductor.aoti_compile_and_package(program, package_path=str(directory / AOTI))
     except OSError:
         raise
