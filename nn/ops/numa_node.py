@@ -39,8 +39,10 @@ def node_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
 
 def cpus_near(pci_address: str, sysfs: Path = SYSFS) -> set[int]:
     """Return those near a device at an address; see `gpu_cpus`."""
+    node = node_near(pci_address, sysfs)
+    if node is None:
+        return set()
     with suppress(OSError, ValueError):
-        node = node_near(pci_address, sysfs)
         cpus = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
         return _numbers(cpus) & os.sched_getaffinity(0)
     return set()
