@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,8 +125,25 @@ def export_aoti(
 
 
 def load_aoti(directory: Path, device: Device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the forward of `dense.aoti.pt2`, from CPU to CPU; it runs machine code, so only of an export of this process."""
-    code = torch._inductor.aoti_load_package(str(directory / AOTI))
+    """Return the forward of `dense.aoti.pt2`, from CPU to CPU; it runs machine code, so only of an export of this process.
+
+    Raises:
+        ValueError: torch cannot load it.
+    """
+    path = str(directory / AOTI)
+    # First in a process of its own: torch 2.11 has died of code for a GPU, and this process would leave its files.
+    program = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
+    tried = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, path], capture_output=True, text=True
+    )
+    if tried.returncode:
+        is_killed = tried.returncode < 0
+        cause = f"signal {-tried.returncode}" if is_killed else _last_line(tried.stderr)
+        raise ValueError(
+            f"aoti={device.value}: torch {torch.__version__} cannot load what its compiler has written "
+            f"({cause}); leave aoti out, or export with another version"
+        )
+    code = torch._inductor.aoti_load_package(path)
 
     def forward(numerical: Tensor, embeddings: Tensor) -> Tensor:
         return code(numerical.to(device.value), embeddings.to(device.value)).cpu()
@@ -163,6 +182,10 @@ def _program(dense: Model, example: tuple[Tensor, Tensor]) -> torch.export.Expor
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Tensors of a request to rows: names, shapes and every id and number are checked before anything is looked up."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from serving.inference.key_rows import KeyRows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import IDS, NUMERICAL, PADDING, Feature, Manifest
 
-# Of arrays that torch takes as they are; others are copied.
-OWN: tuple[Literal["C", "A", "W"], ...] = ("C", "A", "W")
+COMPARED_ROWS = 64
+"""Whose ids are compared with the rows of tables at once: one comparison per row takes twice as long."""
 
 
 class InputError(ValueError):
@@ -66,7 +66,7 @@ class IdInputs:
         self._numerical = manifest.numerical if with_numerical else []
         fixed = [f for f in manifest.fixed for _ in range(f.hotness or 0)]
         self._names = [feature.name for feature in fixed]
-        rows = [feature.cardinality for feature in fixed]
+        rows = [feature.cardinality for feature in fixed] * COMPARED_ROWS
         self._rows: dict[np.dtype, np.ndarray] = {
             np.dtype(np.int32): np.array([min(count, 1 << 31) for count in rows], np.uint32),
             np.dtype(np.int64): np.array(rows, np.uint64),
@@ -112,11 +112,16 @@ class IdInputs:
                 matrix[:, place] = rows.rows(matrix[:, place])
         limits = self._rows[matrix.dtype]
         # Taken as unsigned, negative ids are beyond every table: one comparison for both ends.
-        bad = matrix.view(limits.dtype) >= limits
-        if bad.any():
-            row, column = (int(place) for place in np.argwhere(bad)[0])
-            _refuse_id(self._names[column], row, matrix[row, column], limits[column])
+        ids = matrix.reshape(-1).view(limits.dtype)
+        whole = ids.size - ids.size % limits.size
+        is_bad = (ids[:whole].reshape(-1, limits.size) >= limits).any()
+        if is_bad or (ids[whole:] >= limits[: ids.size - whole]).any():
+            self._refuse_first(ids.reshape(wanted), limits[: wanted[1]], matrix)
         return torch.from_numpy(matrix)
+
+    def _refuse_first(self, ids: np.ndarray, limits: np.ndarray, matrix: np.ndarray) -> NoReturn:
+        row, column = (int(place) for place in np.argwhere(ids >= limits)[0])
+        _refuse_id(self._names[column], row, matrix[row, column], limits[column])
 
 
 def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> RaggedIds:
@@ -154,8 +159,7 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
         _refuse(f"input {shown(name)} has no numbers; want FP32")
     if values.shape != shape:
         _refuse(f"input {shown(name)} has shape {list(values.shape)}; want {list(shape)}")
-    with np.errstate(over="ignore"):
-        narrow = np.require(values, np.float32, OWN)
+    narrow = _own(values, np.float32)
     is_finite = np.isfinite(narrow)
     if not is_finite.all():
         row, column = (int(place) for place in np.argwhere(~is_finite)[0])
@@ -168,7 +172,15 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
 def _integers(name: str, values: np.ndarray) -> np.ndarray:
     if values.dtype.kind not in "iu":
         _refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
-    return np.require(values, np.int32 if values.dtype == np.int32 else np.int64, OWN)
+    return _own(values, np.int32 if values.dtype == np.int32 else np.int64)
+
+
+def _own(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """Return an array that torch takes as it is; the same one where it is such."""
+    if values.dtype == dtype and values.flags.carray:
+        return values
+    with np.errstate(over="ignore"):
+        return np.require(values, dtype, ("C", "A", "W"))
 
 
 def _refuse_id(feature: str, row: int, value: Any, cardinality: Any) -> NoReturn:

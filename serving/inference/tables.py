@@ -36,24 +36,36 @@ class MappedTables:
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._columns = manifest.id_places()
-        self._tables = [MappedTable(directory, table, manifest.dtype) for table in manifest.tables]
+        places = manifest.id_places()
+        self._lookups: list[tuple[MappedTable, str, slice]] = []
+        self._widths: list[int] = []
+        for declared in manifest.tables:
+            table = MappedTable(directory, declared, manifest.dtype)
+            for name in declared.features:
+                # A ragged feature has no columns among the ids.
+                place = places.get(name, slice(0, 0))
+                self._lookups.append((table, name, place))
+                count = place.stop - place.start if declared.pooling == "none" else 1
+                self._widths.append(declared.columns * count)
 
     def __call__(self, rows: Rows) -> Tensor:
         """Return the embeddings: table after table, feature after feature."""
-        vectors = []
-        for table in self._tables:
-            for name in table.declared.features:
-                if name in rows.ragged:
-                    vectors.append(table.pooled(rows.ragged[name]))
-                    continue
-                ids = rows.ids[:, self._columns[name]]
-                if ids.shape[1] == 1 or table.declared.pooling == "none":
-                    vectors.append(table.rows(ids.reshape(-1)).view(len(rows), -1))
-                else:
-                    lengths = torch.full((len(rows),), ids.shape[1])
-                    vectors.append(table.pooled(RaggedIds(ids.reshape(-1), lengths)))
-        return torch.cat(vectors, dim=1)
+        found = torch.empty(len(rows), sum(self._widths))
+        # Few calls of torch: each is a moment in which the event loop may take the interpreter away.
+        ids = rows.ids.t().contiguous()
+        columns = ids.unbind()
+        targets = found.split(self._widths, dim=1)
+        for (table, name, place), target in zip(self._lookups, targets, strict=True):
+            if name in rows.ragged:
+                target.copy_(table.pooled(rows.ragged[name]))
+            elif place.stop - place.start == 1:
+                table.rows(columns[place.start], out=target)
+            elif table.declared.pooling == "none":
+                target.copy_(table.rows(ids[place].t().reshape(-1)).view(len(rows), -1))
+            else:
+                lengths = torch.full((len(rows),), place.stop - place.start)
+                target.copy_(table.pooled(RaggedIds(ids[place].t().reshape(-1), lengths)))
+        return found
 
 
 class MappedTable:
@@ -83,10 +95,14 @@ class MappedTable:
         """Copy the rows from `first` on to `target`, [rows, D] on any device."""
         target.copy_(self._weight[first : first + len(target)])
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids [n], float32 [n, D]."""
-        found = self._weight.index_select(0, ids).float()
-        return found if self.scale is None else found * self.scale[ids][:, None]
+    def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the rows of ids [n], float32 [n, D], written to `out` if it is given."""
+        if self.dtype == torch.float32:
+            return torch.index_select(self._weight, 0, ids, out=out)
+        found = self._weight.index_select(0, ids)
+        if self.scale is not None:
+            return torch.mul(found, self.scale.index_select(0, ids)[:, None], out=out)
+        return found.float() if out is None else out.copy_(found)
 
     def pooled(self, ids: RaggedIds) -> Tensor:
         """Return the sum or mean of the rows of each sample's ids, float32 [B, D]; 0 where a sample has none."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -13,6 +14,7 @@ import numpy as np
 
 from serving.inference.model_rows import Rows
 from serving.inference.versions import Version
+from serving.server.coroutines import Result
 from serving.server.http_server import RequestError
 
 
@@ -38,9 +40,10 @@ class _Waiting:
     """A part of a request, of at most one batch."""
 
     version: Version
-    rows: Rows
+    num_rows: int
+    read: Callable[[], Rows]
     arrived: float
-    answer: "asyncio.Future[np.ndarray]" = field(repr=False)
+    answer: Result[np.ndarray] = field(default_factory=Result)
 
 
 class Batcher:
@@ -77,13 +80,19 @@ class Batcher:
         self._is_ended = True
         self._waiting.put(None)
 
-    async def scores(self, version: Version, rows: Rows) -> np.ndarray:
-        """Return the scores of rows, float32 [B, O]; more rows than a batch has are split.
+    async def scores(self, version: Version, num_rows: int, read: Callable[[], Rows]) -> np.ndarray:
+        """Return the scores of rows, float32 [B, O]; more rows than a batch has are split. It is awaited in a `Runner`.
+
+        Args:
+            version: whose scores they are.
+            num_rows: B.
+            read: returns the rows. It is called in the thread that scores: checks of every id are a third of the loop's time.
 
         Raises:
             RequestError: the queue is full, or the rows have waited too long.
+            Exception: as `read`.
         """
-        num_rows, limits = len(rows), self._limits
+        limits = self._limits
         if num_rows > limits.max_queue:
             raise RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -97,19 +106,24 @@ class Batcher:
             )
         size = limits.max_batch
         if num_rows <= size:
-            return await self._put(version, rows)
+            return await self._put(version, num_rows, read)
+        rows = read()
         parts = [rows.part(i, min(i + size, num_rows)) for i in range(0, num_rows, size)]
-        waiting = [self._put(version, part) for part in parts]
-        scores = []
-        for answer in await asyncio.gather(*waiting, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                raise answer
-            scores.append(answer)
+        waiting = [self._put(version, len(part), partial(_same, part)) for part in parts]
+        scores, errors = [], []
+        # Of all parts, even after an error: their rows are in memory until then.
+        for answer in waiting:
+            try:
+                scores.append(await answer)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return np.concatenate(scores)
 
-    def _put(self, version: Version, rows: Rows) -> "asyncio.Future[np.ndarray]":
-        part = _Waiting(version, rows, time.monotonic(), self._loop.create_future())
-        self._rows_put += len(rows)
+    def _put(self, version: Version, num_rows: int, read: Callable[[], Rows]) -> Result[np.ndarray]:
+        part = _Waiting(version, num_rows, read, time.monotonic())
+        self._rows_put += num_rows
         self._waiting.put(part)
         return part.answer
 
@@ -119,13 +133,13 @@ class Batcher:
 
     def _score_batch(self) -> None:
         """Wait for a batch, score it and give its answers to the loop; keep nothing of it, so a version can end."""
-        batch = self._next_batch()
-        started = time.monotonic()
-        timely = self._without_late(batch, started)
+        batch = self._without_late(self._next_batch(), time.monotonic())
+        timely, rows = self._read(batch)
         if not timely:
             return
+        started = time.monotonic()
         try:
-            scores = timely[0].version.model.scores(*[part.rows for part in timely]).numpy()
+            scores = timely[0].version.model.scores(*rows).numpy()
         except Exception as error:
             self._call(_fail, timely, error)
         else:
@@ -139,13 +153,13 @@ class Batcher:
         num_rows, limits = 0, self._limits
         while part is not None:
             if batch and (
-                part.version is not batch[0].version or num_rows + len(part.rows) > limits.max_batch
+                part.version is not batch[0].version or num_rows + part.num_rows > limits.max_batch
             ):
                 self._left = part
                 break
             batch.append(part)
-            num_rows += len(part.rows)
-            self._rows_taken += len(part.rows)
+            num_rows += part.num_rows
+            self._rows_taken += part.num_rows
             if num_rows == limits.max_batch:
                 break
             part = self._next(batch[0].arrived + limits.delay_s)
@@ -162,8 +176,8 @@ class Batcher:
     def _without_late(self, batch: list[_Waiting], now: float) -> list[_Waiting]:
         """Refuse the parts that have waited too long; return the others whose answers are wanted."""
         deadline_s = self._limits.deadline_s
-        # A future that is done: the client has gone, or another part of its request was refused.
-        wanted = [part for part in batch if not part.answer.done()]
+        # An answer that is done: the client has gone, or another part of its request was refused.
+        wanted = [part for part in batch if not part.answer.is_done]
         late = [part for part in wanted if part.arrived < now - deadline_s]
         if not late:
             return wanted
@@ -175,6 +189,18 @@ class Batcher:
         self._call(_fail, late, error)
         return [part for part in wanted if part.arrived >= now - deadline_s]
 
+    def _read(self, batch: list[_Waiting]) -> tuple[list[_Waiting], list[Rows]]:
+        """Return the parts whose inputs are valid, with their rows; refuse the others."""
+        read, rows = [], []
+        for part in batch:
+            try:
+                rows.append(part.read())
+            except Exception as error:
+                self._call(_fail, [part], error)
+            else:
+                read.append(part)
+        return read, rows
+
     def _call(self, function: Callable[..., None], *args: object) -> None:
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(function, *args)
@@ -183,13 +209,17 @@ class Batcher:
         self._measure(len(scores), seconds)
         first = 0
         for part in batch:
-            last = first + len(part.rows)
-            if not part.answer.done():
-                part.answer.set_result(scores[first:last])
+            last = first + part.num_rows
+            if not part.answer.is_done:
+                part.answer.set(scores[first:last])
             first = last
+
+
+def _same(rows: Rows) -> Rows:
+    return rows
 
 
 def _fail(parts: list[_Waiting], error: Exception) -> None:
     for part in parts:
-        if not part.answer.done():
-            part.answer.set_exception(error)
+        if not part.answer.is_done:
+            part.answer.fail(error)

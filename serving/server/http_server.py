@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http import HTTPStatus
@@ -23,6 +24,7 @@ HEADER_LENGTH = "inference-header-content-length"
 OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 """Paths without a token, for probes."""
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_LENGTH = re.compile(r"[0-9]{1,15}")
 _CLOSING = {"Connection": "close"}
 KNOWN_HEADS = 64
 """Heads whose meaning is remembered: a client sends the same one again and again."""
@@ -108,7 +110,10 @@ class HttpServer:
     ) -> None:
         self._handler, self._refuse, self._limits, self._log = handler, refuse, limits, log
         self._server: asyncio.Server | None = None
-        self._connections: dict[asyncio.Task[None], bool] = {}
+        # Whether each has begun a request; refused connections are open too.
+        self._connections: dict[HttpStream, bool] = {}
+        self._open: set[HttpStream] = set()
+        self._all_closed = asyncio.Event()
         self._body_bytes = self._num_finishing = 0
         self._draining = False
 
@@ -134,17 +139,18 @@ class HttpServer:
         self._draining = True
         if self._server is not None:
             self._server.close()
-        for task, is_busy in list(self._connections.items()):
+        for stream, is_busy in list(self._connections.items()):
             if not is_busy:
-                task.cancel()
+                stream.cancel()
         if self._connections:
-            await asyncio.wait(list(self._connections), timeout=timeout_s)
-        for task in list(self._connections):
-            task.cancel()
+            self._all_closed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_closed.wait(), timeout_s)
+        for stream in list(self._open):
+            stream.cancel()
 
     async def _accept(self, stream: HttpStream) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+        self._open.add(stream)
         try:
             if len(self._connections) >= self._limits.max_connections or self._draining:
                 error = RequestError(
@@ -153,16 +159,21 @@ class HttpServer:
                 await self._send(stream, self._refuse(error), is_last=True)
                 await self._finish(stream)
                 return
-            self._connections[task] = False
-            while await self._serve_one(task, stream):
-                self._connections[task] = False
+            self._connections[stream] = False
+            while await self._serve_one(stream):
+                self._connections[stream] = False
         except (OSError, asyncio.CancelledError, TimeoutError):
             pass  # the client has gone, is too slow, or the server ends
+        except Exception as error:  # a fault of this program, which must not end the server
+            self._log(on_one_line(f"error on a connection: {error!r}"))
         finally:
-            self._connections.pop(task, None)
+            self._connections.pop(stream, None)
+            self._open.discard(stream)
             stream.close()
+            if not self._connections:
+                self._all_closed.set()
 
-    async def _serve_one(self, task: asyncio.Task[None], stream: HttpStream) -> bool:
+    async def _serve_one(self, stream: HttpStream) -> bool:
         """Answer one request; return whether the connection stays open."""
         held = 0
         is_last = is_unread = False
@@ -171,7 +182,7 @@ class HttpServer:
                 head = await self._read_head(stream)
                 if head is None:
                     return False
-                self._connections[task] = True
+                self._connections[stream] = True
                 request = _parse_head(head)
                 is_last = request.headers.get("connection", "").lower() == "close"
                 self._check_token(request)
@@ -228,7 +239,7 @@ class HttpServer:
     async def _with_body(self, stream: HttpStream, request: Request, num_bytes: int) -> Request:
         """Return a request with its body."""
         length = request.headers.get(HEADER_LENGTH, "")
-        first = int(length) if re.fullmatch(r"[0-9]{1,11}", length) else 0
+        first = int(length) if _LENGTH.fullmatch(length) else 0
         limit_s = self._limits.timeout_s
         try:
             if request.headers.get("expect", "").lower() == "100-continue":
@@ -265,7 +276,7 @@ class HttpServer:
             raise RequestError(
                 HTTPStatus.LENGTH_REQUIRED, "want the header Content-Length", is_last=True
             )
-        if not re.fullmatch(r"[0-9]{1,15}", text):
+        if not _LENGTH.fullmatch(text):
             raise RequestError(
                 HTTPStatus.BAD_REQUEST, "Content-Length is no number of bytes", is_last=True
             )
@@ -300,15 +311,14 @@ class HttpServer:
             )
 
     async def _send(self, stream: HttpStream, response: Response, *, is_last: bool) -> None:
-        headers = {
-            "Content-Type": response.content_type,
-            "Content-Length": str(len(response.body)),
-            **response.headers,
-            **(_CLOSING if is_last else {}),
-        }
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        status = response.status
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode("latin-1")
+        status, headers = response.status, response.headers
+        if is_last:
+            headers = headers | _CLOSING
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {response.content_type}\r\n"
+            f"Content-Length: {len(response.body)}\r\n{lines}\r\n"
+        ).encode("latin-1")
         await stream.write(head + response.body, self._limits.timeout_s)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from serving.server.coroutines import Result, Runner
+
 HEAD_BYTES = 16 << 10
 """Most of request line and headers."""
 ALIGNMENT = 64
@@ -28,12 +30,12 @@ class CutBodyError(Exception):
 
 
 class HttpStream(asyncio.BufferedProtocol):
-    """One connection, of which one task reads and writes.
+    """One connection, which one coroutine reads and writes; bytes that come resume it at once.
 
     A time limit takes no timer of its own: a connection has one, which looks once per limit whether a wait has lasted as long.
 
     Args:
-        serve: serves the connection, which is closed when it returns.
+        serve: serves the connection; it lets no error out.
     """
 
     def __init__(self, serve: "Callable[[HttpStream], Coroutine[Any, Any, None]]") -> None:
@@ -46,7 +48,7 @@ class HttpStream(asyncio.BufferedProtocol):
         self._received = 0
         self._is_ended = self._is_lost = self._is_discarding = False
         self._is_reading = self._is_writable = True
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Result[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._expires = 0.0
 
@@ -126,6 +128,10 @@ class HttpStream(asyncio.BufferedProtocol):
         while not self._is_ended:
             await self._wait_for_bytes(expires)
 
+    def cancel(self) -> None:
+        """End what serves the connection."""
+        self._runner.cancel()
+
     def close(self) -> None:
         """Close the connection; what has not been written is dropped."""
         self._transport.abort()
@@ -136,7 +142,8 @@ class HttpStream(asyncio.BufferedProtocol):
         self._transport = transport
         # Writers wait until the system has everything, so no answer is kept here beyond its time.
         transport.set_write_buffer_limits(0)
-        self._task = self._loop.create_task(self._serve(self))
+        self._runner = Runner(self._serve(self))
+        self._runner.run()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go."""
@@ -156,9 +163,8 @@ class HttpStream(asyncio.BufferedProtocol):
         else:
             self._last += nbytes
         self._wake()
-        if self._last == HEAD_BYTES:
-            # After the reader, which has most often made room by then.
-            self._loop.call_soon(self._pause_if_full)
+        # After the reader, which has most often made room.
+        self._pause_if_full()
 
     def eof_received(self) -> bool:
         """Note that the client sends nothing more; return that it may still read."""
@@ -167,7 +173,7 @@ class HttpStream(asyncio.BufferedProtocol):
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Wake the task, which waits for bytes or until all are written."""
+        """Resume what waits for bytes, or until all are written."""
         self._is_ended = self._is_lost = True
         if self._timer is not None:
             self._timer.cancel()
@@ -221,7 +227,7 @@ class HttpStream(asyncio.BufferedProtocol):
             self._timer = None
         if self._timer is None:
             self._timer = self._loop.call_at(expires, self._look_at_time)
-        self._waiter = self._loop.create_future()
+        self._waiter = Result()
         try:
             await self._waiter
         finally:
@@ -229,13 +235,13 @@ class HttpStream(asyncio.BufferedProtocol):
 
     def _look_at_time(self) -> None:
         self._timer = None
-        if self._waiter is None or self._waiter.done():
+        if self._waiter is None or self._waiter.is_done:
             return
         if self._loop.time() < self._expires:
             self._timer = self._loop.call_at(self._expires, self._look_at_time)
         else:
-            self._waiter.set_exception(TimeoutError())
+            self._waiter.fail(TimeoutError())
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None and not self._waiter.is_done:
+            self._waiter.set(None)

@@ -316,21 +316,19 @@ def infer_response(
     for name in request.outputs:
         if name not in names:
             refuse(f"there is no output {shown(name)}; the model has {', '.join(names)}")
-    entries, blobs = [], []
+    entries: list[tuple[str, int, list[float] | None]] = []
+    blobs: list[bytes] = []
     for name, values in outputs:
         if request.outputs and name not in request.outputs:
             continue
-        entry: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
         if request.outputs.get(name, request.is_binary):
-            blobs.append(values.astype("<f4").tobytes())
-            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+            blobs.append(np.asarray(values, "<f4").tobytes())
+            entries.append((name, len(values), None))
         else:
-            entry["data"] = values.tolist()
-        entries.append(entry)
-    document: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries}
-    if request.id is not None:
-        document["id"] = request.id
-    head = json.dumps(document).encode()
+            entries.append((name, len(values), values.tolist()))
+    is_remembered = len(blobs) == len(entries) and request.id is None
+    write = _remembered_head if is_remembered else _response_head
+    head = write(model, version, request.id, tuple(entries))
     if not blobs:
         return Response(body=head)
     return Response(
@@ -338,6 +336,37 @@ def infer_response(
         content_type="application/octet-stream",
         headers={"Inference-Header-Content-Length": str(len(head))},
     )
+
+
+def _response_head(
+    model: str,
+    version: str,
+    identity: str | None,
+    entries: tuple[tuple[str, int, list[float] | None], ...],
+) -> bytes:
+    """Return the JSON of a response.
+
+    Args:
+        model: name of the model.
+        version: that made it.
+        identity: of the request.
+        entries: name, rows and values of each output; None where they are binary.
+    """
+    outputs = []
+    for name, rows, values in entries:
+        entry: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": [rows]}
+        if values is None:
+            entry["parameters"] = {"binary_data_size": 4 * rows}
+        else:
+            entry["data"] = values
+        outputs.append(entry)
+    document: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": outputs}
+    if identity is not None:
+        document["id"] = identity
+    return json.dumps(document).encode()
+
+
+_remembered_head = lru_cache(REMEMBERED)(_response_head)
 
 
 def json_response(document: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:

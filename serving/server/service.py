@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -155,33 +156,36 @@ class Service:
     async def _infer(self, request: Request, version: Version) -> Response:
         started = time.monotonic()
         parsed = parse_infer(request.body, request.headers)
-        rows = self._rows(parsed, version)
+        read = self._reader(parsed, version)
         # Texts take far more memory than the rows, which may wait.
         parsed.inputs.clear()
-        scores = await self._batcher.scores(version, rows)
+        scores = await self._batcher.scores(version, parsed.num_rows, read)
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
         response = infer_response(parsed, manifest.name, version.name, outputs)
         self._metrics.request_seconds.add(time.monotonic() - started)
         return response
 
-    def _rows(self, request: InferRequest, version: Version) -> Rows:
-        manifest, raw = version.model.manifest, version.model.raw
-        try:
-            if raw is None or takes_ids(manifest, request.inputs):
-                if self._id_inputs[0] is not manifest:
-                    self._id_inputs = (manifest, IdInputs(manifest, version.model.keys))
-                arrays = {}
-                for tensor in request.inputs.values():
-                    if isinstance(tensor.values, list):
-                        refuse(f"input {shown(tensor.name)} is text; want numbers")
-                    arrays[tensor.name] = tensor.values
-                return self._id_inputs[1].rows(arrays, request.num_rows)
+    def _reader(self, request: InferRequest, version: Version) -> Callable[[], Rows]:
+        """Return what reads the rows of a request: raw values at once, ids when it is called.
+
+        Raises:
+            RequestError: an input is wrong; what reads the rows raises it too.
+        """
+        manifest, raw, num_rows = version.model.manifest, version.model.raw, request.num_rows
+        if raw is not None and not takes_ids(manifest, request.inputs):
             columns = {name: tensor.values for name, tensor in request.inputs.items()}
             shapes = {name: tensor.shape for name, tensor in request.inputs.items()}
-            return raw.rows(columns, shapes, request.num_rows)
-        except InputError as error:
-            refuse(str(error))
+            rows = _refusing(raw.rows, columns, shapes, num_rows)
+            return lambda: rows
+        if self._id_inputs[0] is not manifest:
+            self._id_inputs = (manifest, IdInputs(manifest, version.model.keys))
+        arrays = {}
+        for tensor in request.inputs.values():
+            if isinstance(tensor.values, list):
+                refuse(f"input {shown(tensor.name)} is text; want numbers")
+            arrays[tensor.name] = tensor.values
+        return partial(_refusing, self._id_inputs[1].rows, arrays, num_rows)
 
     def _metrics_text(self) -> str:
         version = self._versions.current
@@ -212,6 +216,14 @@ class Service:
             raise RequestError(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"want {method}", headers={"Allow": method}
             )
+
+
+def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
+    """Return the rows that are read; refuse the request if an input is wrong."""
+    try:
+        return read(*args)
+    except InputError as error:
+        refuse(str(error))
 
 
 def _metadata(version: Version) -> dict[str, Any]:

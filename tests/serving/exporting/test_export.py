@@ -19,7 +19,7 @@ from serving.exporting import proof, run
 from serving.exporting.dense import check_aoti, export_dense, load_aoti
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
-from serving.manifest import DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
+from serving.manifest import AOTI, DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import needs_gpus
@@ -122,7 +122,18 @@ def test_onnx_computes_the_same(runs, tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 @pytest.mark.parametrize(
     ("device", "limit"),
-    [(Device.cpu, 1e-6), pytest.param(Device.cuda, 2e-5, marks=needs_gpus(1))],
+    [
+        (Device.cpu, 1e-6),
+        pytest.param(
+            Device.cuda,
+            2e-5,
+            marks=[
+                *needs_gpus(1),
+                # Torch 2.11's loader dies of code for an H200.
+                pytest.mark.xfail(raises=ValueError, reason="torch cannot load its own code"),
+            ],
+        ),
+    ],
 )
 def test_machine_code_computes_the_same(runs, device, limit, tmp_path):
     # A quarter of the time.
@@ -155,6 +166,12 @@ def test_machine_code_that_differs_is_refused(runs, tmp_path, monkeypatch):
 def test_machine_code_of_a_missing_gpu_is_refused():
     with pytest.raises(ValueError, match="aoti=cuda: no GPU was found"):
         check_aoti(Device.cuda)
+
+
+def test_machine_code_that_cannot_be_loaded_is_named(tmp_path):
+    (tmp_path / AOTI).write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"aoti=cpu: torch .* cannot load what its compiler has"):
+        load_aoti(tmp_path, Device.cpu)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])

@@ -305,10 +305,16 @@ def test_requests_share_batches_and_a_full_queue_refuses(models):
     options = {"max_batch": 8, "max_queue": 64, "batch_delay_ms": 20.0, "deadline_ms": 60_000.0}
     with serving(models["one"], **options) as client:
         data = [rows(1 + index % 5, index) for index in range(60)]
+        # One that is refused leaves the others of its batch alone.
+        for _, ids in data[::6]:
+            ids[-1, 2] = 7
         with ThreadPoolExecutor(20) as pool:
             answers = list(pool.map(lambda pair: client.infer(inputs(*pair)), data))
-        assert {status for status, _ in answers} <= {200, 429}
+        assert (400, "feature 'cat_2', row 0: id 7 is not in the table; want 0 to 6") in [
+            (status, answer.get("error")) for status, answer in answers[::6]
+        ]
         for (numerical, ids), (status, answer) in zip(data, answers, strict=True):
+            assert status in ({200, 429} if (ids[:, 2] < 7).all() else {400, 429})
             if status == 200:
                 alone = scores(client.infer(inputs(numerical, ids))[1])
                 np.testing.assert_allclose(scores(answer), alone, rtol=0, atol=1e-6)
@@ -421,7 +427,8 @@ def test_draining_answers_what_has_begun(models):
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(client.infer, inputs(NUMERICAL, IDS))
             deadline = time.monotonic() + 5
-            while not client.service._batcher.queued_rows and time.monotonic() < deadline:
+            has_begun = client.service._http._connections.values()
+            while not any(list(has_begun)) and time.monotonic() < deadline:
                 time.sleep(0.005)
             client.stop(5.0)
             assert answer.result()[0] == HTTPStatus.OK
