@@ -19,12 +19,13 @@ from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Allocate, Columns, Source
 from dataloading.keys.batch_keys import BatchKeys
-from dataloading.keys.pipeline import KeyPipeline, Wait
+from dataloading.keys.pipeline import KeyPipeline
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
 
 if TYPE_CHECKING:
     # Numba is imported only where there are keys.
+    from dataloading.keys.described_keys import DescribedKeys
     from dataloading.keys.key_maps import KeyMaps
 
 READERS = 4
@@ -215,7 +216,8 @@ class Loader:
         """
         batch = self._read(step)
         if self._key_maps is not None and not self._admits:
-            self._start_keys(batch, step)()
+            keys = self._described(batch, step)
+            self._map_keys(lambda: keys)
         return batch
 
     def _read(self, step: int) -> Batch:
@@ -256,11 +258,15 @@ class Loader:
         )
         mapper = self._mapper()
 
+        def described(read: Future[Batch], step: int) -> tuple[Batch, "DescribedKeys"]:
+            batch = read.result()
+            return batch, self._described(batch, step)
+
         def start(step: int) -> Future[Batch]:
             read = pool.submit(self._read, step)
             if mapper is None:
                 return read
-            return mapper.submit(read.result, partial(self._start_keys, step=step))
+            return mapper.submit(partial(described, read, step), self._map_keys)
 
         try:
             pending = deque(start(step) for step in islice(steps, self.prefetch))
@@ -292,14 +298,19 @@ class Loader:
             slot = readers.finish()
             return slot, self._batch_in(slot, step, slots)
 
+        def described(step: int) -> tuple[tuple[int, Batch], "DescribedKeys"]:
+            slot, batch = finished(step)
+            return (slot, batch), self._described(batch, step)
+
         def start(num_steps: int) -> None:
             for step in islice(steps, num_steps):
                 slots.wait_for_copies(readers.next_slot)
                 readers.start(step)
-                read = partial(finished, step)
-                # Keys are mapped in the order of the steps, ahead of them.
-                map_keys = partial(self._start_keys_of_slot, step=step)
-                pending.append(read if mapper is None else mapper.submit(read, map_keys).result)
+                pending.append(
+                    partial(finished, step)
+                    if mapper is None
+                    else mapper.submit(partial(described, step), self._map_keys).result
+                )
 
         try:
             start(self.prefetch)
@@ -318,24 +329,27 @@ class Loader:
                     with suppress(ValueError, OSError, MemoryError, RuntimeError):
                         readers.finish()
 
-    def _mapper(self) -> "KeyPipeline | None":
-        """Return the threads that start to map the keys of batches, and wait for them; None without raw keys."""
+    def _mapper(self) -> KeyPipeline | None:
+        """Return the threads that map the keys of batches, in the order of the steps and ahead of them; None without keys."""
         if self._key_maps is None:
             return None
         return KeyPipeline(f"keys-{self.split}", self._enter_thread)
 
-    def _end(self, mapper: "KeyPipeline | None") -> None:
+    def _end(self, mapper: KeyPipeline | None) -> None:
         """End the threads of raw keys; nothing writes to a batch any more."""
-        if mapper is not None and self._key_maps is not None:
+        if mapper is not None:
             mapper.close()
-            if self._admits:
-                self._key_maps.wait()
 
-    def _start_keys_of_slot(self, slot_and_batch: tuple[int, Batch], step: int) -> Wait:
-        return self._start_keys(slot_and_batch[1], step)
+    def _map_keys(self, described: "Callable[[], DescribedKeys]") -> None:
+        """Fill in the rows of raw keys."""
+        assert self._key_maps is not None, "there are raw keys"
+        if self._admits:
+            self._key_maps.map(described)
+        else:
+            self._key_maps.look_up(described)
 
-    def _start_keys(self, batch: Batch, step: int) -> Wait:
-        """Start to fill in the rows of raw keys; return what waits for them.
+    def _described(self, batch: Batch, step: int) -> "DescribedKeys":
+        """Return the raw keys of a batch.
 
         In training, the keys of all ranks' rows are mapped, so that every rank has the same maps: columns are read quickly, and
         the ranks exchange nothing.
@@ -356,10 +370,7 @@ class Loader:
                 before = int(keys.lengths[:first].sum())
             return BatchKeys(keys, values[starts[feature] : starts[feature + 1]], before)
 
-        if self._admits:
-            return maps.start(keys_of).wait
-        maps.look_up(keys_of)
-        return _nothing
+        return maps.describe(keys_of)
 
     def _read_into(self, slot: int, step: int) -> None:
         """Read the batch of `step` into a slot, in a reader process."""
@@ -512,7 +523,3 @@ def _num_ids_with_room(feature: CategoricalFeature, num_rows: int) -> int:
         return num_rows * feature.hotness
     mean = feature.mean_hotness
     return math.ceil(ROOM * mean * num_rows + SPREAD * (mean + 1) * num_rows**0.5)
-
-
-def _nothing() -> None:
-    """Wait for nothing."""

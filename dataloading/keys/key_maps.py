@@ -1,14 +1,13 @@
 """The maps of all tables for raw keys, ahead of the step.
 
-Batches are mapped while earlier ones train, several at a time: a table maps them one after another on the same thread, and waits
-for no table of another thread. A batch is pending until its step begins; lookups and states leave the changes of pending
-batches out.
+Batches are mapped while earlier ones train. A batch is pending until its step begins; lookups and states leave the changes of
+pending batches out.
 """
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from threading import Lock
 
 import numpy as np
@@ -16,42 +15,15 @@ import numpy as np
 from configs.schema import DynamicConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.batch_keys import BatchKeys
-from dataloading.keys.key_map import SHARED_ROWS, FullMapError, KeyMap, MapChange
-from dataloading.keys.new_rows import KEYS, NewRows
+from dataloading.keys.batch_mapper import BatchChange, BatchMapper
+from dataloading.keys.described_keys import DescribedKeys, described
+from dataloading.keys.key_map import KeyMap, MapChange
+from dataloading.keys.new_rows import KEYS, NewRows, TableFullError
 
 KeysOf = Callable[[int], BatchKeys]
 """Returns the keys of a feature, by its index among the categorical ones, and the memory for their rows."""
-LARGE_COST = 3.0
-"""Time of a key of a large table, whose index is in no core's own cache, in times of one of a small table."""
-
-
-class MapTask:
-    """A batch whose keys are being mapped.
-
-    Args:
-        tables: done when a table is mapped.
-        changes: of the tables that are mapped.
-    """
-
-    def __init__(
-        self, tables: Mapping[str, Future[None]], changes: Mapping[str, MapChange]
-    ) -> None:
-        self._tables, self._changes = tables, changes
-
-    def wait(self) -> None:
-        """Wait for all tables.
-
-        Raises:
-            TableFullError: more keys need rows than a table has.
-            ValueError: the keys are invalid.
-        """
-        for table in self._tables.values():
-            table.result()
-
-    def change(self, table: str) -> MapChange | None:
-        """Wait for a table, and return what changed, also if that failed; None if nothing did."""
-        self._tables[table].exception()
-        return self._changes.get(table)
+SHARE_OF_CORES = 0.8
+"""Part of a rank's cores that map keys; the training step and the readers have the others."""
 
 
 class KeyMaps:
@@ -65,108 +37,119 @@ class KeyMaps:
 
     def __init__(self, spec: FeatureSpec, policy: DynamicConfig, ranks_of_node: int = 1) -> None:
         self._features = spec.dynamic_tables
-        rows = {
-            table: spec.categorical[first].cardinality
+        self._maps = [
+            KeyMap(table, spec.categorical[first].cardinality, policy)
             for table, (first, *_) in self._features.items()
-        }
-        cores = len(os.sched_getaffinity(0)) // ranks_of_node
-        large = [table for table, count in rows.items() if count >= SHARED_ROWS]
-        self._helpers = None
-        if num_helpers := min(cores // 4, len(large)):
-            self._helpers = ThreadPoolExecutor(num_helpers, thread_name_prefix="keys-helper")
-        self._maps = {
-            table: KeyMap(table, count, policy, self._helpers) for table, count in rows.items()
-        }
-        # Few threads with several tables each: every task and every array operation takes Python's lock, for which more
-        # threads would queue.
-        costs = {
-            table: number * (LARGE_COST if table in large else 1.0)
-            for table, number in _keys_per_row(spec).items()
-        }
-        self._threads = [
-            (ThreadPoolExecutor(1, thread_name_prefix="keys"), tables)
-            for tables in _shares(costs, max(1, min(cores // 2, len(rows))))
         ]
+        cores = len(os.sched_getaffinity(0)) // ranks_of_node
+        self._mapper = BatchMapper(self._maps, policy, max(1, int(cores * SHARE_OF_CORES)))
         self._batch = 0
-        # Their maps lack a batch, so they map no later one.
-        self._failed: dict[str, Exception] = {}
-        self._pending: deque[MapTask] = deque()
+        # The maps lack a batch, so they map no later one.
+        self._failed: Exception | None = None
+        self._pending: deque[BatchChange] = deque()
+        # The maps have a part of a batch, which cannot be taken back.
+        self._broken: BaseException | None = None
         self._lock = Lock()
 
     @property
     def tables(self) -> list[str]:
         """Names of the tables."""
-        return list(self._maps)
+        return [*self._features]
 
-    def start(self, keys_of: KeysOf) -> MapTask:
-        """Start to map the next training batch, which is pending until `take_new_rows`.
+    def describe(self, keys_of: KeysOf) -> DescribedKeys:
+        """Describe the keys of a batch, beside `map` and `look_up` in another thread.
+
+        Raises:
+            ValueError: the keys are invalid.
+        """
+        return described(
+            {
+                table: [*map(keys_of, features)]
+                for table, features in enumerate(self._features.values())
+            }
+        )
+
+    def map(self, take: Callable[[], DescribedKeys]) -> None:
+        """Write the rows of the keys of the next training batch, which is pending until `take_new_rows`.
 
         Args:
-            keys_of: called on the threads of the tables.
+            take: returns the keys; a batch for which it fails, and every later one, is not mapped.
+
+        Raises:
+            TableFullError: more keys need rows than a table has.
+            RuntimeError: an earlier batch has failed.
+            Exception: as `take` raises.
         """
-        changes: dict[str, MapChange] = {}
+        keys, error = None, None
+        try:
+            keys = take()
+        except CancelledError:  # the loader ends
+            raise
+        except Exception as failed:
+            error = failed
         with self._lock:
+            self._check_whole()
             self._batch += 1
-            tasks: dict[str, Future[None]] = {}
-            for thread, tables in self._threads:
-                done = thread.submit(self._map, tables, self._batch, keys_of, changes)
-                tasks |= dict.fromkeys(tables, done)
-            task = MapTask(tasks, changes)
-            self._pending.append(task)
-        return task
+            change = BatchChange.none()
+            if self._failed is not None:
+                error = RuntimeError("an earlier batch of keys has failed")
+                error.__cause__ = self._failed
+            elif keys is not None:
+                change = self._map(keys)
+                for table, left_out in change.left_out.items():
+                    error = TableFullError(self._maps[table].is_full(left_out, self._batch))
+                    break
+            self._pending.append(change)
+            self._failed = self._failed or error
+        if error is not None:
+            raise error
 
-    def _map(
-        self, tables: Sequence[str], batch: int, keys_of: KeysOf, changes: dict[str, MapChange]
-    ) -> None:
-        """Map tables, and note what changed, also of a table that is full; raise the first error at the end."""
-        errors: list[Exception] = []
-        for table in tables:
-            if table in self._failed:
-                later = RuntimeError(f"an earlier batch of table {table} has failed")
-                later.__cause__ = self._failed[table]
-                errors.append(later)
-                continue
-            try:
-                columns = [keys_of(feature) for feature in self._features[table]]
-                changes[table] = self._maps[table].map(columns, batch)
-            except Exception as error:
-                self._failed[table] = error
-                if isinstance(error, FullMapError):
-                    changes[table] = error.change
-                errors.append(error)
-        if errors:
-            raise errors[0]
+    def _map(self, keys: DescribedKeys) -> BatchChange:
+        try:
+            return self._mapper.map(keys, self._batch)
+        except BaseException as error:
+            self._broken = error
+            raise
 
-    def look_up(self, keys_of: KeysOf) -> None:
-        """Write the rows of keys in the state of the step; nothing is counted or admitted."""
+    def look_up(self, take: Callable[[], DescribedKeys]) -> None:
+        """Write the rows of keys in the state of the step; nothing is counted or admitted.
+
+        Args:
+            take: returns the keys.
+        """
+        keys = take()
         with self._lock:
-            for table, features in self._features.items():
-                pending = self._changes(table)
-                for column in map(keys_of, features):
-                    own = column.keys.values()[column.first :][: len(column.rows)]
-                    column.rows[:] = self._maps[table].look_up(own, pending)
+            self._mapper.look_up(keys)
+            self._check_whole()
+            for table, own in keys.keys.items():
+                changes = [
+                    change.changed[table] for change in self._pending if table in change.changed
+                ]
+                # Nearly always no batch ahead of the step has changed any row.
+                for column in own if changes else ():
+                    values = column.keys.values()[column.first :][: len(column.rows)]
+                    self._maps[table].before(values, column.rows, changes)
 
-    def wait(self) -> None:
-        """Wait for all batches that were started; nothing is raised."""
-        with self._lock:
-            for table in self._maps:
-                self._changes(table)
+    def _changes(self, table: int) -> list[MapChange]:
+        """Return the changes of a table in the pending batches."""
+        self._check_whole()
+        return [change.of(table) for change in self._pending]
 
-    def _changes(self, table: str) -> list[MapChange]:
-        """Wait for the pending batches, and return their changes of a table."""
-        changes = (task.change(table) for task in self._pending)
-        return [change for change in changes if change is not None]
+    def _check_whole(self) -> None:
+        """Raise RuntimeError if mapping a batch has ended midway."""
+        if self._broken is not None:
+            raise RuntimeError("mapping a batch of keys ended midway") from self._broken
 
     def take_new_rows(self) -> dict[str, NewRows]:
         """Return the rows that got other keys in the oldest pending batch, which trains next, by table."""
-        task = self._pending.popleft()
-        task.wait()
+        oldest = self._pending.popleft()
         found = {}
-        for table in self._maps:
-            change = task.change(table)
-            if change is not None and len(change.rows.slots):
+        for table, change in oldest.changed.items():
+            if change.rows is not None and len(change.rows.slots):
                 order = np.argsort(change.rows.slots)
-                found[table] = NewRows(change.rows.slots[order], change.rows.keys[order])
+                rows = NewRows(change.rows.slots[order], change.rows.keys[order])
+                found[self._maps[table].name] = rows
+        self._mapper.release(oldest)
         return found
 
     def rewind(self) -> None:
@@ -179,25 +162,24 @@ class KeyMaps:
         with self._lock:
             batch = self._batch - len(self._pending)
             return {
-                f"{table}.{name}": values
-                for table, own in self._maps.items()
+                f"{own.name}.{name}": values
+                for table, own in enumerate(self._maps)
                 for name, values in own.state(batch, self._changes(table)).items()
             }
 
     def keys_of_rows(self) -> dict[str, np.ndarray]:
         """Return the keys of the rows of each table, int64 [rows]; 0 of rows without a key."""
         state = self.state()
-        return {table: state[f"{table}.{KEYS}"] for table in self._maps}
+        return {table: state[f"{table}.{KEYS}"] for table in self.tables}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Load a state; one with the keys of rows alone is enough for scores."""
         with self._lock:
-            for table in self._maps:
-                self._changes(table)
             self._pending.clear()
-            self._failed.clear()
-            for table, own in self._maps.items():
-                prefix = f"{table}."
+            self._failed = None
+            self._broken = None
+            for own in self._maps:
+                prefix = f"{own.name}."
                 mine = {
                     name.removeprefix(prefix): values
                     for name, values in state.items()
@@ -207,29 +189,3 @@ class KeyMaps:
                     own.load_keys(mine[KEYS])
                 else:
                     self._batch = own.load(mine)
-
-    def close(self) -> None:
-        """End the threads."""
-        for thread, _ in self._threads:
-            thread.shutdown(wait=True, cancel_futures=True)
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=True)
-
-
-def _keys_per_row(spec: FeatureSpec) -> dict[str, float]:
-    """Return the mean number of keys that a row has for each table."""
-    return {
-        table: sum(spec.categorical[feature].mean_hotness for feature in features)
-        for table, features in spec.dynamic_tables.items()
-    }
-
-
-def _shares(costs: Mapping[str, float], most: int) -> list[list[str]]:
-    """Return at most so many lists of tables of about equal cost: the most expensive tables first, each to the least list."""
-    shares: list[list[str]] = [[] for _ in range(most)]
-    loads = [0.0] * most
-    for table in sorted(costs, key=lambda table: -costs[table]):
-        least = loads.index(min(loads))
-        loads[least] += costs[table]
-        shares[least].append(table)
-    return shares

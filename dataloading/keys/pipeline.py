@@ -1,16 +1,15 @@
-"""Mapping of the keys of batches, started in the order of the steps; several batches are at work at a time."""
+"""Mapping of the keys of batches in the order of the steps, ahead of them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Read = TypeVar("Read")
-Wait = Callable[[], None]
-"""Waits for the rows of a batch's keys."""
+Described = TypeVar("Described")
 
 
 class KeyPipeline:
-    """Two threads: one starts the mapping of batches, the other waits for its end.
+    """Two threads: one reads batches and describes their keys, which is Python's work; the other maps them, which is not.
 
     Args:
         name: prefix of the names of the threads.
@@ -18,30 +17,30 @@ class KeyPipeline:
     """
 
     def __init__(self, name: str, enter: Callable[[], None]) -> None:
-        self._starting, self._waiting = (
+        self._describing, self._mapping = (
             ThreadPoolExecutor(1, thread_name_prefix=name, initializer=enter) for _ in range(2)
         )
 
-    def submit(self, read: Callable[[], Read], start: Callable[[Read], Wait]) -> Future[Read]:
+    def submit(
+        self,
+        read: Callable[[], tuple[Read, Described]],
+        map_keys: Callable[[Callable[[], Described]], None],
+    ) -> Future[Read]:
         """Return a batch once it has its rows.
 
         Args:
-            read: returns the batch.
-            start: starts to map its keys.
+            read: returns the batch and its described keys.
+            map_keys: fills in the rows of keys that its argument waits for, and raises what that raises.
         """
+        described = self._describing.submit(read)
 
-        def started() -> tuple[Read, Wait]:
-            batch = read()
-            return batch, start(batch)
+        def mapped() -> Read:
+            map_keys(lambda: described.result()[1])
+            return described.result()[0]
 
-        def ended(beginning: Future[tuple[Read, Wait]]) -> Read:
-            batch, wait = beginning.result()
-            wait()
-            return batch
-
-        return self._waiting.submit(ended, self._starting.submit(started))
+        return self._mapping.submit(mapped)
 
     def close(self) -> None:
         """End the threads; batches that were not read yet are left out."""
-        for thread in (self._starting, self._waiting):
+        for thread in (self._describing, self._mapping):
             thread.shutdown(wait=True, cancel_futures=True)

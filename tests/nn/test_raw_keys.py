@@ -17,7 +17,8 @@ from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import read_with_keys
 from dataloading.keys.batch_keys import BatchKeys
-from dataloading.keys.key_maps import KeyMaps, MapTask
+from dataloading.keys.described_keys import DescribedKeys
+from dataloading.keys.key_maps import KeyMaps
 from dataloading.keys.new_rows import TableFullError
 from dataloading.loader import Loader, LoaderSettings
 from nn.checkpoint.tensor_index import blocks, read_index
@@ -345,32 +346,58 @@ def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
     spec = FeatureSpec(None, (), np.dtype(np.float32), (), features, {}, {})
     maps = KeyMaps(spec, DynamicConfig(evict=Evict.never))
 
-    def start(first: int, last: int) -> MapTask:
-        return maps.start(lambda _: BatchKeys.alone(np.arange(first, last)))
+    def map_range(first: int, last: int) -> None:
+        keys = maps.describe(lambda _: BatchKeys.alone(np.arange(first, last)))
+        maps.map(lambda: keys)
 
-    start(1, 4).wait()
+    map_range(1, 4)
     maps.take_new_rows()
     before = maps.state()
-    tasks = [start(2, 6), start(3, 20), start(4, 30)]
-    tasks[0].wait()
+    map_range(2, 6)
     with pytest.raises(TableFullError, match="evict=never keeps all keys"):
-        tasks[1].wait()
+        map_range(3, 20)
+    with pytest.raises(RuntimeError, match="an earlier batch of keys has failed"):
+        map_range(4, 30)
     np.testing.assert_equal(maps.state(), before)
     maps.rewind()
 
-    def unreadable(_: int) -> BatchKeys:
+    def unreadable() -> DescribedKeys:
         raise ValueError("a value is invalid")
 
-    invalid = maps.start(unreadable)
-    start(7, 9)
-    maps.wait()
-    np.testing.assert_equal(maps.state(), before)
     with pytest.raises(ValueError, match="a value is invalid"):
-        invalid.wait()
+        maps.map(unreadable)
+    with pytest.raises(RuntimeError, match="has failed"):
+        map_range(7, 9)
+    np.testing.assert_equal(maps.state(), before)
     maps.rewind()
-    start(2, 6).wait()
+    map_range(2, 6)
     assert maps.take_new_rows()["user"].keys.tolist() == [4, 5]
-    maps.close()
+
+
+def test_a_map_with_a_part_of_a_batch_has_no_state(monkeypatch):
+    features = (CategoricalFeature.of_keys("user", 60),)
+    spec = FeatureSpec(None, (), np.dtype(np.float32), (), features, {}, {})
+    maps = KeyMaps(spec, DynamicConfig())
+    before = maps.state()
+
+    def map_range(last: int) -> None:
+        keys = maps.describe(lambda _: BatchKeys.alone(np.arange(1, last)))
+        maps.map(lambda: keys)
+
+    def no_memory(*_) -> None:
+        raise MemoryError("of the rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dataloading.keys.batch_mapper.do_jobs", no_memory)
+        with pytest.raises(MemoryError):
+            map_range(9)
+    with pytest.raises(RuntimeError, match="ended midway"):
+        maps.state()
+    with pytest.raises(RuntimeError, match="ended midway"):
+        map_range(9)
+    maps.load(before)
+    map_range(9)
+    np.testing.assert_equal(maps.state(), before)
 
 
 def test_a_full_table_is_one_line_of_all_ranks(data, tmp_path):

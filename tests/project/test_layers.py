@@ -36,7 +36,8 @@ FURTHER = {"nn.library": {"preproc"}}
 ROOMS = {
     "dataloading.dataset": {"dataloading.gather"},
     "dataloading.gather": set(),
-    "dataloading.keys": {"dataloading.dataset"},
+    "dataloading.keys": {"dataloading.dataset", "dataloading.keys.kernels"},
+    "dataloading.keys.kernels": set(),
     "dataloading.batch": set(),
     "dataloading.partition": set(),
     "dataloading.randomness": set(),
@@ -166,7 +167,7 @@ ROOMS = {
         "nn.training",
     },
     "nn.importance": {"nn.models"},
-    "nn.step_floor": {"nn.embedding", "nn.models", "nn.training"},
+    "nn.step_floor": {"nn.embedding", "nn.models", "nn.tiers", "nn.training"},
     "nn.saved_config": {"nn.models"},
     "nn.library": {
         "nn.build",
@@ -230,6 +231,7 @@ ROOMS = {
     "preproc.vocabulary_file": set(),
     "preproc.work_directory": {"preproc.column_store", "preproc.report"},
     "preproc.dataset_writer": {"preproc.column_store"},
+    "preproc.ordered_map": set(),
     "preproc.line_blocks": {"preproc.raw_files", "preproc.vocabulary_sql"},
     "preproc.complete_dataset": {
         "preproc.dataset_writer",
@@ -245,6 +247,7 @@ ROOMS = {
         "preproc.dataset_writer",
         "preproc.fitted_state",
         "preproc.line_blocks",
+        "preproc.ordered_map",
         "preproc.raw_files",
         "preproc.report",
         "preproc.vocabulary_sql",
@@ -262,6 +265,7 @@ ROOMS = {
         "preproc.complete_dataset",
         "preproc.dataset_writer",
         "preproc.line_blocks",
+        "preproc.ordered_map",
         "preproc.raw_files",
         "preproc.report",
         "preproc.vocabulary_sql",

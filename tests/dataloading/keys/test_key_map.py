@@ -1,15 +1,17 @@
 """Rows for raw keys, against a plain dictionary: admission, eviction, taking back, and states in between."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from configs.schema import DynamicConfig, Evict
 from dataloading.dataset.source import Keys
-from dataloading.keys import key_map
+from dataloading.keys import batch_mapper, shares
 from dataloading.keys.batch_keys import BatchKeys
-from dataloading.keys.hash_index import (
+from dataloading.keys.batch_mapper import BatchMapper
+from dataloading.keys.described_keys import described
+from dataloading.keys.kernels.hash_index import (
     DRAWN,
     cell_of,
     cells_for,
@@ -19,7 +21,9 @@ from dataloading.keys.hash_index import (
     place_of,
     remove,
 )
-from dataloading.keys.key_map import KeyMap
+from dataloading.keys.kernels.mark_kernels import mark
+from dataloading.keys.key_map import KeyMap, MapChange
+from dataloading.keys.key_table import KeyTable, Leaving, TableState
 from tests.dataloading.keys.reference import ReferenceMap
 
 POLICIES = [
@@ -39,17 +43,37 @@ def drifting(rng, batch: int, size: int) -> np.ndarray:
     return keys
 
 
-@pytest.mark.parametrize("num_helpers", [0, 1])
+class AloneMap(KeyMap):
+    """A map whose keys alone are mapped."""
+
+    def __init__(self, capacity: int, policy: DynamicConfig, workers: int = 1) -> None:
+        super().__init__("user", capacity, policy)
+        self._mapper = BatchMapper([self], policy, workers)
+
+    def map(self, columns: list[BatchKeys], batch: int) -> MapChange:
+        change = self._mapper.map(described({0: columns}), batch)
+        self.left_out = change.left_out.get(0, np.zeros(0)).tolist()
+        return change.of(0)
+
+    def look_up(self, keys: np.ndarray, pending: Sequence[MapChange] = ()) -> np.ndarray:
+        column = BatchKeys.alone(keys)
+        self._mapper.look_up(described({0: [column]}))
+        self.before(keys, column.rows, pending)
+        return column.rows
+
+
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("admit_after", "evict", "capacity"), POLICIES)
 def test_it_equals_a_dictionary_over_many_batches(
-    admit_after, evict, capacity, num_helpers, monkeypatch
+    admit_after, evict, capacity, workers, monkeypatch
 ):
-    monkeypatch.setattr(key_map, "SHARED_ROWS", 0)
-    monkeypatch.setattr(key_map, "LEAST_HALF", 1)
-    helpers = ThreadPoolExecutor(num_helpers) if num_helpers else None
+    # Threads take parts of few keys.
+    monkeypatch.setattr(shares, "LARGE_ROWS", 0)
+    monkeypatch.setattr(shares, "PART_KEYS", 3)
+    monkeypatch.setattr(batch_mapper, "SHARED_KEYS", 8)
     policy = DynamicConfig(admit_after=admit_after, evict=evict)
     rng = np.random.default_rng(0)
-    own = KeyMap("t", capacity, policy, helpers)
+    own = AloneMap(capacity, policy, workers)
     reference = ReferenceMap(capacity, policy)
     num_evicted = 0
     for batch in range(1, 301):
@@ -65,13 +89,13 @@ def test_it_equals_a_dictionary_over_many_batches(
         wanted = reference.map(keys.tolist(), batch)
         assert first.rows.tolist() == wanted[:cut]
         assert second.rows.tolist() == wanted[cut + 1 :]
-        num_evicted += np.count_nonzero(change.rows.old_keys)
+        if change.rows is not None:
+            num_evicted += np.count_nonzero(change.rows.old_keys)
         if batch % 50 == 0:
             # A state is enough to continue.
             state = own.state(batch)
-            own = KeyMap("t", capacity, policy, helpers)
+            own = AloneMap(capacity, policy, workers)
             assert own.load(state) == batch
-    assert (own._helpers is not None) == (num_helpers > 0 and evict is not Evict.count)
     assert (num_evicted > 60) == (evict is not Evict.never)
     assert max(reference.rows.slots.values()) < capacity
 
@@ -80,7 +104,7 @@ def test_it_equals_a_dictionary_over_many_batches(
 def test_states_and_rows_before_pending_batches_are_those_of_then(admit_after, evict, capacity):
     policy = DynamicConfig(admit_after=admit_after, evict=evict)
     rng = np.random.default_rng(1)
-    own = KeyMap("t", capacity, policy)
+    own = AloneMap(capacity, policy)
     for batch in range(1, 120):
         own.map([BatchKeys.alone(drifting(rng, batch, 24))], batch)
     then = own.state(119)
@@ -89,7 +113,7 @@ def test_states_and_rows_before_pending_batches_are_those_of_then(admit_after, e
     pending = [
         own.map([BatchKeys.alone(drifting(rng, batch, 24))], batch) for batch in range(120, 126)
     ]
-    assert any(np.count_nonzero(change.rows.old_keys) for change in pending)
+    assert any(np.count_nonzero(change.rows.old_keys) for change in pending if change.rows)
     assert (own.look_up(asked) != rows).any()
     assert (own.look_up(asked, pending) == rows).all()
     before = own.state(119, pending)
@@ -99,13 +123,45 @@ def test_states_and_rows_before_pending_batches_are_those_of_then(admit_after, e
 
 def test_a_full_table_names_its_policy():
     few = np.arange(1, 8, dtype=np.int64)
-    kept = KeyMap("user", 8, DynamicConfig(evict=Evict.never))
+    kept = AloneMap(8, DynamicConfig(evict=Evict.never))
     kept.map([BatchKeys.alone(few)], 1)
-    with pytest.raises(ValueError, match=r"table 'user' of 8 rows is full: .*evict=never"):
-        kept.map([BatchKeys.alone(few + 100)], 2)
-    aged = KeyMap("user", 8, DynamicConfig())
-    with pytest.raises(ValueError, match=r"evict=age has evicted all keys that batch 1 does not"):
-        aged.map([BatchKeys.alone(np.arange(1, 10, dtype=np.int64))], 1)
+    assert kept.left_out == []
+    kept.map([BatchKeys.alone(few + 100)], 2)
+    assert kept.left_out == (few + 100).tolist()
+    message = kept.is_full(few, 2)
+    assert message.startswith("table 'user' of 8 rows is full: data.dynamic.evict=never keeps")
+    aged = AloneMap(8, DynamicConfig())
+    repeated = BatchKeys.alone(np.array([*range(1, 10), 3], np.int64))
+    aged.map([repeated], 1)
+    assert aged.left_out == [8, 9]
+    assert repeated.rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0, 3]
+    assert "evict=age has evicted all keys that batch 1 does" in aged.is_full(few, 1)
+
+
+@pytest.mark.parametrize("evict", [Evict.age, Evict.count])
+def test_marks_are_those_of_a_sort(evict):
+    rng = np.random.default_rng(3)
+    capacity, most = 3000, 2**31 - 1
+    for batch in (
+        2,
+        40,
+        most,
+    ):  # The first slots of a tie, sums of several digits, and all slots but some.
+        counts = np.minimum(rng.pareto(0.2, capacity) + 1, most).astype(np.int32)
+        last = rng.integers(1, batch, capacity, endpoint=batch == 2, dtype=np.int32)
+        last[: 2900 if batch == 40 else 0] = batch
+        table = KeyTable(capacity, evict, counts_sightings=evict is Evict.count)
+        keys, last[0] = np.arange(capacity), batch
+        state = TableState(
+            keys, np.stack([counts, last], 1), capacity, Leaving(np.zeros(0, np.int64), 0, 0)
+        )
+        table.load(state)
+        table.prepare(1)
+        assert mark(table.fields, table._entries, table._counts, batch)
+        eligible = np.flatnonzero(last < batch)
+        order = [last[eligible]] if evict is Evict.age else [last[eligible], counts[eligible]]
+        wanted = eligible[np.lexsort(order)][: capacity // 16]
+        assert table.leaving.slots.tolist() == wanted.tolist()
 
 
 def test_removed_keys_leave_no_hole_in_the_index():
@@ -124,13 +180,66 @@ def test_removed_keys_leave_no_hole_in_the_index():
         assert slots[1:].tolist() == expected[1:].tolist()
         kept = np.full(15, -1, np.int32)
         last_batches(entries, kept)
-        assert kept.tolist() == np.where(expected > 0, expected, -1).tolist()
+        assert kept[1:].tolist() == np.where(expected > 0, expected, -1)[1:].tolist()
 
 
 def test_keys_of_a_run_that_counted_no_sightings_begin_with_those_of_their_admission():
-    aged = KeyMap("t", 8, DynamicConfig(admit_after=2))
+    aged = AloneMap(8, DynamicConfig(admit_after=2))
     for batch in (1, 2, 3):
         aged.map([BatchKeys.alone(np.arange(1, 6, dtype=np.int64))], batch)
-    counted = KeyMap("t", 8, DynamicConfig(admit_after=2, evict=Evict.count))
+    counted = AloneMap(8, DynamicConfig(admit_after=2, evict=Evict.count))
     counted.load(aged.state(3))
     assert counted.state(3)["facts"].tolist() == [[0, 0], *[[2, 3]] * 5, [0, 0], [0, 0]]
+
+
+def test_admitted_candidates_are_counted_from_0_after_a_resume():
+    policy = DynamicConfig(admit_after=2)
+    whole = AloneMap(2, policy)
+    for batch, key in enumerate([5, 5, 6, 6], 1):
+        whole.map([BatchKeys.alone(np.array([key]))], batch)
+    resumed = AloneMap(2, policy)
+    resumed.load(whole.state(4))
+    # Key 5 has left its row, and one sighting does not bring it back.
+    np.testing.assert_equal(resumed.state(4), whole.state(4))
+
+
+def test_a_state_with_places_outside_a_table_is_refused():
+    policy = DynamicConfig(admit_after=2)
+    own = AloneMap(40, policy)
+    for batch in range(1, 74):
+        own.map([BatchKeys.alone(np.arange(batch, batch + 9) // 2 + 1)], batch)
+    state = own.state(73)
+    assert state["leaving"].any()
+    for name, at, value in (
+        ("progress", 1, 41),
+        ("progress", 1, 0),
+        ("keys", 0, 5),
+        ("facts", (3, 1), -1),
+        ("candidate_facts", (3, 0), -7),
+        ("leaving", 0, 40),
+        ("leaving", 0, -1),
+        ("progress", 3, 2),
+    ):
+        hostile = {key: values.copy() for key, values in state.items()}
+        hostile[name][at] = value
+        with pytest.raises(ValueError, match="the stored keys of table 'user' are invalid"):
+            AloneMap(40, policy).load(hostile)
+    assert AloneMap(40, policy).load(state) == 73
+
+
+def test_one_thread_counts_the_sightings_of_a_table():
+    policy = DynamicConfig(evict=Evict.count)
+    mapper = BatchMapper([KeyMap(name, 40, policy) for name in "ab"], policy, 1)
+    mapper._workers = 2
+    for tables in (
+        (0, 0, 1),
+        (0, 1, 1),
+    ):  # The features have as many keys as before, but other tables.
+        columns = {
+            table: [BatchKeys.alone(np.arange(4)) for _ in range(tables.count(table))]
+            for table in (0, 1)
+        }
+        shares_of_batch = mapper._shares_of(described(columns))
+        own = np.split(shares_of_batch.order, shares_of_batch.starts[1:-1])
+        threads = [{tables[column] for column in share.tolist()} for share in own]
+        assert sorted(map(sorted, threads)) == [[0], [1]]

@@ -1,0 +1,179 @@
+"""Mapping of the keys of a batch in all tables at once, by compiled calls that share them among threads.
+
+Python's lock is taken a few times per batch, however many tables there are: beside a training step, a thread or a call for each
+table waits for it longer than it computes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from configs.schema import DynamicConfig
+from dataloading.keys.described_keys import DescribedKeys
+from dataloading.keys.kernels.batch_kernels import do_jobs, see_parts, share_jobs
+from dataloading.keys.kernels.compiled import num_threads, numba_threads
+from dataloading.keys.kernels.hash_index import DRAWN
+from dataloading.keys.kernels.layouts import NO_BATCH, Column, Field, Job, Kind, Part
+from dataloading.keys.key_map import KeyMap, MapChange
+from dataloading.keys.new_keys import NewKeys, jobs_of
+from dataloading.keys.shares import Shares, TableSize, shares_of
+
+SHARED_KEYS = 2048
+"""Keys without rows from which threads share them; fewer take less time than to wake the threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChange:
+    """Changes that one batch makes to maps.
+
+    Attributes:
+        seen: memory of the slots that the parts of columns have seen, int32 [keys, 3].
+        tables: of the parts, int64 [P].
+        spans: half-open parts of `seen` that are used, int64 [P, 2].
+        changed: keys that tables got, by table.
+        left_out: keys that find no row in a table that is full, by table, int64 [n].
+    """
+
+    seen: np.ndarray
+    tables: np.ndarray
+    spans: np.ndarray
+    changed: dict[int, MapChange] = field(default_factory=dict)
+    left_out: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def none(cls) -> "BatchChange":
+        """Return that of a batch that is not mapped."""
+        return cls(np.zeros((0, 3), np.int32), np.zeros(0, np.int64), np.zeros((0, 2), np.int64))
+
+    def of(self, table: int) -> MapChange:
+        """Return what changed in a table."""
+        spans = self.spans[self.tables == table].tolist()
+        changed = self.changed.get(table, MapChange([]))
+        return replace(changed, seen=[self.seen[first:last] for first, last in spans])
+
+
+class BatchMapper:
+    """Maps keys of batches to rows.
+
+    Args:
+        maps: of the tables.
+        policy: admission and eviction, of all of them.
+        workers: threads.
+    """
+
+    def __init__(self, maps: Sequence[KeyMap], policy: DynamicConfig, workers: int) -> None:
+        self._maps = maps
+        self._policy = policy
+        self._workers = num_threads(workers)
+        self._sizes = [TableSize(own.capacity, own.rows.counts_sightings) for own in maps]
+        self._fields = np.zeros((len(maps), len(Kind), len(Field)), np.int64)
+        for own, fields in zip(maps, self._fields, strict=True):
+            own.rows.describe(fields[Kind.ROWS])
+            own.candidates.describe(fields[Kind.CANDIDATES])
+        self._shares: tuple[tuple[list[int], list[int]], Shares] | None = None
+        self._missing = np.zeros((0, 2), np.int64)
+        self._free: list[np.ndarray] = []
+
+    def map(self, keys: DescribedKeys, batch: int) -> BatchChange:
+        """Write the rows of the keys of a batch, and return what changed.
+
+        All keys of a batch are counted first; then those with `admit_after` sightings get rows, in the order in which the batch
+        has them. A key has the same row in the complete batch.
+
+        Args:
+            keys: of the batch.
+            batch: its number, from 1; larger than that of the batch before.
+        """
+        seen = self._memory(keys.count)
+        parts = self._see(keys, batch, seen)
+        of_parts = keys.columns[parts[:, Part.COLUMN]]
+        tables = of_parts[:, Column.TABLE]
+        first = of_parts[:, Column.OFFSET] + parts[:, Part.BEGIN]
+        change = BatchChange(seen, tables, np.stack([first, first + parts[:, Part.SEEN]], 1))
+        jobs = jobs_of(tables, parts[:, Part.MISSING])
+        if len(jobs):
+            self._admit(keys, parts, jobs, batch, change)
+        return change
+
+    def look_up(self, keys: DescribedKeys) -> None:
+        """Write the rows of keys, and note nothing."""
+        self._see(keys, NO_BATCH, np.zeros((0, 3), np.int32))
+
+    def release(self, change: BatchChange) -> None:
+        """Use the memory of a change again, which is not needed any more."""
+        self._free.append(change.seen)
+
+    def _shares_of(self, keys: DescribedKeys) -> Shares:
+        """Return the threads' shares in keys; those of a batch of the same shape are known."""
+        shape = keys.columns[:, Column.TABLE].tolist(), keys.counts
+        if self._shares is None or self._shares[0] != shape:
+            self._shares = shape, shares_of(*shape, self._sizes, self._workers)
+        return self._shares[1].copy()
+
+    def _memory(self, count: int) -> np.ndarray:
+        """Return memory for the slots that so many keys have, int32 [at least `count`, 3]; pages that are used stay."""
+        while self._free:
+            memory = self._free.pop()
+            if len(memory) >= count:
+                return memory
+        return np.empty((count + count // 8, 3), np.int32)
+
+    def _see(self, keys: DescribedKeys, batch: int, seen: np.ndarray) -> np.ndarray:
+        """Write the rows of keys, and what a batch has seen and misses; return the parts of the columns, int64 [P, Part]."""
+        if batch != NO_BATCH and len(self._missing) < keys.count:
+            self._missing = np.empty((keys.count + keys.count // 8, 2), np.int64)
+        shares = self._shares_of(keys)
+        parts, threads = shares.parts, (shares.order, shares.starts)
+        with numba_threads(self._workers):
+            see_parts(
+                keys.columns, parts, *threads, self._fields, batch, seen, self._missing, DRAWN
+            )
+        return parts
+
+    def _admit(
+        self,
+        keys: DescribedKeys,
+        parts: np.ndarray,
+        jobs: np.ndarray,
+        batch: int,
+        change: BatchChange,
+    ) -> None:
+        """Give rows to keys that have none, if the policy admits them, and note what changed."""
+        counts_candidates = self._policy.admit_after > 1
+        maps = [self._maps[table] for table in jobs[:, Job.TABLE]]
+        tables = [(own.rows, own.candidates) if counts_candidates else (own.rows,) for own in maps]
+        for of_job, num_keys in zip(tables, jobs[:, Job.KEYS].tolist(), strict=True):
+            for key_table in of_job:
+                key_table.prepare(num_keys)
+        before = [[(table.used, table.leaving) for table in of_job] for of_job in tables]
+        new = self._do((jobs, keys.columns, parts), batch)
+        for own, job, was in zip(maps, jobs.tolist(), before, strict=True):
+            table, first = job[Job.TABLE], job[Job.OFFSET]
+            rows = new.rows.change(first, job[Job.ROWS_CHANGED], *was[Kind.ROWS])
+            changed = MapChange([], rows)
+            if counts_candidates:
+                count = job[Job.CANDIDATES_CHANGED]
+                changed = replace(
+                    changed,
+                    candidates_seen=[new.candidates_seen[first:][: job[Job.CANDIDATES_SEEN]]],
+                    candidates=new.candidates.change(first, count, *was[Kind.CANDIDATES]),
+                )
+            change.changed[table] = changed
+            if job[Job.DONE] < job[Job.DUE]:
+                # The batch may have keys again that found a row.
+                left = new.keys[first + job[Job.DONE] : first + job[Job.DUE]]
+                change.left_out[table] = left[own.rows.look_up(left) == 0]
+
+    def _do(self, described_jobs: tuple[np.ndarray, ...], batch: int) -> NewKeys:
+        """Do jobs, which come with the columns and their parts; return what they have written."""
+        count = int(described_jobs[0][:, Job.KEYS].sum())
+        new = NewKeys.empty(count)
+        rules = batch, self._policy.admit_after
+        memory = (self._missing, np.empty(count, np.int64), *new.arrays())
+        if count < SHARED_KEYS:
+            do_jobs((0, 1), *described_jobs, self._fields, rules, memory, DRAWN)
+        else:
+            with numba_threads(self._workers):
+                share_jobs(self._workers, *described_jobs, self._fields, rules, memory, DRAWN)
+        return new

@@ -1,0 +1,123 @@
+"""Compilation of kernels by Numba, kept on disk if a directory for them can be written, and the threads that run them."""
+
+import ast
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numba
+from numba import njit
+
+_locks = [Lock()]
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function at its first call, without the interpreter's lock; a cache that fails costs time only.
+
+    Numba keeps compiled code beside the source, in the home directory or in NUMBA_CACHE_DIR, until the file of the kernel
+    or one that it imports from its package changes. A container whose user owns none of these directories keeps none.
+    """
+    return _kept(njit(nogil=True)(function))
+
+
+def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function as `kernel` does, whose loops over `prange` run in Numba's threads.
+
+    The threads wait asleep, exist on every system, and do not outlive a fork. Calls take them from `numba_threads`.
+    """
+    config: Any = numba.config
+    if config.THREADING_LAYER == "default":
+        config.THREADING_LAYER = "workqueue"
+    return _kept(njit(nogil=True, parallel=True)(function))
+
+
+def _kept(compiled: Any) -> Callable[..., Any]:
+    """Let Numba keep the code on disk."""
+    try:
+        digest = _digest(compiled.py_func.__module__)
+        compiled.enable_caching()
+    except (RuntimeError, OSError):
+        _warn()
+        return compiled
+    kept = compiled._cache  # Numba has no public name for it
+    # Numba compares the file of the kernel alone, but compiled code has the kernels and constants of other files inside.
+    file = kept._cache_file
+    file._source_stamp = file._source_stamp, digest
+    for name in ("load_overload", "save_overload"):
+        setattr(kept, name, _tolerant(getattr(kept, name)))
+    return compiled
+
+
+@cache
+def _digest(module: str) -> str:
+    """Return what changes with the source of a module, or of one that it imports from its package."""
+    sources: dict[str, bytes] = {}
+    waiting = [module, __name__]
+    while waiting:
+        name = waiting.pop()
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if name in sources or path is None:
+            continue
+        sources[name] = Path(path).read_bytes()
+        package = name.partition(".")[0]
+        waiting += [
+            node.module
+            for node in ast.walk(ast.parse(sources[name]))
+            if isinstance(node, ast.ImportFrom)
+            and node.module is not None
+            and node.module.partition(".")[0] == package
+        ]
+    return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()
+
+
+def _tolerant(access: Callable[..., Any]) -> Callable[..., Any]:
+    def accessed(*arguments: Any) -> Any:
+        try:
+            return access(*arguments)
+        except Exception:  # a full disk, or a damaged file, whose pickle may raise anything
+            _warn()
+            return None
+
+    return accessed
+
+
+@cache
+def _warn() -> None:
+    """Print one line per process."""
+    print(
+        "warning: compiled kernels cannot be kept on disk, so every start compiles them; set NUMBA_CACHE_DIR to a directory "
+        "that only you can write",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def num_threads(wanted: int) -> int:
+    """Return how many threads there can be; Numba starts as many as there are cores."""
+    return min(wanted, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def numba_threads(number: int) -> Iterator[None]:
+    """Have so many of Numba's threads for a call, one call at a time; the thread's own number comes back afterwards."""
+    with _locks[0]:
+        before = numba.get_num_threads()
+        numba.set_num_threads(number)
+        try:
+            yield
+        finally:
+            numba.set_num_threads(before)
+
+
+def _renew() -> None:
+    """Forget a call of the parent, which does not end here."""
+    _locks[0] = Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
