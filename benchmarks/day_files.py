@@ -14,7 +14,6 @@ Every field is a function of (seed, day, column, row). The same command therefor
 processes, and a longer file begins with the rows of a shorter one.
 """
 
-import argparse
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.launch import held_output
+from benchmarks.launch import held_output, writer_options
 from dataloading.randomness import power_law, stream_key, uniform
 
 NUM_NUMERICAL = 13
@@ -163,18 +162,8 @@ def write_days(
 
 def main() -> None:
     """Write the files of the command line."""
-    options = {"output": "", "days": "3", "rows": "1000000", "seed": "1", "processes": ""}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("option", nargs="+", help="output=DIR " + " ".join(list(options)[1:]))
-    for option in parser.parse_args().option:
-        key, equals, value = option.partition("=")
-        if key not in options or not equals or (key != "output" and not value.isdigit()):
-            parser.error(f"got {option!r}, want one of {', '.join(f'{k}=...' for k in options)}")
-        options[key] = value
-    if not options["output"]:
-        parser.error("no output: set output=DIR")
+    defaults = {"output": "", "days": "3", "rows": "1000000", "seed": "1", "processes": ""}
+    options = writer_options(__doc__, defaults)
     days, num_rows = int(options["days"]), int(options["rows"])
     processes = int(options["processes"] or os.cpu_count() or 1)
     began = perf_counter()

@@ -2,10 +2,12 @@
 
     python -m benchmarks.preprocessing days=3 rows=1000000 frequency_limit=3
     python -m benchmarks.preprocessing 'source=LOGS/day_*' dataset=criteo_1tb peers=polars preproc.memory_limit=8GB
+    python -m benchmarks.preprocessing dataset=events 'source=DIR/part_*.parquet' peers=polars turns=2
 
-The first command generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. Peers are the
-straightforward scripts in `benchmarks/peers/`; they need the extra `bench`. Options that begin with `preproc.` are passed to
-`python -m preproc`.
+The first command generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. The last one reads
+tables that `benchmarks/peers/event_tables.py` has written. Peers are the straightforward scripts in `benchmarks/peers/`; they
+need the extra `bench`; for `events` there is only Polars. Options that begin with `preproc.` are passed to
+`python -m preproc`. `turns` repeats all commands.
 
 Memory is the resident set of all processes of a command. Disk is the space below its directory. Both are sampled every 0.1 s.
 CPU time is the total of all processes; it varies less than wall time where other jobs share the machine. A command that
@@ -29,6 +31,7 @@ from time import perf_counter, sleep
 from benchmarks.day_files import write_days
 
 PEERS = ("polars", "pandas", "spark")
+PEERS_DIRECTORY = Path(__file__).parent / "peers"
 OPTIONS = {
     "source": "",
     "dataset": "criteo_1tb",
@@ -39,6 +42,7 @@ OPTIONS = {
     "threads": str(os.cpu_count()),
     "peers": ",".join(PEERS),
     "memory_gib": "16",
+    "turns": "1",
     "work": tempfile.gettempdir(),
 }
 SAMPLE_S = 0.1
@@ -133,6 +137,15 @@ def differing(ours: Path, theirs: Path) -> list[str]:
     ]
 
 
+def count_rows(path: str) -> int:
+    """Return the number of rows of a Parquet file, of a CSV file with a header, or of a log, plain or gzip."""
+    if path.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        return pq.read_metadata(path).num_rows
+    return count_lines(path) - path.endswith(".csv")
+
+
 def count_lines(path: str) -> int:
     """Return the number of lines of a text file, plain or gzip."""
     opener = gzip.open if path.endswith(".gz") else open
@@ -157,6 +170,10 @@ def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         else:
             parser.error(f"got {option!r}, want KEY=VALUE with one of {', '.join(options)}")
     unknown = set(options["peers"].split(",")) - {*PEERS, ""}
+    if options["dataset"] == "events" and (options["peers"] != "polars" or not options["source"]):
+        parser.error(
+            "dataset=events wants peers=polars, and source=FILES of benchmarks.peers.event_tables"
+        )
     if unknown:
         parser.error(f"no peer {', '.join(unknown)}, only {', '.join(PEERS)}")
     return options, passed_on
@@ -183,26 +200,31 @@ def main() -> None:
         else:
             paths = glob.glob(source)
             text_bytes = sum(os.path.getsize(path) for path in paths)
-            num_rows = sum(map(count_lines, paths))
+            num_rows = sum(map(count_rows, paths))
         limit, dataset, threads = (options[k] for k in ("frequency_limit", "dataset", "threads"))
         print(
-            f"{num_rows:,} rows, {text_bytes / 1e9:.2f} GB of text, dataset={dataset}, "
+            f"{num_rows:,} rows, {text_bytes / 1e9:.2f} GB, dataset={dataset}, "
             f"frequency_limit={limit}, threads={threads}, load average {os.getloadavg()[0]:.1f}"
         )
         print(
             f"{'':8} {'rows/s':>10} {'s':>8} {'CPU s':>8} {'GiB memory':>11} {'GB disk':>8}  bytes",
             flush=True,
         )
-        for name in ("ours", *filter(None, options["peers"].split(","))):
+        names = ("ours", *filter(None, options["peers"].split(",")))
+        for name in names * int(options["turns"]):
+            shutil.rmtree(work / name, ignore_errors=True)
             directory = work / name
             output = directory / "out"
             if name == "ours":
                 command = [sys.executable, "-m", "preproc", f"dataset={dataset}"]
+                command += ["--config-dir", str(PEERS_DIRECTORY)] * (dataset == "events")
                 command += [f"source={source}", f"output={output}", f"frequency_limit={limit}"]
                 command += [f"threads={threads}", *passed_on]
             else:
-                command = [sys.executable, "-m", f"benchmarks.peers.with_{name}", source]
-                command += [str(output), limit, dataset, threads]
+                module = f"events_with_{name}" if dataset == "events" else f"with_{name}"
+                command = [sys.executable, "-m", f"benchmarks.peers.{module}", source]
+                command += [str(output), limit]
+                command += [dataset, threads] * (dataset != "events")
             result = measure(command, directory, float(options["memory_gib"]))
             agrees = f"{result.output_bytes / 1e6:,.0f} MB"
             if name != "ours" and result.outcome == "ok":

@@ -1,4 +1,4 @@
-"""Last stage of every pipeline: write fitted state, report and spec beside the columns, then rename the dataset."""
+"""Last stages of every pipeline: draw the report, write fitted state and spec, then rename the dataset."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from preproc.report.console import (
 )
 from preproc.report.distributions import read_distributions
 from preproc.report.files import write_report
-from preproc.report.plot import ReportFacts
+from preproc.report.plot import ReportFacts, draw
 from preproc.work_directory import Work
 
 
@@ -70,6 +70,45 @@ def row_columns(table: TableConfig) -> list[RowColumn]:
     return columns
 
 
+def draw_report(
+    directory: Path,
+    columns: dict[str, ColumnSummary],
+    splits: dict[str, SplitSummary],
+    config: PreprocConfig,
+    table: TableConfig,
+) -> None:
+    """Draw report.png, with `plot`, and add the distributions of the written numericals to their summaries.
+
+    Args:
+        directory: of the dataset, with labels and numericals.
+        columns: summary per feature.
+        splits: rows and clicks per split; ids that are 0 may be missing.
+        config: options.
+        table: description.
+    """
+    distributions = read_distributions(
+        directory / next(iter(splits)) / "numerical.bin",
+        list(table.numerical_names),
+        config.numerical_dtype.name,
+    )
+    for name, distribution in distributions.items():
+        columns[name].distribution = distribution
+    if config.plot:
+        draw(directory / "report.png", columns, _facts(config, table, splits))
+
+
+def _facts(
+    config: PreprocConfig, table: TableConfig, splits: Mapping[str, SplitSummary]
+) -> ReportFacts:
+    assert config.output is not None
+    return ReportFacts(
+        name=Path(config.output).name,
+        splits=splits,
+        frequency_limit=config.frequency_limit,
+        has_clicks=any(column.is_binary for column in row_columns(table)),
+    )
+
+
 def complete_dataset(
     written: WrittenColumns,
     config: PreprocConfig,
@@ -77,30 +116,16 @@ def complete_dataset(
     work: Work,
     progress: Progress,
 ) -> None:
-    """Write fitted state, report and spec beside the columns, rename all to the output and print its summary."""
+    """Write fitted state, report.json and spec beside the columns, rename all to the output and print its summary."""
     directory = work.dataset
     assert config.output is not None
     save_fitted(directory, table, written.statistics, config.source, written.lineage.day)
-    first_split = next(iter(written.splits))
-    distributions = read_distributions(
-        directory / first_split / "numerical.bin",
-        list(table.numerical_names),
-        config.numerical_dtype.name,
-    )
-    for name, distribution in distributions.items():
-        written.columns[name].distribution = distribution
     write_report(
         directory,
         written.columns,
-        ReportFacts(
-            name=Path(config.output).name,
-            splits=written.splits,
-            frequency_limit=config.frequency_limit,
-            has_clicks=any(column.is_binary for column in row_columns(table)),
-        ),
+        _facts(config, table, written.splits),
         counted=written.counted,
         bad_rows=written.bad_rows,
-        plot=config.plot,
     )
     columns = row_columns(table)
     spec = FeatureSpec(

@@ -4,13 +4,13 @@
 run keeps every recorded file.
 """
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.dataset_directory import write_spec
@@ -37,7 +37,7 @@ class GrowingFile:
     def append(self, values: np.ndarray) -> None:
         """Append an array's bytes."""
         data = bytes_of(values)
-        self._crc32 = zlib.crc32(data, self._crc32)
+        self._crc32 = crc32(data, self._crc32)
         self._bytes += len(data)
         while data:
             data = data[self._stream.write(data) :]

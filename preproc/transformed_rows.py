@@ -21,11 +21,12 @@ from configs.table_schema import Categorical, Source, SplitRule, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
-from preproc.table.duckdb_engine import DuckDBEngine, QueryError, nulls_first
+from preproc.table.duckdb_engine import DuckDBEngine, QueryError, checked_order, nulls_first
 from preproc.table.expressions import quoted, text
 from preproc.table.mistakes import bad_row, overflow
 from preproc.table.source_files import SourceFiles, find_source, read_columns
 from preproc.table.staging import Staging
+from preproc.table.text_codes import array_of
 from preproc.table.transformation import (
     hashed_ids,
     numerical_columns,
@@ -143,10 +144,13 @@ class TransformedRows:
         query = self._staging.query
         if self._table.query:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(self._staging.order_by)}"
-        # Otherwise DuckDB keeps the order of the files, since nothing in the query changes it.
+            batches = self._engine.stream(query, CHUNK_ROWS)
+        else:
+            query = self._engine.in_source_order(query)
+            batches = checked_order(self._engine.stream(query, CHUNK_ROWS))
         first = 0
         try:
-            for batch in self._engine.stream(query, CHUNK_ROWS):
+            for batch in batches:
                 if batch.num_rows:
                     yield self._transformed(batch, first)
                     first += batch.num_rows
@@ -172,7 +176,7 @@ class TransformedRows:
         """Return a batch of staged rows with its features; `first` is its first row among all."""
         num_rows = batch.num_rows
         part = range(num_rows)
-        rows = pa.Table.from_batches([batch]).append_column("row_", _array(np.arange(num_rows)))
+        rows = pa.Table.from_batches([batch]).append_column("row_", array_of(np.arange(num_rows)))
         self._check(batch, first)
         self._cursor.register(ROWS, rows)
         columns: dict[str, pa.Array] = {}
@@ -203,7 +207,7 @@ class TransformedRows:
             where = self._place(batch, first, row)
             raise overflow(where, features[number], raw, float(single[number][row]), dtype)
         return {
-            feature.name: _array(np.ascontiguousarray(stored[:, number]))
+            feature.name: array_of(np.ascontiguousarray(stored[:, number]))
             for number, feature in enumerate(features)
         }
 
@@ -223,12 +227,12 @@ class TransformedRows:
         found = self._cursor.execute(query).fetchnumpy()
         ids, lengths = stored_ids(found, part, stored, feature.is_list)
         if stored.hotness == 1:
-            return _array(ids.reshape(-1))
+            return array_of(ids.reshape(-1))
         if lengths is None:
             assert stored.hotness is not None
             lengths = np.full(len(part), stored.hotness)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return pa.ListArray.from_arrays(_array(offsets), _array(ids.reshape(-1)))
+        return pa.ListArray.from_arrays(array_of(offsets), array_of(ids.reshape(-1)))
 
     def _check(self, batch: pa.RecordBatch, first: int) -> None:
         """Raise ValueError for the first bad row."""
@@ -237,10 +241,6 @@ class TransformedRows:
             row = int(np.asarray(bad.is_valid()).argmax())
             where, reason = self._place(batch, first, row), bad[row].as_py()
             raise bad_row(where, reason, self._table, is_fit=False, may_skip=False)
-        if not self._table.query:
-            files, order = (np.asarray(batch.column(name)) for name in ("file_", "order_"))
-            steps = np.diff(files.astype(np.int64)), np.diff(order.astype(np.int64))
-            assert ((steps[0] > 0) | ((steps[0] == 0) & (steps[1] == 1))).all(), "rows out of order"
 
     def _place(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
@@ -270,9 +270,3 @@ def _with_columns(name: str, source: Source) -> SourceFiles:
     if found.columns == list(COLUMNS):
         found = replace(found, columns=columns_of(files[0]))
     return read_columns(found, files)
-
-
-def _array(numbers: np.ndarray) -> pa.Array:
-    """Return contiguous numbers as an array of Arrow; `pyarrow.array` would import pandas."""
-    dtype = pa.from_numpy_dtype(numbers.dtype)
-    return pa.Array.from_buffers(dtype, len(numbers), [None, pa.py_buffer(numbers)])

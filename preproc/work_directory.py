@@ -43,6 +43,8 @@ BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 BINARY_UNITS = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 DEFAULT_SHARE = 0.8
+# With less memory, batches of rows are smaller, and columns are processed one after another.
+SMALL_BYTES = 2 << 30
 
 
 class Work:
@@ -323,6 +325,11 @@ def memory_bytes(config: PreprocConfig) -> int:
             f"memory_limit={config.memory_limit}: write it as 8GB or 512MB (a number and a unit)"
         )
     return int(float(match[1]) * factor)
+
+
+def is_small(config: PreprocConfig) -> bool:
+    """Tell whether the memory allows nothing beside the work itself."""
+    return memory_bytes(config) < SMALL_BYTES
 
 
 def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckDBPyConnection:

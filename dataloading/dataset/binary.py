@@ -395,7 +395,8 @@ class BinarySource:
             runs, lengths = columns.id_runs(name, Selection(runs))
         column = np.asarray(columns.ids[name]).reshape(-1)
         hotness = self.spec.categorical[feature].hotness or 1
-        return Keys(column.astype(np.int64, copy=False), runs * hotness, lengths)
+        runs = runs if hotness == 1 else runs * hotness
+        return Keys(column.astype(np.int64, copy=False), runs, lengths)
 
     @staticmethod
     def out_of_range(ids: np.ndarray, cardinality: int) -> bool:

@@ -114,17 +114,6 @@ class Keys:
         parts = [self.column[first:last] for first, last in self.runs.tolist()]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
-    def halves(self) -> tuple["Keys", "Keys"]:
-        """Return the first half of the keys and the others, without lengths."""
-        lengths = self.runs[:, 1] - self.runs[:, 0]
-        ends = np.cumsum(lengths)
-        half = int(ends[-1]) // 2
-        cut = int(np.searchsorted(ends, half, side="right"))
-        at = self.runs[cut, 1] - (ends[cut] - half)
-        before, after = self.runs[: cut + 1].copy(), self.runs[cut:].copy()
-        before[-1, 1] = after[0, 0] = at
-        return Keys(self.column, before, None), Keys(self.column, after, None)
-
 
 class Source(Protocol):
     """Source of rows: a dataset directory or a synthetic stream.

@@ -11,11 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dataloading.keys.compiled import kernel
+from dataloading.keys.kernels.compiled import kernel
 from preproc.criteo.tokenizer import NON_HEX
-
-# Numba's cache tracks only the file of a kernel, not the constants that it imports. Imported constants are
-# therefore arguments.
 
 # Bytes per entry: a slot, and an empty one that keeps probes short; a growing table also holds the old one.
 ENTRY_BYTES = 16

@@ -22,9 +22,9 @@ from isal.isal_zlib import crc32
 from configs.preproc_schema import OnBad, PreprocConfig
 from dataloading.dataset.durable_files import sync_stream
 from preproc.column_store import ColumnAppender, StoredColumn, size_and_crc32
-from preproc.criteo.ordered_map import ordered_map
 from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed
 from preproc.line_blocks import blocks
+from preproc.ordered_map import ordered_map
 from preproc.raw_files import RawFile
 from preproc.report.console import Progress, Stage
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL

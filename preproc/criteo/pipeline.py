@@ -21,7 +21,7 @@ import numpy as np
 from configs.preproc_schema import OnBad, PreprocConfig, Split, VocabularyRows
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
-from preproc.complete_dataset import WrittenColumns, complete_dataset
+from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_report
 from preproc.criteo.as_table import criteo_table
 from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
 from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
@@ -35,11 +35,13 @@ from preproc.report.console import (
     SplitSummary,
     print_result,
 )
+from preproc.report.plot import load_library
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
 from preproc.work_directory import (
     Work,
     check_disk,
     connect,
+    is_small,
     memory_bytes,
     same_disk,
     work_directory,
@@ -71,6 +73,8 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     if shared:
         raise ValueError(f"source and test_source both name {min(shared)}; test on other rows")
     refuse_copies(files + test_files)
+    if config.plot and not is_small(config):
+        load_library()
     gap = find_gap(files)
     if gap and config.split is Split.last_file and not test_files:
         raise ValueError(gap)
@@ -203,6 +207,9 @@ def _write(
     }
     if config.on_bad is OnBad.quarantine:
         shutil.copyfile(work.directory / "bad_rows.tsv", dataset / "bad_rows.tsv")
+    table = criteo_table(config)
+    with progress.stage("draw the report"):
+        draw_report(dataset, columns, summaries, config, table)
     written = WrittenColumns(
         categorical=[CategoricalFeature.of(name, encoded[name].kept + 1) for name in CATEGORICAL],
         files=work.state["files"],
@@ -213,7 +220,7 @@ def _write(
         counted=config.vocabulary.name,
         bad_rows=work.state["parse"]["bad"],
     )
-    complete_dataset(written, config, criteo_table(config), work, progress)
+    complete_dataset(written, config, table, work, progress)
 
 
 def _encode(

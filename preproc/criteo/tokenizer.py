@@ -6,11 +6,8 @@ that line is bad, and which field is wrong. The kernel releases the GIL, so seve
 
 import numpy as np
 
-from dataloading.keys.compiled import kernel
+from dataloading.keys.kernels.compiled import kernel
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
-
-# Numba's cache of compiled kernels tracks only this file. After a change of NUM_NUMERICAL or
-# NUM_CATEGORICAL in `preproc/vocabulary_sql.py` touch this file, or remove `__pycache__`.
 
 # Two codes with a special meaning: a missing field, and a non-hex field, whose text is stored beside the
 # codes. Non-hex is any field other than eight lower-case digits, or one that spells either of these two

@@ -1,11 +1,11 @@
-"""Report of a run, stored in its dataset: report.json, and report.png as a figure."""
+"""Report of a run, stored in its dataset: report.json; `preproc/report/plot.py` draws report.png."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary
-from preproc.report.plot import ReportFacts, draw
+from preproc.report.plot import ReportFacts
 
 
 def write_report(
@@ -15,9 +15,8 @@ def write_report(
     *,
     counted: str,
     bad_rows: int,
-    plot: bool,
 ) -> None:
-    """Write report.json and, with `plot`, report.png below `directory`.
+    """Write report.json below `directory`.
 
     The same data and options give the same bytes, since the report holds no times.
     """
@@ -30,5 +29,3 @@ def write_report(
         "columns": {name: asdict(column) for name, column in columns.items()},
     }
     (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
-    if plot:
-        draw(directory / "report.png", columns, facts)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,16 @@ class ReportFacts:
     splits: Mapping[str, SplitSummary] = field(default_factory=dict)
     frequency_limit: int = 1
     has_clicks: bool = True
+
+
+def load_library() -> None:
+    """Import what `draw` needs in a thread, beside work that leaves a core or the interpreter's lock idle."""
+
+    def load() -> None:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
+
+    Thread(target=load, daemon=True).start()
 
 
 def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:

@@ -5,28 +5,38 @@ files of the dataset are the same for all engines (`preproc/table/pipeline.py`).
 """
 
 import glob
+import itertools
+import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import duckdb
+import numpy as np
 
 from configs.messages import printable, shortened
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile, cut_short
-from preproc.table.expressions import quoted, text
+from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.source_files import SourceFiles
-from preproc.work_directory import connect, first_line, is_disk_error, memory_bytes
+from preproc.work_directory import connect, first_line, is_disk_error, is_small, memory_bytes
 
 if TYPE_CHECKING:  # 25 MB of memory that preprocessing does not need
     import pyarrow as pa
 
-# Memory of Python and NumPy beside DuckDB.
-BASE_BYTES = 200 << 20
+SOURCE_ORDER = ["file_", "order_"]
+"""Columns that order the rows of one source."""
+IN_ORDER = {"READ_PARQUET", "READ_CSV", "UNION", "STREAMING_WINDOW", "PROJECTION", "FILTER"}
+"""Operators of plans that yield rows in the order of the files."""
+# Memory of Python, NumPy, Arrow and the texts of some batches beside DuckDB.
+BASE_BYTES = 300 << 20
 
 
 def nulls_first(order_by: list[str]) -> str:
@@ -42,14 +52,40 @@ class MissingColumnError(QueryError):
     """SQL that names a column that does not exist."""
 
 
+@dataclass(frozen=True, slots=True)
+class StagedRows:
+    """Rows of the sources.
+
+    Attributes:
+        query: of them.
+        order_by: columns of the query that order it: `file_` and `order_` of one source, or others.
+        values: names of the columns of categorical values, and whether these are lists.
+        plain: those of them that are columns of text of Parquet files as they stand, with the name there.
+        files: these files, in order.
+    """
+
+    query: str
+    order_by: list[str]
+    values: Mapping[str, bool]
+    plain: Mapping[str, str]
+    files: list[RawFile]
+
+    @property
+    def are_parquet(self) -> bool:
+        """Return whether the rows are those of Parquet files."""
+        return any(file.is_parquet for file in self.files)
+
+
 class Engine(Protocol):
     """Interface of an engine. Relations have names, and stored results are directories of Parquet files.
 
     Attributes:
         columns_at_once: threads that may call the engine at the same time.
+        codes_texts: whether `stage` writes codes in place of texts.
     """
 
     columns_at_once: int
+    codes_texts: bool
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
@@ -69,6 +105,12 @@ class Engine(Protocol):
         """Return the expression `value` with `instead` for NaN, also within lists and structs; None if `kind` has none.
 
         The engine must not evaluate the result from statistics of files: those of Parquet leave NaN out.
+        """
+
+    def stage(self, rows: StagedRows, path: Path) -> None:
+        """Write the rows of the sources as `number` does; values may become codes.
+
+        With codes, directories `texts_<column>` below `path` hold their texts (code, value).
         """
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
@@ -99,13 +141,18 @@ class Engine(Protocol):
 class DuckDBEngine:
     """DuckDB in this process, within `memory_limit`; it spills to the work directory."""
 
-    # One query uses all threads, and concurrent queries would share its memory.
-    columns_at_once = 1
+    codes_texts = True
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         memory = memory_bytes(config)
         self._on_bad = config.on_bad
-        self._connection = connect(config, directory, max(memory - BASE_BYTES, memory // 2))
+        self._is_small = is_small(config)
+        self._threads = config.threads or os.cpu_count() or 1
+        # Most queries of a column are too small for several threads.
+        self.columns_at_once = 1 if self._is_small else self._threads
+        self._array_bytes = memory // 64 // self._threads
+        self._own, self._of_threads = threading.get_ident(), threading.local()
+        self._connection = connect(config, directory, max(memory - BASE_BYTES, 2 * memory // 5))
         self._connection.execute(
             "SET preserve_insertion_order = true; "
             "CREATE MACRO hex_number(digits) AS CAST('0x' || digits AS BIGINT); "
@@ -162,6 +209,111 @@ class DuckDBEngine:
             # A type that only exists within a database, which holds no plain float.
             return None
 
+    def stage(self, rows: StagedRows, path: Path) -> None:
+        """Stream the rows, unsorted if they have the order of their files, and write codes of the values.
+
+        Texts that lie in Parquet files as dictionaries are read as such.
+        """
+        import pyarrow as pa
+
+        from preproc.table.parquet_texts import dictionary_columns
+
+        temporary = path.with_name(f"{path.name}.new")
+        found: dict[str, list[str]] = {}
+        try:
+            if rows.plain:
+                found = dictionary_columns([file.path for file in rows.files], rows.plain)
+            self._stage(rows, found, _emptied(temporary))
+        except pa.ArrowException:
+            if not found:
+                raise
+            # DuckDB reads what Arrow does not, or names what is wrong with it.
+            self._stage(rows, {}, _emptied(temporary))
+        replace_directory(temporary, path)
+
+    def _stage(self, rows: StagedRows, dictionaries: Mapping[str, list[str]], path: Path) -> None:
+        import pyarrow as pa
+
+        from preproc.table.parquet_texts import ParquetTexts
+        from preproc.table.text_codes import write_coded
+
+        rows_at_once = 1 << (15 if self._is_small else 18)
+        if self._is_small:
+            # It returns what is free.
+            pa.set_memory_pool(pa.system_memory_pool())
+        # Items of a list become text as single values do.
+        lists = [
+            f"CAST({name} AS VARCHAR[]) AS {name}"
+            for name, is_list in rows.values.items()
+            if is_list
+        ]
+        replaced = f"REPLACE ({', '.join(lists)})" if lists else ""
+        query = f"SELECT * {replaced} FROM ({rows.query})"
+        schema = self.schema(query)
+        for name in set(rows.order_by) - {"file_"}:
+            schema = schema.remove(schema.get_field_index(name))
+        if dictionaries:
+            query = f"SELECT * EXCLUDE ({', '.join(dictionaries)}) FROM ({query})"
+        has_order = rows.order_by == SOURCE_ORDER
+        if not has_order:
+            query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(rows.order_by)}"
+        elif self._keeps_order(query) and not rows.are_parquet:
+            # Numbering the lines of text files would take one thread for all columns.
+            query = f"SELECT * EXCLUDE (order_) FROM ({query})"
+            has_order = False
+        else:
+            query = self.in_source_order(query)
+        batches = self.stream(query, rows_at_once)
+        if has_order:
+            batches = checked_order(batches)
+        # What sorts runs here, where Ctrl-C interrupts it.
+        first = next(batches, None)
+        texts = ParquetTexts([file.path for file in rows.files], dictionaries, rows_at_once)
+
+        def with_texts() -> Iterator[tuple[pa.RecordBatch, dict[str, list[pa.DictionaryArray]]]]:
+            for batch in itertools.chain([] if first is None else [first], batches):
+                yield batch, texts.take(len(batch) if dictionaries else 0)
+
+        write_coded(with_texts(), schema, rows.values, path, self._threads)
+
+    def in_source_order(self, query: str) -> str:
+        """Return a query of rows with `file_` and `order_` that yields them in that order, sorted only if necessary."""
+        if self._keeps_order(query):
+            return query
+        return f"SELECT * FROM ({query}) ORDER BY {', '.join(SOURCE_ORDER)}"
+
+    def _keeps_order(self, query: str) -> bool:
+        """Tell whether DuckDB keeps the order of the files: there is no join, as a long list after IN is one."""
+        ((_, plan),) = self.rows(f"EXPLAIN (FORMAT json) {query}")
+        return _operators(json.loads(plan)) <= IN_ORDER
+
+    def count_codes(self, directory: Path, column: str, rows: range, is_list: bool) -> str:
+        """Return a relation (value, count) of the values in some rows, each in one row or several; it is read once.
+
+        Args:
+            directory: of the rows.
+            column: of codes, whose texts are the relation `texts_<column>`.
+            rows: to count.
+            is_list: whether the column has lists.
+        """
+        texts = f"texts_{column}"
+        ((num_codes,),) = self.rows(f"SELECT count(*) FROM {texts}")
+        if 8 * num_codes > self._array_bytes:
+            code = f"unnest({column})" if is_list else column
+            files = text(glob.escape(str(directory)) + "/*.parquet")
+            codes = (
+                f"SELECT {code} AS code FROM read_parquet({files}) "
+                f"WHERE row_ >= {rows.start} AND row_ < {rows.stop}"
+            )
+            counts = f"SELECT code, count(*) AS count FROM ({codes}) WHERE code IS NOT NULL GROUP BY code"
+            return f"(SELECT t.value, x.count FROM ({counts}) AS x JOIN {texts} AS t ON x.code = t.code)"
+        from preproc.table.text_codes import count_codes, counted_texts
+
+        counts_of_codes = count_codes(directory, column, rows, is_list, num_codes)
+        found = counted_texts(directory.with_name("all_") / texts, counts_of_codes)
+        self._current.register(f"counted_{column}", found)
+        return f"counted_{column}"
+
     def number(self, query: str, order_by: list[str], path: Path) -> None:
         """Number the rows in one streaming pass after the sort."""
         self.write(
@@ -172,12 +324,10 @@ class DuckDBEngine:
 
     def write(self, query: str, path: Path) -> None:
         """Write one Parquet file below `path`."""
-        temporary = path.with_name(f"{path.name}.new")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        file = text(str(temporary / "0.parquet"))
+        temporary = _emptied(path.with_name(f"{path.name}.new"))
+        file = text(str(temporary / RELATION_FILE))
         try:
-            self._connection.execute(f"COPY ({query}) TO {file} (FORMAT parquet)")
+            self._current.execute(f"COPY ({query}) TO {file} (FORMAT parquet)")
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error as error:
@@ -187,14 +337,14 @@ class DuckDBEngine:
     def view(self, name: str, path: Path) -> None:
         """Read all Parquet files below `path`."""
         files = text(glob.escape(str(path)) + "/*.parquet")
-        self._connection.execute(
-            f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS FROM read_parquet({files})"
+        self._current.execute(
+            f"CREATE OR REPLACE VIEW {quoted(name)} AS FROM read_parquet({files})"
         )
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the rows as Python values."""
         try:
-            return self._connection.execute(query).fetchall()
+            return self._current.execute(query).fetchall()
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error as error:
@@ -220,6 +370,15 @@ class DuckDBEngine:
         """Return another connection to the database, which sees its tables, but not the relations of sources."""
         return self._connection.cursor()
 
+    @property
+    def _current(self) -> duckdb.DuckDBPyConnection:
+        """The connection of this thread; one of another thread does not see the relations of sources."""
+        if threading.get_ident() == self._own:
+            return self._connection
+        if not hasattr(self._of_threads, "connection"):
+            self._of_threads.connection = self._connection.cursor()
+        return self._of_threads.connection
+
     def rejected(self) -> list[tuple[str, int, str, str]]:
         """Read DuckDB's own list of rejects, one entry per line."""
         tables = self.rows(
@@ -243,6 +402,30 @@ class DuckDBEngine:
     def close(self) -> None:
         """Close the database."""
         self._connection.close()
+
+
+def _emptied(path: Path) -> Path:
+    """Return the path of an empty directory."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def _operators(plan: list[dict[str, Any]]) -> set[str]:
+    """Return the names of all operators of a plan of DuckDB."""
+    return {name for node in plan for name in (node["name"], *_operators(node["children"]))}
+
+
+def checked_order(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
+    """Yield rows of one source, and assert that they are in the order of its files."""
+    last = (-1, -1)
+    for batch in batches:
+        files, order = (np.asarray(batch.column(name)).astype(np.int64) for name in SOURCE_ORDER)
+        if len(files):
+            steps = np.diff(files, prepend=last[0]), np.diff(order, prepend=last[1])
+            assert ((steps[0] > 0) | ((steps[0] == 0) & (steps[1] == 1))).all(), "rows out of order"
+            last = int(files[-1]), int(order[-1])
+        yield batch
 
 
 def _without_nan(value: str, kind: Any, instead: str, depth: int = 0) -> str | None:

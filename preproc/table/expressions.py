@@ -14,6 +14,8 @@ from preproc.vocabulary_sql import vocabulary
 
 # Separates the values of a cross; it does not occur in text.
 UNIT_SEPARATOR = "chr(31)"
+RELATION_FILE = "0.parquet"
+"""File of a relation that DuckDB stores, in its directory."""
 FIXED_POINT = 2.0**40
 LARGEST_DOUBLE = "1.7976931348623157e308"
 

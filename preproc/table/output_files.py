@@ -1,7 +1,8 @@
 """Writer of the files of a table dataset from the Parquet files of an engine: the same bytes from any engine."""
 
 import glob
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
-from preproc.table.expressions import quoted, text
+from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
-from preproc.table.transformation import stored_ids, stored_numericals
+from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
 from preproc.work_directory import Work
 
 CHUNK_ROWS = 1 << 20
@@ -24,6 +25,8 @@ CHUNK_ROWS = 1 << 20
 KEPT_CHUNK_ROWS = 1 << 18
 GROUP_ROWS = 122_880
 """Rows of a row group of Parquet."""
+WrittenIds = dict[str, tuple[int, int]]
+"""Ids of a feature that are not 0, and those that are, per split."""
 
 
 class TableFiles:
@@ -31,6 +34,7 @@ class TableFiles:
 
     Attributes:
         records: bytes and CRC-32 per written file.
+        present: values that are not missing per split and feature, where writing counts them.
     """
 
     def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
@@ -39,6 +43,7 @@ class TableFiles:
         self._dataset = dataset
         self._splits = splits
         self.records: dict[str, dict[str, Any]] = {}
+        self.present: dict[tuple[str, str], int] = {}
         self._connection = duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})
         self._connection.execute("SET preserve_insertion_order = true")
 
@@ -53,19 +58,21 @@ class TableFiles:
         return text(glob.escape(str(self._directory / relation)) + "/*.parquet")
 
     def _chunks(
-        self, relation: str, columns: str, rows: range, order: str = "row_"
+        self, relation: str, columns: str, rows: range
     ) -> Iterator[tuple[range, dict[str, np.ndarray]]]:
-        """Yield chunks of `rows` and their columns; relations are stored in order."""
+        """Yield chunks of `rows` and their columns, and `row_`; relations are stored in order, and one thread reads them."""
         files = self._files(relation)
-        for start in range(rows.start, rows.stop, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, rows.stop)
-            yield (
-                range(start, stop),
-                self._connection.execute(
-                    f"SELECT {columns} FROM read_parquet({files}) "
-                    f"WHERE row_ >= {start} AND row_ < {stop} ORDER BY {order}"
-                ).fetchnumpy(),
-            )
+        # Several threads may read several relations.
+        with self._connection.cursor() as cursor:
+            for start in range(rows.start, rows.stop, CHUNK_ROWS):
+                stop = min(start + CHUNK_ROWS, rows.stop)
+                chunk = cursor.execute(
+                    f"SELECT row_, {columns} FROM read_parquet({files}) "
+                    f"WHERE row_ >= {start} AND row_ < {stop}"
+                ).fetchnumpy()
+                # Of lists, a row of the dataset has several rows here.
+                assert (np.diff(np.asarray(chunk["row_"])) >= 0).all(), relation
+                yield range(start, stop), chunk
 
     def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, int]:
         """Write labels, weight and keep rate of relation `rows_`; return the clicks per split, by the first binary label.
@@ -120,18 +127,32 @@ class TableFiles:
             self.records |= writer.close()
 
     def write_numericals(
-        self, relation: str, names: list[str], dtype: str
+        self,
+        relation: str,
+        columns: list[str],
+        names: list[str],
+        dtype: str,
+        refuse: Callable[[], None],
     ) -> dict[str, NumericalRange]:
-        """Write the numericals, row-major, all finite as `dtype`; return their ranges in the training rows."""
-        columns = ", ".join(f"n{i}" for i in range(len(names)))
+        """Write the numericals, row-major, all finite as `dtype`; return their ranges in the training rows.
+
+        Args:
+            relation: of the rows.
+            columns: expressions of the numericals, in the order of `names`.
+            names: of the features.
+            dtype: stored type.
+            refuse: called if a value is not finite; raises an error.
+        """
         ranges = {name: NumericalRange() for name in names}
         for split, rows in self._splits.items():
             with GrowingFile(self._dataset, f"{split}/numerical.bin") as file:
-                for part, chunk in self._chunks(relation, columns, rows):
+                for part, chunk in self._chunks(relation, ", ".join(columns), rows):
+                    del chunk["row_"]
                     of_columns = [np.asarray(column) for column in chunk.values()]
                     values = stored_numericals(of_columns, dtype)
                     assert len(values) == len(part)
-                    assert np.isfinite(values).all(), relation
+                    if not np.isfinite(values).all():
+                        refuse()
                     file.append(values)
                     if split == "train":
                         for name, column in zip(names, of_columns, strict=True):
@@ -151,8 +172,7 @@ class TableFiles:
                 if feature.hotness is None:
                     offsets.__enter__()
                     offsets.append(np.zeros(1, "<i8"))
-                order = "row_, position_" if is_list else "row_"
-                for part, chunk in self._chunks(relation, "row_, id", rows, order):
+                for part, chunk in self._chunks(relation, "id", rows):
                     nonzero += int(np.count_nonzero(chunk["id"]))
                     ids, lengths = stored_ids(chunk, part, feature, is_list)
                     if lengths is not None:
@@ -165,6 +185,52 @@ class TableFiles:
                     offsets.__exit__(None)
                     self.records |= offsets.record
             self.records |= file.record
+            counts[split] = (nonzero, zeros)
+        return counts
+
+    def write_coded(
+        self, column: str, ids: str, feature: CategoricalFeature, is_list: bool
+    ) -> WrittenIds:
+        """Write the ids of a feature whose values relation `rows_` holds as codes in `column`.
+
+        Args:
+            column: of codes, null for a missing value, or of lists of them.
+            ids: relation (row_, id) of the ids of all codes from 0, in any order.
+            feature: the feature.
+            is_list: whether the column has lists.
+        """
+        # Imported here, since pyarrow takes 25 MB of memory.
+        from preproc.table.text_codes import read_codes
+
+        of_codes = self._ids_of_codes(ids, feature)
+        counts = {}
+        for split, rows in self._splits.items():
+            nonzero = zeros = present = 0
+            with ExitStack() as stack:
+                file = stack.enter_context(
+                    GrowingFile(self._dataset, f"{split}/{feature.name}.bin")
+                )
+                offsets = None
+                if feature.hotness is None:
+                    name = f"{split}/{feature.name}.offsets.bin"
+                    offsets = stack.enter_context(GrowingFile(self._dataset, name))
+                    offsets.append(np.zeros(1, "<i8"))
+                    total = 0
+                for codes, lengths in read_codes(
+                    self._directory / self._rows_in, column, rows, is_list
+                ):
+                    found = of_codes[codes]
+                    present += int(np.count_nonzero(codes >= 0))
+                    nonzero += int(np.count_nonzero(found))
+                    stored = stored_lists(found, lengths, feature) if is_list else found
+                    if offsets is not None:
+                        ends = total + np.cumsum(lengths, dtype=np.int64)
+                        offsets.append(ends.astype("<i8"))
+                        total += len(stored)
+                    zeros += stored.size - int(np.count_nonzero(stored))
+                    file.append(stored.astype(feature.dtype.newbyteorder("<")))
+            self.present[split, feature.name] = present
+            self.records |= file.record | (offsets.record if offsets else {})
             counts[split] = (nonzero, zeros)
         return counts
 
@@ -203,10 +269,23 @@ class TableFiles:
             counts[split] = (nonzero, len(rows) * hotness - nonzero)
         return counts
 
+    def _ids_of_codes(self, relation: str, feature: CategoricalFeature) -> np.ndarray:
+        """Return the ids of codes as an array in a file of the work directory, and behind them a 0, for no code."""
+        import pyarrow.parquet as pq
+
+        path = self._directory / f"{relation}.bin"
+        dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
+        with pq.ParquetFile(self._directory / relation / RELATION_FILE) as file:
+            ids = np.memmap(path, dtype, "w+", shape=(file.metadata.num_rows + 1,))
+            for batch in file.iter_batches(CHUNK_ROWS, use_threads=False):
+                ids[np.asarray(batch.column("row_"))] = np.asarray(batch.column("id"))
+        return np.asarray(ids)
+
     def _array(self, relation: str, feature: CategoricalFeature) -> np.ndarray:
         """Return the ids of a relation (row_, id) as an array in a file of the work directory; at least one."""
         query = f"SELECT count(*) FROM read_parquet({self._files(relation)})"
-        ((num_items,),) = self._connection.execute(query).fetchall()
+        with self._connection.cursor() as cursor:
+            ((num_items,),) = cursor.execute(query).fetchall()
         path = self._directory / f"{relation}.bin"
         dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
         with path.open("wb") as stream:
@@ -225,11 +304,15 @@ class TableFiles:
             return
         files = self._files(relation)
         path = text(str(self._dataset / VOCABULARY / f"{name}.parquet"))
-        self._connection.execute(
-            "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "
-            f"CAST(count AS BIGINT) AS count FROM read_parquet({files}) ORDER BY id) TO {path} "
-            f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS})"
-        )
+        # DuckDB has written the one file in this order; a sort would hold all values in memory.
+        in_order = (self._directory / relation / RELATION_FILE).exists()
+        order = "" if in_order else " ORDER BY id"
+        with self._connection.cursor() as cursor:
+            cursor.execute(
+                "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "
+                f"CAST(count AS BIGINT) AS count FROM read_parquet({files}){order}) TO {path} "
+                f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS})"
+            )
 
     def write_rare(self, relation: str, name: str) -> None:
         """Write rare/NAME.parquet: value and count of the values without an id, in the order of values."""
@@ -245,8 +328,9 @@ class TableFiles:
 
         selected = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in columns.items())
         query = f"SELECT {selected} FROM read_parquet({self._files(relation)}) ORDER BY {order_by}"
-        batches = self._connection.sql(query).to_arrow_reader(GROUP_ROWS)
         path = self._dataset / name
-        with pq.ParquetWriter(path, batches.schema, compression="zstd") as writer:
-            for batch in batches:
-                writer.write_batch(batch)
+        with self._connection.cursor() as cursor:
+            batches = cursor.sql(query).to_arrow_reader(GROUP_ROWS)
+            with pq.ParquetWriter(path, batches.schema, compression="zstd") as writer:
+                for batch in batches:
+                    writer.write_batch(batch)

@@ -8,8 +8,9 @@ write: the files of the dataset. Every written relation is recorded, so a killed
 """
 
 import math
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -30,23 +31,24 @@ from configs.table_schema import (
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.split_files import SPLITS
 from dataloading.lineage import RARE, Lineage, vocabularies
-from preproc.complete_dataset import WrittenColumns, complete_dataset, row_columns
+from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_report, row_columns
 from preproc.fitted_state import FittedState, load_fitted, with_limits_of
 from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
     ColumnSummary,
+    NumericalRange,
     Progress,
     SplitSummary,
     print_notes,
     print_result,
 )
+from preproc.report.plot import load_library
 from preproc.table.duckdb_engine import DuckDBEngine, Engine, QueryError
 from preproc.table.expressions import (
     double,
     extremes,
     fixed_point_sums,
-    hashed_id,
     kept_values,
     mean_and_deviation,
     random_number,
@@ -63,17 +65,19 @@ from preproc.table.extension import (
     still_waiting,
     waiting,
 )
+from preproc.table.feature_values import CodedValues, FeatureValues, TextValues, rows_of
 from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
-from preproc.table.output_files import TableFiles
+from preproc.table.output_files import TableFiles, WrittenIds
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
-from preproc.table.transformation import hashed_ids, numerical_columns, vocabulary_ids
-from preproc.vocabulary_sql import count_values, coverage
+from preproc.table.transformation import numerical_columns
+from preproc.vocabulary_sql import coverage, merge_counts
 from preproc.work_directory import (
     Work,
     check_disk,
     first_line,
+    is_small,
     work_directory,
     work_directory_of,
 )
@@ -95,6 +99,8 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     for _, paths in sources.values():
         refuse_copies(paths)
     every = [file for _, paths in sources.values() for file in paths]
+    if config.plot and not is_small(config):
+        load_library()
     fitted = None
     if config.mode in (Mode.transform, Mode.extend):
         with progress.stage(f"compare the fit in {config.fitted} with its records"):
@@ -165,7 +171,7 @@ def _identity(
 
 @dataclass(slots=True)
 class _EncodedFeature:
-    """An encoded categorical feature: its relations, its summary, and the rows of its table.
+    """An encoded categorical feature: its summary, the rows of its table, and the relation of its vocabulary.
 
     Attributes:
         has_days: whether the vocabulary has the columns of a later day.
@@ -173,7 +179,6 @@ class _EncodedFeature:
         is_dynamic: whether its values are keys.
     """
 
-    relation: str
     summary: ColumnSummary
     num_embeddings: int
     vocabulary: str | None
@@ -187,11 +192,26 @@ class _EncodedFeature:
         return make(name, self.num_embeddings, hotness, table)
 
 
+@dataclass(frozen=True, slots=True)
+class _Numericals:
+    """Transformed numericals of the rows of the dataset.
+
+    Attributes:
+        relation: of them, as columns `n<i>`.
+        columns: expressions of them over the rows that the relation is stored or computed from.
+    """
+
+    relation: str
+    columns: list[str]
+
+
 class _Run:
     """One run; every relation is named like its directory.
 
     Attributes:
         held: the description without the labels, the weight and the keep rate that new rows lack.
+        values: of the categorical features.
+        numericals: as they are written.
     """
 
     def __init__(
@@ -211,6 +231,12 @@ class _Run:
         self.sources = sources
         self.splits: dict[str, range] = {}
         self.split = ""
+        self.values: FeatureValues = (
+            CodedValues(table.categorical, self._query, self._count_codes)
+            if engine.codes_texts
+            else TextValues(table.categorical, self._query, engine.exploded)
+        )
+        self.numericals = _Numericals("numerical_", [])
         self._fitted: FittedState | None = None
         self._recording = Lock()
 
@@ -249,7 +275,7 @@ class _Run:
             [of] = [feature for feature in table.categorical if feature.name == history.of]
             shared = of.vocabulary_of or of.name
             categorical.append(encoded[history.name].feature(history.name, history.length, shared))
-        summaries, records = self._write(categorical, encoded)
+        summaries, records = self._write(categorical, encoded, columns)
         if config.on_bad is OnBad.quarantine:
             self._write_bad(dataset)
         written = WrittenColumns(
@@ -298,7 +324,10 @@ class _Run:
         return {feature.name: encoded[feature.name] for feature in features}
 
     def _write(
-        self, categorical: list[CategoricalFeature], encoded: dict[str, _EncodedFeature]
+        self,
+        categorical: list[CategoricalFeature],
+        encoded: dict[str, _EncodedFeature],
+        columns: dict[str, ColumnSummary],
     ) -> tuple[dict[str, SplitSummary], dict[str, dict[str, Any]]]:
         """Write the files of all splits and vocabularies; return summaries, and bytes and CRC-32 per file."""
         config, table, dataset = self.config, self.table, self.work.dataset
@@ -307,45 +336,81 @@ class _Run:
         with (
             self.progress.stage("write"),
             TableFiles(self.work, dataset, self.splits) as files,
+            ThreadPoolExecutor(self._writers) as pool,
         ):
+            numericals = pool.submit(self._write_numericals, files)
             named = dict(zip(self.held.row_numbers, row_columns(self.held), strict=True))
-            clicks, ranges = files.write_row_columns(named), {}
-            files.write_kept(table.keep)
-            if names := table.numerical_names:
-                ranges = files.write_numericals("numerical_", names, config.numerical_dtype.name)
-            zeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
+            clicks = pool.submit(files.write_row_columns, named)
+            kept = pool.submit(files.write_kept, table.keep)
+            features = self._write_features(files, pool, categorical, encoded)
+            ranges = numericals.result()
+            summaries = {
+                split: SplitSummary(
+                    len(rows), clicks.result()[split], {}, has_labels=bool(self.held.label)
+                )
+                for split, rows in self.splits.items()
+            }
+            if self._writers == 1:
+                wait(features.values())
+            draw_report(dataset, columns, summaries, config, table)
+            kept.result()
             nonzeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
-            for number, feature in enumerate(categorical):
-                past = number - len(table.categorical)
-                if past >= 0:
-                    counts = files.write_history(f"past_ids_{past}", f"slices_{past}", feature)
-                else:
-                    is_list = table.categorical[number].is_list
-                    counts = files.write_ids(f"encoded_{number}", feature, is_list)
-                for split, (num_nonzero, num_zero) in counts.items():
-                    nonzeros[split][feature.name] = num_nonzero
-                    zeros[split][feature.name] = num_zero
-                written = encoded[feature.name]
-                if written.vocabulary:
-                    files.write_vocabulary(
-                        written.vocabulary, feature.name, has_days=written.has_days
-                    )
-                if written.rare:
-                    (dataset / RARE).mkdir(exist_ok=True)
-                    files.write_rare(written.rare, feature.name)
+            for name, counts in features.items():
+                for split, (num_nonzero, num_zero) in counts.result().items():
+                    nonzeros[split][name] = num_nonzero
+                    summaries[split].zero_ids[name] = num_zero
         # A fit that is only applied cannot be changed.
         if config.mode is Mode.fit or config.refit:
             # The length of a history is left as it is.
             scaled = [feature.name for feature in table.numerical]
             print_notes(self.progress.console, {name: ranges[name] for name in scaled})
-        summaries = {
-            split: SplitSummary(
-                len(rows), clicks[split], zeros[split], has_labels=bool(self.held.label)
-            )
-            for split, rows in self.splits.items()
-        }
-        self._count_unseen(summaries, encoded, nonzeros)
+        self._count_unseen(summaries, nonzeros, files.present)
         return summaries, files.records
+
+    @property
+    def _writers(self) -> int:
+        """Threads that write files."""
+        return min(self.config.threads or os.cpu_count() or 1, self.engine.columns_at_once)
+
+    def _write_numericals(self, files: TableFiles) -> dict[str, NumericalRange]:
+        names = self.table.numerical_names
+        if not names:
+            return {}
+        relation = self.numericals.relation
+        if relation != "numerical_":
+            relation = self.work.state["rows_in"]
+        dtype = self.config.numerical_dtype.name
+        columns = self.numericals.columns
+        return files.write_numericals(relation, columns, list(names), dtype, self._refuse_overflows)
+
+    def _write_features(
+        self,
+        files: TableFiles,
+        pool: ThreadPoolExecutor,
+        categorical: list[CategoricalFeature],
+        encoded: dict[str, _EncodedFeature],
+    ) -> dict[str, Future[WrittenIds]]:
+        """Begin to write ids and vocabularies; return the counts of the ids of every feature."""
+        if any(column.rare for column in encoded.values()):
+            (self.work.dataset / RARE).mkdir(exist_ok=True)
+
+        def write(number: int) -> WrittenIds:
+            feature = categorical[number]
+            past = number - len(self.table.categorical)
+            if past >= 0:
+                counts = files.write_history(f"past_ids_{past}", f"slices_{past}", feature)
+            else:
+                counts = self.values.write_ids(files, number, feature)
+            written = encoded[feature.name]
+            if written.vocabulary:
+                files.write_vocabulary(written.vocabulary, feature.name, has_days=written.has_days)
+            if written.rare:
+                files.write_rare(written.rare, feature.name)
+            return counts
+
+        return {
+            feature.name: pool.submit(write, number) for number, feature in enumerate(categorical)
+        }
 
     def _once(self, name: str, write: Callable[[Path], None]) -> None:
         """Write relation `name` unless it is recorded, then make it visible to queries."""
@@ -366,6 +431,13 @@ class _Run:
         held = self.held.row_numbers
         every = self.table.row_numbers
         return frozenset(number.name for name, (_, number) in every.items() if name not in held)
+
+    def _count_codes(self, number: int, rows: range) -> str:
+        """Return a relation of partial counts (value, count) of a categorical feature in some rows."""
+        assert isinstance(self.engine, DuckDBEngine)
+        directory = self.work.directory / self.work.state["rows_in"]
+        is_list = self.table.categorical[number].is_list
+        return self.engine.count_codes(directory, f"c{number}", rows, is_list)
 
     def _query(self, name: str, query: str) -> None:
         self._once(name, lambda path: self.engine.write(query, path))
@@ -393,6 +465,9 @@ class _Run:
             self._once("staged_", lambda path: self.engine.number(query, ["all_row_"], path))
         else:
             self.engine.view("staged_", self.work.directory / "all_")
+        if self.engine.codes_texts:
+            for i in range(len(table.categorical)):
+                self.engine.view(f"texts_c{i}", self.work.directory / "all_" / f"texts_c{i}")
         return num_bad + self.work.state["rejected"]
 
     def _number_all(self, path: Path) -> None:
@@ -403,7 +478,7 @@ class _Run:
         )
         self.work.state["absent"] = sorted({*self.table.row_numbers} - {*staging.table.row_numbers})
         try:
-            self.engine.number(staging.query, staging.order_by, path)
+            self.engine.stage(staging.rows, path)
         except QueryError as error:
             staging.refuse(error)
         rejected = self.engine.rejected()
@@ -473,9 +548,10 @@ class _Run:
         expression = text(one) if one else expression
         self.split = expression
         rows_and_split = f"(SELECT *, {expression} AS name_ FROM staged_)"
-        split_rows = dict(
-            self.engine.rows(f"SELECT name_, count(*) FROM {rows_and_split} GROUP BY name_")
+        found = self.engine.rows(
+            f"SELECT name_, count(*), min(row_), max(row_) FROM {rows_and_split} GROUP BY name_"
         )
+        split_rows = {name: count for name, count, _, _ in found}
         unknown = sorted(set(split_rows) - {*SPLITS, None})
         problem = None
         if unknown:
@@ -496,8 +572,9 @@ class _Run:
             if split_rows.get(name):
                 self.splits[name] = range(start, start + split_rows[name])
                 start += split_rows[name]
-        if (one or rule.by in ("fraction", "last_file")) and not config.shuffle:
-            # The rows are in this order already.
+        ranges = {name: range(first, last + 1) for name, _, first, last in found}
+        if ranges == self.splits and not config.shuffle:
+            # The rows are in this order already, as they are if they lie in the order of time.
             path = "staged_" if "staged_" in self.work.state["relations"] else "all_"
             self.engine.view("rows_", self.work.directory / path)
             self.work.state["rows_in"] = path
@@ -514,9 +591,6 @@ class _Run:
         )
         self.work.state["rows_in"] = "rows_"
 
-    def _of(self, rows: range, relation: str = "rows_") -> str:
-        return f"(SELECT * FROM {relation} WHERE row_ >= {rows.start} AND row_ < {rows.stop})"
-
     def _numericals(
         self, statistics: dict[str, Any], counted: range, fit: bool
     ) -> dict[str, ColumnSummary]:
@@ -524,7 +598,7 @@ class _Run:
         features, histories = self.table.numerical, self.table.history
         if not features and not histories:
             return {}
-        train = self._of(self.splits.get("train", counted))
+        train = rows_of(self.splits.get("train", counted))
         if fit:
             for number, feature in enumerate(features):
                 statistics[feature.name] = self._fit_all(feature, f"n{number}", train)
@@ -539,28 +613,30 @@ class _Run:
             expressions += [
                 f"CAST(length{i}_ AS FLOAT) AS n{len(features) + i}" for i in range(len(histories))
             ]
-        self._query(
-            "numerical_", f"SELECT row_, {', '.join(expressions)} FROM {relation} ORDER BY row_"
-        )
+        query = f"SELECT row_, {', '.join(expressions)} FROM {relation}"
+        if histories or not self.engine.codes_texts:
+            self._query("numerical_", f"{query} ORDER BY row_")
+            self.numericals = _Numericals("numerical_", [f"n{i}" for i in range(len(expressions))])
+        else:
+            # Computed twice in less time than it is stored.
+            self.numericals = _Numericals(f"({query})", expressions)
         summaries = {
             history.length_name: ColumnSummary(0.0, rows=len(counted)) for history in histories
         }
         if not features:
             return summaries
-        self._check_numericals()
         present = ", ".join(f"count(n{i})" for i in range(len(features)))
-        (counts,) = self.engine.rows(f"SELECT {present} FROM {self._of(counted)}")
+        (counts,) = self.engine.rows(f"SELECT {present} FROM {rows_of(counted)}")
         return {
             feature.name: ColumnSummary(1 - count / len(counted), rows=len(counted))
             for feature, count in zip(features, counts, strict=True)
         } | summaries
 
-    def _check_numericals(self) -> None:
-        """Raise ValueError for the first value that the stored type cannot hold."""
+    def _refuse_overflows(self) -> None:
+        """Raise ValueError for the first feature with a value that the stored type cannot hold."""
         features, dtype = self.table.numerical, self.config.numerical_dtype.name
-        # DuckDB reads both from the statistics of its own file.
         values = ", ".join(f"max(n{i}), min(n{i})" for i in range(len(features)))
-        (extremes_of,) = self.engine.rows(f"SELECT {values} FROM numerical_")
+        (extremes_of,) = self.engine.rows(f"SELECT {values} FROM {self.numericals.relation}")
         for i, feature in enumerate(features):
             if max(extremes_of[2 * i], -extremes_of[2 * i + 1]) >= SMALLEST_OVERFLOW[dtype]:
                 self._refuse_overflow(i, feature)
@@ -570,7 +646,7 @@ class _Run:
         dtype = self.config.numerical_dtype.name
         column = f"n{number}"
         ((row, stored, raw),) = self.engine.rows(
-            f"SELECT x.row_, x.{column}, r.{column} FROM numerical_ AS x JOIN rows_ AS r "
+            f"SELECT x.row_, x.{column}, r.{column} FROM {self.numericals.relation} AS x JOIN rows_ AS r "
             f"ON x.row_ = r.row_ WHERE abs(x.{column}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
         )
         raise overflow(self._place_of_output(row), feature, raw, stored, dtype)
@@ -602,26 +678,23 @@ class _Run:
         return list(mean_and_deviation(count, low, high, (int(first), int(second))))
 
     def _categorical(self, numbers: list[int], counted: range) -> dict[str, _EncodedFeature]:
-        """Write relations `vocabulary_<number>` of the first feature and `encoded_<number>` of all, which share its ids."""
+        """Write relation `vocabulary_<number>` of the first feature and find the ids of all, which share it."""
         features = [self.table.categorical[number] for number in numbers]
         first, owner = numbers[0], features[0]
-        relations = {number: self._values(number) for number in numbers}
         if owner.is_hashed:
             return {
-                feature.name: self._hashed(number, feature, owner, relation, counted)
-                for feature, (number, relation) in zip(features, relations.items(), strict=True)
+                feature.name: self._hashed(number, feature, owner, counted)
+                for feature, number in zip(features, numbers, strict=True)
             }
         name = f"vocabulary_{first}"
-        counted_values = [self._of(counted, relation) for relation in relations.values()]
-        values = counted_values[0]
-        if len(features) > 1:
-            selected = (f"SELECT value FROM {values}" for values in counted_values)
-            values = f"({' UNION ALL '.join(selected)})"
-        self._query(f"counts_{first}", count_values("value", values))
+        counts = [self.values.counts(number, counted) for number in numbers]
+        query = counts[0]
+        if len(counts) > 1:
+            query = merge_counts(f"({' UNION ALL '.join(counts)})")
+        self._query(f"counts_{first}", query)
         rare = self._make_vocabulary(first, owner)
-        for number, feature in zip(numbers, features, strict=True):
-            ids = vocabulary_ids(relations[number], self._values_with_id(first, owner), feature)
-            self._query(f"encoded_{number}", ids)
+        for number in numbers:
+            self.values.find_ids(number, self._values_with_id(first, owner))
         covered_query = coverage(f"counts_{first}", COVERAGE_LIMITS)
         (sums,) = self.engine.rows(
             f"SELECT * FROM ({covered_query}) CROSS JOIN (SELECT count(*) FROM {name})"
@@ -637,7 +710,6 @@ class _Run:
             coverages = pairs if feature is owner else None
             summary = ColumnSummary(missing, distinct, kept_rows, coverages, len(counted))
             encoded[feature.name] = _EncodedFeature(
-                relations[number],
                 summary,
                 kept_rows + 1,
                 name if feature is owner else None,
@@ -700,27 +772,19 @@ class _Run:
         self._query(rare, still_waiting(wait, name))
         return rare
 
-    def _values(self, number: int) -> str:
-        """Return the relation of the values of a categorical feature: `items_<number>`, a row per value, for a list."""
-        if not self.table.categorical[number].is_list:
-            return f"(SELECT row_, c{number} AS value FROM rows_)"
-        self._query(f"items_{number}", self.engine.exploded("rows_", "row_", f"c{number}"))
-        return f"items_{number}"
-
     def _hashed(
-        self, number: int, feature: Categorical, owner: Categorical, relation: str, counted: range
+        self, number: int, feature: Categorical, owner: Categorical, counted: range
     ) -> _EncodedFeature:
-        """Write relation `encoded_<number>` of the hashes of the values."""
-        self._query(f"encoded_{number}", hashed_ids(relation, owner, feature))
+        """Find the hashes of the values."""
+        self.values.hash_ids(number, owner)
         ((seen, distinct),) = self.engine.rows(
-            f"SELECT count(value), count(DISTINCT value) FROM {self._of(counted, relation)}"
+            f"SELECT CAST(sum(count) AS BIGINT), count(*) FROM ({self.values.counts(number, counted)})"
         )
-        if feature.is_list:
-            seen = self._rows_with_value(number, counted)
+        seen = self._rows_with_value(number, counted) if feature.is_list else int(seen or 0)
         kept = distinct if owner.buckets is None else owner.buckets
         summary = ColumnSummary(1 - seen / len(counted), distinct, kept, rows=len(counted))
         rows = owner.capacity or kept + 1
-        return _EncodedFeature(relation, summary, rows, None, is_dynamic=owner.is_dynamic)
+        return _EncodedFeature(summary, rows, None, is_dynamic=owner.is_dynamic)
 
     def _slice_histories(self) -> None:
         """Write relations `past_items_<number>`, the values that are in histories, and `slices_<number>`, those of every row."""
@@ -739,24 +803,18 @@ class _Run:
     ) -> _EncodedFeature:
         """Write relation `past_ids_<number>`: the values in histories, with the ids of the feature that they are of."""
         features = {f.name: (i, f) for i, f in enumerate(self.table.categorical)}
-        _, of = features[history.of]
+        of_number, of = features[history.of]
         first, owner = features[of.vocabulary_of or of.name]
-        relation = f"past_items_{number}"
-        if owner.is_hashed:
-            query = f"SELECT r.row_, {hashed_id('r.value', owner)} AS id FROM {relation} AS r"
-        else:
-            query = (
-                f"SELECT r.row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {relation} AS r "
-                f"LEFT JOIN {self._values_with_id(first, owner)} AS v ON r.value = v.value"
-            )
+        vocabulary = "" if owner.is_hashed else self._values_with_id(first, owner)
+        query = self.values.history_ids(f"past_items_{number}", of_number, vocabulary, owner)
         self._query(f"past_ids_{number}", f"{query} ORDER BY r.row_")
         ((empty,),) = self.engine.rows(
-            f"SELECT count(*) FROM {self._of(counted, f'slices_{number}')} WHERE length_ = 0"
+            f"SELECT count(*) FROM {rows_of(counted, f'slices_{number}')} WHERE length_ = 0"
         )
         whole = encoded[history.of].summary
         summary = ColumnSummary(empty / len(counted), whole.distinct, whole.kept, rows=len(counted))
         rows = encoded[history.of].num_embeddings
-        return _EncodedFeature(relation, summary, rows, None, is_dynamic=owner.is_dynamic)
+        return _EncodedFeature(summary, rows, None, is_dynamic=owner.is_dynamic)
 
     def _copy_vocabulary(self, name: str, path: Path) -> None:
         """Copy the vocabulary of feature `name`; ValueError if a value has two ids."""
@@ -771,35 +829,27 @@ class _Run:
 
     def _rows_with_value(self, number: int, counted: range) -> int:
         """Return how many of the rows `counted` have a value of a categorical feature."""
-        values = self._of(counted, self._values(number))
-        ((seen,),) = self.engine.rows(
-            f"SELECT count(DISTINCT row_) FROM {values} WHERE value IS NOT NULL"
-        )
+        ((seen,),) = self.engine.rows(self.values.num_rows(number, counted))
         return seen
 
     def _count_unseen(
         self,
         summaries: dict[str, SplitSummary],
-        encoded: dict[str, _EncodedFeature],
         nonzeros: dict[str, dict[str, int]],
+        counted: dict[tuple[str, str], int],
     ) -> None:
-        """Count the values without an id per split."""
-        names = [feature.name for feature in self.table.categorical]
-        lists = [f.name for f in self.table.categorical if f.is_list]
-        single = [f"count(c{i})" for i, name in enumerate(names) if name not in lists]
+        """Count the values without an id per split; `counted` has values per split and feature, those known already."""
         for split, rows in self.splits.items():
-            present = {}
-            if single:
-                (counts,) = self.engine.rows(f"SELECT {', '.join(single)} FROM {self._of(rows)}")
-                present = dict(zip((n for n in names if n not in lists), counts, strict=True))
-            for name in lists:
-                ((present[name],),) = self.engine.rows(
-                    f"SELECT count(value) FROM {self._of(rows, encoded[name].relation)}"
-                )
+            queries = {
+                feature.name: self.values.num_values(number, rows)
+                for number, feature in enumerate(self.table.categorical)
+                if (split, feature.name) not in counted
+            }
             for number, history in enumerate(self.table.history):
-                ((present[history.name],),) = self.engine.rows(
-                    f"SELECT CAST(sum(length_) AS BIGINT) FROM {self._of(rows, f'slices_{number}')}"
-                )
-            every = [*names, *(history.name for history in self.table.history)]
-            unseen = {name: present[name] - nonzeros[split][name] for name in every}
-            summaries[split].unseen |= unseen
+                slices_of = rows_of(rows, f"slices_{number}")
+                queries[history.name] = f"SELECT CAST(sum(length_) AS BIGINT) FROM {slices_of}"
+            for name, total in nonzeros[split].items():
+                present = counted.get((split, name))
+                if present is None:
+                    ((present,),) = self.engine.rows(queries[name])
+                summaries[split].unseen[name] = present - total

@@ -29,7 +29,7 @@ from configs.preproc_schema import PreprocConfig
 from configs.table_schema import Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile
-from preproc.table.duckdb_engine import MissingColumnError, QueryError, nulls_first
+from preproc.table.duckdb_engine import MissingColumnError, QueryError, StagedRows, nulls_first
 from preproc.table.expressions import quoted, text
 from preproc.table.source_files import SourceFiles
 from preproc.work_directory import memory_bytes
@@ -43,6 +43,7 @@ class SparkEngine:
 
     # A small column would leave most of a cluster idle.
     columns_at_once = 8
+    codes_texts = False
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         session = SparkSession.builder.appName("preproc")
@@ -156,6 +157,10 @@ class SparkEngine:
         floats = {"float": FloatType(), "double": DoubleType()}
         data_type = _parse_datatype_json_string(nested[1]) if nested else floats.get(kind)
         return data_type and _without_nan(value, data_type, instead)
+
+    def stage(self, rows: StagedRows, path: Path) -> None:
+        """Number the rows; texts stay texts."""
+        self.number(rows.query, rows.order_by, path)
 
     def number(self, query: str, order_by: list[str], path: Path) -> None:
         """Sort over partitions, then number the rows; no single task reads all rows."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from configs.messages import printable, shown
 from configs.table_schema import Label, TableConfig
-from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError
+from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
     categorical_value,
@@ -132,8 +132,36 @@ class Staging:
             self._refuse_expression(base, lambda query: len(engine.columns(query)) == width + 1)
             raise ValueError(f"table: {reason}")
         self.query = self._checked(values, dict(columns))
+        self._plain = self._plain_columns(dict(columns))
         keys = [f"key{i}_" for i in range(len(table.order_by))]
         self.order_by = keys if table.query else ["file_", "order_"]
+
+    @property
+    def rows(self) -> StagedRows:
+        """The rows as an engine stages them."""
+        features = self.table.categorical
+        return StagedRows(
+            self.query,
+            self.order_by,
+            {f"c{i}": feature.is_list for i, feature in enumerate(features)},
+            self._plain,
+            [] if self.table.query else next(iter(self.sources.values())).files,
+        )
+
+    def _plain_columns(self, kinds: dict[str, str]) -> dict[str, str]:
+        """Return the categorical columns that are columns of text of Parquet files, and the names there."""
+        table = self.table
+        (*_, source) = self.sources.values()
+        if table.query or table.missing or source.source.format != "parquet":
+            return {}
+        return {
+            item.column: item.sql.removeprefix('"').removesuffix('"').replace('""', '"')
+            for item in self._expressions
+            if item.is_column
+            and re.fullmatch(r"c\d+", item.column)
+            and not table.categorical[int(item.column[1:])].is_list
+            and kinds[item.column] == "varchar"
+        }
 
     def _without_absent(self, base: str) -> TableConfig:
         """Return the description without the row numbers whose columns do not exist, if no label has its columns."""
@@ -325,7 +353,8 @@ def _binary(name: str, key: str, title: str) -> tuple[str, list[str]]:
     )
     return value, [
         f"WHEN {label} IS NULL THEN {text(f'{title} is missing')}",
-        f"WHEN {label} NOT IN ('0', '1', '0.0', '1.0', 'true', 'false') "
+        # One list of six would be a join, which does not keep the order of rows.
+        f"WHEN NOT ({label} IN ('0', '0.0', 'false') OR {label} IN ('1', '1.0', 'true')) "
         f"THEN {text(f'{title} is ')} || {shown_value(label)} || ', wanted 0 or 1'",
     ]
 

@@ -70,18 +70,24 @@ def stored_ids(
     lengths = None
     if is_list:
         lengths = np.bincount(np.asarray(rows["row_"]) - part.start, minlength=len(part))
-        if feature.hotness is not None:
-            ids, lengths = _fixed(ids, lengths, feature.hotness), None
+        ids = stored_lists(ids, lengths, feature)
+        lengths = None if feature.hotness is not None else lengths
     else:
         assert len(ids) == len(part), feature.name
     return ids.astype(feature.dtype.newbyteorder("<")), lengths
 
 
-def _fixed(ids: np.ndarray, lengths: np.ndarray, hotness: int) -> np.ndarray:
-    """Return ids [rows, hotness]: longer lists are cut, shorter ones are padded with 0."""
-    place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    row = np.repeat(np.arange(len(lengths)), lengths)
+def stored_lists(ids: np.ndarray, lengths: np.ndarray, feature: CategoricalFeature) -> np.ndarray:
+    """Return flat ids [ids] as they are stored: unchanged if ragged, else [rows, hotness].
+
+    Longer lists are cut, shorter ones are padded with 0.
+    """
+    hotness = feature.hotness
+    if hotness is None:
+        return ids
+    if len(lengths) and lengths.max() > hotness:
+        place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        ids = ids[place < hotness]
     fixed = np.zeros((len(lengths), hotness), ids.dtype)
-    inside = place < hotness
-    fixed[row[inside], place[inside]] = ids[inside]
+    fixed[np.arange(hotness) < lengths[:, None]] = ids
     return fixed

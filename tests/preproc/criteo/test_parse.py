@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from preproc.criteo import parse
-from preproc.criteo.ordered_map import ordered_map
+from preproc.ordered_map import ordered_map
 from tests.helpers.preproc_command import preproc, write_lines
 from tests.preproc.criteo.test_restart import all_files, noise
 

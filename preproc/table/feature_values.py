@@ -1,0 +1,159 @@
+"""Values of the categorical features of relation `rows_`, as an engine has stored them: texts, or codes of texts.
+
+Relation `rows_` holds the value of feature `<i>`, or a list of them, in the column `c<i>`. Both classes turn it into counts
+per value, and into ids; the ids are then written by `preproc/table/output_files.py`.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from configs.table_schema import Categorical
+from dataloading.dataset.feature_spec import CategoricalFeature
+from preproc.table.expressions import hashed_id
+from preproc.table.output_files import TableFiles, WrittenIds
+from preproc.table.transformation import hashed_ids, vocabulary_ids
+from preproc.vocabulary_sql import count_values, merge_counts
+
+Write = Callable[[str, str], None]
+"""Writes a relation, called by its name, with the rows of a query."""
+
+
+def rows_of(rows: range, relation: str = "rows_") -> str:
+    """Return the relation of some rows of a relation."""
+    return f"(SELECT * FROM {relation} WHERE row_ >= {rows.start} AND row_ < {rows.stop})"
+
+
+class FeatureValues(Protocol):
+    """Values of all features, each named by its number."""
+
+    def counts(self, number: int, rows: range) -> str:
+        """Return a query (value, count) of the values in some rows."""
+
+    def num_values(self, number: int, rows: range) -> str:
+        """Return a query of one number: the values in some rows."""
+
+    def num_rows(self, number: int, rows: range) -> str:
+        """Return a query of one number: those of some rows that have a value."""
+
+    def find_ids(self, number: int, vocabulary: str) -> None:
+        """Find the ids of the values, by a relation (value, id)."""
+
+    def hash_ids(self, number: int, owner: Categorical) -> None:
+        """Find the ids of the values as the buckets or keys of feature `owner`."""
+
+    def history_ids(self, items: str, number: int, vocabulary: str, owner: Categorical) -> str:
+        """Return a query (row_, id) of items (row_, value) of feature `number`, of which `find_ids` or `hash_ids` has run."""
+
+    def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
+        """Write the files of the ids of a feature."""
+
+
+class TextValues:
+    """Texts: relation `encoded_<i>` holds the ids of all rows."""
+
+    def __init__(
+        self,
+        features: list[Categorical],
+        write: Write,
+        exploded: Callable[[str, str, str], str],
+    ) -> None:
+        """Take the features, and `exploded` of the engine."""
+        self._features = features
+        self._write = write
+        self._exploded = exploded
+
+    def _values(self, number: int) -> str:
+        """Return the relation of the values: `items_<number>`, a row per value, for a list."""
+        if not self._features[number].is_list:
+            return f"(SELECT row_, c{number} AS value FROM rows_)"
+        self._write(f"items_{number}", self._exploded("rows_", "row_", f"c{number}"))
+        return f"items_{number}"
+
+    def counts(self, number: int, rows: range) -> str:
+        """Count the values as they are."""
+        return count_values("value", rows_of(rows, self._values(number)))
+
+    def num_values(self, number: int, rows: range) -> str:
+        """Count the values that are not missing."""
+        return f"SELECT count(value) FROM {rows_of(rows, self._values(number))}"
+
+    def num_rows(self, number: int, rows: range) -> str:
+        """Count the rows of the values."""
+        values = rows_of(rows, self._values(number))
+        return f"SELECT count(DISTINCT row_) FROM {values} WHERE value IS NOT NULL"
+
+    def find_ids(self, number: int, vocabulary: str) -> None:
+        """Join every value with its id."""
+        ids = vocabulary_ids(self._values(number), vocabulary, self._features[number])
+        self._write(f"encoded_{number}", ids)
+
+    def hash_ids(self, number: int, owner: Categorical) -> None:
+        """Hash every value."""
+        ids = hashed_ids(self._values(number), owner, self._features[number])
+        self._write(f"encoded_{number}", ids)
+
+    def history_ids(self, items: str, number: int, vocabulary: str, owner: Categorical) -> str:
+        """Find the ids of the items as those of the feature."""
+        if owner.is_hashed:
+            return f"SELECT r.row_, {hashed_id('r.value', owner)} AS id FROM {items} AS r"
+        return (
+            f"SELECT r.row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {items} AS r "
+            f"LEFT JOIN {vocabulary} AS v ON r.value = v.value"
+        )
+
+    def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
+        """Write the ids of the rows."""
+        return files.write_ids(f"encoded_{number}", feature, self._features[number].is_list)
+
+
+class CodedValues:
+    """Codes: relation `texts_c<i>` (code, value) lists the values, and `ids_<i>` the ids of all codes in any order."""
+
+    def __init__(
+        self, features: list[Categorical], write: Write, count: Callable[[int, range], str]
+    ) -> None:
+        """Take the features, and the function that returns partial counts (value, count) of a feature."""
+        self._features = features
+        self._write = write
+        self._count = count
+
+    def counts(self, number: int, rows: range) -> str:
+        """Count the codes, then add up those of a value."""
+        return merge_counts(self._count(number, rows))
+
+    def num_values(self, number: int, rows: range) -> str:
+        """Count the codes."""
+        column = f"c{number}"
+        if self._features[number].is_list:
+            return f"SELECT coalesce(sum(list_count({column})), 0) FROM {rows_of(rows)}"
+        return f"SELECT count({column}) FROM {rows_of(rows)}"
+
+    def num_rows(self, number: int, rows: range) -> str:
+        """Count the rows with a code."""
+        column = f"c{number}"
+        if self._features[number].is_list:
+            column = f"nullif(list_count({column}), 0)"
+        return f"SELECT count({column}) FROM {rows_of(rows)}"
+
+    def find_ids(self, number: int, vocabulary: str) -> None:
+        """Join the texts, not the rows."""
+        query = (
+            f"SELECT t.code AS row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM texts_c{number} AS t "
+            f"LEFT JOIN {vocabulary} AS v ON t.value = v.value"
+        )
+        self._write(f"ids_{number}", query)
+
+    def hash_ids(self, number: int, owner: Categorical) -> None:
+        """Hash the texts, not the rows."""
+        ids = hashed_id("value", owner)
+        query = f"SELECT code AS row_, {ids} AS id FROM texts_c{number}"
+        self._write(f"ids_{number}", query)
+
+    def history_ids(self, items: str, number: int, vocabulary: str, owner: Categorical) -> str:
+        """Take the ids of the codes."""
+        return f"SELECT r.row_, v.id FROM {items} AS r JOIN ids_{number} AS v ON r.value = v.row_"
+
+    def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
+        """Write the ids of the rows' codes."""
+        is_list = self._features[number].is_list
+        return files.write_coded(f"c{number}", f"ids_{number}", feature, is_list)

@@ -1,0 +1,228 @@
+"""Codes in place of the texts of staged rows, so that nothing after the first pass reads a text per row.
+
+A batch of rows numbers its distinct texts. A code stands for one value, and a value has one code per batch that
+holds it, so memory does not grow with the values. Relation `texts_<column>` (code, value) lists them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from preproc.ordered_map import ordered_map
+from preproc.table.expressions import RELATION_FILE
+
+# Rows that differ in few texts are coded in 4 bytes.
+MOST_CODES = 2**31 - 1
+BATCH_TEXTS = 1 << 17
+TEXTS_SCHEMA = pa.schema({"code": pa.int32(), "value": pa.string()})
+
+TextBatch = tuple[pa.RecordBatch, Mapping[str, list[pa.DictionaryArray]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A text column of a batch.
+
+    Attributes:
+        codes: indices into `texts`, null for a missing text.
+        texts: distinct texts, those of the empty text included.
+        offsets: of the lists, if a row holds several texts.
+        missing: which rows have no list.
+    """
+
+    codes: pa.Array
+    texts: pa.Array
+    offsets: pa.Array | None = None
+    missing: pa.Array | None = None
+
+    def column(self, first: int) -> pa.Array:
+        """Return the column of the codes, counted from `first`."""
+        codes = pc.add(self.codes, pa.scalar(first, pa.int32()))
+        if self.offsets is None:
+            return codes
+        return pa.ListArray.from_arrays(self.offsets, codes, mask=self.missing)
+
+
+def _coded(texts: pa.Array) -> _Coded:
+    if pa.types.is_list(texts.type):
+        items = _coded(texts.values)
+        return _Coded(items.codes, items.texts, texts.offsets, texts.is_null())
+    encoded = texts if pa.types.is_dictionary(texts.type) else texts.dictionary_encode()
+    codes, empty = encoded.indices, pc.index(encoded.dictionary, "").as_py()
+    if empty >= 0:
+        codes = pc.if_else(pc.equal(codes, empty), None, codes)
+    return _Coded(codes, encoded.dictionary.cast(pa.string()))
+
+
+def _joined(parts: list[_Coded]) -> _Coded:
+    """Return the codes of consecutive rows as those of one column."""
+    if len(parts) == 1:
+        return parts[0]
+    firsts = np.cumsum([0, *(len(part.texts) for part in parts)])
+    codes = [part.column(int(first)) for part, first in zip(parts, firsts, strict=False)]
+    return _Coded(pa.concat_arrays(codes), pa.concat_arrays([part.texts for part in parts]))
+
+
+def write_coded(
+    batches: Iterator[TextBatch],
+    schema: pa.Schema,
+    columns: Collection[str],
+    path: Path,
+    threads: int,
+) -> None:
+    """Write the rows, with `row_` from 0, to a file in `path`, and the texts of every column in `path/texts_<column>`.
+
+    Args:
+        batches: rows in their order, and texts of theirs that are dictionaries already.
+        schema: of the rows, with all columns.
+        columns: names of the columns of texts, or of lists of texts.
+        path: an existing directory.
+        threads: that number the texts; another one reads the batches, and this one writes.
+
+    Raises:
+        ValueError: a column has more texts than codes.
+    """
+
+    def coded(batch: TextBatch) -> tuple[pa.RecordBatch, dict[str, _Coded]]:
+        rows, dictionaries = batch
+        return rows, {
+            name: _joined(
+                [_coded(texts) for texts in dictionaries.get(name) or [rows.column(name)]]
+            )
+            for name in columns
+        }
+
+    with _Writer(path, schema, columns) as writer:
+        for batch, found in ordered_map(coded, batches, threads, threads + 1):
+            writer.append(batch, found)
+
+
+class _Writer:
+    """Appends batches to the files of rows and texts."""
+
+    def __init__(self, path: Path, schema: pa.Schema, columns: Collection[str]) -> None:
+        fields = [pa.field("row_", pa.int64())]
+        for field in schema:
+            kind = field.type
+            if field.name in columns:
+                kind = pa.list_(pa.int32()) if pa.types.is_list(kind) else pa.int32()
+            fields.append(pa.field(field.name, kind))
+        self._schema = pa.schema(fields)
+        # Labels, splits and messages repeat; numbers and codes rarely do, or are narrow.
+        texts = [field.name for field in fields if pa.types.is_string(field.type)]
+        self._rows = pq.ParquetWriter(
+            path / RELATION_FILE, self._schema, use_dictionary=texts, compression="none"
+        )
+        self._texts = {}
+        for name in columns:
+            (path / f"texts_{name}").mkdir()
+            self._texts[name] = pq.ParquetWriter(
+                path / f"texts_{name}" / RELATION_FILE,
+                TEXTS_SCHEMA,
+                use_dictionary=False,
+                compression="none",
+            )
+        self._num_codes = dict.fromkeys(columns, 0)
+        self._num_rows = 0
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in (self._rows, *self._texts.values()):
+            writer.close()
+
+    def append(self, batch: pa.RecordBatch, coded: dict[str, _Coded]) -> None:
+        """Append a batch, and the texts that its codes stand for."""
+        rows = np.arange(self._num_rows, self._num_rows + len(batch))
+        self._num_rows += len(batch)
+        columns = [array_of(rows)]
+        for name in self._schema.names[1:]:
+            found = coded.get(name)
+            columns.append(
+                batch.column(name)
+                if found is None
+                else found.column(self._append_texts(name, found))
+            )
+        self._rows.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+
+    def _append_texts(self, name: str, coded: _Coded) -> int:
+        """Write the texts of a column; return their first code."""
+        first = self._num_codes[name]
+        last = first + len(coded.texts)
+        if last > MOST_CODES:
+            raise ValueError(
+                f"categorical feature number {int(name[1:]) + 1} has over {MOST_CODES:,} different texts; set engine=spark"
+            )
+        self._num_codes[name] = last
+        codes = array_of(np.arange(first, last, dtype=np.int32))
+        texts = pa.RecordBatch.from_arrays([codes, coded.texts], schema=TEXTS_SCHEMA)
+        self._texts[name].write_batch(texts)
+        return first
+
+
+def read_codes(
+    directory: Path, column: str, rows: range, is_list: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the codes of some rows, flat, -1 for a missing text, and the lengths of the rows' lists.
+
+    Args:
+        directory: of the relation of the rows.
+        column: of codes, or of lists of codes.
+        rows: to read.
+        is_list: whether it has lists; else there are no lengths.
+    """
+    with pq.ParquetFile(directory / RELATION_FILE) as file:
+        first = 0
+        for group in range(file.num_row_groups):
+            stop = first + file.metadata.row_group(group).num_rows
+            start, end = max(first, rows.start), min(stop, rows.stop)
+            if start < end:
+                table = file.read_row_group(group, [column], use_threads=False)
+                for chunk in table.column(0).slice(start - first, end - start).chunks:
+                    lengths = np.zeros(0, np.int32)
+                    if is_list:
+                        lengths = np.asarray(chunk.value_lengths().fill_null(0))
+                        chunk = chunk.flatten()
+                    yield np.asarray(chunk.fill_null(-1)), lengths
+            first = stop
+
+
+def count_codes(
+    directory: Path, column: str, rows: range, is_list: bool, num_codes: int
+) -> np.ndarray:
+    """Return how often every code occurs in some rows, int64 [num_codes]; arguments as of `read_codes`."""
+    counts = np.zeros(num_codes + 1, np.int64)
+    for codes, _ in read_codes(directory, column, rows, is_list):
+        # A batch has codes of its own, so their range is short.
+        first = int(codes.min(initial=0))
+        found = np.bincount(codes - first)
+        counts[first + 1 : first + 1 + len(found)] += found
+    return counts[1:]
+
+
+def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:
+    """Return the texts (value, count) of the relation in `directory` whose code was counted; they are read once."""
+    schema = pa.schema({"value": pa.string(), "count": pa.int64()})
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        first = 0
+        with pq.ParquetFile(directory / RELATION_FILE) as file:
+            for texts in file.iter_batches(BATCH_TEXTS, columns=["value"], use_threads=False):
+                found = array_of(counts[first : first + len(texts)])
+                first += len(texts)
+                batch = pa.RecordBatch.from_arrays([texts.column(0), found], schema=schema)
+                yield batch.filter(pc.greater(found, 0))
+
+    return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def array_of(numbers: np.ndarray) -> pa.Array:
+    """Return contiguous numbers as an array of Arrow; `pyarrow.array` would import pandas."""
+    dtype = pa.from_numpy_dtype(numbers.dtype)
+    return pa.Array.from_buffers(dtype, len(numbers), [None, pa.py_buffer(numbers)])

@@ -1,0 +1,103 @@
+"""Codes in place of texts: the same dataset as from texts, from CSV and from dictionaries of Parquet, in order."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from preproc.table import pipeline
+from preproc.table.duckdb_engine import DuckDBEngine
+from preproc.table.parquet_texts import dictionary_columns
+from preproc.transformed_rows import open_transformed_rows
+from tests.preproc.table.test_pipeline import build
+
+ROWS = 30_000
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Return the directory of a table of two files, in both formats; Parquet in row groups of 2,000 rows."""
+    directory = tmp_path_factory.mktemp("sources")
+    draw = np.random.default_rng(0)
+    cities = pa.array(["Rome", "", None, "Oslo", "Köln", *(f"city {i}" for i in range(300))])
+    lists = ["|".join(f"tag{i}" for i in draw.integers(0, 9, n)) or None for n in range(5)]
+    table = pa.table(
+        {
+            "y": draw.integers(0, 2, ROWS),
+            "city": cities.take(pa.array(draw.integers(0, len(cities), ROWS))),
+            "user": pa.array([f"user {i:032}" for i in draw.integers(0, ROWS, ROWS)]),
+            "tags": pa.array(lists).take(pa.array(draw.integers(0, 5, ROWS))),
+            "age": draw.integers(0, 99, ROWS),
+        }
+    )
+    for part in range(2):
+        rows = table.slice(part * ROWS // 2, ROWS // 2)
+        pq.write_table(rows, directory / f"part_{part}.parquet", row_group_size=2_000)
+        pyarrow.csv.write_csv(rows, directory / f"part_{part}.csv")
+    return directory
+
+
+def described(files: str, **more) -> dict:
+    return {
+        "sources": {"t": {"files": files}},
+        "label": {"name": "y"},
+        "numerical": [{"name": "age", "expression": "CAST(age AS DOUBLE)"}],
+        "categorical": [
+            "city",
+            {"name": "hashed", "expression": "city", "buckets": 50},
+            {"name": "user", "frequency_limit": 2},
+            {"name": "other_user", "expression": "user", "vocabulary_of": "user"},
+            {"name": "tags", "separator": "|"},
+            {"name": "two_tags", "expression": "tags", "separator": "|", "hotness": 2},
+        ],
+        "split": {"by": "random", "train": 0.8},
+    } | more
+
+
+class TextEngine(DuckDBEngine):
+    """DuckDB as Spark works: texts stay texts."""
+
+    codes_texts = False
+
+    def stage(self, rows, path):
+        self.number(rows.query, rows.order_by, path)
+
+
+def test_texts_and_codes_give_one_dataset(tmp_path, sources, monkeypatch):
+    parquet, csv = (described(f"{sources}/*.{kind}") for kind in ("parquet", "csv"))
+    wanted = build(tmp_path / "out", csv)
+    assert build(tmp_path / "out", parquet, "overwrite=true") == wanted
+    # Every text was in a dictionary but those of the users, of which most rows have one of their own.
+    paths = sorted(sources.glob("*.parquet"))
+    assert [*dictionary_columns(paths, {"c0": "CITY", "c1": "user"})] == ["c0"]
+    # Counts that do not fit in arrays are those of SQL.
+    monkeypatch.setattr(pipeline.DuckDBEngine, "_keeps_order", lambda self, query: False)
+    monkeypatch.setattr(pipeline, "DuckDBEngine", SmallArrays)
+    assert build(tmp_path / "out", parquet, "overwrite=true") == wanted
+    monkeypatch.setattr(pipeline, "DuckDBEngine", TextEngine)
+    assert build(tmp_path / "out", parquet, "overwrite=true") == wanted
+
+
+class SmallArrays(DuckDBEngine):
+    """DuckDB with no memory for arrays."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._array_bytes = 0
+
+
+def test_rows_keep_their_order_where_a_condition_is_a_join(tmp_path, sources):
+    # DuckDB joins a long list, and a join does not keep the order of rows.
+    few = ", ".join(f"'city {i}'" for i in range(40))
+    feature = {"name": "few", "expression": f"CASE WHEN city IN ({few}) THEN city END"}
+    table = described(f"{sources}/*.parquet", categorical=["city", feature])
+    table["split"] = {"train": 0.5}
+    files = build(tmp_path / "out", table)
+    parts = [pq.read_table(path) for path in sorted(sources.glob("*.parquet"))]
+    ages = np.concatenate([np.asarray(part["age"]) for part in parts])
+    stored = files["train/numerical.bin"] + files["test/numerical.bin"]
+    assert np.array_equal(np.frombuffer(stored, "<f2"), ages)
+    with open_transformed_rows(tmp_path / "out", [sources / "*.parquet"]) as rows:
+        batches = [np.asarray(features.column("age")) for features, _ in rows]
+    assert np.array_equal(np.concatenate(batches), ages)
