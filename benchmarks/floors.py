@@ -10,14 +10,14 @@ import argparse
 
 from benchmarks.rows import ROWS, Row
 from nn.build import model_spec, open_source
-from nn.step_floor import Floor, floor_of
+from nn.step_floor import Floor, floor_of, power_law_shares
 
 
 def floor_of_row(row: Row) -> Floor:
     """Count a step of a row of the benchmark."""
     config = row.config()
     spec = model_spec(config, open_source(config))
-    return floor_of(config, spec, row.world_size, exponent=row.exponent)
+    return floor_of(config, spec, row.world_size, power_law_shares(row.exponent))
 
 
 def main() -> None:

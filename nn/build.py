@@ -1,5 +1,6 @@
 """The objects of a run, built from its configuration: source, plan, tables and dense component, loaders."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -254,7 +255,8 @@ def build_plan(
     def traffic_of(name: str) -> IdTraffic:
         table = by_name[name]
         drawn = ids[name] / max(stored[name], 1e-9) - 1
-        return IdTraffic(_id_share(config, source, table), table.num_embeddings, drawn)
+        rows = table.num_embeddings
+        return IdTraffic(id_share(config, source, table.feature_names, rows), rows, drawn)
 
     rule = table_rule(config.effective_optimizer.table_name)
     plan, rows = plan_tables(
@@ -274,18 +276,21 @@ def build_plan(
     )
 
 
-def _id_share(config: Config, source: Source, table: EmbeddingBagConfig) -> IdShare:
+def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:
     """Return how often the rows of a table occur: as synthetic clicks are drawn, as counted, or else all alike.
 
-    Of a table with several features, the first one decides.
+    Args:
+        config: of the run.
+        source: of its rows.
+        features: of the table; the first one decides.
+        cardinality: rows of the table.
     """
     if config.data.path is None:
-        return power_law_share(table.num_embeddings, config.data.synthetic.exponent)
-    name = table.feature_names[0]
-    feature = next(known for known in source.spec.categorical if known.name == name)
+        return power_law_share(cardinality, config.data.synthetic.exponent)
+    feature = next(known for known in source.spec.categorical if known.name == features[0])
     root = source.spec.root
     counts = None if root is None else counts_of_ids(root, feature)
-    return power_law_share(table.num_embeddings, 0.0) if counts is None else counted_share(counts)
+    return power_law_share(cardinality, 0.0) if counts is None else counted_share(counts)
 
 
 def live_samples(config: Config) -> int:

@@ -30,6 +30,7 @@ from nn.build import (
     check_raw_keys,
     device_type,
     hardware_of,
+    id_share,
     model_spec,
     open_source,
     planned_hardware,
@@ -255,8 +256,8 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
     listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
     floor_ms = None
     if hardware.device_type == "cuda" and any(row.has_arena for row in rows):
-        spec, exponent = model_spec(config, source), config.data.synthetic.exponent
-        floor_ms = floor_of(config, spec, hardware.world_size, exponent=exponent).ms
+        spec, share_of = model_spec(config, source), partial(id_share, config, source)
+        floor_ms = floor_of(config, spec, hardware.world_size, share_of).ms
     print_plan(console, rows, hardware.world_size, listed, floor_ms)
     memory = []
     description = _describe(config, source, make_logger(console))

@@ -5,11 +5,9 @@ GPUs. Each amount is divided by the best rate measured for it on an H200. The la
 the three may overlap completely. Work that a better program could avoid is not counted; each function lists it.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import Amp, Config, Fp8, TableDtype
@@ -17,6 +15,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import embedding_columns, ids_per_sample
 from nn.embedding.optimizer import table_rule
 from nn.models.registry import build_meta, declared_tables
+from nn.tiers.traffic import IdShare, expected_distinct, power_law_share
 from nn.training.dense_optimizer import dense_rule
 
 # Measured on an H200 SXM: a large bf16 matrix product, a copy in HBM (bytes read plus bytes written), an all-to-all of
@@ -35,6 +34,9 @@ ID_BYTES = 4  # the largest table has fewer than 2^31 rows
 LABEL_BYTES = 4
 NUMERICAL_BYTES = 4
 FP32_BYTES = 4
+
+ShareOf = Callable[[Sequence[str], int], IdShare]
+"""Returns how often the stored ids of a table occur, by its features and the number of their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +84,25 @@ class Floor:
         return self.global_batch_size / self.ms * 1e3
 
 
-def floor_of(config: Config, spec: FeatureSpec, world_size: int, *, exponent: float) -> Floor:
+def floor_of(config: Config, spec: FeatureSpec, world_size: int, share_of: ShareOf) -> Floor:
     """Count a training step.
 
     Args:
         config: model, batch size, precision and optimizers.
         spec: the dataset as the model sees it: tables and hotness.
         world_size: ranks; tables and lookups count as spread evenly, and no table as replicated.
-        exponent: of the stored ids' power law.
+        share_of: how often the stored ids of a table occur.
     """
     expands = config.data.multi_hot.hotness is not None
     batch = config.train.batch_size / world_size
     tables = declared_tables(config.model, spec)
     ids, cardinality = ids_per_sample(tables, spec), table_cardinality(tables, spec)
+    shares = {
+        table.name: share_of(table.feature_names, cardinality[table.name]) for table in tables
+    }
     unique = {
         name: unique_rows(
-            cardinality[name], config.train.batch_size, ids[name], exponent, expands=expands
+            cardinality[name], config.train.batch_size, ids[name], shares[name], expands=expands
         )
         / world_size
         for name in ids
@@ -222,46 +227,32 @@ def table_cardinality(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -
     return {table.name: max(cardinality[name] for name in table.feature_names) for table in tables}
 
 
+def power_law_shares(exponent: float) -> ShareOf:
+    """Return how often ids occur that `dataloading.randomness.power_law` draws for tables."""
+    return lambda _, cardinality: power_law_share(cardinality, exponent)
+
+
 def unique_rows(
-    cardinality: int, batch: int, hotness: float, exponent: float, *, expands: bool = False
+    cardinality: int, batch: int, hotness: float, share: IdShare, *, expands: bool = False
 ) -> float:
     """Return the expected number of distinct rows of a table that a batch looks up.
 
-    Row i is drawn with probability p_i, so n draws miss it with probability (1 - p_i)^n. With `expands` only the bags' first
-    ids are such draws. Each distinct first id adds the same hotness - 1 rows every time, and those are drawn uniformly.
+    With `expands` only the bags' first ids are draws from `share`. Each distinct first id adds the same hotness - 1 rows every
+    time, and those are drawn uniformly.
 
     Args:
         cardinality: rows of the table.
         batch: samples.
         hotness: ids per sample, of all features of the table.
-        exponent: as in `dataloading.randomness.power_law`.
+        share: of the stored ids.
         expands: as in `count_hbm`.
     """
     if not expands:
-        return _unique_draws(cardinality, batch * hotness, exponent)
-    first = _unique_draws(cardinality, batch, exponent)
-    others = _unique_draws(cardinality, first * (hotness - 1), 0)
+        return expected_distinct(batch * hotness, share, 0, cardinality)
+    first = expected_distinct(batch, share, 0, cardinality)
+    uniform = power_law_share(cardinality, 0)
+    others = expected_distinct(first * (hotness - 1), uniform, 0, cardinality)
     return first + others - first * others / cardinality
-
-
-def _unique_draws(cardinality: int, draws: float, exponent: float) -> float:
-    # Exact for the first rows, which get most draws; then bins whose rows differ in probability by 2 % at most.
-    exact = min(cardinality, 4096)
-    bins = 1 + math.ceil(math.log(max(cardinality / exact, 1)) / math.log(1.01))
-    edges = np.concatenate(
-        [np.arange(exact), np.unique(np.geomspace(exact, cardinality, bins).round())]
-    )
-    # The continuous law over [1, cardinality + 1); its draws are rounded down.
-    points = edges + 1
-    if exponent == 1:
-        below = np.log(points) / np.log(cardinality + 1)
-    else:
-        gamma = 1 - exponent
-        below = (points**gamma - 1) / ((cardinality + 1) ** gamma - 1)
-    rows = np.diff(edges)
-    probability = np.diff(below) / rows
-    missed = np.exp(draws * np.log1p(-np.minimum(probability, 1 - 1e-16)))
-    return float((rows * (1 - missed)).sum())
 
 
 def _ids_per_row(spec: FeatureSpec, expands: bool) -> float:

@@ -19,7 +19,7 @@ from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import TablePlan
 from nn.sharding.request_room import room_for
 from nn.sharding.tables import ROWS_CUT, asks_for_rows
-from nn.tiers.traffic import expected_distinct
+from nn.tiers.traffic import expected_distinct, power_law_share
 
 ID_BYTES = 4
 POSITION_BYTES = 8
@@ -206,13 +206,13 @@ def requests_of(
         group = [table for table in asked if table.embedding_dim == columns]
         room = [0.0] * world_size
         for table in group:
+            share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
             per_shard = -(-table.num_embeddings // len(table.ranks))
             for number, rank in enumerate(table.ranks):
                 first = min(number * per_shard, table.num_embeddings)
                 room[rank] += expected_distinct(
                     batch * table.hotness,
-                    table.num_embeddings,
-                    config.data.synthetic.exponent,
+                    share,
                     first,
                     min(first + per_shard, table.num_embeddings),
                 )

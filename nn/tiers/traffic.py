@@ -9,6 +9,7 @@ are as frequent as the id, so the first rows are not the most frequent ones. The
 their own, as many as the table has room for; the rows of the others are taken to be all alike.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,9 +38,9 @@ CLASSES = 600
 """Classes of rows of a table, of about equal frequency each."""
 MOST_STEPS = 1e12
 
-EXACT_ROWS = 1000
+EXACT_ROWS = 4096
 """Most frequent rows of a range that are counted one by one; the others in blocks of rows about equally frequent."""
-BLOCKS = 400
+BLOCK_GROWTH = 1.01
 
 
 def power_law_share(rows: int, exponent: float) -> IdShare:
@@ -132,29 +133,22 @@ def expected_fetches(classes: Sequence[tuple[np.ndarray, np.ndarray]], ring: int
     return [float((rows * chance / (1 + chance * high)).sum()) for rows, chance in classes]
 
 
-def expected_distinct(
-    ids: float, num_rows: int, exponent: float, first: int = 0, end: int | None = None
-) -> float:
-    """Return how many rows of a range are among ids drawn by a power law, as `dataloading.randomness.power_law` draws them.
+def expected_distinct(ids: float, share: IdShare, first: int, end: int) -> float:
+    """Return how many rows of a range are among drawn ids: row i of probability p_i is missed with (1 - p_i) ** ids.
 
     Args:
         ids: number drawn, of all rows.
-        num_rows: rows of the table; row i is about as frequent as (i + 1) ** -exponent.
-        exponent: not negative; 0 is uniform.
+        share: of the ids of the table.
         first: first row of the range.
-        end: end of the range; None for that of the table.
+        end: end of the range.
     """
-    end = num_rows if end is None else end
     if end <= first:
         return 0.0
     exact = np.arange(first, min(first + EXACT_ROWS, end) + 1)
-    blocks = np.geomspace(exact[-1] + 1, end + 1, BLOCKS).round().astype(np.int64) - 1
-    edges = np.unique(np.concatenate([exact, blocks]))
-    bound = np.log1p(edges.astype(np.float64))
-    gamma = 1.0 - exponent
-    if gamma:
-        before = np.expm1(gamma * bound) / np.expm1(gamma * np.log1p(num_rows))
-    else:
-        before = bound / np.log1p(num_rows)
+    number = 1 + math.ceil(math.log(end / exact[-1]) / math.log(BLOCK_GROWTH))
+    edges = np.unique(
+        np.concatenate([exact, np.geomspace(exact[-1], end, number).round()]).astype(np.int64)
+    )
     rows = np.diff(edges)
-    return float((rows * -np.expm1(-ids * np.diff(before) / rows)).sum())
+    chance = np.clip(np.diff(share(edges.astype(np.float64))) / rows, 0, 1 - 1e-16)
+    return float((rows * -np.expm1(ids * np.log1p(-chance))).sum())

@@ -8,7 +8,16 @@ from benchmarks.train import RECORD_EVERY
 from dataloading.randomness import power_law
 from nn.build import model_spec, open_source
 from nn.models.registry import declared_tables
-from nn.step_floor import Floor, count_all_to_all, count_flops, count_hbm, floor_of, unique_rows
+from nn.step_floor import (
+    Floor,
+    count_all_to_all,
+    count_flops,
+    count_hbm,
+    floor_of,
+    power_law_shares,
+    unique_rows,
+)
+from nn.tiers.traffic import counted_share, power_law_share
 from tests.nn.models.test_kinds_of_tables import Kinds
 
 # 3 numerical features, 2 tables of 100 and 50 rows, 8 columns, hotness 1 and 3.
@@ -92,12 +101,14 @@ def test_every_table_counts_with_its_own_width_lookups_and_vectors():
     assert counted["embeddings"] == 5 * 10 * 4 * (3 * 8 + 8 + 4 + 4)
     # The ids of a feature come once.
     assert counted["batch"] == 10 * (2 * 4 * (3 + 1) + 3 * 4 * 11)
-    floor = floor_of(config, spec, 1, exponent=0)
+    floor = floor_of(config, spec, 1, power_law_shares(0))
     batch = config.train.batch_size
-    read = 8 * unique_rows(40, batch, 3, 0) + 8 * unique_rows(50, batch, 3, 0)
-    read += 4 * unique_rows(300, batch, 5, 0)
+    read = 8 * unique_rows(40, batch, 3, power_law_share(40, 0)) + 8 * unique_rows(
+        50, batch, 3, power_law_share(50, 0)
+    )
+    read += 4 * unique_rows(300, batch, 5, power_law_share(300, 0))
     for cardinality, hotness in ((50, 3), (40, 1), (7, 2), (300, 5)):
-        read += unique_rows(cardinality, batch, hotness, 0)
+        read += unique_rows(cardinality, batch, hotness, power_law_share(cardinality, 0))
     assert floor.hbm["rows read"] == pytest.approx(4 * read)
 
 
@@ -172,19 +183,25 @@ def test_unique_rows_are_those_that_the_synthetic_stream_draws(exponent, cardina
         len(np.unique(power_law(generator.random(20_000), cardinality, exponent)))
         for _ in range(20)
     ]
-    expected = unique_rows(cardinality, 10_000, 2, exponent)
+    expected = unique_rows(cardinality, 10_000, 2, power_law_share(cardinality, exponent))
     assert expected == pytest.approx(np.mean(drawn), rel=5e-3)
 
 
+def test_unique_rows_follow_counts():
+    share = counted_share(np.array([6, 3, 0, 1]))
+    wanted = 3 - 0.4**5 - 0.7**5 - 0.9**5
+    assert unique_rows(4, 5, 1, share) == pytest.approx(wanted)
+
+
 def test_unique_rows_of_uniform_draws():
-    assert unique_rows(10, 3, 2, 0) == pytest.approx(10 * (1 - 0.9**6))
-    assert unique_rows(1, 100, 1, 1.05) == 1
+    assert unique_rows(10, 3, 2, power_law_share(10, 0)) == pytest.approx(10 * (1 - 0.9**6))
+    assert unique_rows(1, 100, 1, power_law_share(1, 1.05)) == 1
 
 
 def test_unique_rows_of_a_steep_law():
     # density x ** -2 over [1, 4): rows are drawn with 2/3, 2/9 and 1/9
     wanted = 3 - (1 / 3) ** 2 - (7 / 9) ** 2 - (8 / 9) ** 2
-    assert unique_rows(3, 1, 2, 2.0) == pytest.approx(wanted)
+    assert unique_rows(3, 1, 2, power_law_share(3, 2.0)) == pytest.approx(wanted)
 
 
 def test_equal_first_ids_expand_to_the_same_rows():
@@ -197,16 +214,18 @@ def test_equal_first_ids_expand_to_the_same_rows():
         len(np.unique(bags[power_law(generator.random(400), rows, 1.05).astype(int)]))
         for _ in range(200)
     ]
-    expected = unique_rows(rows, 400, 10, 1.05, expands=True)
+    expected = unique_rows(rows, 400, 10, power_law_share(rows, 1.05), expands=True)
     assert expected == pytest.approx(np.mean(drawn), rel=0.02)
-    assert expected < unique_rows(rows, 400, 10, 0)
+    assert expected < unique_rows(rows, 400, 10, power_law_share(rows, 0))
 
 
 def test_expanded_features_store_one_id_per_row():
     case = compose_row("dlrm", *SMALL[:1], *SMALL[2:], "data.multi_hot.hotness=[1,3]")
-    floor = floor_of(case, model_spec(case, open_source(case)), 2, exponent=1.05)
+    floor = floor_of(case, model_spec(case, open_source(case)), 2, power_law_shares(1.05))
     assert floor.all_to_all["ids"] == 0.5 * 32 * 4 * 2
-    unique = unique_rows(100, 64, 1, 1.05) + unique_rows(50, 64, 3, 1.05, expands=True)
+    unique = unique_rows(100, 64, 1, power_law_share(100, 1.05)) + unique_rows(
+        50, 64, 3, power_law_share(50, 1.05), expands=True
+    )
     assert floor.hbm["rows read"] == pytest.approx(unique / 2 * 8 * 4)
 
 
@@ -225,12 +244,16 @@ def test_the_floor_is_the_slowest_of_three_resources():
 
 def test_ranks_share_the_work():
     config, spec = composed()
-    alone, two = (floor_of(config, spec, world_size, exponent=1.05) for world_size in (1, 2))
+    alone, two = (
+        floor_of(config, spec, world_size, power_law_shares(1.05)) for world_size in (1, 2)
+    )
     assert two.flops["MLPs and cross"] == alone.flops["MLPs and cross"] / 2
     assert two.hbm["rows updated"] == alone.hbm["rows updated"] / 2
     assert two.hbm["dense half"] == alone.hbm["dense half"]
     slower = composed("train.amp=off"), composed("train.amp=off", "train.tf32=false")
-    rates = [floor_of(*config_and_spec, 1, exponent=0).flops_per_s for config_and_spec in slower]
+    rates = [
+        floor_of(*config_and_spec, 1, power_law_shares(0)).flops_per_s for config_and_spec in slower
+    ]
     assert alone.flops_per_s == 2 * rates[0] > 2 * rates[1]
 
 
