@@ -1,12 +1,14 @@
-"""Start of a benchmark: its output, and a launcher with a clean end, since ranks left on a GPU would spoil the next one."""
+"""Start of a benchmark: options, output, and a launcher with a clean end, since ranks left on a GPU would spoil the next one."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from dataloading.dataset.durable_files import hold
 
@@ -21,6 +23,34 @@ def held_output(directory: Path) -> Iterator[None]:
         except (ValueError, OSError) as error:
             sys.exit(f"error: {error}")
         yield
+
+
+def writer_options(
+    description: str | None,
+    defaults: Mapping[str, str],
+    choices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Return the options `KEY=VALUE` of a command that writes files.
+
+    Args:
+        description: for --help.
+        defaults: of all options; `output` has none, and those without `choices` are numbers.
+        choices: values of options.
+    """
+    options = dict(defaults)
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    others = " ".join(key for key in options if key != "output")
+    parser.add_argument("option", nargs="+", help=f"output=DIR {others}")
+    for option in parser.parse_args().option:
+        key, equals, value = option.partition("=")
+        is_valid = key == "output" or (value in choices[key] if key in choices else value.isdigit())
+        if key not in options or not equals or not is_valid:
+            wanted = [f"{name}={'|'.join(choices.get(name, ['...']))}" for name in options]
+            parser.error(f"got {option!r}, want one of {', '.join(wanted)}")
+        options[key] = value
+    if not options["output"]:
+        parser.error("no output: set output=DIR")
+    return options
 
 
 @contextmanager

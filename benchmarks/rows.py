@@ -104,6 +104,14 @@ DEEPFM = Row(
     overrides=("train.batch_size=4096",),
     train_rows=FEW_ROWS,
 )
+FAMILY = {
+    f"{name}_1": replace(
+        DEEPFM,
+        overrides=(*DEEPFM.overrides, f"model.name={name}", "model.embedding_dim=16"),
+    )
+    for name in ("finalmlp", "masknet", "wukong", "shared_bottom", "mmoe", "ple")
+}
+"""Models without a recipe of their own, with their default sizes."""
 SOK = Row("main", 1, "embedding_mlp_sok", "sok", exponent=0, train_rows=50 * 65_536)
 DIN = Row(
     "main",
@@ -222,6 +230,7 @@ ROWS = {
     "wide_deep_1_bf16": replace(WIDE_DEEP, overrides=(*WIDE_DEEP.overrides, *BF16)),
     "deepfm_1": DEEPFM,
     "deepfm_1_bf16": replace(DEEPFM, overrides=(*DEEPFM.overrides, *BF16)),
+    **FAMILY,
     "sok_1": SOK,
     "sok_1_bf16": replace(SOK, overrides=(*SOK.overrides, *BF16)),
     # DIN: 50 positions of history in the table of the item.

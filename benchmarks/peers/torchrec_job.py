@@ -42,6 +42,7 @@ from benchmarks.rows import ROWS
 from configs.schema import Config
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.source import Source
 
 BATCHES = 8
 WARM_UP_STEPS = 30
@@ -118,9 +119,10 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     config = ROWS[args.row].config()
     spec = FeatureSpec.load(args.dataset)
+    source = open_dataset(spec)
     num_rows = (args.batch_size or config.train.batch_size) // num_ranks
     batches = [
-        read_batch(spec, (num_ranks * at + rank) * num_rows, num_rows) for at in range(BATCHES)
+        read_batch(source, (num_ranks * at + rank) * num_rows, num_rows) for at in range(BATCHES)
     ]
     model, optimizer = build(config, spec, num_rows, device, is_compiled=args.dense == "compiled")
     if on_gpu:
@@ -145,20 +147,19 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def read_batch(spec: FeatureSpec, start: int, num_rows: int) -> Batch:
+def read_batch(source: Source, start: int, num_rows: int) -> Batch:
     """Return rows `start` to `start + num_rows` of the train split as TorchRec's batch, beginning again at its end."""
-    source = open_dataset(spec)
     start %= source.num_rows("train") - num_rows + 1
     columns = source.read("train", np.array([[start, start + num_rows]]))
     lengths = [
         np.full(num_rows, feature.hotness) if of_rows is None else of_rows
-        for feature, of_rows in zip(spec.categorical, columns.lengths, strict=True)
+        for feature, of_rows in zip(source.spec.categorical, columns.lengths, strict=True)
     ]
     ids = np.concatenate(columns.ids)
     return Batch(
         torch.from_numpy(np.array(columns.numerical)),
         KeyedJaggedTensor(
-            keys=[feature.name for feature in spec.categorical],
+            keys=[feature.name for feature in source.spec.categorical],
             values=torch.from_numpy(ids).long(),
             lengths=torch.from_numpy(np.concatenate(lengths)).long(),
             stride=num_rows,

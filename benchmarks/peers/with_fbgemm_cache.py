@@ -52,6 +52,8 @@ def main() -> None:
         "--no-prefetch", action="store_true", help="fetch rows when they are looked up"
     )
     args = parser.parse_args()
+    if not args.rows:
+        parser.error("no table would have a cache; want --rows with one or more numbers")
     logging.disable(logging.WARNING)
     ranks = ranks_from_environment(device_kind())
     measured = args.steps + COUNTED_STEPS + AHEAD

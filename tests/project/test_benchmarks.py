@@ -23,7 +23,7 @@ from configs.arguments import Choices, hydra_arguments
 from configs.schema import Config
 from nn.build import build_train_loader, open_source
 from nn.models.registry import declared_tables
-from nn.step_floor import floor_of
+from nn.step_floor import floor_of, power_law_shares
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.rank_processes import has_ended, wait_until
@@ -45,7 +45,7 @@ def result(tmp_path_factory):
     ended = run_command(*options)
     assert ended.exit_code == 0, ended.err
     config = compose_config(*TINY, "train.batch_size=16")
-    floor = floor_of(config, open_source(config).spec, 1, exponent=1.05)
+    floor = floor_of(config, open_source(config).spec, 1, power_law_shares(1.05))
     return json.loads(json.dumps(read_result("tiny", ROW, run_dir, floor)))
 
 
@@ -64,6 +64,7 @@ FAMILY = {
     "deepfm_1": ("deepfm", 4096, 13, [1] * 26),
     "sok_1": ("embedding_mlp", 65_536, 0, [10] * 100),
     "din_1": ("din", 8192, 0, [1, 1, 10, 50]),
+    "wukong_1": ("wukong", 4096, 13, [1] * 26),
 }
 
 

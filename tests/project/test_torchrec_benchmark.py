@@ -19,7 +19,7 @@ from tests.helpers.datasets import write_clicks
 def test_a_batch_has_the_rows_of_the_dataset(tmp_path):
     spec = FeatureSpec.load(ragged_dataset(write_clicks(tmp_path / "clicks"), 1, 0.0))
     source = open_dataset(spec)
-    batch = read_batch(spec, 32, 16)
+    batch = read_batch(source, 32, 16)
     columns = source.read("train", np.array([[32, 48]]))
     assert np.array_equal(batch.dense_features, columns.numerical)
     assert np.array_equal(batch.labels, columns.labels)
@@ -29,7 +29,7 @@ def test_a_batch_has_the_rows_of_the_dataset(tmp_path):
     assert np.array_equal(sparse["user"].lengths(), columns.lengths[0])
     assert np.array_equal(sparse["item"].values(), columns.ids[1])
     assert sparse["item"].lengths().tolist() == [1] * 16
-    beyond = read_batch(spec, source.num_rows("train") * 5 + 3, 16)
+    beyond = read_batch(source, source.num_rows("train") * 5 + 3, 16)
     assert len(beyond.labels) == 16
 
 
