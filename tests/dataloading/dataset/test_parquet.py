@@ -116,6 +116,8 @@ def test_a_shuffled_epoch_keeps_complete_row_groups_and_loses_no_row(parquet):
 
 @pytest.mark.usefixtures("by_groups")
 def test_a_row_group_of_two_batches_is_decoded_once(parquet, monkeypatch):
+    # All row groups: one of two threads may fall behind by more than the fewest that are cached.
+    monkeypatch.setattr("dataloading.dataset.parquet.LEAST_KEPT", 13)
     decoded = []
     decode = SplitGroups.decode
 
