@@ -6,16 +6,20 @@ python -m benchmarks.continuous.keys
 import argparse
 import os
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from configs.schema import DynamicConfig, Evict
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.batch_mapper import BatchMapper
-from dataloading.keys.described_keys import described
+from dataloading.keys.described_keys import DescribedKeys, described
 from dataloading.keys.key_map import KeyMap
 
 MILLION = 1_000_000
+T15 = Path(__file__).resolve().parents[2] / "configs/data/criteo_t15.yaml"
 
 
 def main() -> None:
@@ -28,13 +32,14 @@ def main() -> None:
     rng = np.random.default_rng(0)
     drawn = rng.integers(1, 2**63, (cores, options.keys), dtype=np.int64)
     print(f"{cores} tables of {options.keys:,} keys, one per core, batches of {options.batch:,}")
-    _mapper(1, 40, DynamicConfig(admit_after=2)).map({0: [BatchKeys.alone(np.arange(20))]}, 1)
+    _mapper(1, 40, DynamicConfig(admit_after=2)).map(_described([np.arange(20)]), 1)
     mapper = _mapper(cores, options.keys + 1, DynamicConfig())
     _measure("new keys", mapper, drawn, options.batch, 0)
     known = np.stack([keys[rng.permutation(options.keys)] for keys in drawn])
     _measure("known keys, all alike", mapper, known, options.batch, 10_000)
-    skewed = np.take_along_axis(drawn, _power_law(rng, drawn.shape), 1)
+    skewed = np.stack([keys[_power_law(rng, options.keys, options.keys)] for keys in drawn])
     _measure("known keys, power law 1.05", mapper, skewed, options.batch, 20_000)
+    _measure_tables(cores, rng, options.batch, options.keys)
     few = max(options.keys // 10, 2 * options.batch)
     for evict in (Evict.age, Evict.count):
         mapper = _mapper(cores, few, DynamicConfig(evict=evict))
@@ -43,11 +48,27 @@ def main() -> None:
     _measure("keys counted, not admitted", mapper, drawn, options.batch, 0)
 
 
-def _power_law(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Return ranks of keys, int64 `shape`, below its last number: rank r with a probability of r to the power of -1.05."""
-    largest = shape[1] ** -0.05
-    ranks = (largest + (1 - largest) * rng.random(shape)) ** -20
-    return np.minimum(ranks.astype(np.int64), shape[1]) - 1
+def _measure_tables(cores: int, rng: np.random.Generator, batch: int, most: int) -> None:
+    """Measure tables of T15's sizes, up to `most` rows, each with 16 batches of known keys."""
+    rows = [min(size, most) for size in OmegaConf.load(T15).synthetic.cardinalities]
+    maps = [KeyMap("t", size + 1, DynamicConfig()) for size in rows]
+    mapper = BatchMapper(maps, DynamicConfig(), cores)
+    owned = [rng.integers(1, 2**63, size, dtype=np.int64) for size in rows]
+    mapper.release(mapper.map(_described(owned), 1))
+    drawn = [keys[_power_law(rng, 16 * batch, len(keys))] for keys in owned]
+    _measure("known keys of T15's 26 tables, power law 1.05", mapper, np.stack(drawn), batch, 1)
+
+
+def _described(keys: Iterable[np.ndarray]) -> DescribedKeys:
+    """Return keys of a batch, a column per table."""
+    return described({table: [BatchKeys.alone(column)] for table, column in enumerate(keys)})
+
+
+def _power_law(rng: np.random.Generator, count: int, keys: int) -> np.ndarray:
+    """Return ranks of keys, int64 [count]: rank r has a probability of r to the power of -1.05."""
+    largest = keys**-0.05
+    ranks = (largest + (1 - largest) * rng.random(count)) ** -20
+    return np.minimum(ranks.astype(np.int64), keys) - 1
 
 
 def _mapper(tables: int, capacity: int, policy: DynamicConfig) -> BatchMapper:
@@ -58,15 +79,12 @@ def _mapper(tables: int, capacity: int, policy: DynamicConfig) -> BatchMapper:
 def _measure(name: str, mapper: BatchMapper, keys: np.ndarray, size: int, first: int) -> None:
     start, cpu = time.perf_counter(), time.process_time()
     for at in range(0, keys.shape[1], size):
-        columns = {
-            table: [BatchKeys.alone(column[at : at + size])] for table, column in enumerate(keys)
-        }
-        change = mapper.map(described(columns), first + 1 + at // size)
-        mapper.release(change)
+        described_keys = _described(column[at : at + size] for column in keys)
+        mapper.release(mapper.map(described_keys, first + 1 + at // size))
     wall, used = time.perf_counter() - start, time.process_time() - cpu
     per_core = keys.size / used / MILLION
     print(
-        f"{name:40} {keys.size / wall / MILLION:6.1f} million/s, {per_core:6.1f} per second of CPU time"
+        f"{name:46} {keys.size / wall / MILLION:6.1f} million/s, {per_core:6.1f} per second of CPU time"
     )
 
 

@@ -2,7 +2,8 @@
 
 A cell of 16 bytes is a key, its slot, and the batch that saw it last, so that seeing a key touches one cache line. Slot 0 is an
 empty cell, since no key has it. Probing starts at a place that depends on a random number of the process, so no data can be made
-whose keys all collide. Which key has which slot does not depend on that number.
+whose keys all collide. Which key has which slot does not depend on that number. Places are unsigned, since a signed index may be
+negative, which costs a test per access.
 """
 
 import secrets
@@ -12,43 +13,52 @@ import numpy as np
 from dataloading.keys.kernels.compiled import kernel
 
 DRAWN = np.uint64(secrets.randbits(63))
+TINY = 300
+"""Keys of an index that stays in a core's first cache with a line for each of them; then hardly two of them collide."""
 
 # n: cells
 
 
 def cells_for(num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return empty cells for `num_keys` keys: a third to two thirds of them are used.
+    """Return empty cells for `num_keys` keys: a third to two thirds of them are used, a sixth at most of a tiny index.
 
     Returns:
         The cells, int64 [n, 2], whose first column has the keys, and the same memory as `entries`, int32 [n, 4], whose last two
         columns have slots and batches; n is a power of two.
     """
-    cells = np.zeros((1 << max(4, (num_keys * 3 // 2).bit_length()), 2), np.int64)
+    least = num_keys * 6 if num_keys <= TINY else num_keys * 3 // 2
+    cells = np.zeros((1 << max(4, least.bit_length()), 2), np.int64)
     return cells, cells.view(np.int32)
 
 
 @kernel
 def place_of(key, mask, drawn):
-    """Return the first cell to probe: SplitMix64's finalizer."""
+    """Return the first cell to probe, uint64: SplitMix64's finalizer."""
     mixed = np.uint64(key) ^ drawn
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((mixed ^ (mixed >> np.uint64(31))) & np.uint64(mask))
+    return (mixed ^ (mixed >> np.uint64(31))) & mask
+
+
+@kernel
+def mask_of(cells):
+    """Return the mask of places, uint64."""
+    return np.uint64(len(cells) - 1)
 
 
 @kernel
 def cell_of(cells, entries, key, at):
     """Return the cell of a key, or the empty cell where it would be; `at` is a cell on the way to it."""
-    mask = len(cells) - 1
+    mask = mask_of(cells)
     while entries[at, 2] != 0 and cells[at, 0] != key:
-        at = (at + 1) & mask
+        at = (at + np.uint64(1)) & mask
     return at
 
 
 @kernel
 def find(cells, entries, key, drawn):
     """Return the cell of a key, or the empty cell where it would be."""
-    return cell_of(cells, entries, key, place_of(key, len(cells) - 1, drawn))
+    return cell_of(cells, entries, key, place_of(key, mask_of(cells), drawn))
 
 
 @kernel
@@ -63,15 +73,15 @@ def insert(cells, entries, key, slot, batch, drawn):
 @kernel
 def remove(cells, entries, hole, drawn):
     """Empty a key's cell; keys behind it move up, so that no probe meets a hole."""
-    mask = len(cells) - 1
-    at = (hole + 1) & mask
+    mask = mask_of(cells)
+    at = (hole + np.uint64(1)) & mask
     while entries[at, 2] != 0:
         distance = (at - place_of(cells[at, 0], mask, drawn)) & mask
         if distance >= ((at - hole) & mask):
             cells[hole, 0] = cells[at, 0]
             cells[hole, 1] = cells[at, 1]
             hole = at
-        at = (at + 1) & mask
+        at = (at + np.uint64(1)) & mask
     entries[hole, 2] = 0
 
 

@@ -4,11 +4,13 @@ import numpy as np
 from numba import carray
 
 from dataloading.keys.kernels.compiled import kernel
-from dataloading.keys.kernels.hash_index import cell_of, find, place_of, remove
+from dataloading.keys.kernels.hash_index import cell_of, find, mask_of, place_of, remove
 from dataloading.keys.kernels.layouts import NO_BATCH, Field, pointer
 from dataloading.keys.kernels.mark_kernels import mark
 
 BLOCK = 256
+SMALL_CELLS = 8192
+"""Cells of an index whose keys a batch has nearly all seen before long, so that a branch on that is guessed right."""
 MOST_SIGHTINGS = 2**31 - 1
 
 
@@ -27,7 +29,10 @@ def counts_of(fields):
 
 @kernel
 def see(source, own, table, batch, found, drawn):
-    """Note that a batch has keys, in blocks: first their places, which are at independent addresses, then their cells.
+    """Note that a batch has keys, in blocks: first their places, then the keys that stand there, then what differs.
+
+    The places are independent addresses, so the processor loads many at once. It does not do that beyond a branch on what it
+    loads that it guesses wrong, so the loads have a loop without branches.
 
     Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of several
     parts, each time with the same facts.
@@ -49,8 +54,9 @@ def see(source, own, table, batch, found, drawn):
     narrow, wide, first = own
     cells, entries, counts = table
     num_seen = num_missing = 0
-    mask = len(cells) - 1
-    block, places = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    mask = mask_of(cells)
+    block, found_keys = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    places = np.empty(BLOCK, np.uint64)
     run, at = _position(runs, begin)
     position, left = begin - first, end - begin
     while left > 0:
@@ -58,10 +64,11 @@ def see(source, own, table, batch, found, drawn):
         for i in range(size):
             places[i] = place_of(block[i], mask, drawn)
         for i in range(size):
-            # Nearly always the first cell is the key's, or empty.
-            place, key = places[i], block[i]
-            if entries[place, 2] != 0 and cells[place, 0] != key:
-                places[i] = cell_of(cells, entries, key, place)
+            found_keys[i] = cells[places[i], 0]
+        for i in range(size):
+            # An emptied cell keeps its key. As the first cell to probe it still tells that the key has no slot.
+            if found_keys[i] != block[i]:
+                places[i] = cell_of(cells, entries, block[i], places[i])
         for i in range(max(0, -position), min(size, len(narrow) - position)):
             narrow[position + i] = entries[places[i], 2]
         for i in range(max(0, -position), min(size, len(wide) - position)):
@@ -114,21 +121,23 @@ def _note(block, table, batch, found, numbers):
     seen, missing = found
     num_seen, num_missing = numbers
     is_counted = len(counts) > 0
+    is_small = len(entries) <= SMALL_CELLS and not is_counted
     for i in range(size):
         place = places[i]
-        slot = entries[place, 2]
+        slot, last = entries[place, 2], entries[place, 3]
         if slot == 0:
             missing[num_missing, 0] = keys[i]
             missing[num_missing, 1] = position + i
             num_missing += keys[i] != 0
             continue
-        last = entries[place, 3]
-        if last != batch:
-            seen[num_seen, 0] = slot
-            seen[num_seen, 1] = counts[slot] if is_counted else 0
-            seen[num_seen, 2] = last
-            num_seen += 1
-            entries[place, 3] = batch
+        if is_small and last == batch:
+            continue
+        # In a larger index it cannot be guessed whether the batch had the key before, so there is no branch.
+        seen[num_seen, 0] = slot
+        seen[num_seen, 1] = counts[slot] if is_counted else 0
+        seen[num_seen, 2] = last
+        num_seen += last != batch
+        entries[place, 3] = batch
         if is_counted:
             counts[slot] += counts[slot] < MOST_SIGHTINGS
     return num_seen, num_missing
@@ -160,7 +169,7 @@ def insert_keys(new, fields, change, drawn):
         if i % BLOCK == 0:
             # Loads at independent addresses overlap, which those of one insertion after the other do not.
             for j in range(min(BLOCK, len(keys) - i)):
-                touched[j] = entries[place_of(keys[i + j], len(cells) - 1, drawn), 2]
+                touched[j] = entries[place_of(keys[i + j], mask_of(cells), drawn), 2]
         at = find(cells, entries, keys[i], drawn)
         slot = np.int64(entries[at, 2])
         if slot != 0:

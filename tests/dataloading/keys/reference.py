@@ -9,6 +9,7 @@ class ReferenceTable:
     def __init__(self, capacity: int, evict: Evict) -> None:
         self.capacity, self.evict = capacity, evict
         self.slots: dict[int, int] = {}
+        self.keys: dict[int, int] = {}  # of the slots
         self.facts: dict[int, list[int]] = {}  # slot -> [sightings, last batch]
         self.marks: list[int] = []
         self.marked_in = 0
@@ -31,18 +32,17 @@ class ReferenceTable:
             if evicted is None:
                 return False
             slot = self.slots.pop(evicted)
-        self.slots[key] = slot
+        self.slots[key], self.keys[slot] = slot, key
         self.facts[slot] = [count, batch]
         return True
 
     def _next_victim(self, batch: int) -> int | None:
-        key_of = {slot: key for key, slot in self.slots.items()}
         while True:
             while self.marks:
                 slot = self.marks.pop(0)
                 if self.facts[slot][1] < self.marked_in:
-                    return key_of[slot]
-            old = [slot for slot in key_of if self.facts[slot][1] < batch]
+                    return self.keys[slot]
+            old = [slot for slot in self.keys if self.facts[slot][1] < batch]
             if self.evict is Evict.never or not old:
                 return None
             count, age = 0, 1

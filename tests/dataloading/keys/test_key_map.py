@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from benchmarks.continuous.keys import main as measure_keys
 from configs.schema import DynamicConfig, Evict
 from dataloading.dataset.source import Keys
 from dataloading.keys import batch_mapper, shares
@@ -21,9 +22,11 @@ from dataloading.keys.kernels.hash_index import (
     place_of,
     remove,
 )
+from dataloading.keys.kernels.layouts import Field
 from dataloading.keys.kernels.mark_kernels import mark
+from dataloading.keys.kernels.table_kernels import SMALL_CELLS
 from dataloading.keys.key_map import KeyMap, MapChange
-from dataloading.keys.key_table import KeyTable, Leaving, TableState
+from dataloading.keys.key_table import LAST, KeyTable, Leaving, TableState
 from tests.dataloading.keys.reference import ReferenceMap
 
 POLICIES = [
@@ -98,6 +101,28 @@ def test_it_equals_a_dictionary_over_many_batches(
             assert own.load(state) == batch
     assert (num_evicted > 60) == (evict is not Evict.never)
     assert max(reference.rows.slots.values()) < capacity
+
+
+@pytest.mark.parametrize(
+    ("admit_after", "evict"), [(1, Evict.age), (1, Evict.count), (2, Evict.age)]
+)
+def test_a_table_whose_index_is_large_equals_a_dictionary(admit_after, evict):
+    policy = DynamicConfig(admit_after=admit_after, evict=evict)
+    rng = np.random.default_rng(0)
+    own, reference = AloneMap(6000, policy), ReferenceMap(6000, policy)
+    assert own.rows.fields[Field.NUM_CELLS] > SMALL_CELLS
+    num_evicted = 0
+    for batch in range(1, 26):
+        keys = (rng.pareto(0.3, 4000) * 50).astype(np.int64) % 20_000 + 100 * batch
+        column = BatchKeys.alone(keys)
+        change = own.map([column], batch)
+        assert column.rows.tolist() == reference.map(keys.tolist(), batch)
+        facts = own.rows.state().facts
+        last = {slot: facts[1] for slot, facts in reference.rows.facts.items()}
+        assert facts[[*last], LAST].tolist() == [*last.values()]
+        if change.rows is not None:
+            num_evicted += np.count_nonzero(change.rows.old_keys)
+    assert num_evicted > 1000
 
 
 @pytest.mark.parametrize(("admit_after", "evict", "capacity"), POLICIES[:4])
@@ -243,3 +268,11 @@ def test_one_thread_counts_the_sightings_of_a_table():
         own = np.split(shares_of_batch.order, shares_of_batch.starts[1:-1])
         threads = [{tables[column] for column in share.tolist()} for share in own]
         assert sorted(map(sorted, threads)) == [[0], [1]]
+
+
+def test_the_benchmark_measures_all_policies(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["keys", "--keys", "20000", "--batch", "4096"])
+    measure_keys()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 7
+    assert all("million/s" in line for line in lines)
