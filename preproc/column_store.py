@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -10,6 +11,7 @@ from isal.isal_zlib import crc32
 from dataloading.dataset.durable_files import sync_stream
 
 READ_BYTES = 1 << 18
+SYNC_SECONDS = 0.3
 
 
 def size_and_crc32(path: Path, start: int = 0, num_bytes: int | None = None) -> tuple[int, int]:
@@ -68,7 +70,10 @@ class StoredColumn:
 
 
 class ColumnAppender:
-    """Appends rows to the files of several columns, and keeps their sizes and checksums."""
+    """Appends rows to the files of several columns, and keeps their sizes and checksums.
+
+    A thread syncs them all the time, so that `sync` waits for the latest rows only.
+    """
 
     def __init__(self, columns: list[StoredColumn], parts: list[tuple[int, int]]) -> None:
         """Open the columns, each truncated to the bytes of its part: bytes and CRC-32."""
@@ -80,6 +85,19 @@ class ColumnAppender:
             stream.truncate(num_bytes)
             stream.seek(0, os.SEEK_END)
             self._streams.append(stream)
+        self._ends = Event()
+        self._failed: OSError | None = None
+        self._syncing = Thread(target=self._sync_early, daemon=True)
+        self._syncing.start()
+
+    def _sync_early(self) -> None:
+        try:
+            while not self._ends.wait(SYNC_SECONDS):
+                for stream in self._streams:
+                    sync_stream(stream)
+        except OSError as error:
+            # The system tells of lost rows once.
+            self._failed = error
 
     @property
     def records(self) -> dict[str, list[list[int]]]:
@@ -97,11 +115,15 @@ class ColumnAppender:
                 data = data[self._streams[index].write(data) :]
 
     def sync(self) -> None:
-        """Sync all files to disk."""
+        """Sync all files to disk; OSError if rows were lost."""
         for stream in self._streams:
             sync_stream(stream)
+        if self._failed is not None:
+            raise self._failed
 
     def close(self) -> None:
         """Close the files."""
+        self._ends.set()
+        self._syncing.join()
         for stream in self._streams:
             stream.close()

@@ -72,6 +72,7 @@ def row_columns(table: TableConfig) -> list[RowColumn]:
 
 def draw_report(
     directory: Path,
+    numerical_bin: Path,
     columns: dict[str, ColumnSummary],
     splits: dict[str, SplitSummary],
     config: PreprocConfig,
@@ -80,16 +81,18 @@ def draw_report(
     """Draw report.png, with `plot`, and add the distributions of the written numericals to their summaries.
 
     Args:
-        directory: of the dataset, with labels and numericals.
+        directory: of the dataset.
+        numerical_bin: row-major numericals, those of the first split first.
         columns: summary per feature.
         splits: rows and clicks per split; ids that are 0 may be missing.
         config: options.
         table: description.
     """
     distributions = read_distributions(
-        directory / next(iter(splits)) / "numerical.bin",
+        numerical_bin,
         list(table.numerical_names),
         config.numerical_dtype.name,
+        next(iter(splits.values())).rows,
     )
     for name, distribution in distributions.items():
         columns[name].distribution = distribution

@@ -188,7 +188,6 @@ def _write(
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
     encoded = _encode(config, work, store, splits, counted, progress)
-    clicks = _write_plain(dataset, work, store, splits, progress)
     columns = _missing_numericals(store, counted) | {
         name: ColumnSummary(
             1 - column.seen / len(counted),
@@ -201,15 +200,24 @@ def _write(
     }
     summaries = {
         split: SplitSummary(
-            len(rows), clicks[split], {name: encoded[name].zeros[split] for name in CATEGORICAL}
+            len(rows),
+            _clicks(store, rows),
+            {name: encoded[name].zeros[split] for name in CATEGORICAL},
         )
         for split, rows in splits.items()
     }
     if config.on_bad is OnBad.quarantine:
         shutil.copyfile(work.directory / "bad_rows.tsv", dataset / "bad_rows.tsv")
     table = criteo_table(config)
-    with progress.stage("draw the report"):
-        draw_report(dataset, columns, summaries, config, table)
+    drawn = dataset, store.numerical.path, columns, summaries, config, table
+    with (
+        progress.stage("write labels and numericals, draw the report"),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        # The thread that may be interrupted has the longer work.
+        report = pool.submit(draw_report, *drawn)
+        _write_plain(dataset, work, store, splits)
+        report.result()
     written = WrittenColumns(
         categorical=[CategoricalFeature.of(name, encoded[name].kept + 1) for name in CATEGORICAL],
         files=work.state["files"],
@@ -338,36 +346,34 @@ def _encode_all(
     return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
 
 
-def _write_plain(
-    dataset: Path, work: Work, store: ColumnStore, splits: dict[str, range], progress: Progress
-) -> dict[str, int]:
-    """Write labels and numericals of every split; return the clicks."""
-    done = work.state.setdefault("clicks", {})
-    with progress.stage("write labels and numericals"):
-        for split, rows in splits.items():
-            if split in done:
-                continue
-            clicks = 0
-            with GrowingFile(dataset, f"{split}/label.bin") as file:
-                for _, values in store.label.chunks(rows, CHUNK_ROWS):
-                    clicks += int(values.sum())
+def _clicks(store: ColumnStore, rows: range) -> int:
+    return sum(int(values.sum()) for _, values in store.label.chunks(rows, CHUNK_ROWS))
+
+
+def _write_plain(dataset: Path, work: Work, store: ColumnStore, splits: dict[str, range]) -> None:
+    """Write labels and numericals of every split."""
+    done = work.state.setdefault("plain", [])
+    for split, rows in splits.items():
+        if split in done:
+            continue
+        for name, column in (("label", store.label), ("numerical", store.numerical)):
+            with GrowingFile(dataset, f"{split}/{name}.bin") as file:
+                for _, values in column.chunks(rows, CHUNK_ROWS):
                     file.append(values)
-            files = file.record
-            with GrowingFile(dataset, f"{split}/numerical.bin") as file:
-                for _, values in store.numerical.chunks(rows, CHUNK_ROWS):
-                    file.append(values)
-            work.state["files"] |= files | file.record
-            done[split] = clicks
-            work.save()
-    return done
+            work.state["files"] |= file.record
+        done.append(split)
+        work.save()
 
 
 def _missing_numericals(store: ColumnStore, counted: range) -> dict[str, ColumnSummary]:
     """Return the fraction of missing values per numerical in the rows `counted`."""
-    missing = np.zeros(len(NUMERICAL), np.int64)
+    # Rows by which of their numericals are missing, of which there are few kinds.
+    num_bytes = store.missing.width
+    rows_of = np.zeros(1 << 8 * num_bytes, np.int64)
     for _, bits in store.missing.chunks(counted, CHUNK_ROWS):
-        bits = bits.reshape(len(bits), -1)
-        missing += np.unpackbits(bits, axis=1, count=len(NUMERICAL)).sum(axis=0, dtype=np.int64)
+        rows_of += np.bincount(bits.view(f"<u{num_bytes}").ravel(), minlength=len(rows_of))
+    kinds = np.arange(len(rows_of), dtype=f"<u{num_bytes}").view("u1").reshape(-1, num_bytes)
+    missing = rows_of @ np.unpackbits(kinds, axis=1, count=len(NUMERICAL))
     return {
         name: ColumnSummary(int(count) / len(counted), rows=len(counted))
         for name, count in zip(NUMERICAL, missing, strict=True)

@@ -36,18 +36,19 @@ class Distribution:
 
 
 def read_distributions(
-    numerical_bin: Path, names: list[str], dtype: str
+    numerical_bin: Path, names: list[str], dtype: str, num_rows: int
 ) -> dict[str, Distribution]:
     """Return the distribution of each feature; nothing if there are no features or no rows.
 
     Args:
-        numerical_bin: row-major values of a split.
+        numerical_bin: row-major values, those of the split first.
         names: features, in the order of the columns.
         dtype: of the file.
+        num_rows: rows of the split.
     """
-    if not names or not numerical_bin.stat().st_size:
+    if not names or not num_rows:
         return {}
-    stored = np.memmap(numerical_bin, dtype=dtype, mode="r").reshape(-1, len(names))
+    stored = np.memmap(numerical_bin, dtype, "r", shape=(num_rows, len(names)))
     return {
         name: _distribution(column.astype(np.float64))
         for name, column in zip(names, _spaced_rows(stored).T, strict=True)

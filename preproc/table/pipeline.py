@@ -352,7 +352,8 @@ class _Run:
             }
             if self._writers == 1:
                 wait(features.values())
-            draw_report(dataset, columns, summaries, config, table)
+            numerical_bin = dataset / next(iter(summaries)) / "numerical.bin"
+            draw_report(dataset, numerical_bin, columns, summaries, config, table)
             kept.result()
             nonzeros: dict[str, dict[str, int]] = {split: {} for split in self.splits}
             for name, counts in features.items():

@@ -65,7 +65,8 @@ def peak_bytes(*options: str) -> int:
     """Run the command and return the largest resident set of a process of it."""
     code = (
         "import resource, subprocess, sys\n"
-        "subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)\n"
+        "code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode\n"
+        "if code: sys.exit(code)\n"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
     )
     run = subprocess.run(
@@ -73,8 +74,8 @@ def peak_bytes(*options: str) -> int:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        check=True,
     )
+    assert run.returncode == 0, run.stderr
     return int(run.stdout)
 
 

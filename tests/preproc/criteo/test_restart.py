@@ -217,7 +217,7 @@ def test_a_run_to_another_output_does_not_resume_from_the_files_of_the_first(tmp
 def test_a_run_whose_files_were_removed_writes_them_again(tmp_path, monkeypatch, lost):
     options = [f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}"]
     preproc(*options, f"output={tmp_path / 'wanted'}")
-    stopped_at("_missing_numericals", monkeypatch, *options, f"output={tmp_path / 'out'}")
+    stopped_at("complete_dataset", monkeypatch, *options, f"output={tmp_path / 'out'}")
     [dataset] = tmp_path.glob(".out.partial-*")
     if lost:
         (dataset / lost).unlink()
@@ -235,8 +235,8 @@ def test_runs_that_work_in_two_places_never_share_a_dataset(tmp_path, monkeypatc
         [*options, "shuffle=true", f"seed={n}", f"temp_directory={tmp_path / n}"] for n in "12"
     )
     preproc(*one[:1], f"output={tmp_path / 'wanted'}", *one[2:])
-    stopped_at("_missing_numericals", monkeypatch, *one)
-    stopped_at("_missing_numericals", monkeypatch, *two)
+    stopped_at("complete_dataset", monkeypatch, *one)
+    stopped_at("complete_dataset", monkeypatch, *two)
     preproc(*one)
     assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
     assert not list(tmp_path.glob(".out.*"))
@@ -293,7 +293,7 @@ def test_other_test_rows_leave_nothing_of_the_splits_before(tmp_path, monkeypatc
         name = f"{wanted}"
         preproc(*options, *tests[wanted], f"output={tmp_path / 'wanted' / name}")
         output = f"output={tmp_path / 'out' / name}"
-        stopped_at("_missing_numericals", monkeypatch, *options, *tests[before], output)
+        stopped_at("complete_dataset", monkeypatch, *options, *tests[before], output)
         preproc(*options, *tests[wanted], output)
         assert all_files(tmp_path / "out" / name) == all_files(tmp_path / "wanted" / name)
 

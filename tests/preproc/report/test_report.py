@@ -14,7 +14,7 @@ FACTS = ReportFacts("shop", {"train": SplitSummary(900, 90), "test": SplitSummar
 def distribution(tmp_path, values):
     path = tmp_path / "numerical.bin"
     np.asarray(values, "<f4").tofile(path)
-    return read_distributions(path, ["x"], "float32")["x"]
+    return read_distributions(path, ["x"], "float32", len(values))["x"]
 
 
 def categorical(*, covered: bool = True) -> ColumnSummary:
@@ -58,10 +58,10 @@ def test_many_rows_are_read_in_blocks_from_the_first_to_the_last(tmp_path):
 
 def test_the_columns_of_a_split_are_told_apart(tmp_path):
     path = tmp_path / "numerical.bin"
-    np.array([[1, 5], [3, 9]], "<f2").tofile(path)
-    found = read_distributions(path, ["a", "b"], "float16")
+    np.array([[1, 5], [3, 9], [100, 100]], "<f2").tofile(path)
+    found = read_distributions(path, ["a", "b"], "float16", 2)
     assert (found["a"].mean, found["b"].mean) == (2, 7)
-    assert read_distributions(tmp_path / "absent", [], "float16") == {}
+    assert read_distributions(tmp_path / "absent", [], "float16", 2) == {}
 
 
 def test_numericals_have_their_distribution_and_categoricals_their_coverage(tmp_path, drawn):
