@@ -361,11 +361,6 @@ def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
     expanded = config.data.multi_hot.hotness is not None
     for is_set, option, reason in (
         (expanded, "data.multi_hot.hotness", "draws further ids, not keys; set it to null"),
-        (
-            config.mode is Mode.train and config.checkpoint.delta_every is not None,
-            "checkpoint.delta_every",
-            "writes rows without their keys, which change; set it to null, and export checkpoints",
-        ),
     ):
         if is_set:
             raise ValueError(

@@ -23,8 +23,8 @@ from configs.stop_signals import restore_signals
 from nn.checkpoint.directory import read_facts
 from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
 from nn.deltas.chain import open_chain
-from nn.deltas.delta import Delta, Link, chain_of
-from nn.deltas.table_rows import ReplayedTable
+from nn.deltas.delta import KEYS, Delta, Link, chain_of
+from nn.deltas.table_rows import ReplayedKeys, ReplayedTable
 from nn.export.array_files import ArraySource
 from nn.export.tables import Exported, Selection, check_output, write_export
 
@@ -53,6 +53,7 @@ def replay(
     tensors: dict[str, ArraySource] = dict(last.dense)
     for name in last.tables:
         tensors[f"tables.{name}.weight"] = _table(name, index, chain, base)
+    tensors |= _keys(index, chain, base)
     facts = last.checkpoint_facts
     exported = Exported(f"step_{last.end.step}", list(last.tables), tensors, facts)
     is_tf2 = format is ExportFormat.tf2
@@ -90,6 +91,22 @@ def _table(name: str, index: TensorIndex, chain: Sequence[Delta], base: Path) ->
     table = ReplayedTable(name, stored, chain)
     table.check()
     return table
+
+
+def _keys(index: TensorIndex, chain: Sequence[Delta], base: Path) -> dict[str, ReplayedKeys]:
+    """Return the raw keys of rows after all deltas, by the name of the tensor."""
+    found = {}
+    for name, stored in index.tensors.items():
+        if name.startswith(KEYS) and name.endswith(".keys"):
+            of_map = name.removeprefix(KEYS).removesuffix(".keys")
+            found[name] = ReplayedKeys(of_map, stored, chain)
+            found[name].check()
+    lacking = next((keys for keys in chain[-1].keys if f"{KEYS}{keys}.keys" not in found), None)
+    if lacking is not None:
+        raise ValueError(
+            f"base={base} has no raw keys of {lacking}; name the base and the deltas of one model"
+        )
+    return found
 
 
 def summary(chain: Sequence[Delta], output: str) -> str:

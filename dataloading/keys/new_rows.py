@@ -1,5 +1,6 @@
 """Rows of a table that got other keys; nothing here needs Numba."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,3 +24,41 @@ class NewRows:
 
     rows: np.ndarray
     keys: np.ndarray
+
+
+class RekeyedRows:
+    """The rows that got other keys since they were last taken, with their present keys: 8 bytes per row of a table.
+
+    Args:
+        rows: of each table for raw keys, by the name of its map.
+    """
+
+    def __init__(self, rows: Mapping[str, int]) -> None:
+        # 0, which is no key, of the other rows.
+        self._keys = {name: np.zeros(count, np.int64) for name, count in rows.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows of each table."""
+        return {name: len(keys) for name, keys in self._keys.items()}
+
+    def add(self, new_rows: Mapping[str, NewRows]) -> None:
+        """Note the rows that a step gives to other keys."""
+        for name, new in new_rows.items():
+            self._keys[name][new.rows] = new.keys
+
+    def take(self) -> dict[str, NewRows]:
+        """Return the rows of every table, and forget them."""
+        taken = {}
+        for name, keys in self._keys.items():
+            rows = np.flatnonzero(keys)
+            taken[name] = NewRows(rows, keys[rows])
+            keys[rows] = 0
+        return taken
+
+    def put_back(self, taken: Mapping[str, NewRows]) -> None:
+        """Note rows again that were taken; those that have got yet another key meanwhile keep it."""
+        for name, before in taken.items():
+            keys = self._keys[name]
+            is_older = keys[before.rows] == 0
+            keys[before.rows[is_older]] = before.keys[is_older]

@@ -7,7 +7,8 @@
 
 Tensors: `tables.<table>.ids` (`nn.deltas.row_ids`), the rows that changed; `tables.<table>.weight`, these rows, [n, columns];
 `tables.<table>.tombstones`, encoded like ids, the rows whose values are retired; `dense.<name>` and `dense_ema.<name>`, the
-dense component, complete.
+dense component, complete. Of a model with raw keys also `keys.<table>.rows`, encoded like ids, the rows that got other keys, and
+`keys.<table>.keys`, their keys, int64 [n].
 
 `chain` names the state that the delta leads to: its step, and an identity, a hash of the parent's identity and of all that the
 delta holds. A checkpoint of the same step has the same `chain`. So a state has one name, and a chain cannot be mended.
@@ -28,9 +29,12 @@ from nn.checkpoint.tensor_index import INDEX_FILE, StoredTensor, TensorIndex, re
 
 FOLDER = "deltas"
 """Folder of a run directory."""
-FORMAT = 1
+FORMAT = 2
+"""Deltas without keys are of format 1, which earlier versions read too."""
 CHAIN = "chain"
 """Entry of run.json that names the state, of checkpoints of a run with deltas too."""
+KEYS = "keys."
+"""Prefix of the tensors of raw keys."""
 TABLE_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -54,6 +58,14 @@ class TableChange:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyChange:
+    """Keys of a table for raw keys in a delta: its rows, and how many got another key."""
+
+    rows: int
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A delta whose facts and index were read and checked.
 
@@ -64,6 +76,7 @@ class Delta:
         parent: the state before it.
         end: the state after it.
         tables: changes by table, in the order of the features.
+        keys: changes of raw keys, by the name of their map.
     """
 
     path: Path
@@ -72,6 +85,7 @@ class Delta:
     parent: Link
     end: Link
     tables: dict[str, TableChange]
+    keys: dict[str, KeyChange]
 
     def ids_of(self, table: str) -> StoredTensor | None:
         """Return the encoded numbers of a table's rows that changed; None if there are none."""
@@ -85,11 +99,19 @@ class Delta:
         """Return the rows of a table that changed."""
         return self.index.tensors[f"tables.{table}.weight"]
 
+    def rekeyed_rows_of(self, keys: str) -> StoredTensor | None:
+        """Return the encoded numbers of the rows that got other keys of a map; None if there are none."""
+        return self.index.tensors.get(f"{KEYS}{keys}.rows")
+
+    def keys_of(self, keys: str) -> StoredTensor | None:
+        """Return the keys of these rows."""
+        return self.index.tensors.get(f"{KEYS}{keys}.keys")
+
     @property
     def dense(self) -> dict[str, StoredTensor]:
         """Return the tensors of the dense component."""
         tensors = self.index.tensors.items()
-        return {name: tensor for name, tensor in tensors if not name.startswith("tables.")}
+        return {name: t for name, t in tensors if not name.startswith(("tables.", KEYS))}
 
     @property
     def checkpoint_facts(self) -> dict[str, Any]:
@@ -97,18 +119,30 @@ class Delta:
         return {name: value for name, value in self.facts.items() if name != DELTA}
 
 
-def identity(parent: Link, step: int, tables: Mapping[str, TableChange], index_bytes: bytes) -> str:
+def identity(
+    parent: Link,
+    step: int,
+    tables: Mapping[str, TableChange],
+    keys: Mapping[str, KeyChange],
+    index_bytes: bytes,
+) -> str:
     """Return the identity of the state after a delta, 32 hex digits."""
-    described = [asdict(parent), step, {name: asdict(table) for name, table in tables.items()}]
+    described = [asdict(parent), step, _described(tables)] + [_described(keys)] * bool(keys)
     digest = hashlib.sha256(json.dumps(described).encode())
     digest.update(index_bytes)
     return digest.hexdigest()[:32]
 
 
-def delta_facts(parent: Link, tables: Mapping[str, TableChange]) -> dict[str, Any]:
+def delta_facts(
+    parent: Link, tables: Mapping[str, TableChange], keys: Mapping[str, KeyChange]
+) -> dict[str, Any]:
     """Return the entry `delta` of run.json."""
-    described = {name: asdict(table) for name, table in tables.items()}
-    return {"format": FORMAT, "parent": asdict(parent), "tables": described}
+    facts = {"format": 1, "parent": asdict(parent), "tables": _described(tables)}
+    return facts | {"format": FORMAT, "keys": _described(keys)} if keys else facts
+
+
+def _described(changes: Mapping[str, TableChange | KeyChange]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(change) for name, change in changes.items()}
 
 
 def chain_of(facts: Mapping[str, Any]) -> Link | None:
@@ -140,12 +174,12 @@ def read_delta(path: Path) -> Delta:
     if damage is not None:
         raise ValueError(damage)
     parent, end = _link(info.get("parent"), "parent"), chain_of(facts)
-    tables = _tables(info.get("tables"))
+    tables, keys = _tables(info.get("tables")), _keys(info.get("keys", {}))
     if end is None or end.step != facts["num_steps"] or parent.step >= end.step:
         raise ValueError(f"it leads from step {parent.step} to {shown(facts.get(CHAIN))}")
-    if end.id != identity(parent, end.step, tables, read_regular(path / INDEX_FILE)):
+    if end.id != identity(parent, end.step, tables, keys, read_regular(path / INDEX_FILE)):
         raise ValueError("its identity is not that of its content")
-    delta = Delta(path, facts, read_index(path), parent, end, tables)
+    delta = Delta(path, facts, read_index(path), parent, end, tables, keys)
     _check_tensors(delta)
     return delta
 
@@ -172,8 +206,19 @@ def _tables(value: Any) -> dict[str, TableChange]:
     return tables
 
 
+def _keys(value: Any) -> dict[str, KeyChange]:
+    try:
+        keys = {name: KeyChange(**entry) for name, entry in value.items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"its keys are malformed ({shown(error)})") from None
+    for name, change in keys.items():
+        if not is_count(change.rows) or not is_count(change.changed):
+            raise ValueError(f"its keys of {shown(name)} are malformed")
+    return keys
+
+
 def _check_tensors(delta: Delta) -> None:
-    """Raise ValueError unless every table has the rows that its entry says."""
+    """Raise ValueError unless every table has the rows, and every map the keys, that its entry says."""
     if list(delta.index.tables) != list(delta.tables):
         raise ValueError("its index has other tables than its run.json")
     for name, table in delta.tables.items():
@@ -189,3 +234,12 @@ def _check_tensors(delta: Delta) -> None:
         for encoded in (ids, delta.tombstones_of(name)):
             if encoded is not None and (encoded.dtype != "uint8" or len(encoded.size) != 1):
                 raise ValueError(f"table {shown(name)} has malformed numbers of rows")
+    for name, change in delta.keys.items():
+        rows, keys = delta.rekeyed_rows_of(name), delta.keys_of(name)
+        found = None if keys is None else (keys.dtype, keys.size)
+        if (rows is None) != (keys is None) or found != (
+            ("int64", (change.changed,)) if change.changed else None
+        ):
+            raise ValueError(f"the keys of {shown(name)} are not {change.changed:,}")
+        if rows is not None and (rows.dtype != "uint8" or len(rows.size) != 1):
+            raise ValueError(f"the keys of {shown(name)} have malformed numbers of rows")

@@ -1,4 +1,4 @@
-"""Rows of a table after a chain of deltas, block by block: memory depends neither on the table nor on the deltas."""
+"""Rows of a table, and their raw keys, after a chain of deltas, block by block: memory depends on none of them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,41 @@ from nn.deltas.row_ids import decode_ids
 
 
 class ChangedRows:
-    """The rows of a table that a delta changes, read in ascending order.
+    """The rows of a table, or the raw keys of rows, that a delta changes, read in ascending order.
 
     Args:
-        delta: to read.
-        table: name of the table.
+        title: for messages.
+        ids: encoded numbers of the rows; None if there are none.
+        rows: their values.
+        dtype: of the values if there are none.
 
     Attributes:
-        dtype: of the rows.
+        dtype: of the values.
     """
 
-    def __init__(self, delta: Delta, table: str) -> None:
-        ids = delta.ids_of(table)
-        self._name = f"{delta.path}: table {table}"
-        self._change = delta.tables[table]
+    def __init__(
+        self, title: str, ids: StoredTensor | None, rows: StoredTensor | None, dtype: str
+    ) -> None:
+        self._title = title
+        self._count = 0 if rows is None else rows.size[0]
         self._pieces = iter(()) if ids is None else decode_ids(ids)
         self._ids = np.empty(0, np.int64)
-        self._rows = None if ids is None else RowReader(delta.rows_of(table))
-        self.dtype = self._change.dtype if ids is None else delta.rows_of(table).dtype
+        self._rows = None if rows is None else RowReader(rows)
+        self.dtype = dtype if rows is None else rows.dtype
         self._done = 0
+
+    @classmethod
+    def of_table(cls, delta: Delta, table: str) -> "ChangedRows":
+        """Return the weights of the rows of a table."""
+        ids = delta.ids_of(table)
+        rows = None if ids is None else delta.rows_of(table)
+        return cls(f"{delta.path}: table {table}", ids, rows, delta.tables[table].dtype)
+
+    @classmethod
+    def of_keys(cls, delta: Delta, keys: str) -> "ChangedRows":
+        """Return the raw keys of the rows of a map."""
+        title = f"{delta.path}: keys of {keys}"
+        return cls(title, delta.rekeyed_rows_of(keys), delta.keys_of(keys), "int64")
 
     def before(self, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the numbers, int64 [n], and the values [n, columns] of the next rows below `end`.
@@ -44,16 +60,16 @@ class ChangedRows:
             if not count:
                 return
             ids, self._ids = self._ids[:count], self._ids[count:]
-            if self._done + count > self._change.touched:
-                raise ValueError(f"{self._name} has more numbers of rows than rows")
+            if self._done + count > self._count:
+                raise ValueError(f"{self._title} has more numbers of rows than rows")
             assert self._rows is not None, "there are numbers of rows"
             yield ids, self._rows.rows(self._done, self._done + count)
             self._done += count
 
     def check_end(self) -> None:
         """Raise ValueError unless all rows were read, and belong to the table."""
-        if self._done != self._change.touched or len(self._ids) or next(self._pieces, None):
-            raise ValueError(f"{self._name} has rows that do not exist, or lacks some")
+        if self._done != self._count or len(self._ids) or next(self._pieces, None):
+            raise ValueError(f"{self._title} has rows that do not exist, or lacks some")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +116,7 @@ class ReplayedTable:
             ValueError: a file is damaged, or a row is in no file.
         """
         num_rows, columns = self.size
-        changes = [ChangedRows(delta, self.table) for delta in self.deltas]
+        changes = [ChangedRows.of_table(delta, self.table) for delta in self.deltas]
         base = RowReader(self.base)
         step = rows_per_block(self.size, "float32")
         for first in range(0, num_rows, step):
@@ -124,6 +140,69 @@ class ReplayedTable:
             yield block
         for change in changes:
             change.check_end()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedKeys:
+    """The raw keys of the rows of a map after deltas; an `ArraySource` of exports.
+
+    Attributes:
+        keys: name of the map.
+        base: the keys before the deltas, int64 [rows].
+        deltas: in order.
+    """
+
+    keys: str
+    base: StoredTensor
+    deltas: Sequence[Delta]
+
+    @property
+    def dtype(self) -> str:
+        """Return int64."""
+        return "int64"
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Rows after the last delta."""
+        return (self.deltas[-1].keys[self.keys].rows,)
+
+    def check(self) -> None:
+        """Raise ValueError unless the base and all deltas are of one map, which may grow."""
+        check_key_rows(self.keys, self.base.size[0], self.deltas)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield the keys in order, [n].
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        changes = [ChangedRows.of_keys(delta, self.keys) for delta in self.deltas]
+        base, (num_rows,) = RowReader(self.base), self.size
+        step = rows_per_block(self.size, self.dtype)
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            block = np.zeros(last - first, np.int64)
+            in_base = max(0, min(last, self.base.size[0]) - first)
+            if in_base:
+                block[:in_base] = base.rows(first, first + in_base)
+            for change in changes:
+                for rows, keys in change.before(last):
+                    block[rows - first] = keys
+            yield block
+        for change in changes:
+            change.check_end()
+
+
+def check_key_rows(keys: str, rows: int, deltas: Sequence[Delta]) -> None:
+    """Raise ValueError unless all deltas have the keys of a map of `rows` rows, which may grow."""
+    for delta in deltas:
+        change = delta.keys.get(keys)
+        if change is None or change.rows < rows:
+            got = "none" if change is None else f"those of {change.rows:,}"
+            raise ValueError(
+                f"deltas: {delta.path}: {keys} has raw keys of {rows:,} rows, and the delta {got}; name deltas of the same model"
+            )
+        rows = change.rows
 
 
 def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:

@@ -18,13 +18,15 @@ from configs.messages import os_error_text
 from configs.schema import CheckpointConfig, DeltaType
 from dataloading.dataset.documents import read_regular
 from dataloading.dataset.durable_files import sync_directory
+from dataloading.keys.new_rows import NewRows
 from nn.checkpoint.directory import DELTA, clear, commit, list_checkpoints, remove, unfinished
 from nn.checkpoint.tensor_index import INDEX_FILE, UnreadableError
-from nn.deltas.delta import CHAIN, Link, delta_facts, identity
+from nn.deltas.delta import CHAIN, KEYS, KeyChange, Link, delta_facts, identity
 from nn.deltas.files import TakenRows, WrittenPart, changes, write_index, write_part
 from nn.deltas.row_ids import encode_ids
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.sharding.sharded_tables import ShardedTables
+from nn.sharding.tables import TouchedShard
 
 THREAD_NAME = "delta-writer"
 FREE_MEMORY = 0.5
@@ -93,6 +95,7 @@ class DeltaWriter:
         self._error: BaseException | None = None
         self._taken: list[TakenRows] = []
         self._retired: dict[str, np.ndarray] = {}
+        self._rekeyed: dict[str, NewRows] = {}
         if run.start is not None:
             self._clear()
         for one in tables.touched_shards():
@@ -157,6 +160,7 @@ class DeltaWriter:
     def _take(self) -> None:
         """Copy the changed rows of this rank's shards, and forget which they were."""
         shards = self._tables.touched_shards()
+        self._take_keys(shards)
         for lost in self._taken:  # of a delta that could not be written
             shards[lost.position].touched[lost.ids] = 1
         self._taken = []
@@ -166,6 +170,19 @@ class DeltaWriter:
                 place = (shard.table, position, shard.row_offset, shard.column_offset)
                 self._taken.append(TakenRows(*place, ids, self._rows(shard.weight, ids)))
         self._tables.clear_touched()
+
+    def _take_keys(self, shards: Sequence[TouchedShard]) -> None:
+        """Take the rows that got other keys, which have other weights then, whether an update changes them or not."""
+        if self._tables.rekeyed is None:
+            return
+        self._tables.rekeyed.put_back(self._rekeyed)  # of a delta that could not be written
+        self._rekeyed = self._tables.rekeyed.take()
+        for one in shards:
+            of_map = self._rekeyed.get(self._tables.keys_of.get(one.shard.table, ""))
+            if of_map is not None:
+                rows = of_map.rows - one.shard.row_offset
+                mine = rows[(rows >= 0) & (rows < len(one.shard.weight))]
+                one.touched[torch.from_numpy(mine).to(one.touched.device)] = 1
 
     def _rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Return a copy of rows, on a GPU if it has room, so that training need not wait for the copy to the host."""
@@ -183,12 +200,16 @@ class DeltaWriter:
         return weight.index_select(0, ids.to(weight.device)).to(dtype)
 
     def _further(self) -> dict[str, Tensor]:
-        """Return the tensors that rank 0 writes beside the rows: a copy of the dense component, and the tombstones."""
+        """Return the tensors that rank 0 writes beside the rows: a copy of the dense component, tombstones, and raw keys."""
         if not self._ranks.is_rank0:
             return {}
         further = {name: value.detach().clone() for name, value in self._dense().items()}
         for table, rows in self._retired.items():
             further[f"tables.{table}.tombstones"] = torch.from_numpy(encode_ids(rows))
+        for name, new in self._rekeyed.items():
+            if len(new.rows):
+                further[f"{KEYS}{name}.rows"] = torch.from_numpy(encode_ids(new.rows))
+                further[f"{KEYS}{name}.keys"] = torch.from_numpy(new.keys)
         return further
 
     def _event(self) -> "torch.cuda.Event | None":
@@ -222,7 +243,7 @@ class DeltaWriter:
             done.set_exception(error)
             return
         if end is not None:
-            self.end, self._taken, self._retired = end, [], {}
+            self.end, self._taken, self._retired, self._rekeyed = end, [], {}, {}
             done.set_result(end)
             return
         done.set_exception(ValueError(f"its delta could not be written: {problem}"))
@@ -243,16 +264,21 @@ class DeltaWriter:
         except OSError as error:
             return os_error_text(error)
 
+    def _key_changes(self) -> dict[str, KeyChange]:
+        sizes = {} if self._tables.rekeyed is None else self._tables.rekeyed.sizes
+        return {n: KeyChange(rows, len(self._rekeyed[n].rows)) for n, rows in sizes.items()}
+
     def _commit(self, num_steps: int, facts: dict[str, Any], parts: Sequence[WrittenPart]) -> Link:
         """Write index and facts, and complete the delta; return the state that it leads to."""
         directory = unfinished(self._directory, num_steps)
         described = self._tables.described
         write_index(directory, list(described), parts)
         tables = changes(described, parts, self._retired)
+        keys = self._key_changes()
         parent = self.end
         index_bytes = read_regular(directory / INDEX_FILE)
-        end = Link(identity(parent, num_steps, tables, index_bytes), num_steps)
-        facts = facts | {CHAIN: asdict(end), DELTA: delta_facts(parent, tables)}
+        end = Link(identity(parent, num_steps, tables, keys, index_bytes), num_steps)
+        facts = facts | {CHAIN: asdict(end), DELTA: delta_facts(parent, tables, keys)}
         commit(self._directory, num_steps, facts)
         try:
             # Before a checkpoint that it leads to.

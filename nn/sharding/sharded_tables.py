@@ -17,7 +17,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.keys.new_rows import NewRows
+from dataloading.keys.new_rows import NewRows, RekeyedRows
 from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.declared_tables import id_counts, initial_bound, keyed_tables, lookups_of
 from nn.embedding.local_tables import LocalTable, UpdateScalars
@@ -58,6 +58,8 @@ class ShardedTables:
         multi_hot: expansion of ids, on the ranks that hold the tables.
 
     Attributes:
+        keys_of: the map that has the keys of a table for raw keys, by the name of the table.
+        rekeyed: rows of tables for raw keys that got other keys, if rows are tracked.
         rank_tables: what `StaticEmbeddings` looks up and updates.
         tier: this rank's tables whose rows lie in host memory or on disk; None without any.
     """
@@ -98,12 +100,9 @@ class ShardedTables:
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
         placement = self._placement(settings.tracks_rows)
         self._requested = placement.requested
-        self._resets = RowResets(self._keyed_shards(spec), settings.seed)
-        self._touched = self._touched_replicas = None
-        if settings.tracks_rows:
-            self._touched = TouchedRows(placement.owned, ranks.device)
-            rows = [len(replica) for replica in self._replicas.values()]
-            self._touched_replicas = TouchedReplicas(rows, ranks.device)
+        self.keys_of = keyed_tables(declared, spec)
+        self._resets = RowResets(self._keyed_shards(), settings.seed)
+        self._track(spec, placement, settings.tracks_rows)
         self.rank_tables = RankTables(
             placement=placement,
             widths=[
@@ -122,6 +121,19 @@ class ShardedTables:
             channels=Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings")),
             touched=self._touched,
         )
+
+    def _track(self, spec: FeatureSpec, placement: Placement, tracks_rows: bool) -> None:
+        """Begin to note the rows that change, if deltas are written."""
+        self._touched: TouchedRows | None = None
+        self._touched_replicas: TouchedReplicas | None = None
+        self.rekeyed: RekeyedRows | None = None
+        if tracks_rows:
+            device = self._ranks.device
+            self._touched = TouchedRows(placement.owned, device)
+            self._touched_replicas = TouchedReplicas(
+                [len(replica) for replica in self._replicas.values()], device
+            )
+            self.rekeyed = _rekeyed_rows(spec)
 
     def _new_scalars(self, settings: TableSettings) -> UpdateScalars:
         """Return the scalars of the update; the step is one of them if the optimizer uses it, or weights are rounded."""
@@ -536,9 +548,9 @@ class ShardedTables:
             replica.grad = gradient
         self._replicas_optimizer.step()
 
-    def _keyed_shards(self, spec: FeatureSpec) -> list[KeyedShard]:
+    def _keyed_shards(self) -> list[KeyedShard]:
         """Return this rank's shards of tables for raw keys, in the order of their memory."""
-        keys_of = keyed_tables(list(self._declared.values()), spec)
+        keys_of = self.keys_of
 
         def keyed(
             name: str, weight: Tensor, states: list[Tensor], offsets: list[int]
@@ -569,6 +581,8 @@ class ShardedTables:
     def write_new_rows(self, new_rows: Mapping[str, NewRows]) -> None:
         """Give rows of tables for raw keys to other keys, before the batch that has them is looked up."""
         self._resets.write(new_rows)
+        if self.rekeyed is not None:
+            self.rekeyed.add(new_rows)
 
     def train(self, mode: bool = True) -> None:
         """Count the traffic of tables in host memory in training only; lookups are the same in evaluation."""
@@ -711,3 +725,9 @@ def _joined(tensors: Sequence[Tensor], rows: int) -> Tensor:
     return first.as_strided(
         shape, torch.empty(shape, device="meta").stride(), first.storage_offset()
     )
+
+
+def _rekeyed_rows(spec: FeatureSpec) -> RekeyedRows:
+    """Return the tables for raw keys, of which no row has got another key."""
+    tables = spec.dynamic_tables.items()
+    return RekeyedRows({name: spec.categorical[first].cardinality for name, (first, *_) in tables})

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -28,10 +29,11 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
-from nn.deltas.table_rows import ChangedRows, converted
+from nn.deltas.table_rows import ChangedRows, check_key_rows, converted
 from serving.exporting.raw_values import VOCABULARY, write_raw_values
 from serving.exporting.tables import quantize
 from serving.inference.dense import check_archive
+from serving.inference.key_rows import KeyRows, write_key_rows
 from serving.inference.versions import load_version
 from serving.manifest import (
     AOTI,
@@ -41,6 +43,7 @@ from serving.manifest import (
     ONNX,
     TABLE_BYTES,
     Feature,
+    KeyFile,
     Manifest,
     Table,
     describe_files,
@@ -103,9 +106,11 @@ def _write(
     directory: Path,
 ) -> Manifest:
     new_raw = spec is not None and manifest.raw is not None
+    of_keys = {file.name for file in manifest.keys.values()}
     for name in manifest.files:
-        # The others would be of the old weights, or of the old vocabularies.
-        if name not in (DENSE, ONNX, AOTI) and not (new_raw and name.startswith(f"{VOCABULARY}/")):
+        # The others would be of the old weights, of the old vocabularies, or of evicted keys.
+        is_old = name in of_keys or (new_raw and name.startswith(f"{VOCABULARY}/"))
+        if name not in (DENSE, ONNX, AOTI) and not is_old:
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, directory / name)
     values = {name: getattr(manifest, name) for name in Manifest.__slots__}
@@ -114,6 +119,7 @@ def _write(
         for delta in chain:
             rows = _apply(directory, manifest.dtype, table, rows, delta, may_grow=spec is not None)
     values["tables"] = [replace(t, rows=chain[-1].tables[t.name].rows) for t in manifest.tables]
+    values["keys"] = _apply_keys(base, manifest, chain, directory)
     if spec is not None:
         values["categorical"] = [
             Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical
@@ -158,7 +164,7 @@ def _apply(
         )
     weights, scales = _opened(directory, dtype, table, change.rows)
     num_new = 0
-    changed = ChangedRows(delta, table.name)
+    changed = ChangedRows.of_table(delta, table.name)
     for ids, values in changed.before(change.rows):
         num_new += int(np.count_nonzero(ids >= rows))
         values = np.ascontiguousarray(converted(values, changed.dtype, "float32"))
@@ -179,6 +185,30 @@ def _apply(
             f"{change.rows - rows:,} new ones are in the delta; copy the deltas again"
         )
     return change.rows
+
+
+def _apply_keys(
+    base: Path, manifest: Manifest, chain: Sequence[Delta], directory: Path
+) -> dict[str, KeyFile]:
+    """Write the rows of raw keys after the deltas; return their files by feature."""
+    files = {}
+    for file in dict.fromkeys(manifest.keys.values()):
+        table = unquote(Path(file.name).stem)
+        [*_, num_rows] = (
+            feature.cardinality
+            for feature in manifest.categorical
+            if manifest.keys.get(feature.name) == file
+        )
+        check_key_rows(table, num_rows, chain)
+        num_rows = chain[-1].keys[table].rows
+        keys = KeyRows(base / file.name, file.count).by_row(num_rows)
+        for delta in chain:
+            changed = ChangedRows.of_keys(delta, table)
+            for rows, values in changed.before(num_rows):
+                keys[rows] = values
+            changed.check_end()
+        files[file] = write_key_rows(directory, table, keys)
+    return {feature: files[file] for feature, file in manifest.keys.items()}
 
 
 def _opened(

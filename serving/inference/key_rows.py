@@ -55,6 +55,12 @@ class KeyRows:
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[places] == keys, self._rows[places], 0).astype(np.int64)
 
+    def by_row(self, num_rows: int) -> np.ndarray:
+        """Return the key of each row, int64 [num_rows]; 0 of rows without one."""
+        keys = np.zeros(num_rows, np.int64)
+        keys[self._rows] = self._keys
+        return keys
+
 
 def load_key_rows(directory: Path, manifest: Manifest) -> Mapping[str, KeyRows]:
     """Map the keys of a model directory, by feature.

@@ -16,22 +16,29 @@ from hypothesis import strategies as st
 from configs.schema import Component
 from nn.checkpoint.directory import RUN_FILE
 from nn.checkpoint.tensor_index import INDEX_FILE
-from nn.deltas.delta import Link, TableChange, identity
+from nn.deltas.delta import KeyChange, Link, TableChange, identity
 from nn.export.tables import Selection, export_tables
 from tests.fuzz.commands import as_replay
 from tests.fuzz.harness import Fuzzer
 from tests.fuzz.mutations import JSON_LITERALS, Edit, apply_edits, as_json, document_edits
 from tests.fuzz.runs import train, write_checkpoint
+from tests.helpers.crash_scenarios import keyed_dataset
 
 STEPS = 6
-MORE = ("checkpoint.delta_every=1", "checkpoint.save_every=1", "checkpoint.keep=99")
+MORE = (
+    "data.dynamic.admit_after=2",
+    "data.shuffle_block=0",
+    "checkpoint.delta_every=1",
+    "checkpoint.save_every=1",
+    "checkpoint.keep=99",
+)
 WHOLE = Selection(parts=list(Component), optimizer=False)
 KINDS = ("drop", "double", "swap", "cut", "flip", "foreign", "newer")
 
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Two runs with a delta and a checkpoint per step.
+    """Two runs with raw keys, and a delta and a checkpoint per step.
 
     Attributes:
         own: directory of the first one.
@@ -75,8 +82,10 @@ class Entry:
 
 
 def _make(room: Path) -> Chains:
+    keyed_dataset(room)
+    data = f"data.path={room / 'input/keys'}"
     for name in ("own", "foreign"):
-        train(room / name, "train.epochs=2", *MORE)
+        train(room / name, data, f"train.max_steps={STEPS}", *MORE)
     wanted = {}
     for name, step in product(("own", "foreign"), range(STEPS + 1)):
         out = room / f"export_{name}_{step}"
@@ -190,9 +199,10 @@ def _changed_documents(made: Chains, edits: list[Edit], room: Path) -> None:
     facts |= {name: changed.get(name) for name in ("delta", "chain")}
     try:
         tables = {n: TableChange(**t) for n, t in facts["delta"]["tables"].items()}
+        keys = {n: KeyChange(**k) for n, k in facts["delta"].get("keys", {}).items()}
         parent = Link(**facts["delta"]["parent"])
         content = index.encode("utf-8", "surrogatepass")
-        facts["chain"]["id"] = identity(parent, facts["chain"]["step"], tables, content)
+        facts["chain"]["id"] = identity(parent, facts["chain"]["step"], tables, keys, content)
     except (TypeError, KeyError, AttributeError, ValueError):
         pass
     write_checkpoint(path, facts, index)

@@ -400,7 +400,10 @@ SCENARIOS: dict[str, Scenario] = {
         for tier in ("host", "disk")
     },
     "training_keys": Scenario(
-        train("data.path=input/keys", "data.dynamic.admit_after=2", "data.shuffle_block=0"),
+        train(
+            *("data.path=input/keys", "data.dynamic.admit_after=2", "data.shuffle_block=0"),
+            *("checkpoint.delta_every=2", "checkpoint.keep=9"),
+        ),
         run_differences,
         keyed_dataset,
     ),

@@ -206,9 +206,10 @@ def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
             np.testing.assert_array_equal(ids, want)
 
 
-def trained(data: Path, run_dir: Path, steps: int) -> None:
+def trained(data: Path, run_dir: Path, steps: int, *options: str) -> None:
     ended = run_command(
         *KEYED,
+        *options,
         f"data.path={data / 'keys'}",
         f"run_dir={run_dir}",
         f"train.max_steps={steps}",
@@ -244,7 +245,6 @@ def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("checkpoint.delta_every=4", "checkpoint.delta_every writes rows without their keys"),
         ("data.multi_hot.hotness=[1,1,2]", "data.multi_hot.hotness draws further ids, not keys"),
         ("sharding.tables={user: {tier: host}}", "no other tier is for it"),
         ("data.dynamic.admit_after=0", "data.dynamic.admit_after must be positive, got 0"),
