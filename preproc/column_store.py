@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -86,18 +86,21 @@ class ColumnAppender:
             stream.seek(0, os.SEEK_END)
             self._streams.append(stream)
         self._ends = Event()
+        self._lock = Lock()
         self._failed: OSError | None = None
         self._syncing = Thread(target=self._sync_early, daemon=True)
         self._syncing.start()
 
     def _sync_early(self) -> None:
-        try:
-            while not self._ends.wait(SYNC_SECONDS):
-                for stream in self._streams:
-                    sync_stream(stream)
-        except OSError as error:
-            # The system tells of lost rows once.
-            self._failed = error
+        while self._failed is None and not self._ends.wait(SYNC_SECONDS):
+            for stream in self._streams:
+                # The system tells of lost rows once: `sync` waits until it is noted.
+                with self._lock:
+                    try:
+                        sync_stream(stream)
+                    except OSError as error:
+                        self._failed = error
+                        return
 
     @property
     def records(self) -> dict[str, list[list[int]]]:
@@ -117,7 +120,8 @@ class ColumnAppender:
     def sync(self) -> None:
         """Sync all files to disk; OSError if rows were lost."""
         for stream in self._streams:
-            sync_stream(stream)
+            with self._lock:
+                sync_stream(stream)
         if self._failed is not None:
             raise self._failed
 

@@ -144,7 +144,7 @@ class TransformedRows:
         query = self._staging.query
         if self._table.query:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(self._staging.order_by)}"
-            batches = self._engine.stream(query, CHUNK_ROWS)
+            batches: Iterator[pa.RecordBatch] = self._engine.stream(query, CHUNK_ROWS)
         else:
             query = self._engine.in_source_order(query)
             batches = checked_order(self._engine.stream(query, CHUNK_ROWS))

@@ -113,18 +113,21 @@ async def serve(service: "Service", config: ServerConfig, started: float) -> Non
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     port = await service.start(config.host, config.port)
-    now = time.perf_counter()
-    say(
-        f"ready after {now - STARTED:.1f} s, {started - STARTED:.1f} s of them imports: {service.title} on "
-        f"http://{config.host}:{port}"
-    )
-    if config.host not in LOOPBACK and config.token_file is None:
+    try:
+        now = time.perf_counter()
         say(
-            f"anybody who reaches {config.host} can ask this server; set token_file, or host=127.0.0.1"
+            f"ready after {now - STARTED:.1f} s, {started - STARTED:.1f} s of them imports: {service.title} on "
+            f"http://{config.host}:{port}"
         )
-    await stop.wait()
-    say("draining: accepted requests are answered")
-    await service.stop(config.drain_s)
+        if config.host not in LOOPBACK and config.token_file is None:
+            say(
+                f"anybody who reaches {config.host} can ask this server; set token_file, or host=127.0.0.1"
+            )
+        await stop.wait()
+        say("draining: accepted requests are answered")
+    finally:
+        # Also after an error: the thread that scores would keep the process.
+        await service.stop(config.drain_s)
     say("ended")
 
 
@@ -138,8 +141,9 @@ def _allow_files(count: int) -> None:
 
 
 def say(line: str) -> None:
-    """Print one line to stderr."""
-    print(on_one_line(line), file=sys.stderr, flush=True)
+    """Print one line to stderr, if anybody reads it."""
+    with suppress(OSError):
+        print(on_one_line(line), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -224,9 +225,13 @@ class DuckDBEngine:
             if rows.plain:
                 found = dictionary_columns([file.path for file in rows.files], rows.plain)
             self._stage(rows, found, _emptied(temporary))
+            is_read = True
         except pa.ArrowException:
             if not found:
                 raise
+            is_read = False
+        # Not while the error is handled, whose traceback has the open stream.
+        if not is_read:
             # DuckDB reads what Arrow does not, or names what is wrong with it.
             self._stage(rows, {}, _emptied(temporary))
         replace_directory(temporary, path)
@@ -263,9 +268,8 @@ class DuckDBEngine:
             has_order = False
         else:
             query = self.in_source_order(query)
-        batches = self.stream(query, rows_at_once)
-        if has_order:
-            batches = checked_order(batches)
+        stream = self.stream(query, rows_at_once)
+        batches = checked_order(stream) if has_order else stream
         # What sorts runs here, where Ctrl-C interrupts it.
         first = next(batches, None)
         texts = ParquetTexts([file.path for file in rows.files], dictionaries, rows_at_once)
@@ -274,7 +278,8 @@ class DuckDBEngine:
             for batch in itertools.chain([] if first is None else [first], batches):
                 yield batch, texts.take(len(batch) if dictionaries else 0)
 
-        write_coded(with_texts(), schema, rows.values, path, self._threads)
+        with closing(stream):  # another query needs the connection, also after an error
+            write_coded(with_texts(), schema, rows.values, path, self._threads)
 
     def in_source_order(self, query: str) -> str:
         """Return a query of rows with `file_` and `order_` that yields them in that order, sorted only if necessary."""
@@ -350,12 +355,13 @@ class DuckDBEngine:
         except duckdb.Error as error:
             raise _explained(None, error) from None
 
-    def stream(self, query: str, rows_at_once: int) -> Iterator["pa.RecordBatch"]:
+    def stream(self, query: str, rows_at_once: int) -> Generator["pa.RecordBatch"]:
         """Yield the rows of a query as it runs; meanwhile only cursors may run others."""
         import pyarrow as pa
 
         try:
-            yield from self._connection.sql(query).to_arrow_reader(rows_at_once)
+            with self._connection.sql(query).to_arrow_reader(rows_at_once) as reader:
+                yield from reader
         except duckdb.OutOfMemoryException:
             raise
         # Arrow passes on what DuckDB raises as its own errors.

@@ -1,6 +1,7 @@
 """Writer of the files of a table dataset from the Parquet files of an engine: the same bytes from any engine."""
 
 import glob
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
 from preproc.work_directory import Work
 
+ZERO_BYTES = 1 << 20
 CHUNK_ROWS = 1 << 20
 # Kept columns may be long texts.
 KEPT_CHUNK_ROWS = 1 << 18
@@ -276,7 +278,9 @@ class TableFiles:
         path = self._directory / f"{relation}.bin"
         dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
         with pq.ParquetFile(self._directory / relation / RELATION_FILE) as file:
-            ids = np.memmap(path, dtype, "w+", shape=(file.metadata.num_rows + 1,))
+            count = file.metadata.num_rows + 1
+            _allocate(path, count * dtype.itemsize)
+            ids = np.memmap(path, dtype, "r+", shape=(count,))
             for batch in file.iter_batches(CHUNK_ROWS, use_threads=False):
                 ids[np.asarray(batch.column("row_"))] = np.asarray(batch.column("id"))
         return np.asarray(ids)
@@ -334,3 +338,16 @@ class TableFiles:
             with pq.ParquetWriter(path, batches.schema, compression="zstd") as writer:
                 for batch in batches:
                     writer.write_batch(batch)
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    """Write a file of zeros; OSError if the disk is full, where writing to a mapped hole would end the process."""
+    try:
+        with path.open("wb") as stream:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(stream.fileno(), 0, num_bytes)
+                return
+            for first in range(0, num_bytes, ZERO_BYTES):
+                stream.write(bytes(min(ZERO_BYTES, num_bytes - first)))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -36,7 +36,9 @@ def _is_dictionary(schema: pa.Schema, metadata: pq.FileMetaData, name: str) -> b
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)) or name not in leaves:
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)) or (
+        leaves.count(name) != 1  # a field of a struct may have the same path
+    ):
         return False
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     chunks = [group.column(leaves.index(name)) for group in groups]

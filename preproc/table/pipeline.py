@@ -162,6 +162,7 @@ def _identity(
         "fitted": fitted.files if fitted else None,
         "table": asdict(table),
         "engine": config.engine.name,
+        "format": 2,
         "files": [
             [str(file.path.resolve()), file.path.stat().st_size, file.path.stat().st_mtime_ns]
             for file in files

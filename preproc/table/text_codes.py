@@ -1,7 +1,7 @@
 """Codes in place of the texts of staged rows, so that nothing after the first pass reads a text per row.
 
 A batch of rows numbers its distinct texts. A code stands for one value, and a value has one code per batch that
-holds it, so memory does not grow with the values. Relation `texts_<column>` (code, value) lists them.
+holds it, so memory does not grow with the values, and there are no more codes than rows. Relation `texts_<column>` (code, value) lists them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -52,6 +52,9 @@ def _coded(texts: pa.Array) -> _Coded:
     if pa.types.is_list(texts.type):
         items = _coded(texts.values)
         return _Coded(items.codes, items.texts, texts.offsets, texts.is_null())
+    if pa.types.is_dictionary(texts.type) and len(texts.dictionary) > len(texts):
+        # Of a row group of many batches: each would list all texts.
+        texts = texts.cast(texts.type.value_type)
     encoded = texts if pa.types.is_dictionary(texts.type) else texts.dictionary_encode()
     codes, empty = encoded.indices, pc.index(encoded.dictionary, "").as_py()
     if empty >= 0:
@@ -197,13 +200,15 @@ def count_codes(
     directory: Path, column: str, rows: range, is_list: bool, num_codes: int
 ) -> np.ndarray:
     """Return how often every code occurs in some rows, int64 [num_codes]; arguments as of `read_codes`."""
-    counts = np.zeros(num_codes + 1, np.int64)
+    counts = np.zeros(num_codes, np.int64)
     for codes, _ in read_codes(directory, column, rows, is_list):
-        # A batch has codes of its own, so their range is short.
-        first = int(codes.min(initial=0))
-        found = np.bincount(codes - first)
-        counts[first + 1 : first + 1 + len(found)] += found
-    return counts[1:]
+        codes = codes[codes >= 0]
+        if len(codes):
+            # A batch has codes of its own, so their range is short.
+            first = int(codes.min())
+            found = np.bincount(codes - first)
+            counts[first : first + len(found)] += found
+    return counts
 
 
 def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:

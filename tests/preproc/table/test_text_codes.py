@@ -6,10 +6,12 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from preproc.table import pipeline
+from preproc.table import duckdb_engine, output_files, pipeline, text_codes
 from preproc.table.duckdb_engine import DuckDBEngine
+from preproc.table.expressions import RELATION_FILE
 from preproc.table.parquet_texts import dictionary_columns
 from preproc.transformed_rows import open_transformed_rows
+from tests.helpers.preproc_command import Refused
 from tests.preproc.table.test_pipeline import build
 
 ROWS = 30_000
@@ -101,3 +103,72 @@ def test_rows_keep_their_order_where_a_condition_is_a_join(tmp_path, sources):
     with open_transformed_rows(tmp_path / "out", [sources / "*.parquet"]) as rows:
         batches = [np.asarray(features.column("age")) for features, _ in rows]
     assert np.array_equal(np.concatenate(batches), ages)
+
+
+def test_a_dictionary_larger_than_a_batch_gives_no_more_codes_than_rows(tmp_path, monkeypatch):
+    numbers = np.random.default_rng(0).integers(0, 20_000, 60_000)
+    texts = pa.array([f"{number:x}" for number in numbers])
+    table = pa.table({"y": numbers % 2, "c": texts})
+    pq.write_table(table, tmp_path / "a.parquet", dictionary_pagesize_limit=1 << 26)
+    pyarrow.csv.write_csv(table, tmp_path / "a.csv")
+    coded = []
+    writer = text_codes._Writer
+    append_texts = writer._append_texts
+    monkeypatch.setattr(
+        writer,
+        "_append_texts",
+        lambda self, name, found: coded.append(len(found.texts)) or append_texts(self, name, found),
+    )
+    monkeypatch.setattr(duckdb_engine, "is_small", lambda config: True)  # small batches
+    built = {}
+    for kind in ("parquet", "csv"):
+        described = {
+            "sources": {"t": {"files": str(tmp_path / f"a.{kind}")}},
+            "label": {"name": "y"},
+            "categorical": ["c"],
+            "split": {"train": 0.5},
+        }
+        coded.clear()
+        built[kind] = build(tmp_path / kind, described)
+        assert 20_000 <= sum(coded) <= 60_000
+    assert built["parquet"] == built["csv"]
+
+
+def test_a_missing_text_is_not_counted(tmp_path):
+    codes = pa.array([None, 7, 9, 7, None, 8], pa.int32())
+    pq.write_table(pa.table({"c0": codes}), tmp_path / RELATION_FILE)
+    counts = text_codes.count_codes(tmp_path, "c0", range(6), is_list=False, num_codes=11)
+    assert counts.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 1, 1, 0]
+    assert text_codes.count_codes(tmp_path, "c0", range(1), False, 3).tolist() == [0, 0, 0]
+
+
+def test_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
+    raw = pa.array([b"ok" if i % 7 else b"\xff\xfe" for i in range(300)])
+    texts = pa.StringArray.from_buffers(300, *raw.buffers()[1:])
+    pq.write_table(pa.table({"y": np.arange(300) % 2, "c": texts}), tmp_path / "bad.parquet")
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "bad.parquet")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+    }
+    with pytest.raises(Refused, match=r"bad.parquet.*not valid UTF") as refused:
+        build(tmp_path / "out", table)
+    assert refused.value.exit_code == 2
+
+
+def test_a_full_disk_is_an_error_where_ids_are_mapped(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(output_files.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*ids.bin"):
+        output_files._allocate(tmp_path / "ids.bin", 100)
+    monkeypatch.delattr(output_files.os, "posix_fallocate")
+    output_files._allocate(tmp_path / "ids.bin", output_files.ZERO_BYTES + 5)
+    assert (tmp_path / "ids.bin").stat().st_size == output_files.ZERO_BYTES + 5
+
+
+def test_a_column_with_the_path_of_a_field_is_no_dictionary(tmp_path):
+    columns = {"a.b": ["x", "y"] * 50, "a": [{"b": "z"}] * 100}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert dictionary_columns([tmp_path / "a.parquet"], {"c0": "a.b"}) == {}

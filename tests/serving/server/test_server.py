@@ -436,6 +436,18 @@ def test_draining_answers_what_has_begun(models):
             client.call("/v2/health/live")
 
 
+def test_the_command_ends_though_nobody_reads_what_it_says(models):
+    command = [sys.executable, "-m", "serving.run", f"model={models['one']}", "port=0"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr.readline().startswith("ready")
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+    finally:
+        process.kill()
+
+
 def test_the_command_serves_until_sigterm(models):
     command = [sys.executable, "-m", "serving.run", f"model={models['one']}", "port=0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
